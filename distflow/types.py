@@ -120,6 +120,10 @@ class Prompt:
     task: str = "{}"
 
 
+SampleKey = tuple[int, int]
+"""A sample: prompt position, and number in the group."""
+
+
 @dataclass(frozen=True, slots=True)
 class BegunSample:
     """One sample of a group that another worker began: to be continued, or finished already.
@@ -185,10 +189,25 @@ class SampleOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """What a reward function judges: one response as text and tokens, with the task that its data source gave.
+class Episode:
+    """One sample that a generate step is to make: its prompt, and the task that the data source gave for it.
 
-    `response` leaves out special tokens such as the end of the sequence; `response_ids` has them.
+    `sample` is its number in the group, from 0 on.
+    """
+
+    uid: Uid
+    sample: int
+    prompt_ids: tuple[int, ...]
+    prompt: str
+    task: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A response as text and tokens, with the task that its data source gave.
+
+    A reward function judges the whole response of a sample; a generate step gets what the model has written in one
+    turn. `response` leaves out special tokens such as the end of the sequence; `response_ids` has them.
     """
 
     prompt: str

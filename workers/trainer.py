@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,26 @@ def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", *
     first = sum(sizes[: ctx.replica])
     whole = call(**{name: torch.cat(parts) for name, parts in gathered.items()}, **settings)
     return _with_advantage(batch, function, _a_sample(whole, function, sum(sizes))[first : first + len(batch)])
+
+
+@step(role="train", reads=["reward", "group", "response_mask"], writes=["baseline"], scope="group")
+def baseline(batch: Batch, ctx: StepContext) -> Batch:
+    """For each sample the reward of that one of its group that is not trained on.
+
+    `distflow.workers.rollout:sample_with_baseline` makes one. Raises UserError for a group with none, or several.
+    """
+    reward, masks = batch.dense("reward"), batch.ragged("response_mask")
+    untrained = torch.tensor([not bool(row.any()) for row in masks.rows()])
+    found = torch.empty_like(reward)
+    for first, end in pairwise(batch.group_bounds()):
+        (rows,) = untrained[first:end].nonzero(as_tuple=True)
+        if len(rows) != 1:
+            raise UserError(
+                f"{len(rows)} of the {end - first} samples of a group are not trained on; expected one, whose reward "
+                "is the baseline — let distflow.workers.rollout:sample_with_baseline generate, as flow=remax does"
+            )
+        found[first:end] = reward[first + int(rows)]
+    return batch.with_columns(baseline=found)
 
 
 _MOMENTS = "moments"

@@ -36,7 +36,7 @@ def cut(output: SampleOutput, start: int, most: int) -> Piece:
         start,
         array(TOKEN, output.token_ids[start:end]).tobytes(),
         array(LOGPROB, output.logprobs[start:end]).tobytes(),
-        _clipped(output.spans, start, end),
+        clipped(output.spans, start, end),
         output.finish_reason if finished else "",
     )
 
@@ -61,7 +61,7 @@ class Prefix:
         del self.tokens[piece.start :], self.logprobs[piece.start :]
         self.tokens.frombytes(piece.token_ids)
         self.logprobs.frombytes(piece.logprobs)
-        spans = list(_clipped(self.spans, 0, piece.start))
+        spans = list(clipped(self.spans, 0, piece.start))
         for span in piece.spans:
             if spans and spans[-1][:2] == span[:2]:
                 spans[-1] = spans[-1]._replace(end=span.end)
@@ -119,7 +119,7 @@ def of_lineage(piece: Piece, term: int, begins: Mapping[int, int], min_version: 
     return all(v.term in known and v.number >= min_version and v.survives(begins) for v in versions)
 
 
-def _clipped(spans: Iterable[Span], start: int, end: int) -> tuple[Span, ...]:
+def clipped(spans: Iterable[Span], start: int, end: int) -> tuple[Span, ...]:
     """The parts of spans that cover tokens `start` … `end` - 1."""
-    clipped = (span._replace(start=max(span.start, start), end=min(span.end, end)) for span in spans)
-    return tuple(span for span in clipped if span.end > span.start)
+    inside = (span._replace(start=max(span.start, start), end=min(span.end, end)) for span in spans)
+    return tuple(span for span in inside if span.end > span.start)

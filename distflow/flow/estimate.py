@@ -191,7 +191,7 @@ def _zero(worker: WorkerPlan) -> int | None:
 
 def _longest(plan: Plan) -> tuple[int, int]:
     """Tokens of the longest prompt and the longest response."""
-    return plan.recipe.data.max_prompt_tokens, plan.max_new_tokens
+    return plan.recipe.data.max_prompt_tokens, plan.response_tokens
 
 
 def _engine(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, gpu: int | None) -> dict[str, int]:

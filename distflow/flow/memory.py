@@ -11,6 +11,7 @@ from distflow.errors import Problems
 from distflow.flow.gpus import width
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import ModelSize
+from distflow.flow.step import response_tokens
 from distflow.flow.structure import Structure
 from distflow.flow.wiring import wire
 
@@ -82,7 +83,7 @@ def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int, later:
 def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse a training worker that cannot hold the largest groups of one training step."""
     training_pool = structure.home.name
-    new_tokens = [node.settings["max_new_tokens"] for node in structure.steps if node.role == "generate"]
+    new_tokens = [response_tokens(node.settings) for node in structure.steps if node.role == "generate"]
     if not all(isinstance(count, int) for count in new_tokens):
         return  # reported where the setting is checked
     pool, batch = recipe.layout.pools[training_pool], recipe.batch

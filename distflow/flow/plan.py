@@ -16,6 +16,7 @@ from typing import Any
 
 from distflow.config.schema import Recipe
 from distflow.flow.edges import Edge, EdgeKind, End
+from distflow.flow.step import response_tokens
 from distflow.types import Role, Scope, WorkerName
 
 _ABSOLUTE = re.compile(r"^/(?:[^/]*/)*([^/]+)$")
@@ -77,6 +78,12 @@ class StepPlan:
     writes: tuple[str, ...]
     may_write: tuple[str, ...] = ()
     """Fields that it writes sometimes, beside those."""
+    environment: tuple[str, ...] | None = None
+    """Of a generate step: what its environment allows; None: it has none."""
+
+    def allows(self, what: str) -> bool:
+        """Whether its samples may be treated so (`replay`, `repeatable`): without an environment, always."""
+        return self.environment is None or what in self.environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +254,14 @@ class Plan:
         return next(step for step in self.steps if step.role == "generate")
 
     @property
-    def max_new_tokens(self) -> int:
-        """Tokens of the longest response."""
-        return int(self.generate_step.settings["max_new_tokens"])
+    def response_tokens(self) -> int:
+        """Tokens of the longest response, with those of an environment."""
+        return int(response_tokens(self.generate_step.settings))
 
     @property
     def longest_sample(self) -> int:
         """Tokens of the longest prompt and response together."""
-        return self.recipe.data.max_prompt_tokens + self.max_new_tokens
+        return self.recipe.data.max_prompt_tokens + self.response_tokens
 
     @property
     def owner_plan(self) -> WorkerPlan:

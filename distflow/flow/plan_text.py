@@ -120,8 +120,9 @@ def _staleness(plan: Plan) -> str:
 def _waiting(plan: Plan) -> list[str]:
     """What bounds the groups that are leased ahead, and with them staleness."""
     owner, batch = plan.owner_plan, plan.batch
-    new_tokens = int(plan.generate_step.settings["max_new_tokens"])
-    steps = owner.sample_memory_mb * MIB / step_bytes(plan.recipe, owner.name.pool, new_tokens, plan.later_bytes)
+    steps = (
+        owner.sample_memory_mb * MIB / step_bytes(plan.recipe, owner.name.pool, plan.response_tokens, plan.later_bytes)
+    )
     room = f"{owner.sample_memory_mb} MiB a training worker for results that wait (sample_memory_mb): "
     ahead = None if batch.max_staleness is None else min(1 + batch.max_staleness, batch.training_steps)
     if ahead is not None and steps >= ahead:

@@ -18,7 +18,7 @@ from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan,
 from distflow.flow.plan_checks import check_plan
 from distflow.flow.resolve import find_source
 from distflow.flow.sharding import divided_notes
-from distflow.flow.step import SEVERAL_UPDATES
+from distflow.flow.step import SEVERAL_UPDATES, response_tokens
 from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure, check_data
 from distflow.flow.structure_checks import check_structure
@@ -77,7 +77,7 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
     dumped = dump_fields(recipe.run, (*ordered, *structure.private.all))
     steps_ahead = batch.training_steps if batch.max_staleness is None else 1 + batch.max_staleness
     most_slots = batch.samples * steps_ahead  # no more samples are ever leased at once
-    new_tokens = next(int(node.settings["max_new_tokens"]) for node in ordered if node.role == "generate")
+    new_tokens = next(int(response_tokens(node.settings)) for node in ordered if node.role == "generate")
     later = later_bytes(recipe, structure)
     sample_memory = sample_memory_mb(recipe, structure.home.name, new_tokens, later)
     edges = wire(structure, dumped)
@@ -131,8 +131,8 @@ def _code(nodes: Sequence[StepNode]) -> dict[str, str]:
 def step_plan(node: StepNode) -> StepPlan:
     """A step of the graph as workers run it."""
     spec, call = node.declaration.spec, node.declaration.call
-    always, sometimes = node.writes, node.may_write
-    return StepPlan(node.name, call, spec.role, spec.scope, node.model, node.settings, node.reads, always, sometimes)
+    about = (node.name, call, spec.role, spec.scope, node.model, node.settings)
+    return StepPlan(*about, node.reads, node.writes, node.may_write, spec.environment)
 
 
 def _worker(

@@ -12,6 +12,7 @@ from distflow.errors import KeyedError, Problems, UserError
 from distflow.flow.plan import PoolPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.sizes import attention_heads
+from distflow.flow.step import response_tokens
 from distflow.flow.structure import Structure
 
 
@@ -109,5 +110,5 @@ def _settings(pool: PoolConfig) -> Iterator[tuple[str, WorkerSettings]]:
 
 
 def _longest(recipe: Recipe, structure: Structure) -> int:
-    new = [node.settings["max_new_tokens"] for node in structure.steps if node.role == "generate"]
+    new = [response_tokens(node.settings) for node in structure.steps if node.role == "generate"]
     return recipe.data.max_prompt_tokens + max(new) if all(isinstance(count, int) for count in new) else 0

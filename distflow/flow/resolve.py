@@ -55,15 +55,16 @@ def check_step(function: object, plan: StepPlan) -> None:
         )
     if plan.role == "generate" and not inspect.iscoroutinefunction(function):
         raise PluginError(f"step {plan.name!r}: {plan.call} {not_a_generate_step(split_call(plan.call)[1])}")
-    check_call(plan.call, function, ("batch", "ctx"), tuple(plan.settings))
+    positional = ("episode", "generate", "ctx") if plan.role == "generate" else ("batch", "ctx")
+    check_call(plan.call, function, positional, tuple(plan.settings))
 
 
 def not_a_generate_step(name: str) -> str:
     """The end of a message about a generate step of another form."""
     return (
         "cannot generate: the runtime takes leases and weights and drives the engine itself — expected "
-        f"async def {name}(generate, ctx, *, setting=default, …), which awaits finished groups, "
-        "groups = await generate(SamplingParams(…)), and returns their batch, as distflow.workers.rollout:sample does"
+        f"async def {name}(episode, generate, ctx, *, setting=default, …), which makes one sample: it awaits "
+        "completion = await generate(episode.prompt_ids, SamplingParams(…)), as distflow.workers.rollout:sample does"
     )
 
 

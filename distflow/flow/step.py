@@ -13,6 +13,23 @@ from distflow.types import Role, Scope
 ATTRIBUTE = "__distflow_step__"
 SEVERAL_UPDATES = "several_updates"
 """Condition of `reads_when` that no setting states: batch.minibatches × batch.epochs is more than 1."""
+GENERATED = (
+    "uid",
+    "group",
+    "sample",
+    "prompt_ids",
+    "prompt_text",
+    "task",
+    "response_ids",
+    "response_mask",
+    "response_text",
+    "rollout_logprobs",
+    "policy_versions",
+    "finish_reason",
+)
+"""Fields that the runtime writes for every generate step."""
+ENVIRONMENT = ("replay", "repeatable")
+"""What the environment of a generate step may allow."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Arguments = Mapping[str, str | Mapping[str, str] | None]
 """Arguments that a plug-in may take, by name, each with the field that is read for it, or for its attributes."""
@@ -42,13 +59,15 @@ class StepSpec:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ranges: Mapping[str, str] = field(default_factory=dict)
     may_write: tuple[str, ...] = ()
+    environment: tuple[str, ...] | None = None
 
 
-class NotAlways(TypedDict, total=False):
-    """What a step declares about fields that are not written everywhere, or not every time."""
+class SomeSteps(TypedDict, total=False):
+    """What only steps of some kinds declare."""
 
     fills: Mapping[str, float] | None
     may_write: Sequence[str]
+    environment: Sequence[str] | None
 
 
 def step(
@@ -60,7 +79,7 @@ def step(
     reads_when: Mapping[str, Sequence[str]] | None = None,
     plugins: Mapping[str, Sequence[str] | Arguments] | None = None,
     choices: Mapping[str, Sequence[str] | str] | None = None,
-    **not_always: Unpack[NotAlways],
+    **of_some: Unpack[SomeSteps],
 ) -> Callable[[_Function], _Function]:
     """Declare a step. All arguments must be literals: the planner reads them from the source, without importing it.
 
@@ -80,11 +99,12 @@ def step(
     score step does not always write, for example `["drop_reason", "rewards/*"]`.
     """
     named, functions = choices or {}, plugins or {}
-    fills, may_write = _not_always(**not_always)
+    fills, may_write, environment = _of_some(**of_some)
+    always = GENERATED if role == "generate" else ()
     spec = StepSpec(
         role=role,
         reads=tuple(reads),
-        writes=tuple(writes),
+        writes=tuple(dict.fromkeys((*always, *writes))),
         scope=scope,
         reads_when={setting: tuple(fields) for setting, fields in (reads_when or {}).items()},
         fills=fills,
@@ -93,6 +113,7 @@ def step(
         choices={setting: tuple(names) for setting, names in named.items() if not isinstance(names, str)},
         ranges={setting: text for setting, text in named.items() if isinstance(text, str)},
         may_write=may_write,
+        environment=environment,
     )
 
     def attach(function: _Function) -> _Function:
@@ -102,10 +123,21 @@ def step(
     return attach
 
 
-def _not_always(
-    *, fills: Mapping[str, float] | None = None, may_write: Sequence[str] = ()
-) -> tuple[dict[str, float], tuple[str, ...]]:
-    return dict(fills or {}), tuple(may_write)
+def _of_some(
+    *,
+    fills: Mapping[str, float] | None = None,
+    may_write: Sequence[str] = (),
+    environment: Sequence[str] | None = None,
+) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...] | None]:
+    return dict(fills or {}), tuple(may_write), None if environment is None else tuple(environment)
+
+
+def response_tokens(settings: Mapping[str, Any]) -> Any:
+    """Most tokens behind the prompt of a sample, by the settings of its generate step.
+
+    `max_tokens`, which counts an environment's too, or else `max_new_tokens`.
+    """
+    return settings["max_tokens" if "max_tokens" in settings else "max_new_tokens"]
 
 
 def is_range(text: object) -> bool:

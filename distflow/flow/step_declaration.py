@@ -10,8 +10,13 @@ from typing import Any, Final
 
 from distflow.errors import PluginError, did_you_mean
 from distflow.flow.resolve import Source, find_source, not_a_generate_step
-from distflow.flow.step import ATTRIBUTE, StepSpec, is_range, step
+from distflow.flow.step import ATTRIBUTE, ENVIRONMENT, SomeSteps, StepSpec, is_range, step
 from distflow.types import ROLES, SCOPES
+
+_KNOWN = (
+    *("role", "reads", "writes", "scope", "reads_when", "plugins", "choices"),
+    *SomeSteps.__annotations__,
+)
 
 
 class _Marker:
@@ -116,7 +121,7 @@ def _check_form(source: Source, spec: StepSpec, parameters: Parameters) -> None:
         if awaits:
             raise PluginError(f"{source.where}: {name!r} is an async function; a step is a plain function")
         _check_parameters(source, parameters, spec)
-    elif not awaits or parameters.open_ended or len(parameters.positional) != 2:
+    elif not awaits or parameters.open_ended or len(parameters.positional) != 3:
         raise PluginError(f"{source.where}: {name!r} {not_a_generate_step(name)}")
 
 
@@ -148,11 +153,10 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
     if decorator.args:
         raise PluginError(f"{source.where}: @step takes keywords only: role=, reads=, writes=, …")
     values: dict[str, Any] = {}
-    known = ("role", "reads", "writes", "scope", "reads_when", "fills", "plugins", "choices", "may_write")
     for keyword in decorator.keywords:
-        if keyword.arg not in known:
+        if keyword.arg not in _KNOWN:
             raise PluginError(
-                f"{source.where}: @step has no argument {keyword.arg!r}; {did_you_mean(str(keyword.arg), known)}"
+                f"{source.where}: @step has no argument {keyword.arg!r}; {did_you_mean(str(keyword.arg), _KNOWN)}"
             )
         try:
             values[keyword.arg] = ast.literal_eval(keyword.value)
@@ -181,6 +185,8 @@ def _typed(values: dict[str, Any], source: Source) -> StepSpec:
             f"{source.where}: @step(may_write=…) is for the role score, and {source.node.name!r} has the role "
             f"{values['role']!r}; a step of another role writes all its fields: list them in writes"
         )
+    if "environment" in values:
+        _expect_environment(values["environment"], values["role"], source)
     for name in ("reads_when", "plugins", "choices"):
         _expect_mapping(values[name], name, source)
         for setting, names in values[name].items():
@@ -198,6 +204,18 @@ def _typed(values: dict[str, Any], source: Source) -> StepSpec:
 def _expect_names(value: object, what: str, source: Source) -> None:
     if not (isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)):
         raise PluginError(f"{source.where}: {what} must be a list of names, got {value!r}")
+
+
+def _expect_environment(value: object, role: object, source: Source) -> None:
+    if role != "generate":
+        raise PluginError(
+            f"{source.where}: @step(environment=…) is for the role generate, and {source.node.name!r} has the role "
+            f"{role!r}"
+        )
+    _expect_names(value, "@step(environment=…)", source)
+    for name in value if isinstance(value, list | tuple) else ():
+        if name not in ENVIRONMENT:
+            raise PluginError(f"{source.where}: @step(environment=…) names {name!r}; {did_you_mean(name, ENVIRONMENT)}")
 
 
 def _expect_range(setting: str, text: str, source: Source) -> None:

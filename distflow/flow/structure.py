@@ -148,6 +148,10 @@ def _check_generate(steps: list[StepNode], problems: Problems) -> None:
             message = f"a generate step needs the settings {', '.join(lacking)} with literal defaults"
             cure = "declare them as keyword-only parameters, for example max_new_tokens: int = 16"
             problems.add(key, message, cure)
+        elif node.declaration.spec.environment is not None and "max_tokens" not in node.settings:
+            message = "its environment's tokens need room too, and nothing says how much"
+            cure = "declare max_tokens, a keyword-only parameter with a literal default: all tokens behind the prompt"
+            problems.add(f"flow.steps.{node.name}", message, cure)
 
 
 def _check_plugins(layout: LayoutConfig, problems: Problems) -> None:

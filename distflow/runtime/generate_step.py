@@ -1,39 +1,48 @@
-"""A generate step: a user's coroutine, which says how to sample and makes a batch of what is finished.
+"""A generate step: a user's coroutine, one call for each sample, which says what to sample after which tokens.
 
     @step(role="generate", …)
-    async def sample(generate, ctx, *, temperature: float = 1.0, max_new_tokens: int = 16):
-        groups = await generate(SamplingParams(temperature, max_new_tokens=max_new_tokens))
-        return assemble(groups, …)
+    async def sample(episode, generate, ctx, *, temperature: float = 1.0, max_new_tokens: int = 16):
+        await generate(episode.prompt_ids, SamplingParams(temperature, max_new_tokens=max_new_tokens))
 
-One call makes one batch. At `await` the step is set aside, and the worker's loop (`rollout_loop.py`) takes leases and
-weights and decodes until groups are finished: no wait of the runtime lies within a user's frames. There is no event
-loop: a step awaits `generate(…)`, and nothing else.
+At `await` the step is set aside, and the worker's loop (`rollout_loop.py`) takes leases and weights and decodes until
+what was asked for is sampled: no wait of the runtime lies within a user's frames. There is no event loop: a step awaits
+`generate(…)`, and nothing else. What it asked for and got is recorded by the runtime (`trajectories.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from distflow.errors import StepError
-from distflow.exchange.rollout_core import FinishedGroup
-from distflow.types import SamplingParams
+from distflow.flow.plan import StepPlan
+from distflow.flow.step import GENERATED
+from distflow.types import Completion, Episode, SamplingParams
 
-Groups = Sequence[FinishedGroup]
-Source = Callable[[SamplingParams], Groups | None]
-"""The next groups that are finished; an empty list: there are no more; None: there may be later."""
-Generate = Callable[[SamplingParams], Awaitable[Groups]]
-"""`await generate(params)`: the next groups of this worker that are finished, all samples of each, sampled so."""
+Call = Coroutine[Any, Any, object]
+
+
+class Generate(Protocol):
+    """What a generate step awaits."""
+
+    def __call__(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True
+    ) -> Awaitable[Completion]:
+        """What the model writes after these tokens, sampled so. `train`: whether these tokens are trained on."""
 
 
 class Wanted:
-    """What `generate(params)` returns, for a step to await."""
+    """What `generate(prompt_ids, params)` returns, for a step to await."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    __slots__ = ("params", "prompt_ids", "train")
+
+    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True) -> None:
+        self.prompt_ids = tuple(prompt_ids)
         self.params = params
+        self.train = train
 
-    def __await__(self) -> Generator[Wanted, Groups, Groups]:
-        """Hand itself to `run_call`, and return the groups that it sends back."""
+    def __await__(self) -> Generator[Wanted, Completion, Completion]:
+        """Hand itself to whoever drives the step, and return the completion that it sends back."""
         return (yield self)
 
 
@@ -43,33 +52,38 @@ class Returned(NamedTuple):
     value: object
 
 
-def run_call(call: Coroutine[Any, Any, object], groups: Source, where: str) -> Generator[None, None, Returned | None]:
-    """Run one call of a generate step to its end; returns None if `groups` has no more to make a batch of.
+class GenerateStep:
+    """The generate step of one worker: begins a call for each sample, and goes on with it.
 
-    Yields whenever `groups` is asked again later.
-    Raises what either raises, and StepError (`where`: which step, on which worker) for one that does not await
-    `generate` exactly once.
+    `failed` makes what is raised of what a user's step raises for an episode.
     """
-    try:
-        wanted = _next(call, None)
-        if not isinstance(wanted, Wanted):
-            done = "returned" if isinstance(wanted, Returned) else f"awaited a {type(wanted).__name__}"
-            raise StepError(f"{where} {done} before it awaited groups; expected groups = await generate(params)")
-        while (finished := groups(wanted.params)) is None:
-            yield
-        if not finished:
-            return None
-        answer = _next(call, finished)
-        if not isinstance(answer, Returned):
-            raise StepError(f"{where} awaits a second time; a call makes one batch of the groups that it awaited")
-        return answer
-    finally:
-        call.close()
 
+    def __init__(
+        self,
+        plan: StepPlan,
+        begin: Callable[[Episode], Call],
+        where: str,
+        failed: Callable[[Exception, Episode], Exception],
+    ) -> None:
+        self.plan = plan
+        self.where = where
+        """Which step, on which worker."""
+        self.further = tuple(name for name in plan.writes if name not in GENERATED)
+        """The fields that it returns a number for, for each sample."""
+        self.begin = begin
+        self._failed = failed
 
-def _next(call: Coroutine[Any, Any, object], sent: Groups | None) -> object:
-    """What the step awaits next, or `Returned`."""
-    try:
-        return call.send(sent)
-    except StopIteration as end:
-        return Returned(end.value)
+    def go_on(self, call: Call, episode: Episode, sent: Completion | None) -> Wanted | Returned:
+        """What the step awaits next, or returns. Raises what it raises, and StepError for another awaitable."""
+        try:
+            found = call.send(sent)
+        except StopIteration as end:
+            return Returned(end.value)
+        except Exception as error:
+            raise self._failed(error, episode) from error
+        if not isinstance(found, Wanted):
+            raise StepError(
+                f"{self.where} awaited a {type(found).__name__}; a generate step awaits generate(prompt_ids, params) "
+                "and nothing else"
+            )
+        return found

@@ -35,12 +35,13 @@ from distflow.flow.memory import MIB
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.calls import Asking, fields_of
+from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.owner_side import lease_settings
-from distflow.runtime.protocols import Backend, Engine, Measured
+from distflow.runtime.protocols import Backend, Engine, Measured, Tokenizer
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.steps import StepRunner
+from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
 from distflow.types import DROP_REASON, Version
 from distflow.weights.manifest import Manifest
@@ -59,7 +60,7 @@ class Generating:
         self,
         loop: RolloutLoop,
         channel: OutboundSamples,
-        steps: StepRunner,
+        samples: Trajectories,
         engine: Engine,
         node: Node,
         edge: Edge,
@@ -68,7 +69,7 @@ class Generating:
     ) -> None:
         self.loop = loop
         self._channel = channel
-        self._steps = steps
+        self._samples = samples
         self._engine = engine
         self._node = node
         self._edge = edge
@@ -86,8 +87,15 @@ class Generating:
         self._node.facts |= {"state": "generating"}
         if loop.open():
             self._turns.generate()
-        groups = self._steps.generate(step, loop.groups)
+        own = self._samples.step.plan.name
+        if step != own:
+            raise UserError(f"script: w.generate({step!r}, …), but this worker's generate step is {own!r}")
+        groups = self._batches(loop)
         return groups if loop.endless else self._phase(groups)
+
+    def _batches(self, loop: RolloutLoop) -> Iterator[Batch | None]:
+        while (groups := loop.groups()) is None or groups:
+            yield None if groups is None else self._samples.batch([group.lease.position for group in groups])
 
     def ask(self, step: str, source: Iterator[Batch | None]) -> Iterator[Batch | None]:
         """Yield the groups of `source` once another pool has run a step on them."""
@@ -283,6 +291,13 @@ def build_turns(
         return Turns()
     renewed = setting.recipe.layout.refresh == "eager"
     return OffloadTurns(engine, models, link, inbox, metrics, renewed=renewed)
+
+
+def build_trajectories(setting: Setting, step: GenerateStep, tokenizer: Tokenizer) -> Trajectories:
+    """The samples under way at this worker: none yet."""
+    plan, recipe = setting.plan, setting.recipe
+    dtype = torch.float64 if recipe.models[plan.primary].dtype == "float64" else torch.float32
+    return Trajectories(step, recipe.batch.samples_per_prompt, plan.response_tokens, tokenizer, dtype)
 
 
 def build_outbound(

@@ -244,7 +244,7 @@ def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Proble
 def lease_settings(setting: Setting) -> LeaseSettings:
     """The settings of the lease protocol that the recipe implies."""
     recipe, batch = setting.recipe, setting.plan.batch
-    new_tokens = setting.plan.max_new_tokens
+    new_tokens = setting.plan.response_tokens
     samples, later = batch.samples_per_prompt, setting.plan.later_bytes
     trainer = setting.plan.owner_plan
     return LeaseSettings(
@@ -259,9 +259,9 @@ def lease_settings(setting: Setting) -> LeaseSettings:
         seed=recipe.run.seed,
         max_refills=batch.max_refills,
         announce_closed=trainer.generates is not None,
-        hedging=recipe.layout.hedging,
+        hedging=recipe.layout.hedging and setting.plan.generate_step.allows("repeatable"),
         host_silence_s=recipe.limits.host_silence_s,
-        partial_rollouts=recipe.layout.partial_rollouts,
+        partial_rollouts=recipe.layout.partial_rollouts and setting.plan.generate_step.allows("replay"),
     )
 
 
@@ -295,7 +295,9 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     core = OwnerCore(
         name, lease_settings(setting), list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins
     )
-    inbound = InboundSamples(core, lanes.post, plan.later_bytes)
+    edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
+    asked_for = dict.fromkeys(f for e in edges if e.when != "before custody" for f in e.fields if "*" not in f)
+    inbound = InboundSamples(core, lanes.post, plan.later_bytes, tuple(asked_for))
     reader.start()
     node.on_close(reader.close)
     node.on_tick(lambda now: arrived())  # the reader calls it too, unless the next prompt keeps it busy

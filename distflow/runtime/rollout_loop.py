@@ -7,11 +7,11 @@ gives the engine its requests, decodes, sends, measures, and waits under a name.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from distflow.config.schema import Recipe
-from distflow.errors import NoProgressError
+from distflow.errors import NoProgressError, StepError
 from distflow.exchange.messages import Lease
 from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
 from distflow.exchange.sample_channel import OutboundSamples
@@ -19,8 +19,9 @@ from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
+from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.waits import WaitBoard
-from distflow.types import FinishReason, SampleOutput, SampleRequest, SamplingParams
+from distflow.types import SampleRequest
 from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
@@ -46,6 +47,7 @@ class RolloutLoop:
     def __init__(
         self,
         engine: Engine,
+        samples: Trajectories,
         channel: OutboundSamples,
         inbox: WeightInbox,
         node: Node,
@@ -53,20 +55,18 @@ class RolloutLoop:
         recipe: Recipe,
     ) -> None:
         self._engine = engine
+        self._samples = samples
         self._channel = channel
         self._inbox = inbox
         self._node = node
         self._board: WaitBoard = node.board
         self._metrics = metrics
-        self._group_size = recipe.batch.samples_per_prompt
         self._no_progress_s = recipe.limits.no_progress_s
         # Half of it, to be done before the host agent, which counts `drain_s` too, kills this worker.
         self._drain_s = recipe.limits.drain_s / 2
         self._core = RolloutCore(channel.core, recipe.layout.refresh)
         self._on_version: Callable[[int], None] = lambda number: None
         self._meanwhile: Meanwhile | None = None
-        self._complete: list[SampleOutput] = []
-        """Samples that were finished when their group was leased."""
 
     def until_closed(self, step: int | None) -> RolloutLoop:
         """Set how long `open` is true: until every owner has its set for this step; None: until the run is over."""
@@ -112,13 +112,13 @@ class RolloutLoop:
         with self._board.condition:
             return self._core.open() and not self._stops()
 
-    def groups(self, params: SamplingParams) -> list[FinishedGroup] | None:
+    def groups(self) -> list[FinishedGroup] | None:
         """Generate until groups are finished, and return them; an empty list once the loop is over.
 
         None: something has come back from other workers, so that groups can be sent.
         """
         while self.open():
-            self.prepare(params)
+            self.prepare()
             finished = self.decode()
             if finished:
                 return finished
@@ -131,26 +131,29 @@ class RolloutLoop:
         """These groups have been handed to the channel. Called under the worker's lock."""
         self._core.sent(positions)
 
-    def prepare(self, params: SamplingParams) -> None:
+    def prepare(self) -> None:
         """Take newer weights, abort what is cancelled, start leases and ask for more, between two decode steps."""
         turn = self._turn()
         while turn.load or turn.abort:
             if turn.load:
                 self._load()
-            self._discard(self._engine.abort(turn.abort) if turn.abort else ())
+            self._discard(turn.abort)
             turn = self._turn()
         if turn.start:
-            self._engine.submit([request for lease in turn.start for request in self._requests(lease, params)])
+            self._submit(self._samples.begin(turn.start))
 
     def decode(self) -> list[FinishedGroup]:
         """One decode step; returns the groups that are now whole. Reports progress and free room to the owners."""
         with self._metrics.timed("timing_s/gen"):
-            outputs = [*self._complete, *self._engine.poll()]
-        self._complete.clear()
+            outputs = self._engine.poll()
+        further, done = self._samples.take(outputs)
+        if further:
+            # Before anything new starts: a slot that a turn has left is for the next turn.
+            self._submit(further)
         core, now = self._core, time.monotonic()
-        finished = core.collect(outputs)
-        partials = self._engine.partials() if core.wants_partials(now) else None
-        progress = self._engine.progress()
+        finished = core.collect(done)
+        partials = self._samples.partials(self._engine.partials()) if core.wants_partials(now) else None
+        progress = self._samples.progress(self._engine.progress())
         with self._board.condition:
             core.report(progress, partials, self._inbox.loaded)
             if finished:
@@ -181,7 +184,7 @@ class RolloutLoop:
         Returns when the owners have taken over everything, or half of `limits.drain_s` after the last one did.
         """
         core, held = self._core, self._channel.core.held
-        aborted = self._engine.abort(core.running)
+        aborted = self._samples.partials(self._engine.abort(core.running))
         with self._board.condition:
             self._channel.send(core.hand_back(aborted, time.monotonic()))
         try:
@@ -208,6 +211,13 @@ class RolloutLoop:
             self._count(lease)
         return turn
 
+    def _submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Raises StepError for what the generate step has asked for and the engine cannot do."""
+        try:
+            self._engine.submit(requests)
+        except ValueError as error:
+            raise StepError(f"{self._samples.step.where}: {error}") from error
+
     def _load(self) -> None:
         with self._metrics.timed("timing_s/weight_sync"):
             self._inbox.load(self._engine)
@@ -221,22 +231,15 @@ class RolloutLoop:
                 # After `_on_version`: what was measured before belongs to the previous version.
                 self._metrics.mean("weights/canary_diff", self._inbox.difference)
 
-    def _discard(self, outputs: Sequence[SampleOutput]) -> None:
-        """Count aborted samples, whose tokens are lost."""
-        if outputs:
-            self._metrics.add("rollout/aborted_samples", len(outputs))
-            self._metrics.add("rollout/lost_tokens", sum(len(out.token_ids) for out in outputs))
-
-    def _requests(self, lease: Lease, params: SamplingParams) -> Iterator[SampleRequest]:
-        begun = {sample.sample: sample for sample in lease.begun}
-        for number in range(self._group_size):
-            had = begun.get(number)
-            if had is None or not had.finish_reason:
-                yield SampleRequest(lease.position, number, lease.prompt_ids, lease.seed, params, had)
-            else:
-                about = (had.token_ids, had.logprobs, had.spans)
-                reason: FinishReason = "stop" if had.finish_reason == "stop" else "length"
-                self._complete.append(SampleOutput(lease.position, number, *about, reason))
+    def _discard(self, positions: Sequence[int]) -> None:
+        """Drop these groups; the tokens of their unfinished samples are lost."""
+        if not positions:
+            return
+        lost = self._samples.partials(self._engine.abort(positions), positions)
+        self._samples.forget(positions)
+        if lost:
+            self._metrics.add("rollout/aborted_samples", len(lost))
+            self._metrics.add("rollout/lost_tokens", sum(len(out.token_ids) for out in lost))
 
     def _count(self, lease: Lease) -> None:
         if lease.copy:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,11 +22,11 @@ from distflow.data.randomness import generator
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
-from distflow.runtime.generate_step import Source, Wanted, run_call
+from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import DROP_REASON, Uid, written
+from distflow.types import DROP_REASON, Episode, Uid, written
 
 
 @dataclass(slots=True)
@@ -76,6 +77,13 @@ class StepContext:
         if self.model is None or self.model not in self.models:
             raise LookupError(f"step {self.step_name!r} asked for model {self.model!r}; here are {sorted(self.models)}")
         return self.models[self.model]
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokenizer's end token, with which a response should stop; empty if it has none."""
+        assert self.tokenizer is not None, "a worker with a generate step has a tokenizer"
+        end = self.tokenizer.eos_token_id
+        return () if end is None else (end,)
 
     def rng(self, uid: Uid, sample: int = 0) -> np.random.Generator:
         """A generator that depends only on the run's seed, this step and the sample, never on the worker."""
@@ -151,18 +159,15 @@ class StepRunner:
             result = self._functions[name](batch, context, **plan.settings)
         return self._checked(plan, batch, result)
 
-    def generate(self, name: str, groups: Source) -> Iterator[Batch | None]:
-        """Yield what a generate step makes of finished groups, until `groups` has no more; None when it is to be asked
-        again later.
-        """
-        plan, context = self._plans[name], self._contexts[name]
-        where = self._where(plan)
-        while True:
-            with self._reported(plan, None):
-                made = yield from run_call(self._functions[name](Wanted, context, **plan.settings), groups, where)
-            if made is None:
-                return
-            yield self._as_declared(plan, made.value)
+    def generate_step(self) -> GenerateStep:
+        """The step of role generate; a worker that generates has one."""
+        plan = next(plan for plan in self._plans.values() if plan.role == "generate")
+        context, function = self._contexts[plan.name], self._functions[plan.name]
+
+        def failed(error: Exception, episode: Episode) -> Exception:
+            return self._raised(plan, error, f", {_uids_in_hand([tuple(episode.uid)])}")
+
+        return GenerateStep(plan, partial(_begin, function, context, plan.settings), self._where(plan), failed)
 
     def check_keeps(self, name: str, batch: Batch) -> None:
         """Raises StepError if a row that the step returned has a `drop_reason`."""
@@ -182,15 +187,19 @@ class StepRunner:
         """Report what the step raises with its name, the worker and the uids in hand."""
         try:
             yield
-        except UserError as error:
-            raise UserError(f"{self._where(plan)}: {error}") from error
-        except DistflowError:
-            raise
         except Exception as error:
-            step = self._contexts[plan.name].training_step
             uids = "" if batch is None or "uid" not in batch else f", {_some_uids(batch)}"
-            what = f"step {plan.name!r} ({plan.call}) raised {type(error).__name__} on {self._worker}"
-            raise step_error(error, f"{what}, training step {step}{uids}") from error
+            raise self._raised(plan, error, uids) from error
+
+    def _raised(self, plan: StepPlan, error: Exception, uids: str) -> Exception:
+        """What to raise for what a step has raised."""
+        if isinstance(error, UserError):
+            return UserError(f"{self._where(plan)}: {error}")
+        if isinstance(error, DistflowError):
+            return error
+        step = self._contexts[plan.name].training_step
+        what = f"step {plan.name!r} ({plan.call}) raised {type(error).__name__} on {self._worker}"
+        return step_error(error, f"{what}, training step {step}{uids}")
 
     def _checked(self, plan: StepPlan, batch: Batch, result: object) -> Batch:
         found = self._as_declared(plan, result)
@@ -219,8 +228,15 @@ class StepRunner:
         return f"step {plan.name!r} ({plan.call}) on {self._worker}"
 
 
+def _begin(function: Callable[..., Call], context: StepContext, settings: Mapping[str, Any], episode: Episode) -> Call:
+    return function(episode, Wanted, context, **settings)
+
+
 def _some_uids(batch: Batch) -> str:
-    uids = sorted({tuple(uid) for uid in batch.dense("uid").tolist()}, key=lambda uid: uid[2])
+    return _uids_in_hand(sorted({tuple(uid) for uid in batch.dense("uid").tolist()}, key=lambda uid: uid[2]))
+
+
+def _uids_in_hand(uids: Sequence[tuple[int, ...]]) -> str:
     more = f" and {len(uids) - SHOWN_UIDS} more" if len(uids) > SHOWN_UIDS else ""
     return f"with uids (epoch, prompt, position) {', '.join(map(str, uids[:SHOWN_UIDS]))}{more} in hand"
 

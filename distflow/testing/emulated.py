@@ -122,8 +122,8 @@ class EmulatedEngine:
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue samples."""
-        named = {request.position: stream_key(request.seed, "length", request.position) for request in requests}
-        keys, numbers = [named[request.position] for request in requests], [request.sample for request in requests]
+        streams = {name: stream_key(name[0], "length", name[1]) for name in {(r.seed, r.position) for r in requests}}
+        keys, numbers = [streams[r.seed, r.position] for r in requests], [r.sample for r in requests]
         draws = uniform_rows(keys, numbers, 1, [request.offset for request in requests])[:, 0].tolist()
         for request, uniform in zip(requests, draws, strict=True):
             length = self._model.length(uniform, request.position, request.params.max_new_tokens)
@@ -196,6 +196,8 @@ class TrainModel(_Options):
     """Seconds of forward and backward per token."""
     pair_s: float = 0.0
     """Seconds besides for each pair of tokens in a row, as attention takes them."""
+    latency_s: float = 0.0
+    """And of each forward, whatever it holds."""
     apply_s: float = 0.02
     """Seconds of an optimizer step."""
     size: int = 1 << 16
@@ -230,7 +232,8 @@ class EmulatedBackend:
     def _forward(self, batch: Batch) -> Ragged:
         responses = batch.ragged("response_ids")
         lengths = row_lengths(batch).double()
-        self._compute(float((lengths * self._model.token_s + lengths.square() * self._model.pair_s).sum()))
+        work_s = float((lengths * self._model.token_s + lengths.square() * self._model.pair_s).sum())
+        self._compute(self._model.latency_s + work_s)
         return responses
 
     def _compute(self, seconds: float) -> None:

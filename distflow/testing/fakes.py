@@ -13,8 +13,8 @@ from distflow.data.batch import Batch
 from distflow.data.randomness import sample_stream, uniform_rows
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import TokenScores, TokenValues
-from distflow.types import SampleOutput, SampleRequest, Version
-from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample, SampleKey
+from distflow.types import SampleKey, SampleOutput, SampleRequest, Version
+from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"weight": (2, 3), "bias": (2,)}
 """Parameters of the fake model."""

@@ -254,7 +254,7 @@ def _dumped(plan: Plan, owners: int) -> int:
     run, batch = plan.recipe.run, plan.batch
     if not run.dump_rollouts:
         return 0
-    tokens = plan.recipe.data.max_prompt_tokens, plan.max_new_tokens
+    tokens = plan.recipe.data.max_prompt_tokens, plan.response_tokens
     steps = -(-run.training_steps // run.dump_rollouts)
     everything = steps * batch.prompts * group_bytes(batch.samples_per_prompt, *tokens)
     return owners * min(run.dump_limit_mb * MIB, everything // len(plan.owners))

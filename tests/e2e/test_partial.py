@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from distflow.data.randomness import uniforms
+from tests.e2e.long_turns import FIRST, NAMED
 from tests.e2e.runs import Launch, Run
 from tests.e2e.slow_engine import VOCABULARY
 
@@ -20,14 +21,14 @@ ENGINE = Path(__file__).with_name("slow_engine.py")
 TOKENS, PROMPTS, SAMPLES = 150, 16, 4
 
 
-def slow_run(launch: Launch, steps: int, *more: str) -> Run:
+def slow_run(launch: Launch, steps: int, *more: str, tokens: int = TOKENS) -> Run:
     """Samples of 150 tokens, 3 s each; nothing ends one early, so all take equally long."""
     return launch(
         "quickstart",
         f"run.training_steps={steps}",
         f"batch.prompts={PROMPTS}",
         f"batch.samples_per_prompt={SAMPLES}",
-        f"flow.steps.sample.with.max_new_tokens={TOKENS}",
+        f"flow.steps.sample.with.max_new_tokens={tokens}",
         "models.policy.init.max_position_embeddings=256",
         "models.policy.optimizer.lr=0.0",
         f"layout.pools.rollout.engine={ENGINE}:SlowEngine",
@@ -73,6 +74,50 @@ def test_another_rollout_goes_on_where_a_killed_one_was(launch: Launch) -> None:
     assert total(run, "rollout/continued_samples") >= SAMPLES
     assert total(run, "rollout/continued_tokens") >= 30 * SAMPLES
     assert run.leftovers() == []
+
+
+def two_turns(launch: Launch, steps: int, *more: str) -> Run:
+    """Samples of two turns, of 0.4 and 2.6 s, with three tokens of the environment between."""
+    call = f"flow.steps.sample.call={Path(__file__).with_name('long_turns.py')}:talk"
+    return slow_run(launch, steps, call, "layout.hedging=false", *more, tokens=TOKENS - FIRST)
+
+
+def check_turns(run: Run, steps: int) -> None:
+    """As `check`; the random numbers are counted over the environment's tokens too."""
+    lines = run.dumps()
+    assert len({(line["uid"][2], line["sample"]) for line in lines}) == len(lines) == steps * PROMPTS * SAMPLES
+    later, end = FIRST + len(NAMED), TOKENS + len(NAMED)
+    for line in lines:
+        drawn = (uniforms(0, "sample", line["uid"][2], SAMPLES, end)[line["sample"]] * VOCABULARY).astype(int).tolist()
+        assert line["response_ids"] == [*drawn[:FIRST], *NAMED, *drawn[later:]]
+        written = [token for _, _, first, last in line["policy_versions"] for token in range(first, last)]
+        assert written == [*range(FIRST), *range(later, end)]
+
+
+def test_the_turns_of_a_killed_rollout_are_replayed_on_another(launch: Launch) -> None:
+    """It is killed in the second turns: the first ones, and what the environment said, are made again by the record."""
+    run = two_turns(launch, 3)
+    run.until(generating(run), "first contact")
+    time.sleep(2.5)
+    os.kill(run.pid_of("rollout/1"), signal.SIGKILL)
+    assert run.wait() == 0, run.output
+    check_turns(run, 3)
+    assert total(run, "rollout/continued_samples") >= SAMPLES
+    assert total(run, "rollout/continued_tokens") > FIRST * total(run, "rollout/continued_samples")
+    assert run.leftovers() == []
+
+
+def test_samples_begin_anew_where_their_environment_cannot_be_replayed(launch: Launch, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    text = Path(__file__).with_name("long_turns.py").read_text()
+    own.write_text(text.replace('environment=["replay", "repeatable"]', "environment=[]"))
+    run = two_turns(launch, 3, f"flow.steps.sample.call={own}:talk")
+    run.until(generating(run), "first contact")
+    time.sleep(2.5)
+    os.kill(run.pid_of("rollout/1"), signal.SIGKILL)
+    assert run.wait() == 0, run.output
+    check_turns(run, 3)
+    assert total(run, "rollout/continued_samples") == 0
 
 
 def test_a_terminated_rollout_hands_back_what_it_holds_and_comes_back(launch: Launch) -> None:

@@ -23,6 +23,8 @@ LONG = pytest.mark.long
         ["quickstart", "layout=colocated", "layout.max_staleness=2", "layout.refresh=when_idle"],
         ["quickstart", "layout.hedging=false", "layout.partial_rollouts=false"],
         ["custom_step"],
+        ["two_turns"],
+        ["quickstart", "flow=remax", "layout=colocated"],
         pytest.param(
             ["quickstart", "layout=async", "layout.max_staleness=2", "layout.pools.rollout.slots=8"], marks=LONG
         ),

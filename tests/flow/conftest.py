@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from distflow import step
 
-@step(role="generate", reads=[], writes=["uid", "group", "prompt_ids", "response_ids"], scope="group")
-async def sample(generate, ctx, *, temperature: float = 1.0, max_new_tokens: int = 4): ...
+@step(role="generate", reads=[], writes=[], scope="group")
+async def sample(episode, generate, ctx, *, temperature: float = 1.0, max_new_tokens: int = 4): ...
 
 @step(role="score", reads=["response_ids"], writes=["reward", "rewards/*"])
 def reward(batch, ctx, *, function: str = "plain", weight: float | None = None): ...

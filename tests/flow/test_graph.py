@@ -9,6 +9,7 @@ import pytest
 
 from distflow.errors import RecipeError
 from distflow.flow.recipe_check import check_imports, plan_recipe
+from distflow.flow.step import GENERATED
 
 Refused = Callable[..., str]
 
@@ -16,7 +17,8 @@ Refused = Callable[..., str]
 def test_a_flow_of_own_steps_is_planned(folder) -> None:
     plan = plan_recipe(folder.recipe)[1]
     assert [step.name for step in plan.steps] == ["sample", "reward", "advantage", "update"]
-    assert plan.edge("samples").fields == ("uid", "group", "response_ids", "reward", "rewards/*")
+    read = [field for field in GENERATED if field not in ("prompt_ids", "task", "rollout_logprobs")]
+    assert plan.edge("samples").fields == (*read, "reward", "rewards/*")
 
 
 def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
@@ -57,7 +59,7 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
                 "layout.pools.trainer.steps=[update]",
                 "layout.pools.b.steps=[advantage]",
             ],
-            "steps of role 'train' are placed on the pools b, trainer; this is not built yet",
+            "layout.pools.b.steps — step 'advantage' of role 'train', without a model, runs where the samples are",
         ),
         (["layout.pools.rollout.engine=tourch"], "there is no engine 'tourch' — did you mean 'torch'?"),
         (

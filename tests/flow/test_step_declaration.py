@@ -60,9 +60,21 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         (
             GENERATES + "def f(leases, ctx, *, temperature=1.0): ...",
             r"s\.py:2: 'f' cannot generate: the runtime takes leases .* drives the engine itself — expected "
-            r"async def f\(generate, ctx, \*, setting=default, …\), .*groups = await generate\(SamplingParams\(…\)\)",
+            r"async def f\(episode, generate, ctx, \*, setting=default, …\), which makes one sample: it awaits "
+            r"completion = await generate\(episode.prompt_ids, SamplingParams\(…\)\)",
         ),
-        (GENERATES + "async def f(generate): ...", r"'f' cannot generate: .* expected async def f\(generate, ctx, "),
+        (
+            GENERATES + "async def f(generate, ctx): ...",
+            r"'f' cannot generate: .* expected async def f\(episode, generate, ctx, ",
+        ),
+        (
+            "@step(role='generate', reads=[], writes=[], environment=['repeat'])\nasync def f(e, g, c): ...",
+            r"environment=….* names 'repeat'; did you mean 'repeatable'",
+        ),
+        (
+            GOOD.replace(")", ", environment=[])") + "def f(batch, ctx): ...",
+            r"environment=….* is for the role generate, and 'f' has the role 'score'",
+        ),
         ("class f: ...", "'f' is a class"),
         (GOOD + "def f(batch): ...", r"positional parameters \(batch\); expected def f\(batch, ctx, \*"),
         (GOOD + "def f(batch, ctx, **rest): ...", r"takes \*args or \*\*kwargs"),

@@ -21,7 +21,7 @@ from distflow.runtime.steps import StepContext
 from distflow.testing.backend_contract import tiny_model
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.reference import ref_logprobs
-from distflow.workers.trainer import advantage, batch_advantage, update
+from distflow.workers.trainer import advantage, baseline, batch_advantage, update
 
 GROUPS, SAMPLES = 4, 3
 ROWS = GROUPS * SAMPLES
@@ -202,6 +202,26 @@ def test_advantage_is_spread_over_the_response() -> None:
     assert found.offsets.equal(batch.ragged("response_ids").offsets)
     for row, values in enumerate(found.rows()):
         torch.testing.assert_close(values, expected[row].expand(len(values)))
+
+
+def test_the_baseline_of_a_group_is_the_reward_of_its_untrained_sample() -> None:
+    lengths = [2, 1, 3, 1, 2, 2]
+    masks = [torch.ones(length, dtype=torch.bool) for length in lengths]
+    masks[1][:], masks[5][:] = False, False
+    batch = Batch(
+        {
+            "reward": torch.tensor([1.0, 2.0, 4.0, 0.5, 0.25, 0.0]),
+            "group": torch.tensor([7, 7, 7, 9, 9, 9]),
+            "response_ids": Ragged.from_rows([[1] * length for length in lengths], torch.int64),
+            "response_mask": Ragged.from_rows([mask.tolist() for mask in masks], torch.bool),
+        }
+    )
+    found = baseline(batch, StepContext("baseline"))
+    assert found.dense("baseline").tolist() == [2.0, 2.0, 2.0, 0.0, 0.0, 0.0]
+    spread = advantage(found, StepContext("advantage"), function="remax").ragged("advantage")
+    assert [row[0].item() for row in spread.rows()] == [-1.0, 0.0, 2.0, 0.5, 0.25, 0.0]
+    with pytest.raises(UserError, match="0 of the 2 samples of a group are not trained on; .*:sample_with_baseline"):
+        baseline(batch.select([3, 4]), StepContext("baseline"))
 
 
 def test_batch_std_has_a_step_of_its_own() -> None:

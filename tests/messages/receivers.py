@@ -30,6 +30,7 @@ from distflow.runtime.session import Session
 from distflow.types import WorkerName
 from distflow.weights.prefetch import Stage
 
+WITH_CRITIC = ("flow=ppo", "layout=critic", "layout.pools.trainer.count=2")
 OVERRIDES = ("layout=async", "layout.pools.trainer.count=2", "layout.partial_rollouts=true", "batch.prompts=16")
 
 
@@ -43,7 +44,7 @@ class WorkerReceiver:
     def __init__(self, setting: Setting) -> None:
         self.session = Session(setting, 0)
         self.node = self.session._node
-        _silenced(self.node.endpoint)
+        self.said = _silenced(self.node.endpoint)
         me = self.node.membership.me
         self.node.membership.me = replace(me, digest="digest", digest_parts={"flow": "1"})
         with _nothing_fetched():
@@ -51,7 +52,8 @@ class WorkerReceiver:
         self._inbound = inbound
         if inbound is not None and self.session._replicas is not None:
             limits = TrainingLimits.of(setting.plan)
-            self._intake = ports.takes(self.session._base, inbound, self.session._replicas, limits, None, None)
+            ends = ports.OwnerEnds(inbound, self.session._rows_out, self.session._asking)
+            self._intake = ports.takes(self.session._base, ends, self.session._replicas, limits, None)
             self.session._replicas.contribute("a round", {"stop": False})
         self._tokenizer = build_tokenizer(setting)
         self.refused = self.taken = 0
@@ -121,15 +123,15 @@ def _nothing_fetched() -> Iterator[None]:
         ports.far_reader = before
 
 
-def setting_of(name: str, folder: Path) -> Setting:
-    """Of a worker of two trainers and two rollouts."""
-    loaded = load_recipe("quickstart", list(OVERRIDES))
+def setting_of(name: str, folder: Path, overrides: Sequence[str] = OVERRIDES) -> Setting:
+    """Of a worker of two trainers and two rollouts, unless the overrides say otherwise."""
+    loaded = load_recipe("quickstart", list(overrides))
     plan = make_plan(loaded.recipe)
     worker = WorkerName.parse(name)
     names = [*map(str, (one.name for one in plan.workers)), "agent/0"]
     roster = {one: f"ipc://{folder}/{one.replace('/', '-')}" for one in names}
     path = folder / f"{worker.file_stem}.yaml"
-    placement = {"rollout/1": 1, "trainer/1": 1}
+    placement = {one: 1 for one in ("rollout/1", "trainer/1") if one in names}
     place = Place(folder, {one: roster[one] for one in roster if one not in placement}, 0, "127.0.0.1", placement)
     write_keys(key_file(folder), make_keys())
     path.write_text(document_text(worker_document(plan, worker, place, recipe_source=str(loaded.source))))

@@ -25,11 +25,13 @@ from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.rollout_core import FinishedGroup
 from distflow.exchange.sample_channel import HOLDER_KINDS, OWNER_KINDS, RESULTS, InboundSamples, OutboundSamples
-from distflow.flow.plan import BatchPlan
+from distflow.flow.plan import BatchPlan, StepPlan
+from distflow.flow.step import GENERATED
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.generating import Turns
 from distflow.runtime.intake import Intake
 from distflow.runtime.metrics import MetricStore, MetricWriter
@@ -37,23 +39,30 @@ from distflow.runtime.node import Node
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.steps import StepContext
+from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training, TrainingParts
+from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.waits import WaitBoard
 from distflow.testing.fakes import FakeBackend, FakeEngine
-from distflow.types import SamplingParams, Uid, Version, WorkerName
+from distflow.types import Uid, Version, WorkerName
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
-from distflow.workers.rollout import assemble
-from distflow.workers.tokenizers import build_tokenizer
+from distflow.workers.tokenizers import CharTokenizer, build_tokenizer
 
 OWNER, HOLDER = "trainer/0", "rollout/0"
 GROUP = 2
 TOKENS = 3
-PARAMS = SamplingParams(max_new_tokens=TOKENS)
 PROMPT = (1, 2)
 TOKENIZER = build_tokenizer({"tokenizer": "chars:0123456789=", "path": None, "init": {}})
+
+
+class EndlessTokenizer(CharTokenizer):
+    """Of no token at which a sample ends."""
+
+    def __init__(self) -> None:
+        super().__init__("chars:0123456789=")
+        self.eos_token_id = None
 
 
 def lease_settings(**changes: Any) -> LeaseSettings:
@@ -80,6 +89,14 @@ def make_node(name: str, peers: Sequence[str], folder: Path, incarnation: int = 
     me = Identity(name, incarnation, 1, 0.0, "digest", {})
     membership = Membership(me, peers, lambda pid, started: True)
     return Node(Endpoint(name, incarnation, roster), membership, WaitBoard())
+
+
+def generate_step() -> GenerateStep:
+    """The shipped one: three tokens, whatever they are."""
+    settings = {"max_new_tokens": TOKENS}
+    plan = StepPlan("sample", "distflow.workers.rollout:sample", "generate", "sample", None, settings, (), GENERATED)
+    context = StepContext("sample", tokenizer=EndlessTokenizer())
+    return StepRunner(HOLDER, [plan], {"sample": context}).generate_step()
 
 
 class Wire:
@@ -186,7 +203,9 @@ class World:
         limits = recipe.limits.model_copy(update={"no_progress_s": 0.2})
         recipe = recipe.model_copy(update={"limits": limits})
         self.holder_node = make_node(HOLDER, [OWNER], self.folder)
-        return RolloutLoop(self.engine, self.outbound, self.inbox, self.holder_node, MetricStore(), recipe)
+        self.samples = Trajectories(generate_step(), GROUP, TOKENS, TOKENIZER, torch.float32)
+        node, metrics = self.holder_node, MetricStore()
+        return RolloutLoop(self.engine, self.samples, self.outbound, self.inbox, node, metrics, recipe)
 
     def _announce(self, manifest: Manifest) -> None:
         self.inbox.announce(manifest)
@@ -197,7 +216,7 @@ class World:
         """What the loop does before a decode step, twice, as messages are delivered; returns the positions started."""
         before = set(self.engine.progress())
         for _ in range(2):
-            self.loop.prepare(PARAMS)
+            self.loop.prepare()
             self.wire.deliver()
         return [position for position in self.engine.progress() if position not in before]
 
@@ -207,7 +226,7 @@ class World:
     def finish(self, groups: Sequence[FinishedGroup], dropped: Mapping[int, str] | None = None, **more: Any) -> None:
         """Send groups; `more` are further columns."""
         if groups:
-            batch = assemble(groups, TOKENIZER, torch.float32)
+            batch = self.samples.batch([group.lease.position for group in groups])
             reward = torch.tensor([float(group.lease.position) for group in groups for _ in group.samples])
             self.outbound.finish(batch.with_columns(reward=reward, **more), dropped or {}, self.now)
         self.wire.deliver()

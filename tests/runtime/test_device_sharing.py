@@ -182,10 +182,12 @@ def test_generating_again_without_new_weights_is_an_error_not_a_wait(tmp_path: P
 
 class Loop:
     endless = False
-    groups = None
 
     def __init__(self, *, is_open: bool) -> None:
         self.is_open = is_open
+
+    def groups(self) -> list[Any]:
+        return []
 
     def open(self) -> bool:
         return self.is_open
@@ -197,10 +199,9 @@ def test_nothing_moves_for_a_step_whose_samples_are_there(tmp_path: Path, *, is_
     colocated = Colocated(tmp_path)
     world = colocated.world
     next(world.steps())
-    steps = cast("Any", type("Steps", (), {"generate": lambda self, step, loop: iter(())})())
-    edge = cast("Any", None)
+    edge, metrics = cast("Any", None), MetricStore()
     generating = Generating(
-        world.loop, world.outbound, steps, world.engine, world.node, edge, MetricStore(), world.turns
+        world.loop, world.outbound, world.samples, world.engine, world.node, edge, metrics, world.turns
     )
     assert list(generating.generate("sample", cast("Any", Loop(is_open=is_open)))) == []
     assert colocated.device.there == ({"engine"} if is_open else {"policy"})

@@ -13,7 +13,7 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Cancel, Grant, Outgoing
 from distflow.testing.fakes import FakeEngine
 from distflow.types import Span, Version
-from tests.runtime.kit import GROUP, HOLDER, OWNER, PARAMS, TOKENS, World, lease_settings
+from tests.runtime.kit import GROUP, HOLDER, OWNER, TOKENS, World, lease_settings
 
 
 def world(folder: Path, slots: int = 16, **changes: Any) -> World:
@@ -74,7 +74,7 @@ def test_a_cancelled_group_is_aborted_and_its_lease_forgotten(tmp_path: Path) ->
     made.decode()
     made.inbound.send([Outgoing(HOLDER, Cancel(OWNER, 0, 0, (0, 2)))])
     made.wire.deliver()
-    made.loop.prepare(PARAMS)
+    made.loop.prepare()
     assert list(made.engine.progress()) == [1], "position 2 was queued: the engine does not know it"
     lost = made.loop._metrics.drain()
     assert (lost["rollout/aborted_samples"], lost["rollout/lost_tokens"]) == (GROUP, GROUP)
@@ -168,7 +168,7 @@ def test_when_newer_weights_are_taken(tmp_path: Path, policy: str) -> None:
     assert made.submit() == []
     assert made.engine.version == Version(0, 1 if policy == "eager" else 0), "in mid-sample"
     made.finish([group for _ in range(TOKENS) for group in made.decode()])
-    made.loop.prepare(PARAMS)
+    made.loop.prepare()
     assert made.engine.version == Version(0, 0 if policy == "at_bound" else 1), "nothing is running"
     # Positions 8 … 11 belong to step 2 (from version 0 on), 12 … 15 to step 3 (from version 1 on).
     made.finish([group for _ in range(TOKENS) for group in made.decode()])

@@ -11,8 +11,11 @@ import torch
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, StepError, UserError
 from distflow.flow.plan import StepPlan
+from distflow.flow.step import GENERATED
+from distflow.runtime.generate_step import Returned, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext, StepRunner, split
+from distflow.types import Episode, Uid
 
 SOURCE = """\
 import torch
@@ -60,17 +63,12 @@ def shorter(batch, ctx):
     return batch.slice(0, 1).with_columns(reward=batch.dense("group")[:1])
 
 
-@step(role="generate", reads=[], writes=["group"], scope="group")
-async def drawn(generate, ctx, *, temperature=1.0):
-    positions = await generate(temperature)
-    if min(positions) < 0:
+@step(role="generate", reads=[], writes=[])
+async def drawn(episode, generate, ctx, *, temperature=1.0):
+    completion = await generate(episode.prompt_ids, temperature)
+    if completion == "bad":
         helper()
-    return Batch({"group": torch.tensor(positions)})
-
-
-@step(role="generate", reads=[], writes=["group"], scope="group")
-async def hasty(generate, ctx):
-    return Batch({"group": torch.tensor([1])})
+    return {"turns": 1}
 
 
 class Elsewhere:
@@ -78,25 +76,14 @@ class Elsewhere:
         yield
 
 
-@step(role="generate", reads=[], writes=["group"], scope="group")
-async def astray(generate, ctx):
+@step(role="generate", reads=[], writes=[])
+async def astray(episode, generate, ctx):
     await Elsewhere()
 
 
-@step(role="generate", reads=[], writes=["group"], scope="group")
-async def greedy(generate, ctx):
-    return [*await generate(1.0), *await generate(2.0)]
-
-
-@step(role="generate", reads=[], writes=["group"], scope="group")
-async def forgetful(generate, ctx):
-    await generate(1.0)
-
-
-@step(role="generate", reads=[], writes=["group"], scope="group")
-def older(leases, ctx):
-    while leases.open():
-        yield leases.take()
+@step(role="generate", reads=[], writes=[])
+async def older(generate, ctx):
+    return await generate(1.0)
 """
 
 
@@ -108,12 +95,12 @@ def file(tmp_path: Path) -> Path:
 
 
 def runner(file: Path, name: str, role: str = "score", **settings: Any) -> tuple[StepRunner, MetricStore]:
-    writes = {"unwritten": ("reward", "rewards/*")}.get(name, ("group",) if role == "generate" else ("reward",))
+    writes = {"unwritten": ("reward", "rewards/*")}.get(name, GENERATED if role == "generate" else ("reward",))
     plan = StepPlan(
         name="judge",
         call=f"{file}:{name}",
         role=role,
-        scope="group" if role == "generate" else "sample",
+        scope="sample",
         model=None,
         settings=settings,
         reads=() if role == "generate" else ("group",),
@@ -177,62 +164,42 @@ def test_what_comes_back_is_checked(file: Path, name: str, message: str) -> None
         runner(file, name)[0].call("judge", batch())
 
 
-class Groups:
-    """Finished groups, bunch by bunch; `asked` are the parameters that the step gave."""
-
-    def __init__(self, *bunches: list[int]) -> None:
-        self.bunches = list(bunches)
-        self.asked: list[Any] = []
-
-    def __call__(self, params: Any) -> Any:
-        self.asked.append(params)
-        return self.bunches.pop(0) if self.bunches else []
+EPISODE = Episode(Uid(0, 12, 7), 1, (4, 5), "23=", {})
 
 
-def test_a_generate_step_makes_batches_of_finished_groups_until_there_are_no_more(file: Path) -> None:
+def test_a_generate_step_makes_one_sample_turn_by_turn(file: Path) -> None:
     steps, _ = runner(file, "drawn", role="generate", temperature=0.5)
-    groups = Groups([3], [5, 4])
-    assert [batch.dense("group").tolist() for batch in steps.generate("judge", groups)] == [[3], [5, 4]]
-    assert groups.asked == [0.5, 0.5, 0.5]
+    step = steps.generate_step()
+    call = step.begin(EPISODE)
+    wanted = step.go_on(call, EPISODE, None)
+    assert isinstance(wanted, Wanted)
+    assert (wanted.prompt_ids, wanted.params) == ((4, 5), 0.5)
+    assert step.go_on(call, EPISODE, "good") == Returned({"turns": 1})  # type: ignore[arg-type]
 
 
-def test_a_generate_step_goes_on_until_it_fails(file: Path) -> None:
+def test_what_a_generate_step_raises_is_told_with_its_prompt(file: Path) -> None:
     steps, _ = runner(file, "drawn", role="generate")
-    stream = steps.generate("judge", Groups([1], [2], [-1], [3]))
-    assert [next(stream).dense("group").tolist() for _ in range(2)] == [[1], [2]]
-    with pytest.raises(StepError, match=r"(?s)in drawn\n.*ValueError: not today\nstep 'judge' .* raised ValueError on"):
-        next(stream)
-
-
-def test_what_an_engine_raises_is_told_with_the_step_that_waits_for_it(file: Path) -> None:
-    def groups(params: Any) -> Any:
-        raise RuntimeError("out of memory")
-
-    steps, _ = runner(file, "drawn", role="generate")
-    with pytest.raises(StepError, match=r"out of memory\nstep 'judge' \(.*:drawn\) raised RuntimeError on rollout/1"):
-        next(steps.generate("judge", groups))
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("hasty", r"step 'judge' \(.*:hasty\) on rollout/1 returned before it awaited groups; expected groups = await"),
-        ("astray", r"\(.*:astray\) on rollout/1 awaited a NoneType before it awaited groups; expected groups = await"),
-        ("greedy", r"awaits a second time; a call makes one batch of the groups that it awaited"),
-        ("forgetful", r"returned NoneType; expected a Batch"),
-    ],
-)
-def test_a_generate_step_awaits_groups_once_and_returns_their_batch(file: Path, name: str, message: str) -> None:
-    steps, _ = runner(file, name, role="generate")
-    with pytest.raises(StepError, match=message):
-        next(steps.generate("judge", Groups([1], [2], [3])))
-
-
-def test_a_generate_step_that_drives_the_engine_itself_is_refused_with_the_form_expected(file: Path) -> None:
-    expected = (
-        r":older cannot generate: the runtime takes leases .* expected async def older\(generate, ctx, \*, .*await"
+    step = steps.generate_step()
+    call = step.begin(EPISODE)
+    step.go_on(call, EPISODE, None)
+    message = (
+        r"(?s)in drawn\n.*ValueError: not today\nstep 'judge' .* raised ValueError on rollout/1, training step 6, "
+        r"with uids \(epoch, prompt, position\) \(0, 12, 7\) in hand"
     )
-    with pytest.raises(PluginError, match=expected):
+    with pytest.raises(StepError, match=message):
+        step.go_on(call, EPISODE, "bad")  # type: ignore[arg-type]
+
+
+def test_a_generate_step_awaits_tokens_and_nothing_else(file: Path) -> None:
+    step = runner(file, "astray", role="generate")[0].generate_step()
+    with pytest.raises(
+        StepError, match=r"step 'judge' .*:astray\) on rollout/1 awaited a NoneType; .* awaits generate"
+    ):
+        step.go_on(step.begin(EPISODE), EPISODE, None)
+
+
+def test_a_generate_step_of_the_old_form_is_refused_with_the_form_expected(file: Path) -> None:
+    with pytest.raises(PluginError, match=r":older has the wrong signature .*; expected \(episode, generate, ctx\)"):
         runner(file, "older", role="generate")
 
 

@@ -13,12 +13,10 @@ from itertools import count
 from typing import Any
 
 from distflow.errors import UserError
-from distflow.types import BegunSample, FinishReason, SampleOutput, SampleRequest, Span, Version
+from distflow.types import BegunSample, FinishReason, SampleKey, SampleOutput, SampleRequest, Span, Version
 
 VersionStart = tuple[int, int, int]
 """Term and number of a policy version, and how many tokens an engine had added to a sample when it came into use."""
-SampleKey = tuple[int, int]
-"""Prompt position, and number in the group."""
 _NUMBERS = count()
 
 

@@ -1,0 +1,247 @@
+"""The samples under way at a generating worker: for each, one call of the generate step, and what it has so far.
+
+A sample is a sequence of segments: tokens written by the model, and between them those of an environment, by which the
+step has extended the model's before it asked for more. Nobody has to say which are which: a call asks for what follows
+a prefix, and the prefix begins with all tokens that the sample has; what comes behind them is the environment's.
+
+The life of a sample: begun (the step runs to its first `await`, which is a request to the engine) → its request is
+answered (the step goes on to its next request) → … → the step returns: finished. The samples of a group become rows of
+a batch together. Samples that another worker began are replayed: the recorded tokens of the model answer the step's
+requests, as far as they go, and the engine continues the request in the middle of which they end.
+
+Example: prompt 12= · model 1 2 ? · environment wrong= · model 1 2 → response "12?wrong=12", mask 1110000001 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from distflow.data.batch import Batch
+from distflow.errors import StepError
+from distflow.exchange.messages import Lease
+from distflow.exchange.partials import clipped
+from distflow.runtime.generate_step import GenerateStep, Returned, Wanted
+from distflow.runtime.protocols import Tokenizer
+from distflow.runtime.trajectory import Segment, Trajectory
+from distflow.runtime.trajectory_batch import assemble
+from distflow.types import (
+    BegunSample,
+    Completion,
+    Episode,
+    FinishReason,
+    SampleKey,
+    SampleOutput,
+    SampleRequest,
+    SamplingParams,
+)
+
+
+class Trajectories:
+    """All samples of one worker that are not yet part of a batch, on its main thread.
+
+    `most`: tokens that a sample may have behind its prompt, an environment's included: so much was reserved for it.
+    """
+
+    def __init__(
+        self, step: GenerateStep, samples_per_prompt: int, most: int, tokenizer: Tokenizer, dtype: torch.dtype
+    ) -> None:
+        self.step = step
+        self._samples = samples_per_prompt
+        self._most = most
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+        self._open: dict[SampleKey, Trajectory] = {}
+        self._finished: dict[SampleKey, Trajectory] = {}
+        self._whole: list[SampleOutput] = []
+        """Finished without the engine, since the last `take`."""
+        self._later = 0
+        """How many of the open ones have been answered at least once."""
+
+    def begin(self, leases: Iterable[Lease]) -> list[SampleRequest]:
+        """Begin all samples of these leases; returns what the engine is to be asked for."""
+        wanted: list[SampleRequest | None] = []
+        for lease in leases:
+            task, had = json.loads(lease.task), {sample.sample: sample for sample in lease.begun}
+            for number in range(self._samples):
+                episode = Episode(lease.uid, number, lease.prompt_ids, lease.prompt_text, task)
+                key = (lease.position, number)
+                sample = Trajectory(key, lease, episode, self.step.begin(episode), had.get(number))
+                self._open[key] = sample
+                wanted.append(self._go_on(sample, None))
+        return [request for request in wanted if request is not None]
+
+    def take(self, outputs: Sequence[SampleOutput]) -> tuple[list[SampleRequest], list[SampleOutput]]:
+        """Go on with the samples whose requests are answered; returns what to ask for next, and finished samples.
+
+        Of a finished sample, the output has all that the model has written in it.
+        """
+        wanted: list[SampleRequest | None] = []
+        texts = self._tokenizer.decode_batch([output.token_ids for output in outputs], skip_special=True)
+        for output, text in zip(outputs, texts, strict=True):
+            sample = self._open[output.position, output.sample]
+            wanted.append(self._go_on(sample, self._answered(sample, output, text)))
+        finished, self._whole = self._whole, []
+        return [request for request in wanted if request is not None], finished
+
+    def partials(self, outputs: Sequence[SampleOutput], positions: Collection[int] | None = None) -> list[SampleOutput]:
+        """What the model has written so far in the open samples of these groups (None: all), with finish_reason abort.
+
+        `outputs`: the engine's, of their newest requests.
+        """
+        if not self._later:
+            return list(outputs)
+        running = {(output.position, output.sample): output for output in outputs}
+        return [
+            sample.recorded(running.get(key), "abort")
+            for key, sample in self._open.items()
+            if (positions is None or key[0] in positions) and (key in running or sample.texts)
+        ]
+
+    def progress(self, running: Mapping[int, int]) -> Mapping[int, int]:
+        """Tokens of the open samples by prompt position; `running`: those of their newest requests."""
+        if not self._later:
+            return running
+        tokens = dict(running)
+        for (position, _), sample in self._open.items():
+            tokens[position] += sum(len(segment.logprobs) for segment in sample.segments)
+        return tokens
+
+    def forget(self, positions: Collection[int]) -> None:
+        """Drop these groups."""
+        for table in (self._open, self._finished):
+            for key in [key for key in table if key[0] in positions]:
+                sample = table.pop(key)
+                self._later -= table is self._open and bool(sample.texts)
+                sample.call.close()
+        self._whole = [output for output in self._whole if output.position not in positions]
+
+    def batch(self, positions: Iterable[int]) -> Batch:
+        """The samples of groups that are whole, as rows in the given order; they are no longer kept here."""
+        keys = [(position, number) for position in positions for number in range(self._samples)]
+        return assemble([self._finished.pop(key) for key in keys], self._tokenizer, self._dtype)
+
+    def _go_on(self, sample: Trajectory, sent: Completion | None) -> SampleRequest | None:
+        """Let the step go on until its next request that the engine is to answer; None if it comes to its end."""
+        while True:
+            found = self.step.go_on(sample.call, sample.episode, sent)
+            if isinstance(found, Returned):
+                self._end(sample, found.value)
+                return None
+            request, sample.train = self._request(sample, found), found.train
+            recorded = self._recorded(sample, request)
+            if recorded is None:
+                return request
+            sample.replayed += len(recorded.token_ids)
+            if not recorded.finish_reason:
+                return replace(request, begun=recorded)
+            reason: FinishReason = "stop" if recorded.finish_reason == "stop" else "length"
+            tokens, logprobs, spans = recorded.token_ids, recorded.logprobs, recorded.spans
+            (text,) = self._tokenizer.decode_batch([tokens], skip_special=True)
+            sent = self._answered(sample, SampleOutput(*sample.key, tokens, logprobs, spans, reason), text)
+
+    def _recorded(self, sample: Trajectory, request: SampleRequest) -> BegunSample | None:
+        if sample.begun is None:
+            return None
+        several = self.step.plan.environment is not None
+        return _recorded(sample.begun, sample.replayed, request, several=several)
+
+    def _answered(self, sample: Trajectory, output: SampleOutput, text: str) -> Completion:
+        """Note what the model has written; returns it in the form for the step."""
+        self._later += not sample.texts
+        sample.segments.append(Segment(output.token_ids, output.logprobs, output.spans, sample.train))
+        sample.texts.append(text)
+        sample.finish_reason = output.finish_reason
+        episode = sample.episode
+        return Completion(episode.prompt, text, episode.task, output.finish_reason, output.token_ids)
+
+    def _end(self, sample: Trajectory, value: object) -> None:
+        """The step has returned."""
+        if not sample.texts:
+            raise StepError(
+                f"{self.step.where} returned before it awaited tokens; expected "
+                "completion = await generate(episode.prompt_ids, SamplingParams(…))"
+            )
+        sample.fields = self._fields(value)
+        self._later -= 1
+        self._finished[sample.key] = self._open.pop(sample.key)
+        self._whole.append(sample.recorded(None, sample.finish_reason))
+
+    def _fields(self, value: object) -> Mapping[str, float]:
+        """What the step returned, if it is what it declares."""
+        expected = self.step.further
+        if value is None and not expected:
+            return {}
+        given = {} if value is None else value
+        if not isinstance(given, Mapping) or sorted(given) != sorted(expected):
+            shown = sorted(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+            wanted = f"a mapping with a number for each of {sorted(expected)}" if expected else "nothing"
+            raise StepError(
+                f"{self.step.where} returned {shown}; expected {wanted}: what its @step(writes=…) lists is what it "
+                "returns for each sample"
+            )
+        return given
+
+    def _request(self, sample: Trajectory, wanted: Wanted) -> SampleRequest:
+        """What to ask the engine for; notes the tokens by which the environment has extended the sample."""
+        lease, prefix = sample.lease, wanted.prompt_ids
+        behind = len(prefix) - len(lease.prompt_ids)
+        if sample.segments or prefix is not lease.prompt_ids:
+            self._extend(sample, prefix)
+        room, params = self._most - behind, wanted.params
+        if room < 1:
+            raise StepError(
+                f"{self.step.where} asks for more after {behind} tokens behind the prompt, and its longest sample has "
+                f"{self._most}: let it return before, or raise max_tokens (flow.steps.{self.step.plan.name}.with)"
+            )
+        if params.max_new_tokens > room:
+            params = replace(params, max_new_tokens=room)
+        return SampleRequest(lease.position, sample.episode.sample, prefix, lease.seed, params, None, behind)
+
+    def _extend(self, sample: Trajectory, prefix: tuple[int, ...]) -> None:
+        had = (*sample.lease.prompt_ids, *sample.token_ids)
+        if prefix == had:
+            return
+        if prefix[: len(had)] != had:
+            raise StepError(
+                f"{self.step.where} asks for what follows {len(prefix)} tokens that do not begin with the "
+                f"{len(had)} that the sample has: expected its prompt, then all that was sampled, in order, each with "
+                "further tokens of the environment behind it"
+            )
+        if self.step.plan.environment is None:
+            raise StepError(
+                f"{self.step.where} asks for more after its first turn, or after other tokens than the prompt, and it "
+                "declares no environment: write @step(…, environment=[…]) with `replay` if the recorded turns of the "
+                "model make it come to the same state again, `repeatable` if two workers may make the same sample"
+            )
+        sample.segments.append(Segment(prefix[len(had) :]))
+
+
+def _recorded(begun: BegunSample, start: int, request: SampleRequest, *, several: bool) -> BegunSample | None:
+    """Of what another worker had, the part that answers this request, or begins to; None if nothing is left.
+
+    `start`: tokens that have answered earlier requests. `several`: others may follow; then this one ends where an
+    engine would have ended it. What answers it whole has a finish reason.
+    """
+    left, reason = begun.token_ids[start:], ""
+    if not left:
+        return None
+    if several:
+        left, reason = _turn(left, request.params)
+    end = start + len(left)
+    spans = [span._replace(start=span.start - start, end=span.end - start) for span in clipped(begun.spans, start, end)]
+    if not reason and end == len(begun.token_ids):
+        reason = begun.finish_reason
+    return BegunSample(request.sample, left, begun.logprobs[start:end], tuple(spans), reason)
+
+
+def _turn(tokens: tuple[int, ...], params: SamplingParams) -> tuple[tuple[int, ...], str]:
+    """The first turn of these tokens, and why it ended; "" if they are its beginning only."""
+    most = params.max_new_tokens
+    stop = next((number for number, token in enumerate(tokens[:most], 1) if token in params.stop_token_ids), None)
+    if stop is not None:
+        return tokens[:stop], "stop"
+    return tokens[:most], "length" if len(tokens) >= most else ""

@@ -1,0 +1,251 @@
+"""Samples of several turns: segments, masks, versions, replay, and what a step may not do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch, Ragged
+from distflow.errors import StepError
+from distflow.exchange.messages import Lease
+from distflow.flow.plan import StepPlan
+from distflow.flow.step import ENVIRONMENT, GENERATED
+from distflow.runtime.steps import StepContext, StepRunner
+from distflow.runtime.trajectories import Trajectories
+from distflow.testing.engine_harness import run_until_done
+from distflow.testing.fakes import SHAPES, FakeEngine
+from distflow.types import BegunSample, SampleOutput, SampleRequest, Span, Uid, Version
+from tests.runtime.kit import TOKENIZER, EndlessTokenizer
+
+SOURCE = """
+from distflow import step
+from distflow.types import SamplingParams
+
+
+@step(role="generate", reads=[], writes=["rewards/turns"], environment=["replay", "repeatable"])
+async def talk(episode, generate, ctx, *, turns=3, max_new_tokens=4, max_tokens=40):
+    prefix, params = episode.prompt_ids, SamplingParams(max_new_tokens=max_new_tokens)
+    for turn in range(turns):
+        completion = await generate(prefix, params)
+        prefix = (*prefix, *completion.response_ids, 10, 11 - turn % 2)
+    return {"rewards/turns": turns}
+
+
+@step(role="generate", reads=[], writes=[])
+async def undeclared(episode, generate, ctx):
+    completion = await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+    await generate((*episode.prompt_ids, *completion.response_ids, 3), SamplingParams(max_new_tokens=2))
+
+
+@step(role="generate", reads=[], writes=[], environment=[])
+async def broken(episode, generate, ctx):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+    await generate((9, 9), SamplingParams(max_new_tokens=2))
+
+
+@step(role="generate", reads=[], writes=[], environment=[])
+async def endless(episode, generate, ctx):
+    prefix = episode.prompt_ids
+    while True:
+        completion = await generate(prefix, SamplingParams(max_new_tokens=15))
+        prefix = (*prefix, *completion.response_ids, 3)
+
+
+@step(role="generate", reads=[], writes=[], environment=[])
+async def mixed(episode, generate, ctx):
+    prefix, params = episode.prompt_ids, SamplingParams(max_new_tokens=2)
+    first = await generate(prefix, params, train=episode.sample > 0)
+    await generate((*prefix, *first.response_ids, 9), params, train=episode.sample > 1)
+
+
+@step(role="generate", reads=[], writes=[])
+async def silent(episode, generate, ctx): ...
+
+
+@step(role="generate", reads=[], writes=["rewards/turns"])
+async def forgetful(episode, generate, ctx):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+"""
+PROMPT = (2, 3)
+MOST = 40
+
+
+def trajectories(
+    folder: Path, name: str, *, environment: Sequence[str] | None = ENVIRONMENT, samples: int = 2, **settings: Any
+) -> Trajectories:
+    (folder / "mine.py").write_text(SOURCE)
+    writes = (*GENERATED, *(["rewards/turns"] if name in ("talk", "forgetful") else []))
+    allowed = None if environment is None else tuple(environment)
+    plan = StepPlan("sample", f"{folder}/mine.py:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
+    context = StepContext("sample", tokenizer=EndlessTokenizer())
+    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step()
+    return Trajectories(step, samples, MOST, TOKENIZER, torch.float32)
+
+
+def lease(position: int = 5, begun: tuple[BegunSample, ...] = ()) -> Lease:
+    return Lease(Uid(0, 1, position), 0, position, 1, 7, PROMPT, "01", '{"answer": 3}', 0, 0, begun=begun)
+
+
+def engine(number: int = 0, **options: Any) -> FakeEngine:
+    made = FakeEngine(**options)
+    load(made, number)
+    return made
+
+
+def load(made: FakeEngine, number: int) -> None:
+    made.begin_update(Version(0, number))
+    made.update((name, torch.zeros(shape)) for name, shape in SHAPES.items())
+    made.end_update()
+
+
+def drive(samples: Trajectories, made: FakeEngine, requests: Sequence[SampleRequest]) -> list[SampleOutput]:
+    """Until every sample is finished."""
+    finished: list[SampleOutput] = []
+    outputs: list[SampleOutput] = []
+    for _ in range(200):
+        made.submit(requests)
+        requests, done = samples.take(outputs)
+        finished += done
+        made.submit(requests)
+        requests = ()
+        if not made.progress():
+            return finished
+        outputs = made.poll()
+    pytest.fail("not done after 200 polls")
+
+
+def whole(folder: Path, name: str = "talk", **settings: Any) -> tuple[Batch, list[SampleOutput]]:
+    samples = trajectories(folder, name, **settings)
+    finished = drive(samples, engine(), samples.begin([lease()]))
+    return samples.batch([5]), sorted(finished, key=lambda out: out.sample)
+
+
+def test_an_environments_tokens_are_a_part_of_the_response_that_is_not_trained_on(tmp_path: Path) -> None:
+    batch, _ = whole(tmp_path)
+    assert batch.rows == 2
+    ids, mask = batch.ragged("response_ids"), batch.ragged("response_mask")
+    for row in range(2):
+        tokens, trained = ids.row(row).tolist(), mask.row(row).tolist()
+        assert trained == [True] * 4 + [False] * 2 + [True] * 4 + [False] * 2 + [True] * 4
+        assert tokens[4:6] == [10, 11]
+        assert tokens[10:12] == [10, 10]
+        logprobs = batch.ragged("rollout_logprobs").row(row)
+        assert (logprobs != 0).tolist() == trained
+        assert batch.ragged("policy_versions").row(row).tolist() == [[0, 0, 0, 4], [0, 0, 6, 10], [0, 0, 12, 16]]
+        assert batch.texts("response_text")[row] == TOKENIZER.decode_batch([tokens], skip_special=True)[0]
+    assert batch.dense("rewards/turns").tolist() == [3.0, 3.0]
+    assert batch.dense("sample").tolist() == [0, 1]
+
+
+def test_random_numbers_are_counted_over_all_tokens_behind_the_prompt(tmp_path: Path) -> None:
+    samples = trajectories(tmp_path, "talk", samples=1)
+    (first,) = samples.begin([lease()])
+    assert (first.prompt_ids, first.offset, first.ordinal) == (PROMPT, 0, 0)
+    made = engine()
+    made.submit([first])
+    (second,), _ = samples.take(run_until_done(made))
+    assert (second.offset, len(second.prompt_ids)) == (6, len(PROMPT) + 6)
+    assert (second.position, second.sample, second.seed) == (5, 0, 7)
+
+
+def test_new_weights_between_turns_show_in_the_spans_and_the_oldest_counts(tmp_path: Path) -> None:
+    samples, made = trajectories(tmp_path, "talk", samples=1, turns=2), engine(3)
+    made.submit(samples.begin([lease()]))
+    outputs = run_until_done(made)
+    load(made, 4)
+    requests, _ = samples.take(outputs)
+    made.submit(requests)
+    made.poll()
+    load(made, 6)
+    _, (finished,) = samples.take(run_until_done(made))
+    assert finished.spans == (Span(0, 3, 0, 4), Span(0, 4, 4, 5), Span(0, 6, 5, 8))
+    spans = samples.batch([5]).ragged("policy_versions").row(0).tolist()
+    assert spans == [[0, 3, 0, 4], [0, 4, 6, 7], [0, 6, 7, 10]]
+
+
+def test_a_step_says_which_tokens_of_the_model_are_trained_on(tmp_path: Path) -> None:
+    batch, _ = whole(tmp_path, "mixed", environment=(), samples=3)
+    masks = [row.tolist() for row in batch.ragged("response_mask").rows()]
+    assert masks == [[False] * 5, [True, True, False, False, False], [True, True, False, True, True]]
+    assert [row[:, 2:].tolist() for row in batch.ragged("policy_versions").rows()] == [[[0, 2], [3, 5]]] * 3
+
+
+@pytest.mark.parametrize("polls", range(13))
+def test_a_sample_is_replayed_wherever_it_was_left(tmp_path: Path, polls: int) -> None:
+    """Another worker has the recorded tokens of the model alone: the step, played again, puts in the others."""
+    expected, outputs = whole(tmp_path)
+    first, made = trajectories(tmp_path, "talk"), engine()
+    made.submit(first.begin([lease()]))
+    done: list[SampleOutput] = []
+    for _ in range(polls):
+        requests, finished = first.take(made.poll())
+        made.submit(requests)
+        done += finished
+    left = [*first.partials(made.partials()), *done]
+    assert sum(len(out.token_ids) for out in left) == 2 * polls
+    begun = tuple(
+        BegunSample(o.sample, o.token_ids, o.logprobs, o.spans, "" if o.finish_reason == "abort" else o.finish_reason)
+        for o in left
+    )
+    second, other = trajectories(tmp_path, "talk"), engine()
+    requests = second.begin([lease(begun=begun)])
+    asked = sum(len(request.begun.token_ids) for request in requests if request.begun is not None)
+    assert asked == 2 * (polls % 4)
+    assert sorted(drive(second, other, requests), key=lambda out: out.sample) == outputs
+    again = second.batch([5])
+    for name in expected.columns:
+        one, two = (column.values if isinstance(column, Ragged) else column for column in (expected[name], again[name]))
+        assert torch.equal(one, two), name
+
+
+def test_progress_counts_earlier_turns_until_the_group_is_forgotten(tmp_path: Path) -> None:
+    samples, made = trajectories(tmp_path, "talk"), engine()
+    made.submit(samples.begin([lease()]))
+    for _ in range(5):
+        requests, _ = samples.take(made.poll())
+        made.submit(requests)
+    assert made.progress() == {5: 2}
+    assert samples.progress(made.progress()) == {5: 10}
+    assert [len(out.token_ids) for out in samples.partials(made.partials())] == [5, 5]
+    assert [len(out.token_ids) for out in samples.partials(made.abort([5]), [5])] == [5, 5]
+    samples.forget([5])
+    assert samples.progress({}) == {}
+    assert samples.partials([]) == []
+
+
+def test_a_turn_that_waits_for_a_slot_loses_nothing_when_it_is_handed_back(tmp_path: Path) -> None:
+    samples, made = trajectories(tmp_path, "talk", samples=1), engine()
+    made.submit(samples.begin([lease()]))
+    outputs = run_until_done(made)
+    requests, _ = samples.take(outputs)
+    made.submit(requests)
+    (left,) = samples.partials(made.abort([5]))
+    assert (left.token_ids, left.finish_reason) == (outputs[0].token_ids, "abort")
+
+
+def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> None:
+    batch, _ = whole(tmp_path, turns=7)
+    assert batch.ragged("response_ids").lengths.tolist() == [MOST, MOST]
+    assert batch.dense("finish_reason").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "name, environment, message",
+    [
+        ("undeclared", None, r"mine\.py:undeclared\) on rollout/0 asks for more after its first turn.* no environment"),
+        ("broken", (), r"asks for what follows 2 tokens that do not begin with the 4 that the sample has"),
+        ("endless", (), r"asks for more after 41 tokens behind the prompt, .* longest sample has 40: .*max_tokens"),
+        ("silent", None, r"returned before it awaited tokens; expected completion = await generate"),
+        ("forgetful", None, r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]"),
+    ],
+)
+def test_what_a_step_may_not_do_is_told(
+    tmp_path: Path, name: str, environment: Sequence[str] | None, message: str
+) -> None:
+    samples = trajectories(tmp_path, name, environment=environment)
+    with pytest.raises(StepError, match=message):
+        drive(samples, engine(slots=4), samples.begin([lease()]))
