@@ -100,7 +100,8 @@ class Receiving:
         while True:
             taken = self._next(t)
             if taken.stopped:
-                if self._meets_whole:
+                if not self._limits.streamed:
+                    # A single owner, which stops together with the homes of further models, agrees with itself.
                     self._replicas.stop_together(self._replicas.agree(WHOLE, {"stop": True, "there": []}))
                 return
             pending += taken.groups

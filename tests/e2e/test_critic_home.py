@@ -80,8 +80,11 @@ def test_lost_and_doubled_messages_lose_and_double_nothing(launch: Launch) -> No
     assert all(line["critic/groups/count"] == 8 for line in run.metrics())
 
 
-def test_a_stopped_run_has_both_models_at_one_step(launch: Launch) -> None:
-    run = launch("quickstart", *CRITIC, "run.training_steps=400", "layout.pools.trainer.count=2")
+@pytest.mark.parametrize(
+    "settings", [["layout.pools.trainer.count=2"], ["batch.minibatches=2", "batch.ledgers=4"]], ids=["2", "1"]
+)
+def test_a_stopped_run_has_both_models_at_one_step(launch: Launch, settings: list[str]) -> None:
+    run = launch("quickstart", *CRITIC, "run.training_steps=400", *settings)
     run.until(lambda: run.steps_done() >= 6, "some training steps")
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.output
@@ -90,7 +93,7 @@ def test_a_stopped_run_has_both_models_at_one_step(launch: Launch) -> None:
     assert {"model-policy-trainer-0.safetensors", "model-critic-critic-0.safetensors"} <= names
     assert run.leftovers() == []
     done = max(int(line["step"]) for line in run.metrics())
-    again = launch("quickstart", *CRITIC, "--resume", f"run.training_steps={done + 3}", name=run.name)
+    again = launch("quickstart", *CRITIC, *settings, "--resume", f"run.training_steps={done + 3}", name=run.name)
     assert again.wait() == 0, again.output
     check_trained_once(again, done + 3)
 
