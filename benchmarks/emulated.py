@@ -3,6 +3,8 @@
     python -m benchmarks.emulated asynchrony     # steps per second at staleness 0, 1, 2, 4
     python -m benchmarks.emulated slow           # one of four rollouts 4 times slower: beside static assignment
     python -m benchmarks.emulated stealing       # one of four training workers with 3 times the lengths
+    python -m benchmarks.emulated reference      # a reference model on services, 5 micro-batches away
+    python -m benchmarks.emulated reference_in_turn    # the same at staleness 0
 
 Variants take turns; each figure is the median over rounds of the mean training step (the first ones excluded).
 """
@@ -153,7 +155,49 @@ def stealing(rounds: int, steps: int) -> None:
     take_turns(rounds, {"no stealing": lambda: variant("false"), "stealing": lambda: variant("true")})
 
 
-SCENARIOS: dict[str, Callable[[int, int], None]] = {"asynchrony": asynchrony, "slow": slow, "stealing": stealing}
+def reference(rounds: int, steps: int, staleness: int = 1) -> None:
+    """A frozen model on services whose answers take 5 micro-batches, enough of them to keep up; staleness 1."""
+    token_s = 8e-5
+    # A group has about 370 tokens, and three are a micro-batch.
+    late_s = 5 * 1100 * token_s
+    shared = (
+        f"layout.max_staleness={staleness}",
+        "batch.tokens_per_microbatch=2048",
+        "layout.pools.rollout.count=4",
+        options("layout.pools.rollout.engine_options", median=40, sigma=0.4, step_s=0.004),
+        options("layout.pools.trainer.backend_options", token_s=token_s),
+    )
+    backend = "distflow.testing.emulated:EmulatedBackend"
+    pool = f"{{count: 8, roles: [forward], backend: '{backend}', backend_options: {{token_s: 0, latency_s: {late_s}}}}}"
+    kl = ("flow=grpo_kl", "flow.steps.update.with.kl_coef=0.1")
+    asked = (*kl, "layout.pools.trainer.roles=[train]", f"layout.pools.reference={pool}")
+
+    def variant(*overrides: str) -> tuple[float, str]:
+        lines = run(steps, *shared, *overrides)
+        return step_s(lines), f"trainer idle {idle(lines):.0%}"
+
+    take_turns(
+        rounds,
+        {
+            "no reference": lambda: variant(),
+            f"on services, {late_s:.1f} s away": lambda: variant(*asked),
+            "beside the policy": lambda: variant(*kl),
+        },
+    )
+
+
+def reference_in_turn(rounds: int, steps: int) -> None:
+    """The same at staleness 0: the answers for the last groups of a step are waited for."""
+    reference(rounds, steps, staleness=0)
+
+
+SCENARIOS: dict[str, Callable[[int, int], None]] = {
+    "asynchrony": asynchrony,
+    "slow": slow,
+    "stealing": stealing,
+    "reference": reference,
+    "reference_in_turn": reference_in_turn,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -139,7 +139,13 @@ def test_shown_scripts_are_what_is_rendered(extracted: Path) -> None:
     shown = [m[2] for page in PAGES for m in FENCE.finditer(page.read_text()) if m[2].startswith("def script(w)")]
     rendered = [
         render_script(plan_recipe("quickstart", overrides)[1], WorkerName.parse(worker)).partition("\n\n\n")[2]
-        for worker, overrides in (("rollout/0", []), ("trainer/0", []), ("worker/0", ["layout=colocated"]))
+        for worker, overrides in (
+            ("rollout/0", []),
+            ("rollout/0", ["layout=services"]),
+            ("reward/0", ["layout=services"]),
+            ("trainer/0", []),
+            ("worker/0", ["layout=colocated"]),
+        )
     ]
     assert shown == rendered
 

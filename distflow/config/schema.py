@@ -310,8 +310,8 @@ class LimitsConfig(Section):
     drain_s: float = Field(default=30.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds without progress of saving that workers get to save and leave in order when the run stops."""
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
-    """How often a generating worker is restarted after it was killed, within `restart_window_s`; and how often in a row
-    the training pool resumes from the same checkpoint."""
+    """How often a worker that does not train is restarted after it was killed, within `restart_window_s`; and how often
+    in a row the training pool resumes from the same checkpoint."""
     restart_window_s: float = Field(default=3600.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Older restarts of a worker do not count: a worker that is killed once a day never ends a run."""
     host_silence_s: float = Field(default=60.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})

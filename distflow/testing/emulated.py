@@ -193,6 +193,8 @@ class TrainModel(_Options):
 
     token_s: float = 1e-4
     """Seconds of forward and backward per token."""
+    latency_s: float = 0.0
+    """And of each forward, whatever it holds."""
     apply_s: float = 0.02
     """Seconds of an optimizer step."""
     size: int = 1 << 16
@@ -225,7 +227,7 @@ class EmulatedBackend:
     def _forward(self, batch: Batch) -> Ragged:
         responses = batch.ragged("response_ids")
         tokens = int(responses.offsets[-1] + batch.ragged("prompt_ids").offsets[-1])
-        time.sleep(tokens * self._model.token_s)
+        time.sleep(self._model.latency_s + tokens * self._model.token_s)
         return responses
 
     def accumulate(self, loss_sum: Tensor) -> None:

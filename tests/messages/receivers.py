@@ -121,15 +121,15 @@ def _nothing_fetched() -> Iterator[None]:
         ports.far_reader = before
 
 
-def setting_of(name: str, folder: Path) -> Setting:
-    """Of a worker of two trainers and two rollouts."""
-    loaded = load_recipe("quickstart", list(OVERRIDES))
+def setting_of(name: str, folder: Path, overrides: Sequence[str] = OVERRIDES) -> Setting:
+    """Of a worker of two trainers and two rollouts, unless the overrides say otherwise."""
+    loaded = load_recipe("quickstart", list(overrides))
     plan = make_plan(loaded.recipe)
     worker = WorkerName.parse(name)
     names = [*map(str, (one.name for one in plan.workers)), "agent/0"]
     roster = {one: f"ipc://{folder}/{one.replace('/', '-')}" for one in names}
     path = folder / f"{worker.file_stem}.yaml"
-    placement = {"rollout/1": 1, "trainer/1": 1}
+    placement = {one: 1 for one in ("rollout/1", "trainer/1") if one in names}
     place = Place(folder, {one: roster[one] for one in roster if one not in placement}, 0, "127.0.0.1", placement)
     write_keys(key_file(folder), make_keys())
     path.write_text(document_text(worker_document(plan, worker, place, recipe_source=str(loaded.source))))
