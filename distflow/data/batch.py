@@ -255,17 +255,19 @@ def join(ranges: Sequence[RowRange]) -> Batch:
     return Batch.concat(whole)
 
 
-def minibatch_rows(batch: Batch, ledgers: int, parts: int) -> list[list[int]]:
+def minibatch_rows(batch: Batch, ledgers: int, parts: int, positions: Sequence[int] | None = None) -> list[list[int]]:
     """The row numbers of each mini-batch: part m has the groups whose rank in their ledger is m modulo `parts`.
 
-    The rank counts the groups of the batch that come from one ledger, by prompt position.
+    The rank counts the groups of the training step that come from one ledger, by prompt position: those of the batch,
+    or, if it has only some of them, those at `positions`.
     """
     ranges = group_ranges(batch)
     rows: list[list[int]] = [[] for _ in range(parts)]
     ranks = [0] * ledgers
-    for position in sorted(ranges):
+    for position in sorted(ranges if positions is None else positions):
         ledger = position % ledgers
-        rows[ranks[ledger] % parts] += range(ranges[position].start, ranges[position].stop)
+        if position in ranges:
+            rows[ranks[ledger] % parts] += range(ranges[position].start, ranges[position].stop)
         ranks[ledger] += 1
     return rows
 

@@ -57,11 +57,18 @@ class CallServer:
         return []
 
     def version(self, version: Version) -> list[OutgoingCall]:
-        """The model has another version now: requests that it can no longer answer go back to their callers."""
+        """The model has another version now: requests that it can no longer answer go back to their callers.
+
+        All callers that are known hear of it: some may keep requests for it.
+        """
         self._version = version
         outdated = [key for key, request in self._queued.items() if request.version not in (None, version)]
         self._forget(outdated)
-        return self._not_yet(outdated)
+        numbers = dict.fromkeys(self._incarnations.items(), ()) | _by_client(outdated)
+        return [
+            OutgoingCall(client, CallNotYet(incarnation, mine, version, self.load))
+            for (client, incarnation), mine in numbers.items()
+        ]
 
     def client_lost(self, client: str, incarnation: int) -> None:
         """A caller is gone, up to this incarnation: nobody waits for its answers."""

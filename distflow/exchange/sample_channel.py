@@ -177,12 +177,14 @@ Arrived = Callable[[Mapping[int, Sequence[int]]], None]
 class InboundSamples:
     """Connects an OwnerCore with sockets on one side and the training loop on the other.
 
-    `later_bytes`: of each response token, in fields that a group gets while it is stored.
+    `later_bytes`: of each response token, in fields that a group gets while it is stored. `asked_for`: fields that go
+    to other workers on arrival; samples without them are refused.
     """
 
-    def __init__(self, core: OwnerCore, post: Post, later_bytes: int = 0) -> None:
+    def __init__(self, core: OwnerCore, post: Post, later_bytes: int = 0, asked_for: Sequence[str] = ()) -> None:
         self.core = core
         self._later_bytes = later_bytes
+        self._asked_for = tuple(asked_for)
         self._post = post
         self._grants = SentOnce()
         self._stored: dict[int, ArrivedGroup] = {}
@@ -206,7 +208,7 @@ class InboundSamples:
 
     def accept(self, results: Sequence[Result], batch: Batch | None, now: float) -> None:
         """Accept results with the rows of all groups that are not dropped; keeps the first copy of each."""
-        groups, lengths = ({}, []) if batch is None else _by_group(batch)
+        groups, lengths = ({}, []) if batch is None else _by_group(batch, self._asked_for)
         out: list[Outgoing] = []
         new: dict[int, Sequence[int]] = {}
         for result in results:
@@ -269,10 +271,11 @@ def read_results(message: Envelope) -> tuple[list[Result], Batch | None]:
 
 
 @decoder
-def _by_group(batch: Batch) -> tuple[dict[int, RowRange], list[int]]:
+def _by_group(batch: Batch, asked_for: Sequence[str]) -> tuple[dict[int, RowRange], list[int]]:
     """The rows of each group, and the tokens of each row."""
-    if "group" not in batch:
-        raise ProtocolError("a batch of samples without field 'group'")
+    missing = [name for name in ("group", *asked_for) if name not in batch]
+    if missing:
+        raise ProtocolError(f"a batch of samples without field {missing[0]!r}")
     group = batch["group"]
     if isinstance(group, Ragged) or group.dtype != torch.int64 or group.dim() != 1:
         raise ProtocolError("a batch of samples whose field 'group' is not one int64 a row")

@@ -21,6 +21,8 @@ ENDS: Mapping[EdgeKind, tuple[End, End]] = {
     "rows": ("sends", "receives"),
     "weights": ("publishes", "reads"),
 }
+SAMPLES = "samples"
+"""The lease edge to the owners."""
 Asked = Literal["", "before custody", "on arrival", "in window"]
 """By the generating pool before it sends the samples; by owners when they arrive, or are in the open step's window."""
 DUMPED = (

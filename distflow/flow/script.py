@@ -8,7 +8,7 @@ from pathlib import Path
 from distflow.errors import UserError
 from distflow.flow.edges import Edge
 from distflow.flow.plan import Plan, PoolPlan, StepPlan, WorkerPlan
-from distflow.types import WorkerName
+from distflow.types import WorkerName, written
 
 _INDENT = "    "
 
@@ -29,6 +29,9 @@ def render_script(plan: Plan, name: WorkerName) -> str:
     lease = next((edge for edge in plan.edges if edge.kind == "lease" and edge.source == pool.name), None)
     if pool.homes:
         lines.append(f"{_INDENT}for t in w.training_steps():")
+    if pool.homes and pool != plan.home:
+        lines += _indented(_further(plan, pool), 2)
+    elif pool.homes:
         if lease is not None:
             lines += _indented(_generating(plan, worker, lease, "t"), 2)
         lines += _indented(_training(plan, pool), 2)
@@ -77,20 +80,63 @@ def _serving(worker: WorkerPlan) -> list[str]:
 def _training(plan: Plan, pool: PoolPlan) -> list[str]:
     lease = next(edge for edge in plan.edges if edge.kind == "lease" and edge.target == pool.name)
     steps = [step for step in plan.steps if step.name in pool.steps and step.name not in lease.steps]
-    samples = f'w.receive("{lease.name}", t)'
+    batches = f'w.receive("{lease.name}", t)'
     for edge in plan.edges:
-        if edge.kind == "call" and edge.source == pool.name and edge.when == "on arrival":
-            samples = f'w.ask("{edge.name}", {samples})'
-    receive = f"for batch in {samples}:"
-    apply = [f'w.apply("{model}")  # optimizer step, exact global denominator' for model in pool.homes]
+        if edge.kind == "call" and edge.source == pool.name and edge.when != "before custody":
+            batches = f'w.ask("{edge.name}", {batches})'
+    receive = f"for batch in {batches}:"
     if plan.batch.updates == 1:
-        lines = [receive, *_indented([_call(step, "batch") for step in steps], 1), *apply]
+        calls = [*_dealing(plan, steps), *(step for step in steps if _accumulates(step))]
+        lines = [receive, *_indented(_lines(calls, "batch"), 1), *_applies(pool)]
     else:
-        updates = [_call(step, "part") for step in steps if _accumulates(step)]
-        before = [_call(step, "batch") for step in steps if not _accumulates(step)]
-        cut = f"for part in w.minibatches(batch):  # {plan.batch.epochs} epochs of {plan.batch.minibatches} parts"
-        lines = [f"{receive}  # the whole batch", *_indented([*before, cut, *_indented([*updates, *apply], 1)], 1)]
+        updates = [step for step in steps if _accumulates(step)]
+        lines = [f"{receive}  # the whole batch", *_indented(_lines(_dealing(plan, steps), "batch"), 1)]
+        lines += _indented(_parts(plan, pool, updates), 1)
     return [*lines, f'w.publish("{plan.primary}", t + 1)', "w.save(t + 1)"]
+
+
+def _further(plan: Plan, pool: PoolPlan) -> list[str]:
+    """The home of further models."""
+    rows = next(edge for edge in plan.edges if edge.kind == "rows" and edge.target == pool.name)
+    calls = [edge.name for edge in plan.edges if edge.kind == "call" and edge.target == pool.name]
+    updates = [step for step in plan.steps if step.name in rows.steps]
+    why = f"  # answers {', '.join(calls)} meanwhile" if calls else ""
+    receive = f'for batch in w.receive("{rows.name}", t):{why}'
+    if plan.batch.updates == 1:
+        lines = [receive, *_indented(_lines(updates, "batch"), 1), *_applies(pool)]
+    else:
+        lines = [receive, *_indented(_parts(plan, pool, updates), 1)]
+    return [*lines, "w.save(t + 1)"]
+
+
+def _parts(plan: Plan, pool: PoolPlan, updates: Sequence[StepPlan]) -> list[str]:
+    cut = f"for part in w.minibatches(batch):  # {plan.batch.epochs} epochs of {plan.batch.minibatches} parts"
+    return [cut, *_indented([*_lines(updates, "part"), *_applies(pool)], 1)]
+
+
+def _applies(pool: PoolPlan) -> list[str]:
+    return [f'w.apply("{model}")  # optimizer step, exact global denominator' for model in pool.homes]
+
+
+def _dealing(plan: Plan, steps: Sequence[StepPlan]) -> list[StepPlan | Edge]:
+    """The steps before the updates, and the edges on which rows go to other homes as soon as they are complete."""
+    found: list[StepPlan | Edge] = [step for step in steps if not _accumulates(step)]
+    for edge in plan.edges:
+        if edge.kind == "rows":
+            writing = [n for n, item in enumerate(found) if isinstance(item, StepPlan) and _writes(item, edge)]
+            found.insert(max(writing, default=-1) + 1, edge)
+    return found
+
+
+def _writes(step: StepPlan, edge: Edge) -> bool:
+    return any(written(field, (*step.writes, *step.may_write)) for field in edge.fields)
+
+
+def _lines(items: Sequence[StepPlan | Edge], batch: str) -> list[str]:
+    return [
+        _call(item, batch) if isinstance(item, StepPlan) else f'w.send("{item.name}", {batch})  # to {item.target}'
+        for item in items
+    ]
 
 
 def _accumulates(step: StepPlan) -> bool:

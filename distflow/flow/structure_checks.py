@@ -11,6 +11,7 @@ from typing import Literal
 from distflow.errors import Problems
 from distflow.flow.graph import StepNode
 from distflow.flow.per_worker_steps import EVERY
+from distflow.flow.plan import PoolPlan
 from distflow.flow.structure import Structure
 from distflow.types import DROP_REASON, written
 
@@ -34,13 +35,36 @@ def check_one_generating_pool(structure: Structure, problems: Problems) -> None:
         problems.add("flow.steps", message, "keep one of them")
 
 
-def check_one_home(structure: Structure, problems: Problems) -> None:
-    """Refuse train steps on two pools: of one model, or of two."""
-    pools = [pool.name for pool in structure.pools if any(node.role == "train" for node in structure.on(pool.name))]
-    if len(pools) > 1:
-        message = f"steps of role 'train' are placed on the pools {', '.join(pools)}; this is not built yet"
-        cure = "place them all on one pool, as the layouts split and colocated do"
-        problems.add("layout.pools", message, cure)
+def check_homes(structure: Structure, problems: Problems) -> None:
+    """Refuse a model that is trained on two pools, and train steps without a model off the home of the policy."""
+    for model in structure.models.trained:
+        pools = [pool.name for pool in structure.pools if model in pool.homes]
+        if len(pools) > 1:
+            message = f"model {model!r} is trained on the pools {', '.join(pools)}"
+            problems.add("layout.pools", message, "give all of its train steps to one pool: it is the model's home")
+    for node in structure.after_custody:
+        pool, home = structure.sites[node.name], structure.home.name
+        if node.role == "train" and node.model is None and pool != home:
+            message = f"step {node.name!r} of role 'train', without a model, runs where the samples are"
+            problems.add(f"layout.pools.{pool}.steps", message, f"leave it to pool {home!r}")
+
+
+def check_further_homes(structure: Structure, problems: Problems) -> None:
+    """Refuse to generate, or to hold frozen models, on the pool of a further trained model."""
+    for pool in structure.pools:
+        if not pool.homes or pool.name == structure.home.name:
+            continue
+        others = [
+            f"step {node.name!r} of role {node.role!r}" for node in structure.on(pool.name) if _strange(node, pool)
+        ]
+        if others:
+            message = f"{', '.join(others)} on the pool that trains {', '.join(pool.homes)}: not built yet"
+            problems.add(f"layout.pools.{pool.name}.steps", message, f"leave it to {structure.home.name!r}")
+
+
+def _strange(node: StepNode, pool: PoolPlan) -> bool:
+    """Whether the home of further models does not run such a step."""
+    return node.role not in ("forward", "train") or node.model not in pool.homes
 
 
 def check_asked(structure: Structure, problems: Problems) -> None:
@@ -48,7 +72,7 @@ def check_asked(structure: Structure, problems: Problems) -> None:
     rollout, home = structure.rollout.name, structure.home.name
     for node in (*structure.before_custody, *structure.after_custody):
         pool, owners = structure.sites[node.name], node in structure.after_custody
-        if pool == home if owners else pool == rollout:
+        if node.role == "train" or (pool == home if owners else pool == rollout):
             continue
         where = f"runs on pool {pool!r} for the workers of {home if owners else rollout!r}"
         if node.declaration.keeps_state:
@@ -126,7 +150,8 @@ def check_private_steps(structure: Structure, problems: Problems) -> None:
 
 STRUCTURE_CHECKS: tuple[tuple[StructureCheck, Literal["always", "if sound"]], ...] = (
     (check_one_generating_pool, "always"),
-    (check_one_home, "always"),
+    (check_homes, "always"),
+    (check_further_homes, "if sound"),
     (check_forward_readers, "always"),
     (check_custody, "if sound"),
     (check_private_steps, "if sound"),

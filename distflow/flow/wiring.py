@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distflow.flow.edges import DUMPED, ENDS, Asked, Edge
+from distflow.flow.edges import DUMPED, ENDS, SAMPLES, Asked, Edge
 from distflow.flow.graph import StepNode
 from distflow.flow.plan import Port
 from distflow.flow.structure import Structure
@@ -50,7 +50,7 @@ def _leases(structure: Structure, dumped: Sequence[str]) -> Iterator[Edge]:
     for pool in structure.pools:
         if pool.generates == structure.models.primary:
             yield Edge(
-                name="samples",
+                name=SAMPLES,
                 kind="lease",
                 source=pool.name,
                 target=structure.home.name,
@@ -95,21 +95,20 @@ def _call(structure: Structure, node: StepNode, asker: str, when: Asked) -> Edge
 
 
 def _rows(structure: Structure) -> Iterator[Edge]:
-    """Owners deal the rows that a further model is trained on to its home."""
+    """Owners deal the rows that further models are trained on to the home of these."""
     for pool in structure.pools:
-        for model in pool.homes:
-            if pool.name == structure.home.name:
-                continue
-            nodes = [node for node in structure.on(pool.name) if node.role == "train" and node.model == model]
-            yield Edge(
-                name=f"{model}_rows",
-                kind="rows",
-                source=structure.home.name,
-                target=pool.name,
-                fields=tuple(dict.fromkeys(field for node in nodes for field in node.reads)),
-                model=model,
-                steps=tuple(node.name for node in nodes),
-            )
+        if not pool.homes or pool.name == structure.home.name:
+            continue
+        nodes = [node for node in structure.on(pool.name) if node.role == "train"]
+        yield Edge(
+            name=f"{pool.homes[0]}_rows",
+            kind="rows",
+            source=structure.home.name,
+            target=pool.name,
+            fields=tuple(dict.fromkeys(field for node in nodes for field in node.reads)),
+            model=pool.homes[0] if len(pool.homes) == 1 else None,
+            steps=tuple(node.name for node in nodes),
+        )
 
 
 def _weights(structure: Structure) -> Iterator[Edge]:

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from distflow.comm.membership import Lost
+from distflow.comm.membership import Lost, Member
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
 from distflow.data.batch import Batch, RowRange, group_ranges, row_lengths
@@ -23,7 +23,7 @@ from distflow.flow.plan import Plan, Port
 from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
-from distflow.types import WorkerName, written
+from distflow.types import Version, WorkerName, written
 
 ANSWERS = ("call.answer", "call.not_yet", "call.returned")
 Deliver = Callable[[int, Batch], None]
@@ -35,7 +35,7 @@ log = logger(__name__)
 class Calls:
     """All that one worker asks for, as its plan says. Always called under the worker's lock."""
 
-    def __init__(self, node: Node, plan: Plan, ports: Sequence[Port], metrics: MetricStore) -> None:
+    def __init__(self, node: Node, plan: Plan, ports: Sequence[Port], metrics: MetricStore, term: int) -> None:
         self._node = node
         self._metrics = metrics
         self._edges = {port.edge: plan.edge(port.edge) for port in ports}
@@ -45,6 +45,9 @@ class Calls:
         ahead_bytes = 2 * plan.batch.tokens_per_microbatch * BYTES_PER_TOKEN
         self._core = CallClient(node.endpoint.incarnation, pools, ahead_bytes, rng)
         self._servers = frozenset(pools.values())
+        self._term = term
+        self._versioned = {edge.target for edge in self._edges.values() if edge.version == "exact"}
+        """Pools whose workers say which version they answer with."""
         self._sent = SentOnce()
         self._rows: dict[Key, Batch] = {}
         """What the open calls are about."""
@@ -59,13 +62,17 @@ class Calls:
         node.on_tick(self._tick)
 
     def ask(self, step: str, position: int, group: RowRange, t: int) -> None:
-        """Ask for a step over a group, in training step t; raises StepError if it lacks a field."""
+        """Ask for a step over a group, in training step t; raises StepError if it lacks a field.
+
+        What computes with a trained model is answered by version t of it, and by no other.
+        """
         rows = group.rows
         asked = rows.only(fields_of(rows, self._edges[step].fields, f"step {step!r}"))
         key = (step, position)
         self._rows[key] = asked
         tokens = rows.rows * int(row_lengths(rows).max())
-        call = Call(step, key, t, None, asked.nbytes, tokens)
+        need = Version(self._term, t) if self._edges[step].version == "exact" else None
+        call = Call(step, key, t, need, asked.nbytes, tokens)
         self._post(self._core.ask(call, time.monotonic()))
 
     def deliver(self, step: str, handler: Deliver) -> None:
@@ -145,7 +152,14 @@ class Calls:
             if WorkerName.parse(name).pool in self._servers and self._heard.get(name) != peer.heard_at:
                 self._heard[name] = peer.heard_at
                 self._core.heard(name, now)
+                self._hear_version(name, peer)
         self._post(self._core.tick(now))
+
+    def _hear_version(self, name: str, peer: Member) -> None:
+        """With each heartbeat servers say which version they have: what they said before may have been lost."""
+        if WorkerName.parse(name).pool in self._versioned and peer.facts.get("version", -1) >= 0:
+            version = Version(self._term, peer.facts["version"])
+            self._post(self._core.announced(name, peer.incarnation, version))
 
     def _post(self, out: Sequence[OutgoingCall]) -> None:
         for item in out:

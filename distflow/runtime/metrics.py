@@ -43,7 +43,7 @@ class MetricStore:
     """Collects until `drain`. Safe to call from several threads."""
 
     def __init__(self, trace: TraceSink = UNTRACED, service: str | None = None) -> None:
-        """`service`: the pool of a worker that only answers calls."""
+        """`service`: the pool of a worker that answers calls or trains on rows, and does nothing else."""
         self.trace = trace
         self._service = service
         self._lock = threading.Lock()
@@ -131,7 +131,8 @@ class MetricStore:
             if self._service is None:
                 shares = time_shares(timings, self._by_category, interval)
             else:
-                shares = _share(f"{SERVICE_IDLE}{self._service}", timings.get(REQUESTS, 0.0), interval)
+                idle_s = timings.get(REQUESTS, 0.0) + timings.get(ROWS, 0.0)
+                shares = _share(f"{SERVICE_IDLE}{self._service}", idle_s, interval)
             for name, (value, weight) in (means | shares).items():
                 out[name] = value
                 out[name + WEIGHT_SUFFIX] = weight
@@ -155,9 +156,9 @@ PHASE = "timing_s/generation"
 """Seconds of a training step in which a colocated worker generates, before it turns to training."""
 TRAINER_WAITS = "timing_s/wait_samples"
 WAITS = "timing_s/wait_"
-REQUESTS = "timing_s/wait_requests"
+REQUESTS, ROWS = "timing_s/wait_requests", "timing_s/wait_rows"
 SERVICE_IDLE = "perf/idle_share/"
-"""And the name of a pool: the share of time in which its workers, which only answer calls, have nothing to answer."""
+"""And the name of a pool: the share of time in which its workers, which work for others, have nothing to do."""
 Share = tuple[float, float]
 """Value between 0 and 1, and its weight in seconds."""
 

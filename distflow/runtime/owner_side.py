@@ -295,7 +295,9 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     core = OwnerCore(
         name, lease_settings(setting), list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins
     )
-    inbound = InboundSamples(core, lanes.post, plan.later_bytes)
+    edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
+    asked_for = dict.fromkeys(f for e in edges if e.when != "before custody" for f in e.fields if "*" not in f)
+    inbound = InboundSamples(core, lanes.post, plan.later_bytes, tuple(asked_for))
     reader.start()
     node.on_close(reader.close)
     node.on_tick(lambda now: arrived())  # the reader calls it too, unless the next prompt keeps it busy

@@ -7,7 +7,7 @@ engine afterwards (`publishes`, `trains`). Nothing runs yet.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, mode
 from distflow.runtime.calls import Calls
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.further_training import FurtherParts, FurtherTraining
 from distflow.runtime.generating import Turns, build_inbox, build_outbound
 from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import Rounds
@@ -26,8 +27,9 @@ from distflow.runtime.owner_side import build_inbound
 from distflow.runtime.protocols import Backend, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.rows import InboundRows, OutboundRows, register_rows
 from distflow.runtime.serving import Answering
-from distflow.runtime.steps import StepContext
+from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training, TrainingParts, build_canaries
 from distflow.runtime.weight_publisher import Announcer
 from distflow.types import Version, WorkerName
@@ -104,14 +106,35 @@ def holds(base: Base, inbox: WeightInbox, inbound: InboundSamples | None) -> Out
 def asks(base: Base) -> Calls | None:
     """The asker's end of calls; None where nothing is asked for."""
     own = base.setting.me.port("asks")
-    return Calls(base.node, base.setting.plan, own, base.metrics) if own else None
+    return Calls(base.node, base.setting.plan, own, base.metrics, base.setting.document.term) if own else None
 
 
-def answers(base: Base) -> Answering:
-    """The answering end of calls, on a worker that does nothing else."""
+def answers(base: Base) -> Answering | None:
+    """The answering end of calls; None where nobody asks for anything."""
     setting = base.setting
     own = setting.me.port("answers")
-    return Answering(base.node, setting.plan, own, setting.owners, setting.document.term, base.metrics)
+    term = setting.document.term
+    return Answering(base.node, setting.plan, own, setting.owners, term, base.metrics) if own else None
+
+
+def sends(base: Base) -> dict[str, OutboundRows]:
+    """The owner's ends of the rows that further models are trained on, by edge."""
+    setting, plan = base.setting, base.setting.plan
+    found = {}
+    for port in setting.me.port("sends"):
+        receivers = [name for name in setting.members if WorkerName.parse(name).pool == port.peer]
+        rows = (plan.edge(port.edge), receivers, setting.start, base.node, plan.batch)
+        found[port.edge] = OutboundRows(*rows, plan.recipe.limits, base.metrics)
+    if found:
+        register_rows(base.node, found)
+    return found
+
+
+def receives(base: Base) -> InboundRows | None:
+    """The other end; None where no further model is trained."""
+    setting = base.setting
+    edges = [setting.plan.edge(port.edge) for port in setting.me.port("receives")]
+    return InboundRows(edges[0], setting.owners, setting.start, base.node) if edges else None
 
 
 def peers(setting: Setting) -> list[str]:
@@ -146,27 +169,29 @@ def publishes(base: Base, inbox: WeightInbox | None) -> Publishing:
     return announcer.announce, announcer
 
 
-def trains(
-    base: Base,
-    inbound: InboundSamples,
-    replicas: Replicas,
-    held: HeldModels,
-    inbox: WeightInbox | None,
-    calls: Calls | None,
-) -> Training:
-    """The training side over the samples of `inbound`."""
+@dataclass(frozen=True, slots=True)
+class OwnerEnds:
+    """What an owner has registered before its endpoint started."""
+
+    inbound: InboundSamples
+    rows: Mapping[str, OutboundRows]
+    calls: Calls | None
+
+
+def trains(base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, inbox: WeightInbox | None) -> Training:
+    """The training side over the samples that arrive here."""
     setting = base.setting
     limits = TrainingLimits.of(setting.plan)
     _introduce(base, replicas, held)
     announce, publisher = publishes(base, inbox)
     parts = TrainingParts(
-        inbound=inbound,
+        inbound=ends.inbound,
         models=held.models,
         trained={name: setting.plan.metrics_of(name) for name in base.standing.gradients},
         primary=setting.plan.primary,
         contexts=held.contexts,
         replicas=replicas,
-        intake=takes(base, inbound, replicas, limits, held.rounds, calls),
+        intake=takes(base, ends, replicas, limits, held.rounds),
         publishers={} if publisher is None else {setting.plan.primary: publisher},
         announce=announce,
         dumps=_dumps(base),
@@ -178,9 +203,33 @@ def trains(
         canaries={setting.plan.primary: build_canaries(setting)},
         rounds=held.rounds,
         turns=held.turns,
+        rows=ends.rows,
         recovery=_recovery(setting),
     )
     return Training(parts, limits, base.node, setting.start)
+
+
+def trains_further(
+    base: Base, rows: InboundRows, answering: Answering | None, replicas: Replicas, held: HeldModels, steps: StepRunner
+) -> FurtherTraining:
+    """The training side over rows that owners send."""
+    setting = base.setting
+    _introduce(base, replicas, held)
+    parts = FurtherParts(
+        rows=rows,
+        models=held.models,
+        trained={name: setting.plan.metrics_of(name) for name in base.standing.gradients},
+        contexts=held.contexts,
+        replicas=replicas,
+        checkpoints=checkpoint_writer(setting),
+        commits=base.standing.commits,
+        metrics=base.metrics,
+        writer=base.writer,
+        answering=answering,
+        run=steps.call,
+        rounds=held.rounds,
+    )
+    return FurtherTraining(parts, TrainingLimits.of(setting.plan), base.node, setting.start)
 
 
 def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
@@ -192,35 +241,31 @@ def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
         context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
 
-def takes(
-    base: Base,
-    inbound: InboundSamples,
-    replicas: Replicas,
-    limits: TrainingLimits,
-    rounds: Rounds | None,
-    calls: Calls | None,
-) -> Intake:
-    """What takes the groups of `inbound` for the open step, and those of busier replicas."""
+def takes(base: Base, ends: OwnerEnds, replicas: Replicas, limits: TrainingLimits, rounds: Rounds | None) -> Intake:
+    """What takes the groups that arrive for the open step, and those of busier replicas, once calls have answered."""
     recipe = base.setting.recipe
     # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
     others = replicas.others if limits.streamed and rounds is None and recipe.layout.stealing else ()
     edges = [base.setting.plan.edge(port.edge) for port in base.setting.me.port("asks")]
-    answers = {edge.name: edge.back for edge in edges if edge.when == "on arrival"}
-    asked = tuple(IntakeCall(name) for name in answers)
+    versioned = {edge.name for edge in edges if edge.when == "in window"}
+    answers = {edge.name: edge.back for edge in edges if edge.when == "on arrival" or edge.name in versioned}
+    asked = tuple(IntakeCall(name, in_window=name in versioned) for name in answers)
     rule = IntakeRule(limits.batch.tokens_per_microbatch, limits.streamed, asked)
-    intake = Intake(inbound, base.node, rule, others, random.Random(f"{recipe.run.seed}/{replicas.rank}"), answers)
-    if calls is not None:
-        _ask_on_arrival(calls, intake, limits.batch.prompts)
+    rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")
+    intake = Intake(ends.inbound, base.node, rule, others, rng, answers)
+    if ends.calls is not None:
+        _ask_on_arrival(ends.calls, intake, limits.batch.prompts, versioned)
     return intake
 
 
-def _ask_on_arrival(calls: Calls, intake: Intake, prompts: int) -> None:
+def _ask_on_arrival(calls: Calls, intake: Intake, prompts: int, versioned: Collection[str]) -> None:
     """Ask for steps over the groups that arrive; `prompts`: groups of a training step."""
 
     def ask(wanted: Sequence[tuple[str, int]]) -> None:
         for step, position in wanted:
-            # Exact unless groups were dropped; it orders the requests.
-            t = max(intake.core.step, position // prompts)
+            # Those in the window are for the step that is open for leasing. For others this is exact unless groups were
+            # dropped, and orders the requests.
+            t = intake.owner.version if step in versioned else max(intake.core.step, position // prompts)
             calls.ask(step, position, intake.rows_of(position), t)
 
     for step in intake.calls:

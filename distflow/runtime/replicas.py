@@ -55,6 +55,9 @@ class Replicas(MemberGroup):
         self._address = address
         self._store = GroupStore(node, replicas, limits.no_progress_s)
         self._collective: Collective | None = None
+        self.finishes_step = False
+        """The present training step will be finished, whoever is asked to stop: other homes were told so, or told it
+        this one."""
 
     def connect(self, device: str, *, even_alone: bool = False) -> None:
         """Create the process group once all replicas of all homes are present; for a single one only with `even_alone`.
@@ -87,7 +90,7 @@ class Replicas(MemberGroup):
     @property
     def stopping(self) -> bool:
         """Whether this replica was asked to stop and has to agree on that with others; part of its facts."""
-        return self.set.size > 1 and self._board.stopping is not None
+        return self.set.size > 1 and self._board.stopping is not None and not self.finishes_step
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their sums over all replicas, which give the same shapes in the same order."""

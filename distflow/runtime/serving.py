@@ -26,7 +26,7 @@ from distflow.flow.plan import Plan, Port
 from distflow.runtime.metrics import REQUESTS, MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.weight_publisher import OWNERS, TERM
-from distflow.types import written
+from distflow.types import Version, written
 
 REQUEST = "call.request"
 
@@ -64,6 +64,27 @@ class Answering:
         node.on_joined(lambda name, incarnation: self._left.discard(name))
         node.on_tick(lambda now: self._follow_term())
 
+    # -- for a worker that trains, too
+
+    def version(self, version: Version) -> None:
+        """Answer with this version from now on. Called under the worker's lock."""
+        self._post(self._core.version(version))
+        self._forget()
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is something to answer. Called under the worker's lock."""
+        return bool(self._queued)
+
+    def turn(self, run: Callable[[str, Batch], Batch]) -> bool:
+        """Answer one batch of requests, if there are any; `run` runs a step. Returns whether there were."""
+        with self._board.condition:
+            self._begun = self._next()
+        if self._begun:
+            self.answer(run(self._begun[0][1].step, self._joined()))
+            return True
+        return False
+
     # -- called by the script
 
     def requests(self, steps: Sequence[str]) -> Iterator[tuple[str, Batch]]:
@@ -82,7 +103,7 @@ class Answering:
             self._begun = begun
             first = begun[0][1]
             self._on_step(first.t)
-            yield first.step, join(with_same_parts([RowRange(rows, 0, rows.rows) for _, (_, _, rows) in begun]))
+            yield first.step, self._joined()
 
     def answer(self, batch: Batch) -> None:
         """Send what the step wrote for the batch in hand back to those who asked."""
@@ -139,10 +160,9 @@ class Answering:
         """Wait for requests and begin them; an empty list when there will be none."""
         if self._begun:
             raise StepError("w.requests: the last batch was not answered — call w.answer for each of them")
-        budget = 0 if self._plan.recipe.run.deterministic else self._plan.batch.tokens_per_microbatch
 
         def ready() -> list[tuple[CallKey, _Asked]] | None:
-            begun = [(key, self._queued.pop(key)) for key in self._core.next(budget)]
+            begun = self._next()
             return begun if begun or self.over else None
 
         with self._metrics.timed(REQUESTS):
@@ -153,6 +173,14 @@ class Answering:
                 limit_s=self._plan.recipe.limits.no_progress_s,
                 progress=lambda: [(peer.progress, peer.facts) for peer in self._node.membership.peers.values()],
             )
+
+    def _next(self) -> list[tuple[CallKey, _Asked]]:
+        budget = 0 if self._plan.recipe.run.deterministic else self._plan.batch.tokens_per_microbatch
+        return [(key, self._queued.pop(key)) for key in self._core.next(budget)]
+
+    def _joined(self) -> Batch:
+        """The rows of the batch in hand."""
+        return join(with_same_parts([RowRange(asked.rows, 0, asked.rows.rows) for _, asked in self._begun]))
 
     # -- on the endpoint's thread
 

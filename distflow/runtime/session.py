@@ -16,6 +16,7 @@ from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped, StepError
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
+from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import frame_bytes
 from distflow.flow.plan import digest_parts
 from distflow.log import logger
@@ -32,21 +33,23 @@ from distflow.runtime.assembly import (
 )
 from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.disk import Disk
+from distflow.runtime.further_training import FurtherTraining
 from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_trajectories, build_turns
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory
 from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
-from distflow.runtime.ports import Base
+from distflow.runtime.ports import Base, HeldModels
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
+from distflow.runtime.rows import InboundRows, OutboundRows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, read_facts
-from distflow.runtime.worker import SAMPLES, Worker
+from distflow.runtime.worker import Worker
 from distflow.types import Version, WorkerName
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
@@ -74,7 +77,7 @@ class Session:
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, ports.peers(setting), process_alive, read_facts), self._board)
         self._disk = Disk()
-        service = None if self._trains or self._generates else setting.me.name.pool
+        service = None if self._owns or self._generates else setting.me.name.pool
         self._metrics = MetricStore(build_trace(setting, incarnation, self._disk), service)
         self._disk.count = self._metrics.add
         self._replicas = self._make_replicas() if self._trains else None
@@ -99,7 +102,9 @@ class Session:
         self._rounds: Rounds | None = None
         self._turns = Turns()
         self._asking: Calls | None = None
-        self._training: Training | None = None
+        self._rows_out: Mapping[str, OutboundRows] = {}
+        self._rows_in: InboundRows | None = None
+        self._training: Training | FurtherTraining | None = None
         self._generating: Generating | None = None
         self._serving: Answering | None = None
         self._terminated = False
@@ -154,7 +159,7 @@ class Session:
 
     def _note_term(self) -> None:
         """Record the term this worker was done in: if training restarts, the agent knows whether it is needed."""
-        service = None if self._serving is None else self._serving.over_in
+        service = None if self._serving is None or self._trains else self._serving.over_in
         over_in = service if self._generating is None else self._generating.loop.over_in
         if over_in is not None:
             note_term(self._setting.run_dir / "workers" / f"{self._setting.me.name.file_stem}.yaml", over_in)
@@ -177,10 +182,11 @@ class Session:
         if self._owns and setting.document.members is not None:
             begins = list(setting.begins.items())
             self._node.facts |= {OWNERS: list(setting.owners), TERM: setting.document.term, BEGINS: begins}
-        if self._trains or self._generates:
-            self._asking = ports.asks(self._base)
-        else:
-            self._serving = ports.answers(self._base)
+        self._asking, self._serving = ports.asks(self._base), ports.answers(self._base)
+        if self._owns:
+            self._rows_out = ports.sends(self._base)
+        elif self._trains:
+            self._rows_in = ports.receives(self._base)
         Greeting(self._node, self._hosts, partial(ports.is_peer, setting))
         CheckpointReports(self._node, self._hosts.here)
         self._node.on_agent("drain", self._drain)
@@ -225,13 +231,23 @@ class Session:
                 sampling = contexts[setting.generate_step.name]
                 leave_s = setting.recipe.limits.drain_s / 4
                 self._generating.asks_by(Asking(self._asking, self._node, lambda: sampling.training_step, leave_s))
-        if self._serving is not None:
+        if self._serving is not None and not self._trains:
             self._serving.on_step(self._new_step)
-        if inbound is not None and self._replicas is not None:
-            held = ports.HeldModels(self._models, contexts, self._rounds, self._turns)
-            self._training = ports.trains(self._base, inbound, self._replicas, held, self._inbox, self._asking)
+        if self._replicas is not None:
+            held = HeldModels(self._models, contexts, self._rounds, self._turns)
+            self._training = self._make_training(inbound, self._replicas, held, steps)
         asked = [port.edge for port in setting.me.port("asks")]
-        return Worker(setting.me.name, steps, asked, self._generating, self._training, self._serving)
+        serving = None if self._trains else self._serving
+        return Worker(setting.me.name, steps, asked, self._generating, self._training, serving)
+
+    def _make_training(
+        self, inbound: InboundSamples | None, replicas: Replicas, held: HeldModels, steps: StepRunner
+    ) -> Training | FurtherTraining:
+        if inbound is not None:
+            ends = ports.OwnerEnds(inbound, self._rows_out, self._asking)
+            return ports.trains(self._base, ends, replicas, held, self._inbox)
+        assert self._rows_in is not None, f"{self._name} trains a further model, on rows of the owners"
+        return ports.trains_further(self._base, self._rows_in, self._serving, replicas, held, steps)
 
     def _open_checkpoint(self) -> None:
         """Count what is read of the checkpoint to resume from; the first training worker of a host verifies it."""

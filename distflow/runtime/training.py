@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,9 @@ from distflow.comm.fact_exchange import Fact
 from distflow.config.plugins import VOCABULARY
 from distflow.data.batch import Batch, Ragged, minibatch_rows
 from distflow.errors import NoProgressError, UserError, WorkerFailed
+from distflow.exchange.rows_core import Then
 from distflow.exchange.sample_channel import InboundSamples
+from distflow.flow.edges import SAMPLES
 from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
@@ -29,7 +31,9 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.rows import OutboundRows
 from distflow.runtime.steps import StepContext
+from distflow.runtime.updates import Updates
 from distflow.types import Version, WorkerName
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
@@ -69,6 +73,8 @@ class TrainingParts:
     """Only where the recipe asks for Hugging Face folders."""
     turns: Turns = field(default_factory=Turns)
     """How the device is shared with an engine."""
+    rows: Mapping[str, OutboundRows] = field(default_factory=dict)
+    """By edge, where further models are trained by other workers."""
     recovery: Recovery | None = None
     """Only in the first term after the pool has restarted."""
 
@@ -83,17 +89,14 @@ class Training:
         self._board = node.board
         self._term = start.term
         self._number = start.number
-        self._totals: dict[str, float] = {}
-        self._updates: dict[str, int] = {}
-        """Optimizer steps of each model in this training step, and below the sum of their gradient norms."""
-        self._norms: dict[str, float] = {}
-        self._moved = 0.0
-        """How far all updates of the policy in this epoch have moved it, as a mean over the tokens of all replicas."""
-        self._rests = False
-        self._updates_a_step = limits.batch.updates
+        self._updates = Updates(parts.models, parts.trained, parts.primary, parts.contexts, parts.metrics, limits.batch)
         self.finished = False
         """Whether all training steps are done and the other workers know it."""
+        self.receives = SAMPLES
+        """The edge on which it gets what it trains on."""
         self._dumped = -1
+        self._closed = True
+        """Whether the other homes know what to do with the rows of the open training step."""
         self._recovery = parts.recovery
         self._receiving = Receiving(
             parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.rounds
@@ -134,6 +137,13 @@ class Training:
         self._parts.turns.train()
         return self._receiving.receive(t)
 
+    def send(self, edge: str, batch: Batch) -> None:
+        """Deal the groups of a batch to the home of a further model, which trains on them."""
+        self._parts.rows[edge].send(batch)
+        if not self._limits.streamed and all(rows.groups for rows in self._parts.rows.values()):
+            # All replicas have agreed before that each has its whole batch, and that none stops.
+            self._close("train")
+
     def note(self, before: Batch, after: Batch) -> None:
         """Keep the fields that a step has added, for the dumps."""
         if not self._limits.dump_fields or after is before:
@@ -152,57 +162,16 @@ class Training:
         """
         plan = self._limits.batch
         parts = [batch.select(rows) for rows in minibatch_rows(batch, plan.ledgers, plan.minibatches)]
-        for epoch in range(plan.epochs):
-            if epoch and plan.target_kl is not None and self._moved > plan.target_kl:
-                self._rest()
-            for context in self._parts.contexts.values():
-                context.update_epoch, context.moved = epoch, [0.0, 0.0]
-            yield from parts
-        if plan.epochs > 1:
-            done = sum(self._updates[self._parts.primary] > m for m in range(0, plan.updates, plan.minibatches))
-            self._parts.metrics.set("actor/epochs", done)
-
-    def _rest(self) -> None:
-        """Leave the policy as it is until the end of the training step."""
-        self._rests = True
-        for context in self._parts.contexts.values():
-            context.rests = context.model == self._parts.primary
+        return self._updates.epochs(parts)
 
     def apply(self, model: str) -> None:
         """Optimizer step over everything accumulated, divided by the exact global denominator."""
-        backend, metrics = self._parts.models[model], self._parts.metrics
-        if self._rests and model == self._parts.primary:
-            self._refuse_gradient(model)
-            return
-        if not self._totals:
-            with metrics.timed("timing_s/wait_replicas"):
-                if self._parts.rounds is not None:
-                    self._parts.rounds.meet(STEP)
-                self._totals = self._agree_on_totals()
-        denominator = self._totals.pop(model, 0.0)
-        if denominator <= 0:
-            raise WorkerFailed(
-                f"training step {self._number}: nothing to train {model!r} on — no step accumulated a loss for it, "
-                f"or response_mask is empty everywhere"
-            )
-        prefix, before = self._parts.trained[model], self._updates[model]
-        backend.schedule_at(self._number * self._updates_a_step + before)
-        metrics.set(f"{prefix}/lr", backend.learning_rate)
-        self._saving.wait_for_copy()
-        with metrics.timed("timing_s/apply"):
-            norm = backend.apply(denominator)
-        self._updates[model] += 1
-        self._norms[model] += norm
-        metrics.set(f"{prefix}/grad_norm", self._norms[model] / self._updates[model])
-        self._node.work_done()
-
-    def _refuse_gradient(self, model: str) -> None:
-        for context in self._parts.contexts.values():
-            if model in context.denominators or model in context.fixed_denominators:
-                raise UserError(
-                    f"step {context.step_name!r} accumulated a loss for {model!r}, which rests (batch.critic_warmup or "
-                    "batch.target_kl): return the batch unchanged while ctx.rests is true"
-                )
+        rests = self._updates.resting(model)
+        if rests and not self._closed:
+            self._agree_on_accounts()
+        if not rests:
+            self._updates.apply(model, self._agree_on_accounts, self._saving.wait_for_copy)
+            self._node.work_done()
 
     def publish(self, model: str, number: int) -> None:
         """Make version `number` available to the engines, and open the next training step for leasing."""
@@ -226,6 +195,8 @@ class Training:
 
     def save_now(self) -> None:
         """Write the state after the last whole training step, for a run that is being stopped."""
+        if not self._closed:
+            self._close("stop")
         if self._number > 0:
             self._parts.turns.train()
             self._saving.save_now(Version(self._term, self._number))
@@ -235,6 +206,8 @@ class Training:
         core = self._parts.inbound.core
         # After a stop the host agent counts `drain_s` from the last sign of saving: leave before it kills this worker.
         limit_s = self._limits.waits.drain_s / (1 if self._board.stopping is None else 2)
+        for rows in self._parts.rows.values():
+            rows.settle()
         with self._board.condition:
             self._parts.inbound.send(core.finish(time.monotonic()))
         try:
@@ -293,47 +266,45 @@ class Training:
         self._saving.note_states()
         if self._parts.replicas.set.size == 1:
             self._board.raise_if_over()
+        self._closed = not self._parts.rows
+        self._parts.replicas.finishes_step = False
         self._receiving.begin(t)
-        self._totals = {}
-        self._updates = dict.fromkeys(self._parts.trained, 0)
-        self._norms = dict.fromkeys(self._parts.trained, 0.0)
-        self._rests = False
+        self._updates.begin(t, self._number)
         self._node.facts |= {"state": "training", "step": t}
-        for context in self._parts.contexts.values():
-            context.training_step, context.policy_version = t, self._number
-            context.update_epoch, context.rests, context.moved = 0, False, [0.0, 0.0]
-        if t < self._limits.batch.critic_warmup:
-            self._rest()
 
     def _account(self) -> Fact:
         """What this replica has trained on so far in this step, and whether it was asked to stop."""
-        sums: dict[str, float] = {}
-        fixed: dict[str, float] = {}
-        for context in self._parts.contexts.values():
-            for model, value in context.denominators.items():
-                sums[model] = sums.get(model, 0.0) + value
-            fixed |= context.fixed_denominators
-        groups = self._parts.intake.core.groups
-        moved = [sum(column) for column in zip(*(c.moved for c in self._parts.contexts.values()), strict=True)]
-        return {"sums": sums, "fixed": fixed, "groups": groups, "moved": moved, "stop": self._parts.replicas.stopping}
+        return {
+            **self._updates.account(),
+            "groups": self._parts.intake.core.groups,
+            "stop": self._parts.replicas.stopping,
+        }
 
-    def _agree_on_totals(self) -> dict[str, float]:
-        """The denominator of each model's gradient over all replicas; raises RunStopped if one was asked to stop."""
-        facts = self._receiving.accounts or self._parts.replicas.agree("the size of the batch", self._account())
-        for context in self._parts.contexts.values():
-            context.denominators.clear()
-            context.fixed_denominators.clear()
-        self._parts.replicas.stop_together(facts)
-        groups = sum(int(fact["groups"]) for fact in facts)
-        expected = self._limits.batch.prompts
+    def _agree_on_accounts(self) -> Sequence[Fact]:
+        """What all replicas have accumulated; raises RunStopped if one was asked to stop."""
+        parts = self._parts
+        with parts.metrics.timed("timing_s/wait_replicas"):
+            if parts.rounds is not None:
+                parts.rounds.meet(STEP)
+            facts = self._receiving.accounts or parts.replicas.agree("the size of the batch", self._account())
+        parts.replicas.stop_together(facts)
+        groups, expected = sum(int(fact["groups"]) for fact in facts), self._limits.batch.prompts
         assert groups == expected, f"training step {self._number}: {groups} groups were trained on, not {expected}"
-        moved, tokens = (sum(column) for column in zip(*(fact["moved"] for fact in facts), strict=True))
-        self._moved = moved / tokens if tokens else 0.0
-        totals: dict[str, float] = {}
-        for fact in facts:
-            for model, value in fact["sums"].items():
-                totals[model] = totals.get(model, 0.0) + float(value)
-        return totals | {model: float(value) for fact in facts for model, value in fact["fixed"].items()}
+        if not self._closed:
+            self._close("train")
+        return facts
+
+    def _close(self, then: Then) -> None:
+        """Tell the homes of further models what to do with the rows of this training step, as all owners do."""
+        taken = self._parts.intake.core.groups
+        for name, rows in self._parts.rows.items():
+            if then == "train" and rows.groups != taken:
+                raise UserError(
+                    f"training step {self._number}: {taken} groups were received and {rows.groups} sent to train on — "
+                    f"a script must call w.send({name!r}, batch) for every batch of w.receive, before w.apply"
+                )
+            rows.close(then)
+        self._closed, self._parts.replicas.finishes_step = True, True
 
     def _end(self, t: int) -> None:
         metrics, tally = self._parts.metrics, self._receiving.tally

@@ -16,14 +16,14 @@ from collections.abc import Collection, Iterator
 
 from distflow.data.batch import Batch
 from distflow.errors import UserError
+from distflow.flow.edges import SAMPLES
+from distflow.runtime.further_training import FurtherTraining
 from distflow.runtime.generating import Generating
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training
 from distflow.types import WorkerName
-
-SAMPLES = "samples"
 
 
 class Stream:
@@ -49,7 +49,7 @@ class Worker:
         steps: StepRunner,
         asked: Collection[str],
         generating: Generating | None,
-        training: Training | None,
+        training: Training | FurtherTraining | None,
         serving: Answering | None,
     ) -> None:
         self.name = name
@@ -105,19 +105,23 @@ class Worker:
         self._serves().answer(batch)
 
     def send(self, edge: str, groups: Batch) -> None:
-        """Send groups to the owners of their leases."""
-        self._check(edge)
-        self._generates().send(groups)
+        """Send groups to the owners of their leases, or from there to the home of a further model."""
+        if edge == SAMPLES:
+            self._generates().send(groups)
+        else:
+            self._owns().send(edge, groups)
 
     def training_steps(self) -> Iterator[int]:
         """Yield the remaining training steps, counted from 0."""
         return self._trains().steps()
 
     def receive(self, edge: str, t: int) -> Stream:
-        """The samples of training step t."""
-        self._check(edge)
+        """The samples of training step t, or the rows that owners have sent for it."""
+        training = self._trains()
+        if edge != training.receives:
+            raise UserError(f"script of {self.name}: w.receive({edge!r}), but this worker gets {training.receives!r}")
         self._receives = True
-        return Stream(self._trains().receive(t))
+        return Stream(training.receive(t))
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Yield the parts of a training step's whole batch, batch.minibatches of them in each of batch.epochs."""
@@ -129,15 +133,11 @@ class Worker:
 
     def publish(self, model: str, version: int) -> None:
         """Make the new weights available to all engines."""
-        self._trains().publish(model, version)
+        self._owns().publish(model, version)
 
     def save(self, step: int) -> None:
         """Write a checkpoint if one is due after this many training steps."""
         self._trains().save(step)
-
-    def _check(self, edge: str) -> None:
-        if edge != SAMPLES:
-            raise UserError(f"script of {self.name}: edge {edge!r} is unknown; this flow has {SAMPLES!r}")
 
     def _generates(self) -> Generating:
         if self._generating is None:
@@ -149,7 +149,13 @@ class Worker:
             raise UserError(f"script of {self.name}: nobody asks this worker for a step")
         return self._serving
 
-    def _trains(self) -> Training:
+    def _owns(self) -> Training:
+        training = self._trains()
+        if isinstance(training, FurtherTraining):
+            raise UserError(f"script of {self.name}: this worker owns no samples, and nobody reads its weights")
+        return training
+
+    def _trains(self) -> Training | FurtherTraining:
         if self._training is None:
             raise UserError(f"script of {self.name}: this worker does not train — give its pool the role train")
         return self._training

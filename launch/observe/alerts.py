@@ -154,7 +154,7 @@ def verdict(metrics: Mapping[str, float]) -> str:
     services = {name.removeprefix(SERVICE_IDLE): metrics[name] for name in metrics if name.startswith(SERVICE_IDLE)}
     busiest = min(services, key=lambda name: services[name], default="")
     if trainer >= MUCH and busiest and services[busiest] < MUCH:
-        return f"{busiest}-bound: {waited}, {busiest} {services[busiest]:.0%} (give it more workers: distflow scale)"
+        return f"{busiest}-bound: {waited}, {busiest} {services[busiest]:.0%} (give it more workers)"
     if min(trainer, rollout) >= MUCH and metrics.get(STALENESS) == 0:
         return f"they take turns: {waited} (try layout=async)"
     if trainer >= MUCH and trainer - rollout >= CLEAR:

@@ -13,9 +13,12 @@ LAYOUTS = {
     "1+1": ["layout=split", "layout.pools.rollout.count=1", "layout.pools.trainer.count=1"],
     "2+2": ["layout=split", "layout.pools.rollout.count=2", "layout.pools.trainer.count=2"],
     "1+3": ["layout=split", "layout.pools.rollout.count=1", "layout.pools.trainer.count=3"],
+    "2+2, 1 critic": ["layout=critic", "layout.pools.trainer.count=2", "layout.pools.critic.count=1"],
+    "2+1, 2 critics": ["layout=critic", "layout.pools.critic.count=2"],
+    "2+2, 3 critics": ["layout=critic", "layout.pools.trainer.count=2", "layout.pools.critic.count=3"],
     "3+2": ["layout=split", "layout.pools.rollout.count=3", "layout.pools.trainer.count=2"],
 }
-"""Rollouts + training replicas."""
+"""Rollouts + training replicas; critics of their own, where the flow trains one."""
 
 
 def tokens(run: Run) -> dict[tuple[Any, ...], tuple[Any, ...]]:

@@ -18,7 +18,9 @@ def critic(run: Run) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    "layouts", [["colocated", "1+1", "2+2"], pytest.param([*LAYOUTS], marks=[pytest.mark.long])], ids=["some", "all"]
+    "layouts",
+    [["colocated", "1+1", "2+2, 1 critic", "2+1, 2 critics"], pytest.param([*LAYOUTS], marks=[pytest.mark.long])],
+    ids=["some", "all"],
 )
 def test_policy_and_critic_take_the_same_steps_on_any_layout(launch: Launch, layouts: list[str]) -> None:
     reference, *others = compare(launch, layouts, 10, 1e-6, *PPO, "models.policy.dtype=float64")
@@ -29,9 +31,15 @@ def test_policy_and_critic_take_the_same_steps_on_any_layout(launch: Launch, lay
 
 
 @pytest.mark.parametrize(
-    "layouts", [["colocated", "2+2"], pytest.param([*LAYOUTS], marks=[pytest.mark.long])], ids=["some", "all"]
+    ("flow", "layouts"),
+    [
+        ("grpo", ["colocated", "2+2"]),
+        ("ppo", ["colocated", "2+2, 3 critics"]),
+        pytest.param("grpo", [*LAYOUTS], marks=[pytest.mark.long]),
+        pytest.param("ppo", [*LAYOUTS], marks=[pytest.mark.long]),
+    ],
+    ids=["grpo", "ppo", "grpo, all", "ppo, all"],
 )
-@pytest.mark.parametrize("flow", ["ppo", "grpo"])
 def test_several_updates_a_step_are_the_same_on_any_layout(launch: Launch, layouts: list[str], flow: str) -> None:
     """Mini-batches by rank in their ledger: no matter who owns it."""
     several = (f"flow={flow}", *TWO_BY_FOUR, "run.training_steps=4", "models.policy.dtype=float64")

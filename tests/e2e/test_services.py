@@ -174,6 +174,47 @@ def test_services_and_rollouts_that_join_and_leave(launch: Launch) -> None:
         assert "stacks" not in log(run, name)
 
 
+def test_a_killed_reference_costs_no_term_and_a_killed_trainer_no_service(launch: Launch) -> None:
+    small = [*SMALL, "layout.pools.reference.count=2", "layout.pools.trainer.count=2", "run.save_every=2"]
+    pace = "flow.steps.update.with.loss=" + PACED[-1].partition("=")[2]
+    run = launch("quickstart", "flow=grpo_kl", "layout=services", *small, pace, f"run.training_steps={STEPS}")
+    run.until(lambda: run.steps_done() >= 8, "the fourth training step")
+    trainer = run.pid_of("trainer/0")
+    os.kill(run.pid_of("reference/1"), signal.SIGKILL)
+    run.until(lambda: run.lives_of("reference/1") == 2, "the second life of reference/1")
+    assert run.pid_of("trainer/0") == trainer, "a lost service ends no term"
+    services = [run.pid_of(name) for name in ("reward/0", "reference/0")]
+    os.kill(trainer, signal.SIGKILL)
+    run.until(lambda: run.lives_of("trainer/0") == 2, "the second life of trainer/0")
+    assert run.wait() == 0, run.output
+    assert [run.lives_of(name) for name in ("reward/0", "reference/0", "reference/1")] == [1, 1, 2], services
+    assert run.metrics()[-1]["step"] == STEPS
+    assert run.leftovers() == []
+
+
+SLOW = """
+import time
+
+def slow(sample):
+    time.sleep(0.03)
+    return float(sample.response == sample.prompt)
+"""
+
+
+def test_a_rollout_that_leaves_hands_back_what_waits_for_its_rewards(launch: Launch, tmp_path: Path) -> None:
+    """Its finished samples are not generated again; each is judged, wherever it goes."""
+    (tmp_path / "rewards.py").write_text(SLOW)
+    slow = [f"flow.steps.reward.with.function={tmp_path}/rewards.py:slow", "limits.drain_s=8"]
+    run = launch("quickstart", *SMALL, "layout=services", "run.training_steps=8", *slow)
+    run.until(lambda: run.steps_done() >= 2, "the second training step")
+    assert "rollout: 2 → 1; leaving" in scale(run, "rollout=1")
+    assert run.wait() == 0, run.output
+    check_trained_once(run, 8)
+    lines = lines_of(run, "rollout/0") + lines_of(run, "rollout/1")
+    assert sum(line.get("rollout/lost_tokens", 0) for line in lines) == 0
+    assert "Traceback" not in log(run, "rollout/1")
+
+
 REWARDS = """
 import time
 

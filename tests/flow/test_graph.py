@@ -59,7 +59,7 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
                 "layout.pools.trainer.steps=[update]",
                 "layout.pools.b.steps=[advantage]",
             ],
-            "steps of role 'train' are placed on the pools b, trainer; this is not built yet",
+            "layout.pools.b.steps — step 'advantage' of role 'train', without a model, runs where the samples are",
         ),
         (["layout.pools.rollout.engine=tourch"], "there is no engine 'tourch' — did you mean 'torch'?"),
         (

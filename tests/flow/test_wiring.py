@@ -139,10 +139,20 @@ def test_computing_with_a_trained_model_elsewhere_is_refused(folder: Folder, ref
 
 def test_what_the_runtime_cannot_do_yet_is_refused_by_name(folder: Folder, refused: Callable[..., str]) -> None:
     folder.step(CRITIC)
-    message = "layout.pools — steps of role 'train' are placed on the pools trainer, critic; this is not built yet"
-    assert message in refused(*OWN_CRITIC)
+    message = "step 'reward' of role 'score' on the pool that trains critic: not built yet — leave it to 'trainer'"
+    steps = "layout.pools.critic.steps=[values,critic_update,reward]"
+    assert f"layout.pools.critic.steps — {message}" in refused(*OWN_CRITIC, steps)
     again = "flow.steps.again={call: ./steps.py:sample, model: policy}"
     assert "flow.steps — two steps generate, sample and again; this is not built yet" in refused(again)
+
+
+def test_a_model_has_one_home(folder: Folder, refused: Callable[..., str]) -> None:
+    folder.step(CRITIC)
+    twice = "flow.steps.critic_more={call: ./steps.py:critic_update, model: critic}"
+    message = (
+        "layout.pools — model 'critic' is trained on the pools trainer, critic — give all of its train steps to one"
+    )
+    assert message in refused(*OWN_CRITIC, twice)
 
 
 def test_what_is_asked_for_on_arrival_reads_nothing_that_is_written_later(

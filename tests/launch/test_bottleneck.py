@@ -42,7 +42,7 @@ def split(
         (verdict({"perf/trainer_idle_share": 0.5}), ""),
         (
             split(0.6, 0.55, judge=0.03, reference=0.7),
-            "judge-bound: trainers waited 60%, rollouts 55%, judge 3% (give it more workers: distflow scale)",
+            "judge-bound: trainers waited 60%, rollouts 55%, judge 3% (give it more workers)",
         ),
         (split(0.1, 0.1, judge=0.03), "balanced: trainers waited 10%, rollouts 10%"),
     ],

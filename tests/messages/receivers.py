@@ -30,6 +30,7 @@ from distflow.runtime.session import Session
 from distflow.types import WorkerName
 from distflow.weights.prefetch import Stage
 
+WITH_CRITIC = ("flow=ppo", "layout=critic", "layout.pools.trainer.count=2")
 OVERRIDES = ("layout=async", "layout.pools.trainer.count=2", "layout.partial_rollouts=true", "batch.prompts=16")
 
 
@@ -43,7 +44,7 @@ class WorkerReceiver:
     def __init__(self, setting: Setting) -> None:
         self.session = Session(setting, 0)
         self.node = self.session._node
-        _silenced(self.node.endpoint)
+        self.said = _silenced(self.node.endpoint)
         me = self.node.membership.me
         self.node.membership.me = replace(me, digest="digest", digest_parts={"flow": "1"})
         with _nothing_fetched():
@@ -51,7 +52,8 @@ class WorkerReceiver:
         self._inbound = inbound
         if inbound is not None and self.session._replicas is not None:
             limits = TrainingLimits.of(setting.plan)
-            self._intake = ports.takes(self.session._base, inbound, self.session._replicas, limits, None, None)
+            ends = ports.OwnerEnds(inbound, self.session._rows_out, self.session._asking)
+            self._intake = ports.takes(self.session._base, ends, self.session._replicas, limits, None)
             self.session._replicas.contribute("a round", {"stop": False})
         self._tokenizer = build_tokenizer(setting)
         self.refused = self.taken = 0

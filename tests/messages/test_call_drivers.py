@@ -11,9 +11,12 @@ import pytest
 import torch
 from msgspec import structs
 
+from distflow.comm.message import decode
 from distflow.data.batch import Batch, Ragged, RowRange
 from distflow.data.batch_wire import encode_batch
 from distflow.exchange.call_messages import CallAnswer, CallMessage, CallRequest, kind_of, to_wire
+from distflow.runtime import ports
+from distflow.types import Version
 from tests.messages.corpus import Example, examples
 from tests.messages.receivers import WorkerReceiver, setting_of
 from tests.messages.test_fuzz import packed, quiet, wrong
@@ -35,12 +38,12 @@ ROWS = Batch(
 JUDGED = Batch({"reward": torch.ones(2), "score": torch.ones(2)})
 
 
-def receiver(name: str, folder: Path) -> WorkerReceiver:
+def receiver(name: str, folder: Path, *overrides: str) -> WorkerReceiver:
     """One that has met its peers."""
-    found = WorkerReceiver(setting_of(name, folder, ["layout=services", "batch.prompts=16"]))
+    found = WorkerReceiver(setting_of(name, folder, ["layout=services", "batch.prompts=16", *overrides]))
     for example in examples("worker"):
         if example.kind == "hello":
-            for sender in ("rollout/0", "reward/0", "trainer/0"):
+            for sender in ("rollout/0", "reward/0", "reference/0", "trainer/0"):
                 found.take(packed(Example("worker", "hello", sender, 0, example.body, ())), ())
     return found
 
@@ -94,3 +97,55 @@ def test_a_worker_that_asks_goes_on(tmp_path: Path, seed: int) -> None:
     assert [position for position, _ in taken].count(0) == 1, "the first answer counts, once"
     assert all(set(answer.columns) == {"reward", "score"} and answer.rows == 2 for _, answer in taken)
     rollout.close()
+
+
+def test_a_call_costs_the_bytes_of_what_is_read_and_written(tmp_path: Path) -> None:
+    """Of samples of a thousand tokens: to the end of the wire, whatever else is around them."""
+    tokens = torch.arange(1000)
+    rows = ROWS.with_columns(
+        prompt_ids=Ragged.from_rows([tokens[:100]] * 2, torch.int64),
+        response_ids=Ragged.from_rows([tokens] * 2, torch.int64),
+        rollout_logprobs=Ragged.from_rows([tokens] * 2, torch.float64),
+    )
+    trainer, service = (receiver(name, tmp_path, "flow=grpo_kl") for name in ("trainer/0", "reference/0"))
+    calls, answering = trainer.session._asking, service.session._serving
+    assert calls is not None
+    assert answering is not None
+    trainer.said.clear()
+    with trainer.node.board.condition:
+        calls.ask("reference", 0, RowRange(rows, 0, 2), 0)
+    asked = [frames for frames in trainer.said if len(frames) == 2]
+    read = rows.only(["prompt_ids", "response_ids"]).nbytes
+    assert [sum(map(len, frames)) for frames in asked] == [pytest.approx(read, rel=0.1)]
+    service.said.clear()
+    header, payload = (bytes(frame) for frame in asked[0])
+    service.take(header, (payload,))
+    step, batch = next(answering.requests(["reference"]))
+    written = batch.ragged("response_ids").like(torch.zeros(2000, dtype=torch.float64))
+    answering.answer(batch.with_columns(ref_logprobs=written, more=written))
+    answered = [frames for frames in service.said if len(frames) == 2]
+    bytes_written = Batch({"ref_logprobs": written}).nbytes
+    assert [sum(map(len, frames)) for frames in answered] == [pytest.approx(bytes_written, rel=0.1)]
+    header, payload = (bytes(frame) for frame in answered[0])
+    trainer.take(header, (payload,))
+    ((position, answer),) = calls.take("reference")
+    assert (step, position, list(answer.columns)) == ("reference", 0, ["ref_logprobs"])
+    for worker in (trainer, service):
+        worker.close()
+
+
+def test_weights_are_announced_to_those_that_read_them(tmp_path: Path) -> None:
+    trainer = receiver("trainer/0", tmp_path)
+    present = [name for name in trainer.node.membership.peers if trainer.node.membership.present(name)]
+    assert sorted(present) == ["reward/0", "rollout/0"]
+    announce, publisher = ports.publishes(trainer.session._base, None)
+    assert publisher is not None
+    try:
+        trainer.said.clear()
+        with trainer.node.board.condition:
+            announce(publisher.publish(Version(0, 1), [("weight", torch.zeros(2))]))
+        kinds = [decode(bytes(frames[0]), [], b"").kind for frames in trainer.said]
+        assert kinds == ["weights"], "one worker generates"
+    finally:
+        publisher.close()
+    trainer.close()

@@ -1,0 +1,313 @@
+"""Rows that owners deal to the home of another trained model: each reaches one replica there, once.
+
+A sender numbers what it sends to each receiver, keeps it until it is acknowledged, and sends it again until then: a cut
+link loses seconds of traffic without any death. Behind the last rows of a training step it sends `close` to every
+receiver: how many groups are theirs, the positions of all groups that this sender has dealt, and what to do with them.
+All senders say the same of that. A receiver has a step once every sender has closed it and its groups are there; the
+positions of all senders together give each group's rank, wherever it was dealt.
+
+A sender begins a step only when every receiver has taken the last but one: neither side is more than one step ahead.
+What comes from another term is thrown away.
+
+Nothing here reads a clock or a socket; the rows themselves are the driver's.
+
+Example: send("critic/0", t=7, groups=(56, 60)) → RowsSent #3 → RowsAck(numbers=(3,), taken=6)
+         close(7, "train") → RowsClose(groups=2, positions=(56, 57, 60, 61)) → … → RowsAck(numbers=(4,), taken=7)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from distflow.data.decoding import MAX_NAME_CHARACTERS, Form, FromMinusOne, Whole, read
+from distflow.errors import ProtocolError
+
+RESEND_S, LONGEST_RESEND_S = 1.0, 8.0
+"""Seconds without an acknowledgement before something is sent again: at first, and at most, since they double."""
+WINDOW_BYTES = 16 << 20
+"""Most bytes sent to one receiver and not acknowledged, unless a single message is larger."""
+_EdgeName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+Then = Literal["train", "stop"]
+"""Train on the step, or stop the run before it: drop what was accumulated for it."""
+
+
+class RowsSent(Form, frozen=True):
+    """Whole groups of one training step; their rows travel beside it.
+
+    Example:
+
+        RowsSent("critic_rows", 0, number=3, t=7, groups=(56, 60))
+    """
+
+    edge: _EdgeName
+    term: Whole
+    number: Whole
+    """Counted by the sender for this receiver."""
+    t: Whole
+    groups: tuple[Whole, ...]
+    """Their prompt positions."""
+    batch: Any = None
+    """Description of the rows."""
+
+
+class RowsClose(Form, frozen=True):
+    """The sender has no more rows for a training step.
+
+    Example:
+
+        RowsClose("critic_rows", 0, number=4, t=7, groups=2, positions=(56, 57, 60, 61), then="train")
+    """
+
+    edge: _EdgeName
+    term: Whole
+    number: Whole
+    t: Whole
+    groups: Whole
+    """Groups that it has sent to this receiver."""
+    positions: tuple[Whole, ...]
+    """Prompt positions of those that it has sent to all receivers, in order."""
+    then: Then
+
+
+class RowsAck(Form, frozen=True):
+    """What a receiver has.
+
+    Example:
+
+        RowsAck("critic_rows", 0, numbers=(4,), taken=6)
+    """
+
+    edge: _EdgeName
+    term: Whole
+    numbers: tuple[Whole, ...]
+    taken: FromMinusOne
+    """The last training step that it has begun to train on, or to stop at."""
+
+
+class OutgoingRows(msgspec.Struct, frozen=True):
+    """A message to be sent to the worker named `to`; RowsSent goes with its rows."""
+
+    to: str
+    message: RowsSent | RowsClose | RowsAck
+
+
+_FORMS: Mapping[str, type[Any]] = {"rows": RowsSent, "rows.close": RowsClose, "rows.ack": RowsAck}
+_NAMES = {form: kind for kind, form in _FORMS.items()}
+TO_HOMES, TO_OWNERS = ("rows", "rows.close"), ("rows.ack",)
+"""Kinds of messages of senders, and of receivers."""
+
+
+def kind_of(message: RowsSent | RowsClose | RowsAck) -> str:
+    """The message's name on the wire, for example `rows.close`."""
+    return _NAMES[type(message)]
+
+
+def from_wire(kind: str, body: object) -> RowsSent | RowsClose | RowsAck:
+    """A message of TO_HOMES or TO_OWNERS; raises ProtocolError naming the kind and the field that does not fit."""
+    message: RowsSent | RowsClose | RowsAck = read(body, _FORMS[kind], kind)
+    return message
+
+
+def deal(costs: Mapping[int, int], replicas: int) -> list[list[int]]:
+    """Groups (by position) for each replica, so that the largest sum of costs is small: longest first, to the least.
+
+    The same for the same costs. Positions of a replica are in rising order.
+    """
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    loads = [0] * replicas
+    for position in sorted(costs, key=lambda position: (-costs[position], position)):
+        least = loads.index(min(loads))
+        shares[least].append(position)
+        loads[least] += costs[position]
+    return [sorted(share) for share in shares]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A message that its receiver has not acknowledged."""
+
+    message: RowsSent | RowsClose
+    nbytes: int
+    wait: float = 0.0
+    due: float = 0.0
+    """When it is sent again."""
+
+    @property
+    def sent(self) -> bool:
+        return self.wait > 0
+
+
+@dataclass(slots=True)
+class _Receiver:
+    """One receiver, as a sender knows it. What is kept is in the order of its numbers."""
+
+    taken: int
+    number: int = 0
+    kept: dict[int, _Kept] = field(default_factory=dict)
+
+
+class RowsSender:
+    """One owner's end of the edge. `start`: the first training step of this term."""
+
+    def __init__(self, edge: str, term: int, receivers: Sequence[str], start: int) -> None:
+        self._edge = edge
+        self._term = term
+        self._receivers = {name: _Receiver(start - 1) for name in receivers}
+        self._dealt: dict[str, list[int]] = {name: [] for name in receivers}
+        """Groups of the open step, by receiver."""
+        self.step = start
+        """The step that is not closed yet."""
+
+    @property
+    def groups(self) -> int:
+        """Groups dealt in the open step."""
+        return sum(map(len, self._dealt.values()))
+
+    def behind(self, t: int) -> tuple[str, ...]:
+        """The receivers that have not taken training step t."""
+        return tuple(name for name, receiver in self._receivers.items() if receiver.taken < t)
+
+    def send(self, to: str, groups: Sequence[int], nbytes: int) -> int:
+        """Deal groups of the open step; returns the number. Call `due` afterwards."""
+        assert not self.behind(self.step - 2), f"{self.behind(self.step - 2)} are more than one training step behind"
+        self._dealt[to] += groups
+        receiver = self._receivers[to]
+        receiver.number += 1
+        message = RowsSent(self._edge, self._term, receiver.number, self.step, tuple(groups))
+        receiver.kept[receiver.number] = _Kept(message, nbytes)
+        return receiver.number
+
+    def close(self, then: Then) -> None:
+        """All groups of the open step have been dealt. Call `due` afterwards."""
+        positions = tuple(sorted(position for dealt in self._dealt.values() for position in dealt))
+        for name, receiver in self._receivers.items():
+            receiver.number += 1
+            mine = len(self._dealt[name])
+            message = RowsClose(self._edge, self._term, receiver.number, self.step, mine, positions, then)
+            receiver.kept[receiver.number] = _Kept(message, 0)
+            self._dealt[name] = []
+        self.step += 1
+
+    def handle(self, sender: str, message: RowsAck) -> list[int]:
+        """Take an acknowledgement; returns the numbers whose rows are not needed any more. Call `due` afterwards."""
+        receiver = self._receivers.get(sender)
+        if receiver is None or message.term != self._term:
+            return []
+        receiver.taken = max(receiver.taken, message.taken)
+        done = [number for number in message.numbers if isinstance(self._message(receiver, number), RowsSent)]
+        # A close is kept until its step is taken: what a receiver says of that may be lost, and is then asked for.
+        done += [n for n, kept in receiver.kept.items() if self._is_taken(kept, receiver.taken)]
+        for number in done:
+            receiver.kept.pop(number, None)
+        return done
+
+    def due(self, now: float) -> list[OutgoingRows]:
+        """What to send now: what fits and was not sent yet, and what was not acknowledged in time."""
+        out: list[OutgoingRows] = []
+        for name, receiver in self._receivers.items():
+            under_way = sum(kept.nbytes for kept in receiver.kept.values() if kept.sent)
+            for kept in receiver.kept.values():
+                if not kept.sent:
+                    if under_way and under_way + kept.nbytes > WINDOW_BYTES:
+                        break
+                    under_way += kept.nbytes
+                elif now < kept.due:
+                    continue
+                kept.wait = min(LONGEST_RESEND_S, max(RESEND_S, 2 * kept.wait))
+                kept.due = now + kept.wait
+                out.append(OutgoingRows(name, kept.message))
+        return out
+
+    def _message(self, receiver: _Receiver, number: int) -> RowsSent | RowsClose | None:
+        return receiver.kept[number].message if number in receiver.kept else None
+
+    def _is_taken(self, kept: _Kept, taken: int) -> bool:
+        return isinstance(kept.message, RowsClose) and kept.message.t <= taken
+
+
+@dataclass(slots=True)
+class _Sender:
+    """One sender, as a receiver knows it."""
+
+    seen: set[int] = field(default_factory=set)
+    """Numbers received above `low`, below which there is no gap."""
+    low: int = 0
+    groups: dict[int, int] = field(default_factory=dict)
+    """Groups received, by training step."""
+    closes: dict[int, RowsClose] = field(default_factory=dict)
+
+    def note(self, number: int) -> bool:
+        """Whether it is new."""
+        if number <= self.low or number in self.seen:
+            return False
+        self.seen.add(number)
+        while self.low + 1 in self.seen:
+            self.low += 1
+            self.seen.remove(self.low)
+        return True
+
+
+class RowsReceiver:
+    """One replica's end of the edge. `start`: the first training step of this term."""
+
+    def __init__(self, edge: str, term: int, senders: Sequence[str], start: int) -> None:
+        self._edge = edge
+        self._term = term
+        self._senders = {name: _Sender() for name in senders}
+        self.taken = start - 1
+
+    def expects(self, sender: str, message: RowsSent | RowsClose) -> bool:
+        """Whether it is of this term; raises ProtocolError for one that no sender can send."""
+        if sender not in self._senders or message.edge != self._edge:
+            raise ProtocolError(f"{sender} sends no {message.edge}; {self._edge} come from {', '.join(self._senders)}")
+        if message.term != self._term:
+            return False
+        if message.t > self.taken + 2:
+            raise ProtocolError(f"{message.edge} of training step {message.t} from {sender}: this is {self.taken + 1}")
+        return True
+
+    def handle(self, sender: str, message: RowsSent | RowsClose) -> bool:
+        """Take a message that is expected; returns whether it is new. Acknowledge it in any case."""
+        known = self._senders[sender]
+        if not known.note(message.number):
+            return False
+        if isinstance(message, RowsClose):
+            known.closes[message.t] = message
+        else:
+            known.groups[message.t] = known.groups.get(message.t, 0) + len(message.groups)
+        return True
+
+    def acks(self, to: Iterable[str], numbers: Sequence[int] = ()) -> list[OutgoingRows]:
+        """Say what is here."""
+        return [OutgoingRows(name, RowsAck(self._edge, self._term, tuple(numbers), self.taken)) for name in to]
+
+    @property
+    def senders(self) -> tuple[str, ...]:
+        """All senders."""
+        return tuple(self._senders)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The senders that have not closed the next step, or whose rows of it are not all here."""
+        return tuple(name for name, sender in self._senders.items() if not self._has_all(sender))
+
+    def take(self) -> tuple[Then, list[int]]:
+        """What to do with the next step, of which nothing is missing, and the positions of all its groups, in order.
+
+        Tell all senders that it is taken (`acks`).
+        """
+        self.taken += 1
+        closes = [sender.closes.pop(self.taken) for sender in self._senders.values()]
+        for sender in self._senders.values():
+            sender.groups.pop(self.taken, None)
+        said = {close.then for close in closes}
+        assert len(said) == 1, f"senders disagree on training step {self.taken}: {sorted(said)}"
+        return said.pop(), sorted(position for close in closes for position in close.positions)
+
+    def _has_all(self, sender: _Sender) -> bool:
+        close = sender.closes.get(self.taken + 1)
+        return close is not None and sender.groups.get(close.t, 0) == close.groups

@@ -1,0 +1,136 @@
+"""The optimizer steps of one training worker: what train steps have accumulated, divided by what all replicas count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from distflow.comm.fact_exchange import Fact
+from distflow.data.batch import Batch
+from distflow.errors import UserError, WorkerFailed
+from distflow.flow.plan import BatchPlan
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.protocols import Backend
+from distflow.runtime.steps import StepContext
+
+
+class Updates:
+    """The models of one home, `trained` each with what its metrics' names begin with.
+
+    `policy`: the one that rests during `batch.critic_warmup` and after `batch.target_kl`; None: it has another home.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Backend],
+        trained: Mapping[str, str],
+        policy: str | None,
+        contexts: Mapping[str, StepContext],
+        metrics: MetricStore,
+        batch: BatchPlan,
+    ) -> None:
+        self._models = models
+        self._trained = trained
+        self._policy = policy
+        self._contexts = contexts
+        self._metrics = metrics
+        self._batch = batch
+        self._step = 0
+        self._totals: dict[str, float] = {}
+        self._done: dict[str, int] = {}
+        """Optimizer steps of each model in this training step, and below the sum of their gradient norms."""
+        self._norms: dict[str, float] = {}
+        self._moved = 0.0
+        """How far all updates of the policy in this epoch have moved it, as a mean over the tokens of all replicas."""
+        self._rests = False
+
+    def begin(self, t: int, version: int) -> None:
+        """Open training step t, with this version of the policy."""
+        self._step = t
+        self._totals = {}
+        self._done = dict.fromkeys(self._trained, 0)
+        self._norms = dict.fromkeys(self._trained, 0.0)
+        self._rests = False
+        for context in self._contexts.values():
+            context.training_step, context.policy_version = t, version
+            context.update_epoch, context.rests, context.moved = 0, False, [0.0, 0.0]
+        if t < self._batch.critic_warmup:
+            self._rest()
+
+    def epochs(self, parts: Sequence[Batch]) -> Iterator[Batch]:
+        """The mini-batches of a training step, once in every epoch; the policy rests when it has moved far enough."""
+        plan = self._batch
+        for epoch in range(plan.epochs):
+            if epoch and plan.target_kl is not None and self._moved > plan.target_kl:
+                self._rest()
+            for context in self._contexts.values():
+                context.update_epoch, context.moved = epoch, [0.0, 0.0]
+            yield from parts
+        if plan.epochs > 1 and self._policy is not None:
+            done = sum(self._done[self._policy] > m for m in range(0, plan.updates, plan.minibatches))
+            self._metrics.set("actor/epochs", done)
+
+    def account(self) -> Fact:
+        """What this replica has accumulated since the last agreement."""
+        sums: dict[str, float] = {}
+        fixed: dict[str, float] = {}
+        for context in self._contexts.values():
+            for model, value in context.denominators.items():
+                sums[model] = sums.get(model, 0.0) + value
+            fixed |= context.fixed_denominators
+        moved = [sum(column) for column in zip(*(c.moved for c in self._contexts.values()), strict=True)]
+        return {"sums": sums, "fixed": fixed, "moved": moved}
+
+    def resting(self, model: str) -> bool:
+        """Whether a model is left as it is now; raises UserError if a step accumulated a loss for it."""
+        if not self._rests or model != self._policy:
+            return False
+        for context in self._contexts.values():
+            if model in context.denominators or model in context.fixed_denominators:
+                raise UserError(
+                    f"step {context.step_name!r} accumulated a loss for {model!r}, which rests (batch.critic_warmup or "
+                    "batch.target_kl): return the batch unchanged while ctx.rests is true"
+                )
+        return True
+
+    def apply(self, model: str, agree: Callable[[], Sequence[Fact]], ready: Callable[[], None]) -> None:
+        """One optimizer step over everything accumulated, divided by the exact global denominator.
+
+        `agree` returns the accounts of all replicas; it is called once for all models. `ready` is called just before
+        the model changes.
+        """
+        if not self._totals:
+            self._totals = self._add_up(agree())
+        denominator = self._totals.pop(model, 0.0)
+        if denominator <= 0:
+            raise WorkerFailed(
+                f"training step {self._step}: nothing to train {model!r} on — no step accumulated a loss for it, "
+                f"or response_mask is empty everywhere"
+            )
+        backend, metrics, prefix = self._models[model], self._metrics, self._trained[model]
+        backend.schedule_at(self._step * self._batch.updates + self._done[model])
+        metrics.set(f"{prefix}/lr", backend.learning_rate)
+        ready()
+        with metrics.timed("timing_s/apply"):
+            norm = backend.apply(denominator)
+        self._done[model] += 1
+        self._norms[model] += norm
+        metrics.set(f"{prefix}/grad_norm", self._norms[model] / self._done[model])
+
+    def _add_up(self, facts: Sequence[Fact]) -> dict[str, float]:
+        """The denominator of each model's gradient over all replicas."""
+        for context in self._contexts.values():
+            context.denominators.clear()
+            context.fixed_denominators.clear()
+        moved, tokens = (sum(column) for column in zip(*(fact["moved"] for fact in facts), strict=True))
+        self._moved = moved / tokens if tokens else 0.0
+        totals: dict[str, float] = {}
+        for fact in facts:
+            for model, value in fact["sums"].items():
+                totals[model] = totals.get(model, 0.0) + float(value)
+        return totals | {model: float(value) for fact in facts for model, value in fact["fixed"].items()}
+
+    def _rest(self) -> None:
+        """Leave the policy as it is until the end of the training step, if it is one of the models here."""
+        self._rests = self._policy is not None
+        for context in self._contexts.values():
+            context.rests = self._rests and context.model == self._policy

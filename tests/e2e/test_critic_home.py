@@ -1,0 +1,119 @@
+"""PPO with the critic on workers of its own: killed, cut off, stopped and resumed, both homes are at one step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import PACED, Launch, Run, check_trained_once
+from tests.e2e.test_trainer_recovery import steps_of_term
+
+STEPS = 20
+CRITIC = ("flow=ppo", "layout=critic", *PACED)
+
+
+def steps_of(run: Run, stem: str) -> list[tuple[int, int]]:
+    """Term and training step of each line that a worker has written."""
+    import json
+
+    lines = (run.folder / "metrics" / f"{stem}.jsonl").read_text().splitlines()
+    return [(int(line["term"]), int(line["step"])) for line in map(json.loads, lines)]
+
+
+@pytest.mark.parametrize("victim", ["critic/1", "trainer/0"])
+def test_whoever_trains_dies_both_homes_go_back_to_one_step(launch: Launch, victim: str) -> None:
+    run = launch("quickstart", *CRITIC, f"run.training_steps={STEPS}", "run.save_every=5")
+    run.until(lambda: list(run.folder.glob("checkpoints/*/COMMIT")), "a checkpoint")
+    os.kill(run.pid_of(victim), signal.SIGKILL)
+    assert run.wait() == 0, run.output
+    check_trained_once(run, STEPS)
+    again = min(steps_of_term(run, 1))
+    assert again % 5 == 1, "behind a checkpoint"
+    for stem in ("trainer-0", "critic-0", "critic-1"):
+        assert [step for term, step in steps_of(run, stem) if term == 1] == list(range(again, STEPS + 1)), stem
+    assert run.lives_of("rollout/0") == 1, "a rollout stays"
+    assert run.leftovers() == []
+
+
+def test_a_critic_that_dies_between_two_updates_of_a_step(launch: Launch, tmp_path: Path) -> None:
+    """The same run as without: what it had applied of the step is forgotten with the rest."""
+    call = f"flow.steps.critic_update.call={Path(__file__).with_name('killed_critic.py')}:critic_update"
+    settings = [*CRITIC, call, "batch.minibatches=2", "batch.ledgers=4"]
+    settings += ["run.training_steps=9", "run.save_every=3", "models.policy.dtype=float64"]
+    runs = []
+    for name in ("killed", "whole"):
+        mark = tmp_path / name
+        if name == "whole":
+            mark.write_text("")
+        runs.append(launch("quickstart", *settings, f"flow.steps.critic_update.with.once={mark}"))
+        assert runs[-1].wait() == 0, runs[-1].output
+        check_trained_once(runs[-1], 9)
+    killed, whole = ([[line[n] for n in ("critic/grad_norm", "actor/grad_norm")] for line in r.metrics()] for r in runs)
+    assert runs[0].record()["term"] == 1
+    for found, expected in zip(killed, whole, strict=True):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_cut_link_loses_and_doubles_nothing(launch: Launch) -> None:
+    settings = [
+        *CRITIC,
+        f"run.training_steps={STEPS}",
+        "layout.pools.trainer.count=2",
+        "batch.tokens_per_microbatch=256",
+    ]
+    run = launch("quickstart", *settings, "--worker-entry", "tests.e2e.cut_link:run_worker")
+    assert run.wait() == 0, run.output
+    assert (run.folder / "workers" / "cut").exists()
+    assert run.record()["term"] == 0, "nobody died"
+    check_trained_once(run, STEPS)
+    assert all(line["critic/groups/count"] == 8 for line in run.metrics()), "each group trained the critic once"
+    assert run.leftovers() == []
+
+
+def test_lost_and_doubled_messages_lose_and_double_nothing(launch: Launch) -> None:
+    run = launch("quickstart", *CRITIC, "run.training_steps=6", "--worker-entry", "tests.e2e.lossy:run_worker")
+    assert run.wait() == 0, run.output
+    check_trained_once(run, 6)
+    assert all(line["critic/groups/count"] == 8 for line in run.metrics())
+
+
+def test_a_stopped_run_has_both_models_at_one_step(launch: Launch) -> None:
+    run = launch("quickstart", *CRITIC, "run.training_steps=400", "layout.pools.trainer.count=2")
+    run.until(lambda: run.steps_done() >= 6, "some training steps")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.output
+    (newest,) = list(run.folder.glob("checkpoints/step_*/COMMIT"))[-1:]
+    names = {path.name for path in newest.parent.iterdir()}
+    assert {"model-policy-trainer-0.safetensors", "model-critic-critic-0.safetensors"} <= names
+    assert run.leftovers() == []
+    done = max(int(line["step"]) for line in run.metrics())
+    again = launch("quickstart", *CRITIC, "--resume", f"run.training_steps={done + 3}", name=run.name)
+    assert again.wait() == 0, again.output
+    check_trained_once(again, done + 3)
+
+
+def test_a_resumed_run_equals_an_undisturbed_one(launch: Launch) -> None:
+    """To the last bit."""
+    settings = ["flow=ppo", "layout=critic", "batch.prompts=16", "batch.epochs=2", "batch.minibatches=2"]
+    settings += ["run.deterministic=true", "run.training_steps=6", "layout.pools.trainer.count=2"]
+    whole = launch("quickstart", *settings)
+    first = launch("quickstart", *settings, "run.stop_after=3")
+    assert (whole.wait(), first.wait()) == (0, 0), whole.output + first.output
+    second = launch("quickstart", *settings, "--resume", name=first.name)
+    assert second.wait() == 0, second.output
+    names = ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "critic/rewards/mean")
+    found, expected = ([[line[name] for name in names] for line in run.metrics()] for run in (second, whole))
+    assert found == expected
+
+
+def test_other_numbers_of_replicas_go_on_from_one_checkpoint(launch: Launch) -> None:
+    """Each home deals its own parts anew."""
+    first = launch("quickstart", *CRITIC, "run.training_steps=6", "run.stop_after=3", "layout.pools.trainer.count=2")
+    assert first.wait() == 0, first.output
+    counts = ["layout.pools.trainer.count=1", "layout.pools.critic.count=3"]
+    second = launch("quickstart", *CRITIC, "run.training_steps=6", *counts, "--resume", name=first.name)
+    assert second.wait() == 0, second.output
+    check_trained_once(second, 6)

@@ -1,0 +1,173 @@
+"""Rows on a network that loses, doubles and reorders, with stray messages of an earlier term: each once, at one end."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.errors import ProtocolError
+from distflow.exchange.rows_core import (
+    LONGEST_RESEND_S,
+    WINDOW_BYTES,
+    OutgoingRows,
+    RowsAck,
+    RowsClose,
+    RowsReceiver,
+    RowsSender,
+    RowsSent,
+    deal,
+    from_wire,
+)
+
+EDGE = "critic_rows"
+
+
+class Network:
+    """Owners and replicas of a critic, each a program that goes through the training steps as it can."""
+
+    def __init__(self, owners: int, critics: int, steps: int, seed: int, loss: float) -> None:
+        self.rng = random.Random(seed)
+        self.loss, self.steps = loss, steps
+        self.owners = {f"trainer/{i}": i for i in range(owners)}
+        names = [f"critic/{i}" for i in range(critics)]
+        self.senders = {name: RowsSender(EDGE, 1, names, 0) for name in self.owners}
+        self.receivers = {name: RowsReceiver(EDGE, 1, list(self.owners), 0) for name in names}
+        self.wire: list[tuple[str, OutgoingRows]] = []
+        self.got: dict[str, dict[int, list[int]]] = {name: defaultdict(list) for name in names}
+        self.taken: dict[str, list[tuple[str, list[int]]]] = {name: [] for name in names}
+        self.now = 0.0
+        self.cut_until = 0.0
+
+    def run(self) -> None:
+        for _ in range(100_000):
+            if all(len(taken) == self.steps + 1 for taken in self.taken.values()):
+                return
+            for name in self.senders:
+                self._own(name)
+            for name in self.receivers:
+                self._take(name)
+            self._deliver()
+            self.now += 0.1
+        raise AssertionError("the run stands still")
+
+    def _own(self, name: str) -> None:
+        sender = self.senders[name]
+        if sender.step <= self.steps and not sender.behind(sender.step - 2) and self.rng.random() < 0.3:
+            stops = sender.step == self.steps
+            for to, groups in zip(
+                self.receivers, deal(self._groups(name, sender.step), len(self.receivers)), strict=True
+            ):
+                for group in groups if not stops else ():
+                    sender.send(to, [group], WINDOW_BYTES // 3)
+            sender.close("stop" if stops else "train")
+        self._post(name, sender.due(self.now))
+
+    def _groups(self, name: str, t: int) -> dict[int, int]:
+        first, count = self.owners[name], len(self.owners)
+        return {position: 1 + position % 5 for position in range(t * 12, t * 12 + 12) if position % count == first}
+
+    def _take(self, name: str) -> None:
+        receiver = self.receivers[name]
+        if not receiver.missing and self.rng.random() < 0.2 and len(self.taken[name]) <= self.steps:
+            self.taken[name].append(receiver.take())
+            self._post(name, receiver.acks(receiver.senders))
+
+    def _post(self, sender: str, out: list[OutgoingRows]) -> None:
+        for message in out:
+            if self.now >= self.cut_until:
+                lost = self.rng.random() < self.loss
+                self.wire += [(sender, message)] * (0 if lost else 1 + (self.rng.random() < self.loss))
+
+    def _deliver(self) -> None:
+        self.rng.shuffle(self.wire)
+        arrived, self.wire = self.wire[: 1 + len(self.wire) // 2], self.wire[1 + len(self.wire) // 2 :]
+        for sender, outgoing in arrived:
+            message = outgoing.message
+            if isinstance(message, RowsAck):
+                self.senders[outgoing.to].handle(sender, message)
+                continue
+            receiver = self.receivers[outgoing.to]
+            if receiver.expects(sender, message):
+                new = receiver.handle(sender, message)
+                if new and isinstance(message, RowsSent):
+                    self.got[outgoing.to][message.t] += message.groups
+                self._post(outgoing.to, receiver.acks([sender], [message.number]))
+
+    def check(self) -> None:
+        for t in range(self.steps):
+            window = list(range(t * 12, t * 12 + 12))
+            assert sorted(group for got in self.got.values() for group in got[t]) == window, "each once, at one replica"
+            assert all(taken[t] == ("train", window) for taken in self.taken.values()), "the same list at all of them"
+        assert all(taken[-1] == ("stop", []) for taken in self.taken.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    owners=st.integers(1, 3),
+    critics=st.integers(1, 3),
+    seed=st.integers(0, 10_000),
+    loss=st.sampled_from([0.0, 0.1, 0.4]),
+    cut=st.booleans(),
+)
+def test_every_group_reaches_one_replica_once(owners: int, critics: int, seed: int, loss: float, cut: bool) -> None:
+    network = Network(owners, critics, 4, seed, loss)
+    network.cut_until = 10.0 if cut else 0.0
+    stray = RowsSender(EDGE, 0, list(network.receivers), 0)
+    stray.send("critic/0", [5], 1)
+    stray.close("train")
+    network.wire += [("trainer/0", message) for message in stray.due(0.0)]
+    network.run()
+    network.check()
+
+
+def test_what_is_not_acknowledged_is_sent_again_ever_more_rarely() -> None:
+    sender = RowsSender(EDGE, 0, ["critic/0"], 0)
+    sender.send("critic/0", [0], 100)
+    times = [now / 4 for now in range(200) if sender.due(now / 4)]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert gaps[:3] == [1.0, 2.0, 4.0]
+    assert max(gaps) == LONGEST_RESEND_S
+    assert sender.handle("critic/0", RowsAck(EDGE, 0, (1,), -1)) == [1]
+    assert sender.due(1000.0) == []
+
+
+def test_a_window_of_bytes_is_under_way_at_once() -> None:
+    sender = RowsSender(EDGE, 0, ["critic/0", "critic/1"], 0)
+    for number in range(4):
+        sender.send("critic/0", [number], WINDOW_BYTES // 2)
+    sender.send("critic/1", [9], 2 * WINDOW_BYTES)
+    first = sender.due(0.0)
+    assert [(one.to, one.message.number) for one in first] == [("critic/0", 1), ("critic/0", 2), ("critic/1", 1)]
+    sender.handle("critic/0", RowsAck(EDGE, 0, (2,), -1))
+    assert [one.message.number for one in sender.due(0.1)] == [3]
+
+
+def test_nobody_is_more_than_a_step_ahead() -> None:
+    sender = RowsSender(EDGE, 0, ["critic/0"], 3)
+    sender.close("train")
+    sender.close("train")
+    assert sender.behind(3) == ("critic/0",)
+    with pytest.raises(AssertionError, match="more than one training step behind"):
+        sender.send("critic/0", [0], 1)
+    receiver = RowsReceiver(EDGE, 0, ["trainer/0"], 3)
+    with pytest.raises(ProtocolError, match="of training step 5 from trainer/0: this is 3"):
+        receiver.expects("trainer/0", RowsClose(EDGE, 0, 1, 5, 0, (), "train"))
+    with pytest.raises(ProtocolError, match="rollout/0 sends no critic_rows"):
+        receiver.expects("rollout/0", RowsClose(EDGE, 0, 1, 3, 0, (), "train"))
+    with pytest.raises(ProtocolError, match=r"malformed rows.close: Invalid enum value 'rest'"):
+        from_wire(
+            "rows.close", {"edge": "e", "term": 0, "number": 1, "t": 0, "groups": 0, "positions": [], "then": "rest"}
+        )
+
+
+def test_dealing_balances_costs() -> None:
+    costs = {position: cost for position, cost in enumerate([9, 1, 1, 1, 5, 5, 7, 1])}
+    shares = deal(costs, 2)
+    assert sorted(shares[0] + shares[1]) == sorted(costs)
+    assert abs(sum(costs[p] for p in shares[0]) - sum(costs[p] for p in shares[1])) <= 2
+    assert deal({}, 2) == [[], []]
