@@ -3,6 +3,7 @@
     python -m benchmarks.emulated asynchrony     # steps per second at staleness 0, 1, 2, 4
     python -m benchmarks.emulated slow           # one of four rollouts 4 times slower: beside static assignment
     python -m benchmarks.emulated stealing       # one of four training workers with 3 times the lengths
+    python -m benchmarks.emulated rounds         # 8 training workers with a divided model, lengths to 16k
     python -m benchmarks.emulated reference      # a reference model on services, 5 micro-batches away
     python -m benchmarks.emulated reference_in_turn    # the same at staleness 0
 
@@ -26,6 +27,7 @@ from benchmarks.static_assignment import static_step_s
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 4
 NEW_TOKENS = 400
+TOKEN_S = 2e-5
 BASE = (
     "layout=split",
     "layout.pools.rollout.engine=distflow.testing.emulated:EmulatedEngine",
@@ -37,7 +39,7 @@ BASE = (
 Metrics = list[dict[str, Any]]
 
 
-def options(key: str, **values: float) -> str:
+def options(key: str, **values: float | str) -> str:
     """An override that sets a whole section of options."""
     return f"{key}={{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
 
@@ -58,7 +60,7 @@ def run(steps: int, *overrides: str) -> Metrics:
         )
     lines: Metrics = json.loads(read.stdout)
     # The last ones have nothing left to prefetch for.
-    return lines[WARMUP:-2]
+    return lines[min(WARMUP, steps - 3) : -2]
 
 
 def step_s(lines: Metrics) -> float:
@@ -155,6 +157,39 @@ def stealing(rounds: int, steps: int) -> None:
     take_turns(rounds, {"no stealing": lambda: variant("false"), "stealing": lambda: variant("true")})
 
 
+def rounds(repeats: int, steps: int) -> None:
+    """Time of the rounds of 8 training workers beside their work: 128 prompts × 8 samples, lognormal lengths to 16k."""
+    shared = (
+        "layout.pools.rollout.count=1",
+        "layout.pools.rollout.slots=1024",
+        "layout.pools.trainer.count=8",
+        "layout.pools.trainer.backend=distflow.testing.emulated:EmulatedDividedBackend",
+        "models.policy.init.max_position_embeddings=32768",
+        "flow.steps.sample.with.max_new_tokens=16384",
+        "batch={prompts: 128, samples_per_prompt: 8, ledgers: 8, tokens_per_microbatch: 32768}",
+        options("layout.pools.rollout.engine_options", median=2000, sigma=1.0, step_s=2e-5, wide=1024, pace=512),
+    )
+
+    def variant(*overrides: str) -> tuple[float, str]:
+        with tempfile.TemporaryDirectory() as folder:
+            backend = {"token_s": TOKEN_S, "pair_s": TOKEN_S / 16384, "rounds_file": f"{folder}/rounds"}
+            lines = run(steps, *shared, options("layout.pools.trainer.backend_options", **backend), *overrides)
+            found = [_beside_work(folder, step) for step in range(1, steps)]
+        counts = ", ".join(f"{ratio:.2f}" for ratio, _ in found)
+        return step_s(lines), f"rounds {counts} × their work, {found[-1][1]} rounds in the last"
+
+    variants = {f"max_staleness {s}": lambda s=s: variant(f"layout.max_staleness={s}") for s in (1, 0)}
+    take_turns(repeats, {**variants, "no dealing": lambda: variant("layout.max_staleness=1", "layout.stealing=false")})
+
+
+def _beside_work(folder: str, step: int) -> tuple[float, int]:
+    """Seconds of all rounds of a training step, each as long as its longest part, by the mean work in them."""
+    lines = [path.read_text().splitlines()[step] for path in sorted(Path(folder).glob("rounds-*"))]
+    parts = [list(map(float, line.split())) for line in lines]
+    longest = [max(part) for part in zip(*parts, strict=True)]
+    return sum(longest) * len(parts) / sum(map(sum, parts)), len(longest)
+
+
 def reference(rounds: int, steps: int, staleness: int = 1) -> None:
     """A frozen model on services whose answers take 5 micro-batches, enough of them to keep up; staleness 1."""
     token_s = 8e-5
@@ -195,6 +230,7 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "asynchrony": asynchrony,
     "slow": slow,
     "stealing": stealing,
+    "rounds": rounds,
     "reference": reference,
     "reference_in_turn": reference_in_turn,
 }

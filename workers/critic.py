@@ -11,7 +11,8 @@ from torch import Tensor
 from distflow.algorithms import advantages
 from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.losses import value as value_loss
-from distflow.data.batch import Batch, Ragged, micro_batches
+from distflow.data.batch import Batch, Ragged
+from distflow.data.micro_batches import micro_batches
 from distflow.errors import UserError
 from distflow.flow.resolve import chosen
 from distflow.flow.step import step
@@ -24,7 +25,7 @@ def values(batch: Batch, ctx: StepContext) -> Batch:
     """Write `values`: what the step's model, which has a value head, expects before each response token."""
     responses = batch.ragged("response_ids")
     rows: dict[int, Tensor] = {}
-    for numbers, part in micro_batches(batch.only(["prompt_ids", "response_ids"]), ctx.tokens_per_microbatch):
+    for numbers, part in micro_batches(batch, ctx.tokens_per_microbatch, ["prompt_ids", "response_ids"]):
         found = ctx.backend.values(part, grad=False)
         flat = found.values_BT[found.mask_BT].cpu()
         rows.update(zip(numbers.tolist(), torch.split(flat, part.ragged("response_ids").lengths.tolist()), strict=True))
@@ -123,7 +124,7 @@ def critic_update(batch: Batch, ctx: StepContext, *, clip: float | None = 0.5, a
     if not aggregation.additive:
         raise UserError(f"aggregate={aggregate!r}: a value loss is divided by a count; expected for example token-mean")
     needed = ["prompt_ids", "response_ids", "response_mask", "values", "return"]
-    for _, part in micro_batches(batch.only(needed), ctx.tokens_per_microbatch):
+    for _, part in micro_batches(batch, ctx.tokens_per_microbatch, needed):
         _accumulate(part, ctx, clip, aggregation)
     return batch
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from distflow.data.batch import Batch, Ragged, micro_batches
+from distflow.data.batch import Batch, Ragged
+from distflow.data.micro_batches import micro_batches
 from distflow.flow.step import step
 from distflow.runtime.steps import StepContext
 
@@ -29,7 +30,7 @@ def _logprobs(batch: Batch, ctx: StepContext) -> Ragged:
     responses = batch.ragged("response_ids")
     rows: dict[int, torch.Tensor] = {}
     dtype = torch.float32
-    for numbers, part in micro_batches(batch.only(["prompt_ids", "response_ids"]), ctx.tokens_per_microbatch):
+    for numbers, part in micro_batches(batch, ctx.tokens_per_microbatch, ["prompt_ids", "response_ids"]):
         scores = ctx.backend.score(part, temperature=ctx.temperature, grad=False, entropy=False)
         flat = scores.logprobs_BT[scores.mask_BT].cpu()
         dtype = flat.dtype

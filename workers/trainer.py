@@ -16,7 +16,8 @@ from torch import Tensor
 from distflow.algorithms import TokenTerms
 from distflow.algorithms.advantages import Moments, token_sums, zero_std_fraction
 from distflow.algorithms.aggregation import Aggregation
-from distflow.data.batch import Batch, micro_batches
+from distflow.data.batch import Batch
+from distflow.data.micro_batches import micro_batches
 from distflow.errors import UserError
 from distflow.flow.resolve import chosen
 from distflow.flow.step import step
@@ -250,7 +251,7 @@ def update(
         describe(batch, ctx.metrics)
     if ctx.rests:
         return batch
-    for _, part in micro_batches(batch.only(_needed(batch, ctx, objective)), ctx.tokens_per_microbatch):
+    for _, part in micro_batches(batch, ctx.tokens_per_microbatch, _needed(batch, ctx, objective)):
         _accumulate(part, ctx, objective)
     return batch
 

@@ -233,7 +233,8 @@ class LayoutConfig(Section):
     """A nearly idle worker also generates a group that takes long on another worker; so does any worker if the other
     is silent. The first result counts."""
     stealing: bool = True
-    """Idle training workers take arrived samples from busy ones. It changes who trains on them, never the result."""
+    """Training workers share arrived samples: idle ones take them from busy ones, or all are dealt by cost. It changes
+    who trains on them, never the result."""
     partial_rollouts: bool = True
     """The owner keeps what running samples have produced, so that another worker can continue them if one is lost."""
     on_failure: Literal["restart", "shrink", "stop"] = "restart"

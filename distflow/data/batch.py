@@ -1,7 +1,6 @@
 """A batch of samples as columns: dense tensors, or ragged ones (values + offsets). Never padded at rest.
 
-Whole groups travel as ranges of the rows of the batches that they came in, and are cut into micro-batches by a token
-budget: rows of similar length together, so that little is computed on padding.
+Whole groups travel as ranges of the rows of the batches that they came in.
 
 Shapes: B rows (samples), N values of a ragged column over all rows, T longest row of a padded view.
 """
@@ -255,23 +254,6 @@ def join(ranges: Sequence[RowRange]) -> Batch:
     return Batch.concat(whole)
 
 
-def minibatch_rows(batch: Batch, ledgers: int, parts: int, positions: Sequence[int] | None = None) -> list[list[int]]:
-    """The row numbers of each mini-batch: part m has the groups whose rank in their ledger is m modulo `parts`.
-
-    The rank counts the groups of the training step that come from one ledger, by prompt position: those of the batch,
-    or, if it has only some of them, those at `positions`.
-    """
-    ranges = group_ranges(batch)
-    rows: list[list[int]] = [[] for _ in range(parts)]
-    ranks = [0] * ledgers
-    for position in sorted(ranges if positions is None else positions):
-        ledger = position % ledgers
-        if position in ranges:
-            rows[ranks[ledger] % parts] += range(ranges[position].start, ranges[position].stop)
-        ranks[ledger] += 1
-    return rows
-
-
 def group_ranges(batch: Batch) -> dict[int, RowRange]:
     """The rows of each group, by the group's prompt position."""
     if not batch.rows:
@@ -293,35 +275,6 @@ def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
 def row_lengths(batch: Batch) -> Tensor:
     """[B] int64: tokens of each row, prompt and response."""
     return batch.ragged("prompt_ids").lengths + batch.ragged("response_ids").lengths
-
-
-def micro_batches(batch: Batch, tokens: int) -> Iterator[tuple[Tensor, Batch]]:
-    """Split rows so that rows · (longest prompt + response) ≤ `tokens` in each part; yields (row numbers, part).
-
-    The longest rows come first, equal ones in their order; a row longer than the budget is a part of its own; `tokens`
-    0 means no limit. Every row is in exactly one part. A batch that fits is yielded unchanged.
-    """
-    for rows in split_rows(row_lengths(batch), tokens):
-        yield rows, batch if len(rows) == len(batch) else batch.select(rows)
-
-
-def split_rows(lengths: Tensor, tokens: int) -> list[Tensor]:
-    """The row numbers of each micro-batch for rows of these lengths [B]; see `micro_batches`."""
-    if tokens < 0:
-        raise ValueError(f"a micro-batch budget of {tokens} tokens; expected ≥ 1, or 0 for no limit")
-    if not len(lengths):
-        return []
-    if tokens == 0 or len(lengths) * int(lengths.max()) <= tokens:
-        return [torch.arange(len(lengths))]
-    order = torch.argsort(lengths, descending=True, stable=True)
-    ordered = lengths[order].tolist()
-    parts: list[Tensor] = []
-    start = 0
-    while start < len(ordered):
-        count = max(1, tokens // max(1, ordered[start]))
-        parts.append(order[start : start + count])
-        start += count
-    return parts
 
 
 TOKENS = "response_ids"

@@ -1,12 +1,13 @@
 """What a training replica takes next for the open step, and when that is enough for a batch.
 
 Groups are known here by position and by the lengths of their samples; rows, sockets and clocks are the driver's. Under
-the lock of `OwnerCore`, the driver tells what has arrived and been answered, asks what to `take` until its ledgers have
-no more for the step, then for the `rest` until all replicas agree that nothing is left.
+the lock of `OwnerCore`, the driver tells what has arrived and been answered, asks what to `take` until there is no more
+for the step, then for the `rest` until all replicas agree that nothing is left.
 
 The life of a group here: arrived → complete (the answers of all calls are there) → ready (the open step may take it,
-too) → in the batch under way. Or handed to an idle replica, which keeps it, or it is returned and ready again. Only
-ready groups are taken or handed over, so all answers travel with a group.
+too) → in the batch under way. Or it goes to another replica: an idle one steals it, and keeps it or returns it; or the
+replicas deal all their groups (`DealCore`), where they go through a step together. Only ready groups are taken, stolen
+or dealt, so all answers travel with a group.
 
 Example, b = 2, budget 8: arrived({0: (3, 4)}) → take → Take([0], train=True)      2 · 4 padded tokens are a batch
                           arrived({1: (1, 1)}) → take → Take([1], train=True, over=True)     the last of the step
@@ -19,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from distflow.exchange.deal_core import DealCore, News
+from distflow.exchange.dealing import Lengths, padded, ranks
 from distflow.exchange.messages import Outgoing
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.steal_core import Send, StealCore
 
 Sending = Outgoing | Send
-Lengths = Sequence[int]
-"""Tokens of each sample of a group, prompt and response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ class Take(NamedTuple):
     """Train on the batch under way; the next groups begin another one."""
     over: bool = False
     """Of `take`: the own ledgers have no more groups for this step."""
+    parts: Mapping[int, Sequence[int]] | None = None
+    """The micro-batch of each sample, by position, where the replicas have agreed on it."""
+    meet: bool = False
+    """Of `take`: meet the other replicas, to tell them `news` and hear theirs."""
     report: bool = False
     """Of `rest`: tell the others how many groups this replica trains on; what it still gets it has stolen."""
     messages: Sequence[Sending] = ()
@@ -62,11 +67,17 @@ class IntakeRule:
 
 
 class IntakeCore:
-    """Takes the groups of `owner` for one replica. `others`: the replicas it steals from, and that steal from it."""
+    """Takes the groups of `owner` for one replica, which steals from `others` and they from it, or deals with all."""
 
     def __init__(
-        self, owner: OwnerCore, rule: IntakeRule, others: Sequence[str] = (), rng: random.Random | None = None
+        self,
+        owner: OwnerCore,
+        rule: IntakeRule,
+        others: Sequence[str] = (),
+        rng: random.Random | None = None,
+        dealing: DealCore | None = None,
     ) -> None:
+        assert not (others and dealing), "replicas that deal have nothing to steal"
         self.step = -1
         self.groups = 0
         """Groups that this replica has taken to train on in the open step."""
@@ -75,6 +86,7 @@ class IntakeCore:
         self._owner = owner
         self._rule = rule
         self._steal = StealCore(others, self._backlog, self._give, rng or random.Random(0)) if others else None
+        self._dealing = dealing
         self._shares = 1 + len(others)
         self._lengths: dict[int, Lengths] = {}
         """Of all groups that have arrived and are not taken or kept by others; handed over ones among them."""
@@ -87,6 +99,7 @@ class IntakeCore:
         self._batch = 0
         """Padded tokens of the batch under way, and whether there is one."""
         self._under_way = False
+        self._ranks: Mapping[int, int] = {}
         self._now = 0.0
         self._leasing: list[Outgoing] = []
         """What the owner has to say since a group was given away."""
@@ -130,8 +143,11 @@ class IntakeCore:
         """Open a training step; call `forget` before."""
         self.step, self.groups = step, 0
         self._batch, self._under_way, self.reported = 0, False, False
+        self._ranks = {}
         if self._steal is not None:
             self._steal.begin(step)
+        if self._dealing is not None:
+            self._dealing.begin(step)
         return self._offer()
 
     def forget(self) -> list[int]:
@@ -142,7 +158,9 @@ class IntakeCore:
         return kept
 
     def take(self, now: float, *, called: bool = False) -> Take | None:
-        """What to take of the own ledgers; None: wait for groups. `called`: another replica asks for a round."""
+        """What to take; None: wait. `called`: another replica wants to meet, to agree on a round of a divided model."""
+        if self._dealing is not None:
+            return self._take_hand(self._dealing, called)
         positions = self._ready()
         if not self._rule.streamed and not (self._owner.set_complete() and self._all_complete()):
             return None
@@ -150,9 +168,11 @@ class IntakeCore:
             # Other replicas can still steal the rest.
             positions = self._within(positions, self._rule.budget - self._batch)
         if not positions and not self._owner.step_complete():
-            return self._go_on(train=called, over=False) if called and self._rule.streamed else None
+            return None
         messages = self._owner.take(positions, now, keep=not self._rule.streamed)
         self._add(positions)
+        if not self._rule.streamed and positions:
+            self._ranks = ranks(positions, self._owner.settings.ledgers)
         over = self._owner.step_complete()
         enough = self._rule.streamed and self._batch >= self._rule.budget
         return self._go_on(positions, train=over or enough, over=over, messages=messages)
@@ -180,15 +200,44 @@ class IntakeCore:
             return Take(positions, train=True)
         return None
 
+    # -- dealing
+    def news(self) -> News:
+        """What to tell the other replicas where they meet."""
+        if self._dealing is None or self._owner.version != self.step:
+            return []
+        return self._dealing.news(self._offered())
+
+    def heard(self, news: Sequence[News], now: float) -> list[Sending]:
+        """What all replicas said where they met, in their order."""
+        dealt = None if self._dealing is None else self._dealing.heard(news, now)
+        if dealt is None:
+            return []
+        given = {position for send in dealt.given for position in send.positions}
+        self._given |= given
+        keep = not self._rule.streamed
+        return [*self._owner.take(dealt.own, now, keep=keep), *dealt.given]
+
+    @property
+    def waits_for(self) -> tuple[str, ...]:
+        """Replicas that have yet to send groups which were dealt to this one."""
+        return () if self._dealing is None else self._dealing.waits_for
+
+    def rank(self, position: int) -> int:
+        """The rank of a group among those of its ledger in the open step, where the whole set is taken."""
+        return (self._ranks if self._dealing is None else self._dealing.ranks)[position]
+
     # -- groups that change hands
     def expects(self, sender: str, body: Mapping[str, Any]) -> bool:
         """Whether these GROUPS will be kept: read their rows, then call `handle`, or `decline` if that fails."""
-        return self._steal is not None and self._steal.expects(sender, body)
+        core = self._dealing or self._steal
+        return core is not None and core.expects(sender, body)
 
     def handle(
         self, kind: str, sender: str, body: Mapping[str, Any], now: float, groups: Sequence[int] = ()
     ) -> list[Sending]:
-        """Take a message of stealing; `groups`: the positions of expected GROUPS. Raises ProtocolError."""
+        """Take a message of another replica; `groups`: the positions of expected GROUPS. Raises ProtocolError."""
+        if self._dealing is not None:
+            return [*self._dealing.handle(kind, sender, body, groups)]
         assert self._steal is not None, "handlers are for replicas that steal"
         self._now = now
         out: list[Sending] = [*self._steal.handle(kind, sender, body, now)]
@@ -205,9 +254,30 @@ class IntakeCore:
 
     def tick(self, now: float) -> list[Sending]:
         """Send again what was not answered."""
+        if self._dealing is not None:
+            return [*self._dealing.tick(now)]
         return [] if self._steal is None else [*self._steal.tick(now)]
 
     # -- details
+    def _take_hand(self, dealing: DealCore, called: bool) -> Take | None:
+        """A replica whose groups are still on their way goes to no round: it would have nothing to compute there."""
+        hand = dealing.next_hand()
+        if hand is not None:
+            self.groups += len(hand)
+            for position in hand:
+                self._lengths.pop(position, None)
+            return Take([*hand], train=True, over=dealing.over, parts=hand if dealing.rule.divided else None)
+        if dealing.waits_for:
+            return None
+        if dealing.over:
+            return Take(over=True)
+        closed = self._owner.set_complete() and self._all_complete()
+        news = dealing.has_news(self._offered(), closed=closed)
+        return Take(meet=True) if news or (called and self._rule.streamed) else None
+
+    def _offered(self) -> dict[int, Lengths]:
+        return {position: self._lengths[position] for position in self._ready()}
+
     def _ready(self) -> list[int]:
         consumable = self._owner.consumable()
         return [position for position in consumable if position not in self._lacking] if self._lacking else consumable
@@ -221,11 +291,11 @@ class IntakeCore:
             if budget <= 0:
                 break
             chosen.append(position)
-            budget -= _padded(self._lengths[position])
+            budget -= padded(self._lengths[position])
         return chosen
 
     def _add(self, positions: Sequence[int]) -> None:
-        self._batch += sum(_padded(self._lengths.pop(position)) for position in positions)
+        self._batch += sum(padded(self._lengths.pop(position)) for position in positions)
         self._under_way = self._under_way or bool(positions)
         self.groups += len(positions)
 
@@ -254,7 +324,7 @@ class IntakeCore:
         share, tokens = -(-len(idle) // self._shares), 0
         chosen: list[int] = []
         for position in reversed(idle[len(idle) - share :]):
-            tokens += _padded(self._lengths[position])
+            tokens += padded(self._lengths[position])
             if chosen and tokens > self._rule.budget:
                 break
             chosen.append(position)
@@ -263,8 +333,3 @@ class IntakeCore:
         self._returned = [position for position in self._returned if position not in chosen]
         self._given.update(chosen)
         return tuple(chosen)
-
-
-def _padded(lengths: Lengths) -> int:
-    """Tokens of a group whose rows are padded to the longest."""
-    return len(lengths) * max(lengths)

@@ -79,7 +79,7 @@ class OwnerCore:
         """Results larger than `group_bytes` allows."""
         self.lapsed: list[tuple[str, int]] = []
         """Workers that lost leases by silence (`host_silence_s`), and how many; emptied by the caller."""
-        self._settings = settings
+        self.settings = settings
         self._begins = dict(begins or {})
         self._ledgers = LedgerSet(name, ledgers, settings, prompt_at)
         self._peers = Peers()
@@ -109,12 +109,12 @@ class OwnerCore:
     def tick(self, now: float) -> list[Outgoing]:
         """Repeat unconfirmed messages and look for groups to copy. Call it a few times per `resend_s`."""
         if self.finished:
-            return self._announce_finished(now, now - self._settings.resend_s)
+            return self._announce_finished(now, now - self.settings.resend_s)
         # A holder confirms with its next report, so allow for one more interval.
-        before = now - self._settings.resend_s - self._settings.report_s
+        before = now - self.settings.resend_s - self.settings.report_s
         out = [self._grant_again(peer, number, now) for peer, number in self._peers.overdue(before)]
-        if self._settings.host_silence_s is not None:
-            for peer in self._peers.lapsed(self._settings.host_silence_s, now):
+        if self.settings.host_silence_s is not None:
+            for peer in self._peers.lapsed(self.settings.host_silence_s, now):
                 self.lapsed.append((peer.name, len(peer.granted_by)))
                 self._peers.unpark(peer)
                 self._release(peer, tuple(peer.granted_by))
@@ -155,7 +155,7 @@ class OwnerCore:
         bound.
         """
         for position in positions:
-            self._ledgers.take(position, keep=keep).check_lag(self.version, self._settings.max_staleness)
+            self._ledgers.take(position, keep=keep).check_lag(self.version, self.settings.max_staleness)
         return self._serve_parked(now)
 
     def step_complete(self) -> bool:
@@ -183,7 +183,7 @@ class OwnerCore:
     @property
     def finished(self) -> bool:
         """All T training steps are done, or `finish` was called."""
-        return self._stopped or self.version >= self._settings.training_steps
+        return self._stopped or self.version >= self.settings.training_steps
 
     @property
     def all_left(self) -> bool:
@@ -197,7 +197,7 @@ class OwnerCore:
         Groups of training steps < version and recorded drops are terminal; all others will be leased again. Groups
         taken by the open step do not count: take the snapshot for weights v after `advance(v)`.
         """
-        return write_snapshot(self.version, self._settings, self._ledgers)
+        return write_snapshot(self.version, self.settings, self._ledgers)
 
     def open_leases(self) -> list[OpenLease]:
         """Leased groups that have not arrived, by (k, ledger): the first ones block the open step."""
@@ -287,7 +287,7 @@ class OwnerCore:
             self._copies.heard(peer, self._ledgers.entry)
         if peer is not None and report.term == self.term:
             self._reconcile(peer, report)
-            if self._settings.announce_closed and report.closed_seen < self._closed:
+            if self.settings.announce_closed and report.closed_seen < self._closed:
                 out.append(self._to(peer, Closed(self.name, self.term, self._closed)))
         return peer, out
 
@@ -348,7 +348,7 @@ class OwnerCore:
             return []
         out = [self._grant(pending, now) for pending in self._copies.stranded(self._peers)]
         drawn = self._ledgers.draw(self.term, now)
-        out += [self._grant(pending, now) for pending in self._peers.deal(drawn, self._settings.message_bytes)]
+        out += [self._grant(pending, now) for pending in self._peers.deal(drawn, self.settings.message_bytes)]
         return out + [self._grant(pending, now) for pending in self._copies.slow(self._peers)]
 
     def _grant(self, pending: PendingGrant, now: float) -> Outgoing:
@@ -362,7 +362,7 @@ class OwnerCore:
 
     def _grant_again(self, peer: Peer, number: int, now: float) -> Outgoing:
         self._peers.grant_again(peer, number, now)
-        entries, rest = self._ledgers.fitting(peer.still_granted(number), self._settings.message_bytes)
+        entries, rest = self._ledgers.fitting(peer.still_granted(number), self.settings.message_bytes)
         # Another holder has produced so many tokens since that not all leases fit any more.
         self._release(peer, rest)
         return self._grant_message(peer, number, entries)
@@ -375,7 +375,7 @@ class OwnerCore:
     def _announce_closed(self) -> list[Outgoing]:
         """Tell every known holder once; one that missed it is told again after its next report."""
         closed = self.version if self.set_complete() else self.version - 1
-        if not self._settings.announce_closed or closed <= self._closed:
+        if not self.settings.announce_closed or closed <= self._closed:
             return []
         self._closed = closed
         return [self._to(peer, Closed(self.name, self.term, closed)) for peer in self._peers]

@@ -63,7 +63,9 @@ class Transfer(Form, frozen=True):
     batch: Any = None
 
 
-class _Answer(Form, frozen=True):
+class TransferAnswer(Form, frozen=True):
+    """Body of KEPT and RETURNED."""
+
     number: Whole
 
 
@@ -72,8 +74,8 @@ _FORMS: Mapping[str, type[Any]] = {
     BACKLOG: _Backlog,
     ASK: _Ask,
     GROUPS: Transfer,
-    KEPT: _Answer,
-    RETURNED: _Answer,
+    KEPT: TransferAnswer,
+    RETURNED: TransferAnswer,
 }
 KINDS = frozenset(_FORMS)
 """Message kinds that belong here."""
@@ -181,7 +183,7 @@ class StealCore:
         if sender not in self.peers:
             raise ProtocolError(f"{sender} is not a training replica and cannot take part in stealing")
         match read(body, _FORMS[kind], kind):
-            case _Answer() as answer:
+            case TransferAnswer() as answer:
                 return self._on_answer(sender, answer.number, kept=kind == KEPT)
             case Transfer() as transfer:
                 return self._on_groups(sender, transfer)

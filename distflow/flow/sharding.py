@@ -51,7 +51,7 @@ def divided_notes(layout: LayoutConfig, pools: Sequence[PoolPlan]) -> list[str]:
     for name in (planned.name for planned in pools if planned.homes):
         pool = layout.pools[name]
         if divides_models(pool):
-            all_join = ", which all take part in every forward and backward; they steal no samples"
+            all_join = ", which all take part in every forward and backward, and deal their samples by cost"
             note = f"backend {pool.backend!r} divides models over the {pool.count} worker(s) of {name!r}"
             notes.append(note + ("" if pool.count == 1 else all_join))
     return notes

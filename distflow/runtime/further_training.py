@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distflow.comm.fact_exchange import Fact
-from distflow.data.batch import Batch, group_ranges, minibatch_rows
+from distflow.data.batch import Batch, group_ranges
+from distflow.data.micro_batches import minibatch_rows
 from distflow.errors import RunStopped
+from distflow.exchange.dealing import ranks
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
 from distflow.runtime.lockstep import STEP, Rounds
@@ -126,7 +128,8 @@ class FurtherTraining:
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """The parts of what was received, in every epoch: those with the groups that owners have in theirs."""
         plan = self._limits.batch
-        rows = minibatch_rows(batch, plan.ledgers, plan.minibatches, self._received.positions)
+        rank = ranks(self._received.positions, plan.ledgers)
+        rows = minibatch_rows(batch, rank.__getitem__, plan.minibatches)
         return self._updates.epochs([batch.select(part) for part in rows])
 
     def apply(self, model: str) -> None:

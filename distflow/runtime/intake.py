@@ -15,7 +15,8 @@ from distflow.data.batch import Batch, Column, RowRange, group_ranges, join, wit
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import decoder, read
 from distflow.errors import ProtocolError
-from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending
+from distflow.exchange.deal_core import DealCore, News
+from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import Outgoing
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.exchange.steal_core import GROUPS, KINDS, Send, Transfer
@@ -26,7 +27,7 @@ Waiting = Callable[[], tuple[str, tuple[str, ...]] | None]
 
 
 class Intake:
-    """One replica's part. `others`: the replicas it steals from; `answers`: the fields that come back, by call."""
+    """One replica's part. `others`: those it steals from or deals with; `answers`: the fields that calls bring."""
 
     def __init__(
         self,
@@ -36,14 +37,17 @@ class Intake:
         others: Sequence[str] = (),
         rng: random.Random | None = None,
         answers: Mapping[str, Sequence[str]] | None = None,
+        dealing: DealCore | None = None,
     ) -> None:
         self.owner = inbound.core
-        self.core = IntakeCore(inbound.core, rule, others, rng)
-        self.steals = bool(others)
+        self.deals = dealing is not None
+        self.steals = bool(others) and not self.deals
+        self.core = IntakeCore(inbound.core, rule, others if self.steals else (), rng, dealing)
         self._inbound = inbound
         self._node = node
         self._sent = SentOnce()
-        self._stolen: dict[int, ArrivedGroup] = {}
+        self._others: dict[int, ArrivedGroup] = {}
+        """Groups that other replicas have sent."""
         self._answers = dict(answers or {})
         self._ask: Ask = lambda wanted: None
         self._waiting: Waiting = lambda: None
@@ -89,20 +93,27 @@ class Intake:
             self._send(self.core.begin(step))
             self._call()
 
-    def take(self, *, called: bool) -> tuple[list[ArrivedGroup], bool, bool] | None:
-        """Groups for the batch under way, whether to train on it, and whether that was the last; None: wait."""
+    def take(self, *, called: bool) -> tuple[Take, list[ArrivedGroup], int] | None:
+        """What to do next, with groups for the batch under way, and how many are of others; None: wait."""
         taken = self.core.take(time.monotonic(), called=called)
         if taken is None:
             return None
         self._send(taken.messages)
-        return self._groups(taken.positions), taken.train, taken.over
+        return taken, *self._groups(taken.positions)
+
+    def tell(self) -> News:
+        """What to tell the other replicas where they meet, to deal the groups."""
+        return self.core.news()
+
+    def hear(self, news: Sequence[News]) -> None:
+        """What all replicas have told there."""
+        self._send(self.core.heard(news, time.monotonic()))
 
     def rest(self, report: Callable[[], None]) -> tuple[list[ArrivedGroup], int]:
         """Groups that came back or were stolen, and the number of the latter; calls `report` when it is due."""
         while (taken := self.core.rest()) is not None:
             if not taken.report:
-                stolen = sum(position in self._stolen for position in taken.positions)
-                return self._groups(taken.positions), stolen
+                return self._groups(taken.positions)
             report()
         return [], 0
 
@@ -129,7 +140,7 @@ class Intake:
                 self._send(core.decline(message.sender, message.body))
                 raise
             positions = [group.position for group in groups]
-            self._stolen |= {group.position: group for group in groups}
+            self._others |= {group.position: group for group in groups}
         self._send(core.handle(message.kind, message.sender, message.body, time.monotonic(), positions))
 
     def _send(self, out: Iterable[Sending]) -> None:
@@ -151,23 +162,22 @@ class Intake:
         body = {**item.body, "workers": [group.worker for group in groups], "batch": described}
         self._sent.note(item.to, item.positions, self._node.endpoint.send(item.to, GROUPS, body, (buffer,)))
 
-    def _groups(self, positions: Sequence[int]) -> list[ArrivedGroup]:
-        """The rows of these positions, own and stolen ones, which are kept no longer."""
-        stolen = self._stolen
-        return [stolen.pop(p) if p in stolen else self._inbound.pop([p])[0] for p in positions]
+    def _groups(self, positions: Sequence[int]) -> tuple[list[ArrivedGroup], int]:
+        """The rows of these positions, which are kept no longer, and how many others have sent."""
+        others = self._others
+        sent = sum(position in others for position in positions)
+        return [others.pop(p) if p in others else self._inbound.pop([p])[0] for p in positions], sent
 
     @decoder
     def _read(self, message: Message) -> list[ArrivedGroup]:
         transfer = read(message.body, Transfer, message.kind)
         if len(message.payload) != 1:
-            raise ProtocolError(
-                f"stolen groups from {message.sender} in {len(message.payload)} payload frames; expected 1"
-            )
+            raise ProtocolError(f"groups from {message.sender} in {len(message.payload)} payload frames; expected 1")
         batch = decode_batch(transfer.batch, message.payload[0])
         answered = {name for fields in self._answers.values() for name in fields}
         ranges = group_ranges(batch.only([name for name in batch.columns if name not in answered]))
         if len(ranges) != len(transfer.workers):
-            raise ProtocolError(f"{len(ranges)} stolen groups with {len(transfer.workers)} workers")
+            raise ProtocolError(f"{len(ranges)} groups with {len(transfer.workers)} workers")
         more = batch.only(sorted(answered))
         return [
             ArrivedGroup(position, rows, worker, more.slice(rows.start, rows.stop).columns if answered else {})

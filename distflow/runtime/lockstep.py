@@ -10,6 +10,8 @@ different numbers of micro-batches and wait for samples at different times. So t
 - A replica that has reached a point where all must meet (the optimizer step, a gather) says so once, and then answers
   the others until all have reached it. So none polls: an agreement begins only where a replica has something new.
 - A replica that is being stopped says so in its next facts: then all stop, after the same round.
+- The facts also carry which groups have arrived, from which all deal them alike (`exchange/deal_core.py`): so replicas
+  usually want the same rounds at the same time, and with as much to compute.
 
 Example, two replicas; replica 1 waits for samples until its last group comes:
     0 wants FB, 1 answers: 0 computes, 1 is idle        0 is done, 1 answers: no round is held
@@ -18,7 +20,7 @@ Example, two replicas; replica 1 waits for samples until its last group comes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, TypeVar
 
@@ -28,9 +30,10 @@ from distflow.comm.collective import losing_members
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch
 from distflow.errors import UserError
+from distflow.exchange.deal_core import News
 from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.protocols import Backend, Measured, TokenScores, TokenValues
+from distflow.runtime.protocols import Backend, Measured, Priced, TokenScores, TokenValues
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.waits import WaitBoard
 
@@ -59,6 +62,12 @@ class Rounds:
         self._metrics = metrics
         self._limit_s = no_progress_s
         self._graded: str | None = None
+        self._tell: Callable[[], News] = list
+        self._hear: Callable[[Sequence[News]], None] = lambda news: None
+
+    def carry(self, tell: Callable[[], News], hear: Callable[[Sequence[News]], None]) -> None:
+        """Have every agreement carry what `tell` returns; `hear` gets that of all replicas, under the board's lock."""
+        self._tell, self._hear = tell, hear
 
     @property
     def called(self) -> bool:
@@ -127,8 +136,12 @@ class Rounds:
 
     def _say(self, news: Fact) -> list[Fact]:
         """Agree on the next round, and take part in it without samples unless this replica wants it."""
-        facts = self._replicas.agree("a round", {**news, "stop": self._replicas.stopping})
+        with self._board.condition:
+            there = self._tell()
+        facts = self._replicas.agree("a round", {**news, "there": there, "stop": self._replicas.stopping})
         self._replicas.stop_together(facts)
+        with self._board.condition:
+            self._hear([fact["there"] for fact in facts])
         held = _held(facts)
         if held is not None and list(held) != news.get("wants"):
             model, kind = held
@@ -232,6 +245,11 @@ class LockstepModel:
     def onload(self) -> None:
         """Move it back."""
         self._inner.onload()
+
+    @property
+    def quadratic(self) -> float:
+        """How much attention adds to the cost of long rows, if the backend knows."""
+        return self._inner.quadratic if isinstance(self._inner, Priced) else 0.0
 
     def device_bytes(self) -> Mapping[str, int]:
         """Bytes on the device of this replica's part, if the backend can measure them."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from distflow.exchange.deal_core import DealCore, DealRule
+from distflow.exchange.dealing import CostRule
 from distflow.exchange.intake_core import IntakeCall, IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, model_folders
@@ -24,7 +26,7 @@ from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Hosts, Lanes, Node
 from distflow.runtime.owner_side import build_inbound
-from distflow.runtime.protocols import Backend, Tokenizer
+from distflow.runtime.protocols import Backend, Priced, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.rows import InboundRows, OutboundRows, register_rows
@@ -244,18 +246,35 @@ def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
 def takes(base: Base, ends: OwnerEnds, replicas: Replicas, limits: TrainingLimits, rounds: Rounds | None) -> Intake:
     """What takes the groups that arrive for the open step, and those of busier replicas, once calls have answered."""
     recipe = base.setting.recipe
-    # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
-    others = replicas.others if limits.streamed and rounds is None and recipe.layout.stealing else ()
     edges = [base.setting.plan.edge(port.edge) for port in base.setting.me.port("asks")]
     versioned = {edge.name for edge in edges if edge.when == "in window"}
     answers = {edge.name: edge.back for edge in edges if edge.when == "on arrival" or edge.name in versioned}
     asked = tuple(IntakeCall(name, in_window=name in versioned) for name in answers)
     rule = IntakeRule(limits.batch.tokens_per_microbatch, limits.streamed, asked)
     rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")
-    intake = Intake(ends.inbound, base.node, rule, others, rng, answers)
+    deals = replicas.size > 1 and (rounds is not None or not limits.streamed)
+    dealing = DealCore(base.name, base.setting.owners, _deal_rule(base, limits, rounds)) if deals else None
+    others = replicas.others if deals or recipe.layout.stealing else ()
+    intake = Intake(ends.inbound, base.node, rule, others, rng, answers, dealing)
+    if rounds is not None:
+        rounds.carry(intake.tell, intake.hear)
     if ends.calls is not None:
         _ask_on_arrival(ends.calls, intake, limits.batch.prompts, versioned)
     return intake
+
+
+def _deal_rule(base: Base, limits: TrainingLimits, rounds: Rounds | None) -> DealRule:
+    batch = limits.batch
+    model = None if rounds is None else rounds.models[base.setting.plan.primary]
+    return DealRule(
+        batch.prompts,
+        batch.ledgers,
+        CostRule(batch.tokens_per_microbatch, model.quadratic if isinstance(model, Priced) else 0.0),
+        minibatches=batch.minibatches,
+        streamed=limits.streamed,
+        divided=rounds is not None,
+        pinned=not base.setting.recipe.layout.stealing,
+    )
 
 
 def _ask_on_arrival(calls: Calls, intake: Intake, prompts: int, versioned: Collection[str]) -> None:

@@ -159,6 +159,15 @@ class Measured(Protocol):
         """Bytes of its tensors on its device now (for a CPU: in memory), by purpose."""
 
 
+@runtime_checkable
+class Priced(Protocol):
+    """A backend that knows how much attention adds to the cost of long rows; optional."""
+
+    @property
+    def quadratic(self) -> float:
+        """q: a row of n tokens costs n + q·n², counted in tokens without attention."""
+
+
 class Reducer(Protocol):
     """Sums over the data-parallel replicas of a training pool."""
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self
 
+import torch
+
 from distflow.comm.fact_exchange import Fact
 from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch
+from distflow.data.micro_batches import MICRO_BATCH
+from distflow.exchange.intake_core import Take
 from distflow.exchange.sample_channel import ArrivedGroup
 from distflow.flow.plan import BatchPlan, Plan
 from distflow.runtime.intake import Intake, join_groups
@@ -19,6 +23,8 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.trace_writer import spanned
+
+WHOLE = "whole batches"
 
 
 @dataclass(slots=True)
@@ -37,11 +43,8 @@ class StepTally:
 class _Taken:
     """Groups for the batch under way."""
 
+    take: Take
     groups: list[ArrivedGroup]
-    train: bool = False
-    """Train on the batch under way."""
-    over: bool = False
-    """This replica's ledgers have no more groups for this step."""
     stopped: bool = False
     """The run is being stopped; the replicas have to agree on that."""
 
@@ -62,6 +65,8 @@ class Receiving:
         self.tally = StepTally(0, 0.0)
         self.accounts: list[Fact] | None = None
         """What every replica has trained on in this step, once all have reported it and nothing was stolen since."""
+        self._whole = False
+        """Whether all replicas have agreed that they have their sets."""
         self._account = account
         self._intake = intake
         self._replicas = replicas
@@ -75,12 +80,13 @@ class Receiving:
         """Open training step t."""
         self.tally = StepTally(t, time.perf_counter())
         self.accounts = None
+        self._whole = False
         self._intake.begin(t)
 
     def receive(self, t: int) -> Iterator[Batch]:
         """The samples of step t, in batches of at least `tokens_per_microbatch` as they arrive (or all at once).
 
-        Where a model is divided, the groups at hand become a batch as soon as another replica asks for a round.
+        Where a model is divided, or the whole set is awaited, all replicas deal their groups among themselves first.
         Ends early when the run is being stopped: the replicas then agree on that, in `apply` at the latest.
         """
         yield from self._own(t)
@@ -94,20 +100,37 @@ class Receiving:
         while True:
             taken = self._next(t)
             if taken.stopped:
-                if not self._limits.streamed:
-                    self._replicas.stop_together(self._replicas.agree("whole batches", {"stop": True}))
+                if self._meets_whole:
+                    self._replicas.stop_together(self._replicas.agree(WHOLE, {"stop": True, "there": []}))
                 return
             pending += taken.groups
-            if taken.over and not self._limits.streamed and self._replicas.set.size > 1:
-                # Steps of batch scope may gather facts of all replicas, so all must get this far.
-                self._replicas.stop_together(self._replicas.agree("whole batches", {"stop": self._replicas.stopping}))
-            if taken.train:
-                yield self._batch(t, pending)
+            if taken.take.meet:
+                self._meet()
+            elif taken.take.train:
+                yield self._batch(t, pending, taken.take.parts)
                 pending = []
-            elif not taken.groups and not taken.over and self._rounds is not None:
-                self._rounds.answer()
-            if taken.over:
+            if taken.take.over:
                 return
+
+    @property
+    def _meets_whole(self) -> bool:
+        """Whether this replica has yet to agree with the others that all have their sets for the step."""
+        return not self._limits.streamed and self._intake.deals and not self._whole
+
+    def _meet(self) -> None:
+        """Tell the other replicas what has arrived, and hear from them."""
+        if not self._meets_whole:
+            assert self._rounds is not None, "only replicas with a divided model deal what streams in"
+            self._rounds.answer()
+            return
+        # Steps of batch scope may gather facts of all replicas, so all must get this far.
+        with self._board.condition:
+            fact = {"stop": self._replicas.stopping, "there": self._intake.tell()}
+        facts = self._replicas.agree(WHOLE, fact)
+        self._replicas.stop_together(facts)
+        with self._board.condition:
+            self._intake.hear([said["there"] for said in facts])
+        self._whole = True
 
     def _next(self, t: int) -> _Taken:
         """Wait for groups that step t may take, and take them."""
@@ -124,7 +147,10 @@ class Receiving:
             )
 
     def _awaited(self, t: int) -> tuple[str, tuple[str, ...]]:
-        """What this replica waits for, and from whom: samples, or what others are asked for about them."""
+        """What this replica waits for, and from whom: samples, what was dealt to it, or answers about samples."""
+        dealt = self._intake.core.waits_for
+        if dealt:
+            return f"groups of training step {t} that were dealt", dealt
         answers = self._intake.waits_for_answers()
         return (f"samples of training step {t}", self._busy_holders()) if answers is None else answers
 
@@ -138,17 +164,18 @@ class Receiving:
         owner = self._intake.owner
         if owner.exhausted is not None:
             raise owner.exhausted
-        if self._replicas.stopping:
-            return _Taken([], stopped=True)
-        # Replicas that wait for a whole batch do so before the first round.
+        if self._replicas.stopping and not self._whole:
+            return _Taken(Take(), [], stopped=True)
         taken = self._intake.take(called=self._rounds is not None and self._rounds.called)
         if taken is None:
             return None
-        groups, train, over = taken
+        take, groups, dealt = taken
+        if dealt:
+            self._metrics.add("dealing/groups/count", dealt)
         trace = self._metrics.trace
         with spanned(trace, "take", "runtime"):
             trace.arrive("group", [str(group.position) for group in groups], [group.worker for group in groups])
-        return _Taken(groups, train, over)
+        return _Taken(take, groups)
 
     # -- from other replicas
 
@@ -191,10 +218,13 @@ class Receiving:
 
     # -- details
 
-    def _batch(self, t: int, groups: Sequence[ArrivedGroup]) -> Batch:
+    def _batch(self, t: int, groups: Sequence[ArrivedGroup], parts: Mapping[int, Sequence[int]] | None = None) -> Batch:
         if self._limits.streamed:
             groups = _in_long_runs(groups)
         batch = join_groups(groups)
+        if parts is not None:
+            numbers = torch.tensor([number for group in groups for number in parts[group.position]])
+            batch = batch.with_columns(**{MICRO_BATCH: numbers})
         tally = self.tally
         tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
         tally.samples += batch.rows

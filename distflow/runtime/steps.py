@@ -22,11 +22,14 @@ from distflow.data.randomness import generator
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
+from distflow.log import logger
 from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
 from distflow.types import DROP_REASON, Episode, Uid, written
+
+log = logger(__name__)
 
 
 @dataclass(slots=True)
@@ -147,6 +150,8 @@ class StepRunner:
         self._plans = {step.name: step for step in steps}
         self._contexts = contexts
         self._functions: dict[str, Callable[..., Any]] = {}
+        self._told: set[tuple[str, str]] = set()
+        """Fields that steps wrote without a declaration, and that were told."""
         for step in steps:
             function = resolve(step.call)
             check_step(function, step)
@@ -205,7 +210,20 @@ class StepRunner:
         found = self._as_declared(plan, result)
         if found.rows != batch.rows:
             raise StepError(f"{self._where(plan)} turned {batch.rows} rows into {found.rows}; a step keeps every row")
-        return found
+        known = (*plan.writes, *plan.may_write)
+        more = [field for field in found.columns if field not in batch and not written(field, known)]
+        if not more:
+            return found
+        new = [field for field in more if (plan.name, field) not in self._told]
+        self._told.update((plan.name, field) for field in new)
+        if new:
+            log.warning(
+                "%s does not declare that it writes %s, so nobody gets it: add it to writes, or, of a score step, to "
+                "may_write",
+                self._where(plan),
+                ", ".join(new),
+            )
+        return found.only([field for field in found.columns if field not in more])
 
     def _as_declared(self, plan: StepPlan, result: object) -> Batch:
         """What a step returned, if it is a batch with the fields that it declares, in their shapes."""

@@ -12,7 +12,8 @@ from msgspec import structs
 
 from distflow.comm.fact_exchange import Fact
 from distflow.config.plugins import VOCABULARY
-from distflow.data.batch import Batch, Ragged, minibatch_rows
+from distflow.data.batch import Batch, Ragged
+from distflow.data.micro_batches import minibatch_rows
 from distflow.errors import NoProgressError, UserError, WorkerFailed
 from distflow.exchange.rows_core import Then
 from distflow.exchange.sample_channel import InboundSamples
@@ -161,7 +162,7 @@ class Training:
         own the ledgers.
         """
         plan = self._limits.batch
-        parts = [batch.select(rows) for rows in minibatch_rows(batch, plan.ledgers, plan.minibatches)]
+        parts = list(map(batch.select, minibatch_rows(batch, self._parts.intake.core.rank, plan.minibatches)))
         return self._updates.epochs(parts)
 
     def apply(self, model: str) -> None:

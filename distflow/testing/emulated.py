@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch, Ragged, row_lengths
 from distflow.data.randomness import stream_key, uniform_rows
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard, share_of
@@ -193,18 +194,22 @@ class TrainModel(_Options):
 
     token_s: float = 1e-4
     """Seconds of forward and backward per token."""
+    pair_s: float = 0.0
+    """Seconds besides for each pair of tokens in a row, as attention takes them."""
     latency_s: float = 0.0
     """And of each forward, whatever it holds."""
     apply_s: float = 0.02
     """Seconds of an optimizer step."""
     size: int = 1 << 16
     """Number of float32 parameters, which are summed over the replicas and published."""
+    rounds_file: str = ""
+    """Of EmulatedDividedBackend: a file, by replica, for the seconds of its rounds; a line for each training step."""
 
 
 class EmulatedBackend:
     """Implements `distflow.runtime.protocols.Backend`; learns nothing."""
 
-    lockstep = False
+    lockstep: ClassVar[bool] = False
     learning_rate = 0.0
 
     def __init__(self, spec: BackendSpec) -> None:
@@ -226,9 +231,13 @@ class EmulatedBackend:
 
     def _forward(self, batch: Batch) -> Ragged:
         responses = batch.ragged("response_ids")
-        tokens = int(responses.offsets[-1] + batch.ragged("prompt_ids").offsets[-1])
-        time.sleep(self._model.latency_s + tokens * self._model.token_s)
+        lengths = row_lengths(batch).double()
+        work_s = float((lengths * self._model.token_s + lengths.square() * self._model.pair_s).sum())
+        self._compute(self._model.latency_s + work_s)
         return responses
+
+    def _compute(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def accumulate(self, loss_sum: Tensor) -> None:
         """Every element of the gradient is the number of losses."""
@@ -271,3 +280,34 @@ class EmulatedBackend:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class EmulatedDividedBackend(EmulatedBackend):
+    """The same in lockstep: its replicas agree on each round, which lasts as long as the one with most to compute."""
+
+    lockstep: ClassVar[bool] = True
+
+    def __init__(self, spec: BackendSpec) -> None:
+        super().__init__(spec)
+        self._rounds: list[float] = []
+
+    @property
+    def quadratic(self) -> float:
+        """What the pairs of a row add to its cost."""
+        return self._model.pair_s / self._model.token_s
+
+    def idle(self, *, grad: bool) -> None:
+        """A round without samples."""
+        self._compute(0.0)
+
+    def apply(self, denominator: float) -> float:
+        """The same, and note the rounds since the last step."""
+        if self._model.rounds_file:
+            with Path(f"{self._model.rounds_file}-{self._replicas.rank}").open("a") as file:
+                file.write(" ".join(map(str, self._rounds)) + "\n")
+        self._rounds.clear()
+        return super().apply(denominator)
+
+    def _compute(self, seconds: float) -> None:
+        self._rounds.append(seconds)
+        super()._compute(seconds)

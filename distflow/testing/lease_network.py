@@ -18,6 +18,7 @@ from functools import partial
 
 import msgpack
 
+from distflow.exchange.deal_core import News
 from distflow.exchange.intake_core import Sending
 from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
 from distflow.exchange.ledgers import merge_snapshots
@@ -54,6 +55,7 @@ class LeaseNetwork:
         self._saved: dict[str, object] | None = dict(scenario.snapshot) if scenario.snapshot is not None else None
         self.owner_names = [f"trainer/{r}" for r in range(scenario.owners)]
         self.began_on: dict[int, set[Version]] = {}
+        self._met: dict[str, News] = {}
         self.trainers = self._new_trainers()
         self.version = self.trainers[self.owner_names[0]].owner.version
         self._workers = {f"rollout/{i}": LeaseWorker(self, i) for i in range(scenario.workers)}
@@ -134,7 +136,26 @@ class LeaseNetwork:
         self.after(0.25, self._tick)
 
     # -- owners
+    @property
+    def called(self) -> bool:
+        """Whether a replica waits for the others to meet."""
+        return bool(self._met)
+
+    def meet(self, name: str, news: News) -> None:
+        """A replica waits for the others; when all have come, each hears a little later what all had to tell."""
+        first = not self._met
+        self._met[name] = news
+        if first:
+            for other in self.trainers.values():
+                self.after(self._rng.random(), other.work)
+        if len(self._met) == len(self.trainers):
+            said = [self._met[owner] for owner in self.owner_names]
+            self._met.clear()
+            for trainer in self.trainers.values():
+                self.after(self._rng.random(), partial(trainer.heard, said))
+
     def _new_trainers(self) -> dict[str, LeaseTrainer]:
+        self._met.clear()
         return {name: LeaseTrainer(self, r, self._saved) for r, name in enumerate(self.owner_names)}
 
     def _renew(self, owners: int) -> None:

@@ -116,6 +116,8 @@ class Scenario:
     """Whether to take a step's groups only when all of them have arrived."""
     stealing: bool = False
     """Whether idle replicas take groups from busy ones."""
+    dealing: bool = False
+    """Whether replicas meet to deal all groups by cost, instead."""
     budget: int = 1
     """Padded tokens of a batch."""
     batch_s: Callable[[int], float] = _none
@@ -161,7 +163,7 @@ class Record:
     """Size in bytes of the largest message with leases or tokens."""
     peak_bytes: int = 0
     """Largest number of bytes that any owner had reserved for results."""
-    stolen: int = 0
+    moved: int = 0
     """Groups that another replica than their owner trained on."""
     snapshot: dict[str, object] = field(default_factory=dict)
     """Counters of the first owner at the end."""

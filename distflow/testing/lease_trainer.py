@@ -1,7 +1,8 @@
 """A training replica of `lease_network`: the cores of a real one, and a training loop in virtual time.
 
 It takes a batch whenever its core says so and computes for `Scenario.batch_s`; answers of calls come after up to
-`Scenario.answer_s`. When it has reported what it trained on, and every other replica too, the network ends the step.
+`Scenario.answer_s`. Where it is to meet the others, it waits until all have come; one that computes comes afterwards,
+one with nothing to do at once. When all have reported what they trained on, the network ends the step.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending
+from distflow.exchange.deal_core import DealCore, DealRule, News
+from distflow.exchange.dealing import CostRule
+from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.steal_core import GROUPS, Send
@@ -41,6 +44,13 @@ class Classroom(Protocol):
     def train_when_ready(self) -> None:
         """End the training step if all replicas have reported."""
 
+    @property
+    def called(self) -> bool:
+        """Whether another replica waits for the others to meet."""
+
+    def meet(self, name: str, news: News) -> None:
+        """A replica waits for the others, and has this to tell them."""
+
 
 class LeaseTrainer:
     """Replica `number` in the network's present term."""
@@ -52,7 +62,7 @@ class LeaseTrainer:
         self._term = network.term
         self._batch_s = scenario.batch_s(number)
         self._read: dict[int, bool] = {}
-        self._busy = self._own_over = False
+        self._busy = self._own_over = self._meeting = False
         self._rng = random.Random(scenario.seed * 31 + number)
         self.owner = OwnerCore(
             self.name,
@@ -63,11 +73,20 @@ class LeaseTrainer:
             snapshot=saved,
             begins=network.begins,
         )
-        others = [name for name in network.owner_names if name != self.name]
+        self.intake = self._new_intake()
+        self.intake.begin(self.owner.version)
+
+    def _new_intake(self) -> IntakeCore:
+        scenario, names = self.network.scenario, self.network.owner_names
         streamed = not scenario.lazy_take
         rule = IntakeRule(scenario.budget, streamed, scenario.calls)
-        self.intake = IntakeCore(self.owner, rule, others if scenario.stealing and streamed else (), self._rng)
-        self.intake.begin(self.owner.version)
+        if scenario.dealing and len(names) > 1:
+            prompts = scenario.settings.ledgers * scenario.settings.groups_per_ledger
+            cost = CostRule(scenario.budget, quadratic=0.1)
+            deal = DealRule(prompts, scenario.settings.ledgers, cost, streamed=streamed)
+            return IntakeCore(self.owner, rule, dealing=DealCore(self.name, names, deal))
+        others = [name for name in names if name != self.name] if scenario.stealing and streamed else []
+        return IntakeCore(self.owner, rule, others, self._rng)
 
     # -- events
     def hear(self, message: Message) -> None:
@@ -84,7 +103,8 @@ class LeaseTrainer:
             raise owner.exhausted
         if isinstance(message, Result) and kept:
             self.network.began_on[message.position] = self.network.versions[message.worker, message.position]
-            lengths = [self.network.scenario.tokens] * self.network.scenario.settings.samples_per_prompt
+            # No matter what was sampled: longer in some groups than in others.
+            lengths = [1 + message.position % 7] * self.network.scenario.settings.samples_per_prompt
             self.send(self.intake.arrived({message.position: lengths}))
             self._call()
         self.check_memory()
@@ -105,13 +125,19 @@ class LeaseTrainer:
     @property
     def done(self) -> bool:
         """Whether it has trained on all that it has, and reported it."""
-        return self.intake.reported and not self._busy
+        return self.intake.reported and not self._busy and not self._meeting
 
     def work(self) -> None:
         """Take what there is, one batch at a time."""
-        while not self._busy and not self.owner.finished:
-            taken = self.intake.rest() if self._own_over else self.intake.take(self.network.now)
+        if self._term != self.network.term:
+            return
+        while not self._busy and not self._meeting and not self.owner.finished:
+            taken = self._next()
             if taken is None:
+                break
+            if taken.meet:
+                self._meeting = True
+                self.network.meet(self.name, self.intake.news())
                 break
             self.send(taken.messages)
             self._train_on(taken.positions)
@@ -122,6 +148,18 @@ class LeaseTrainer:
                 self._busy = True
                 self.network.after(self._batch_s, self._computed)
         self.network.train_when_ready()
+
+    def _next(self) -> Take | None:
+        called = self.network.called
+        if not self._own_over:
+            return self.intake.take(self.network.now, called=called)
+        return self.intake.rest() or (Take(meet=True) if called else None)
+
+    def heard(self, news: Sequence[News]) -> None:
+        """All replicas have met."""
+        self._meeting = False
+        self.send(self.intake.heard(news, self.network.now))
+        self.work()
 
     def advance(self, version: int) -> None:
         """The step is over: open the next one."""
@@ -175,8 +213,7 @@ class LeaseTrainer:
 
     def _computed(self) -> None:
         self._busy = False
-        if self._term == self.network.term:
-            self.work()
+        self.work()
 
     def _train_on(self, positions: Sequence[int]) -> None:
         network, version = self.network, self.owner.version
@@ -184,7 +221,7 @@ class LeaseTrainer:
         for position in positions:
             assert position not in trained, f"position {position} trained twice"
             trained.add(position)
-            network.record.stolen += not self._owns(position)
+            network.record.moved += not self._owns(position)
             versions = network.began_on.pop(position)
             assert all(one.survives(network.begins) for one in versions), f"{position}: {versions}, {network.begins}"
             network.record.lags[version - min(versions).number] += 1

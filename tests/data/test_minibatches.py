@@ -6,7 +6,9 @@ import random
 
 import torch
 
-from distflow.data.batch import Batch, minibatch_rows
+from distflow.data.batch import Batch
+from distflow.data.micro_batches import minibatch_rows
+from distflow.exchange.dealing import ranks
 
 LEDGERS, SAMPLES = 4, 3
 
@@ -17,9 +19,9 @@ def batch(positions: list[int]) -> Batch:
 
 def groups(positions: list[int], parts: int) -> list[set[int]]:
     """The prompt positions of each part; all rows of a group are in one part, side by side."""
-    given = batch(positions)
+    given, rank = batch(positions), ranks(positions, LEDGERS)
     found = []
-    for rows in minibatch_rows(given, LEDGERS, parts):
+    for rows in minibatch_rows(given, rank.__getitem__, parts):
         part = given.select(rows)
         assert len(part.group_bounds()) - 1 == len(rows) // SAMPLES
         found.append({int(position) for position in part.dense("group")})
@@ -46,4 +48,4 @@ def test_every_row_is_in_one_part_whatever_the_order_and_the_owners() -> None:
 
 
 def test_one_part_is_the_whole_batch() -> None:
-    assert minibatch_rows(batch([3, 1, 2]), LEDGERS, 1) == [[3, 4, 5, 6, 7, 8, 0, 1, 2]]
+    assert minibatch_rows(batch([3, 1, 2]), lambda position: 0, 1) == [[3, 4, 5, 6, 7, 8, 0, 1, 2]]

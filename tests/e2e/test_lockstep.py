@@ -28,6 +28,8 @@ def test_a_divided_model_trains_as_a_whole_one(launch: Launch, layout: list[str]
     run = launch("quickstart", *SMALL, *settings, divided(pool))
     assert run.wait() == 0, run.output
     assert norms(run)[:3] == pytest.approx(norms(whole)[:3], rel=1e-3)
+    dealt = [line["dealing/groups/count"] for line in run.metrics() if "dealing/groups/count" in line]
+    assert dealt, "no worker trained on groups of the other"
     check_trained_once(run, 6)
     assert run.leftovers() == []
 

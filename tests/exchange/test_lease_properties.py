@@ -103,6 +103,7 @@ def scenarios(draw: st.DrawFn, *, colocated: bool = False) -> Scenario:
         lazy_take=draw(st.booleans()),
         read_s=draw(st.sampled_from([0.0, 3.0])),
         stealing=draw(st.booleans()),
+        dealing=draw(st.booleans()),
         budget=draw(st.sampled_from([1, 100, 10**6])),
         batch_s=draw(st.sampled_from([lambda number: 0.0, lambda number: 0.7, lambda number: 3.0 * (number == 0)])),
         calls=draw(st.sampled_from(CALLS)),

@@ -14,7 +14,7 @@ def test_the_plan_says_so() -> None:
     plan = plan_recipe("quickstart", [FSDP, "layout.pools.trainer.count=2"])[1]
     (note,) = plan.notes
     assert note.startswith("backend 'fsdp' divides models over the 2 worker(s) of 'trainer', which all take part")
-    assert note.endswith("they steal no samples")
+    assert note.endswith("and deal their samples by cost")
     (alone,) = plan_recipe("quickstart", [FSDP])[1].notes
     assert alone == "backend 'fsdp' divides models over the 1 worker(s) of 'trainer'"
     assert plan_recipe("quickstart", [])[1].notes == ()

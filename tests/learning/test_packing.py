@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.data.batch import Batch, Ragged, micro_batches, split_rows
+from distflow.data.batch import Batch, Ragged
+from distflow.data.micro_batches import MICRO_BATCH, micro_batches, split_rows
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200))
@@ -58,3 +59,14 @@ def test_a_single_row_batch_larger_than_the_budget() -> None:
 def test_a_negative_budget() -> None:
     with pytest.raises(ValueError, match="budget of -1 tokens; expected ≥ 1"):
         split_rows(torch.tensor([1]), -1)
+
+
+def test_parts_that_the_replicas_have_agreed_on_are_kept() -> None:
+    """Whatever the budget, and without the fields that nobody asked for."""
+    batch = _batch()
+    numbers = torch.tensor([5, 3, 5])
+    parts = list(micro_batches(batch.with_columns(**{MICRO_BATCH: numbers}), 6, ["prompt_ids", "response_ids"]))
+    assert [rows.tolist() for rows, _ in parts] == [[1], [0, 2]]
+    assert all(sorted(part.columns) == ["prompt_ids", "response_ids"] for _, part in parts)
+    for rows, part in parts:
+        assert part.ragged("response_ids").lengths.tolist() == batch.ragged("response_ids").lengths[rows].tolist()

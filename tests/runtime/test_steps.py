@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,12 @@ def unwritten(batch, ctx):
     return batch
 
 
+@step(role="score", reads=["group"], writes=["reward"], may_write=["rewards/*"])
+def generous(batch, ctx):
+    group = batch.dense("group")
+    return batch.with_columns(**{"reward": group, "rewards/part": group, "spread": group, "group": group})
+
+
 @step(role="score", reads=["group"], writes=["reward"])
 def shorter(batch, ctx):
     return batch.slice(0, 1).with_columns(reward=batch.dense("group")[:1])
@@ -105,6 +112,7 @@ def runner(file: Path, name: str, role: str = "score", **settings: Any) -> tuple
         settings=settings,
         reads=() if role == "generate" else ("group",),
         writes=writes,
+        may_write=("rewards/*",) if name == "generous" else (),
     )
     metrics = MetricStore()
     context = StepContext("judge", worker="rollout/1", training_step=6, metrics=metrics)
@@ -120,6 +128,22 @@ def test_a_step_gets_its_settings_and_its_time_is_taken(file: Path) -> None:
     steps, metrics = runner(file, "doubled", factor=3.0)
     assert steps.call("judge", batch()).dense("reward").tolist() == [0.0, 3.0, 6.0]
     assert "timing_s/judge" in metrics.drain()
+
+
+def test_what_a_step_does_not_declare_is_dropped_and_told_once(
+    file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is where another worker runs the step: only what it declares comes back."""
+    monkeypatch.setattr(logging.getLogger("distflow"), "propagate", True)
+    steps, _ = runner(file, "generous")
+    for _ in range(2):
+        assert set(steps.call("judge", batch()).columns) == {"group", "uid", "reward", "rewards/part"}
+    told = [record.getMessage() for record in caplog.records]
+    where = f"step 'judge' ({file}:generous) on rollout/1"
+    assert [text for text in told if "does not declare" in text] == [
+        f"{where} does not declare that it writes spread, so nobody gets it: add it to writes, or, of a score step, "
+        "to may_write"
+    ]
 
 
 def test_what_a_step_raises_is_told_with_its_own_frames_first(file: Path) -> None:

@@ -42,6 +42,8 @@ class ModelBackend(ABC, Generic[OptimizerT]):
             spec.model, device=home, seed=spec.seed, load_weights=True, deterministic=spec.batch_invariant
         )
         self._head = head_of(spec.model)
+        self.quadratic = _quadratic(self._model)
+        """A row of n tokens costs n + quadratic·n² forwards of a token without attention."""
         for parameter in self._model.parameters():
             parameter.requires_grad_(spec.trainable)
         self._stored = stored_model(spec.model)
@@ -131,3 +133,11 @@ def _recompute_activations(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
+
+
+def _quadratic(model: PreTrainedModel) -> float:
+    """Per token and layer, a causal model computes 2·(its parameters) in products with weights, and n·2·width in
+    attention over n tokens (arXiv 2001.08361, table 1). All experts are counted, so for these it is too little."""
+    config = model.config.get_text_config()
+    body = model.base_model.num_parameters(exclude_embeddings=True)
+    return float(config.num_hidden_layers * config.hidden_size / body)

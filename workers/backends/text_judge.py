@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distflow.data.batch import Ragged, split_rows
+from distflow.data.batch import Ragged
+from distflow.data.micro_batches import split_rows
 from distflow.runtime.protocols import BackendSpec
 from distflow.workers.tokenizers import build_tokenizer
 

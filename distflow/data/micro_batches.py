@@ -1,0 +1,67 @@
+"""Cuts a batch into what is computed at once, and into what is trained on at once.
+
+A micro-batch is one forward and backward: rows of similar length together, so that little is computed on padding,
+within a budget of padded tokens. Replicas that compute in rounds have agreed on theirs before (field `MICRO_BATCH`), so
+that a round takes all of them equally long. A mini-batch is one update of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch, group_ranges, row_lengths
+
+MICRO_BATCH = "micro_batch"
+"""[B] int64: the number of each row's micro-batch, where the replicas have agreed on it."""
+
+
+def micro_batches(batch: Batch, tokens: int, fields: Sequence[str] | None = None) -> Iterator[tuple[Tensor, Batch]]:
+    """The parts of a batch that are computed one after another; yields (row numbers, part with just these `fields`).
+
+    Rows for which the replicas have agreed on parts are cut by these. Others so that rows · (longest prompt + response)
+    ≤ `tokens`: the longest rows come first, equal ones in their order, and a row longer than that is a part of its own;
+    0 means no limit. Every row is in exactly one part. A batch that fits is yielded unchanged.
+    """
+    wanted = batch if fields is None else batch.only(fields)
+    agreed = MICRO_BATCH in batch
+    for rows in _agreed_rows(batch) if agreed else split_rows(row_lengths(batch), tokens):
+        yield rows, wanted if len(rows) == len(batch) else wanted.select(rows)
+
+
+def split_rows(lengths: Tensor, tokens: int) -> list[Tensor]:
+    """The row numbers of each micro-batch for rows of these lengths [B]; see `micro_batches`."""
+    if tokens < 0:
+        raise ValueError(f"a micro-batch budget of {tokens} tokens; expected ≥ 1, or 0 for no limit")
+    if not len(lengths):
+        return []
+    if tokens == 0 or len(lengths) * int(lengths.max()) <= tokens:
+        return [torch.arange(len(lengths))]
+    order = torch.argsort(lengths, descending=True, stable=True)
+    ordered = lengths[order].tolist()
+    parts: list[Tensor] = []
+    start = 0
+    while start < len(ordered):
+        count = max(1, tokens // max(1, ordered[start]))
+        parts.append(order[start : start + count])
+        start += count
+    return parts
+
+
+def _agreed_rows(batch: Batch) -> list[Tensor]:
+    numbers = batch.dense(MICRO_BATCH)
+    return [(numbers == number).nonzero().flatten() for number in sorted(set(numbers.tolist()))]
+
+
+def minibatch_rows(batch: Batch, rank: Callable[[int], int], parts: int) -> list[list[int]]:
+    """The row numbers of each mini-batch: part m has the groups whose rank is m modulo `parts`.
+
+    `rank(position)`: the group's number among those that its ledger gives to the training step, by prompt position.
+    """
+    ranges = group_ranges(batch)
+    rows: list[list[int]] = [[] for _ in range(parts)]
+    for position in sorted(ranges):
+        rows[rank(position) % parts] += range(ranges[position].start, ranges[position].stop)
+    return rows

@@ -1,0 +1,141 @@
+"""Who trains on what: the groups of a training step dealt to replicas by cost, and cut into rounds that match.
+
+Every replica computes the same from the same lengths. A row of n tokens costs n + q·n², where q says how much attention
+adds (`CostRule.quadratic`). Groups stay whole, and with their owner as long as it has no more than its share; the
+others go to whoever has least, largest first (LPT, Graham 1969). Where a model is divided, a round lasts as long as its
+largest micro-batch, so in each round all replicas compute about as much as the one that can do least in its budget.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Lengths = Sequence[int]
+"""Tokens of each sample of a group, prompt and response."""
+Hand = dict[int, tuple[int, ...]]
+"""The groups of one replica by position, in their order, with the micro-batch of each sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostRule:
+    """What a row costs, and what a micro-batch holds."""
+
+    budget: int
+    """Padded tokens of a micro-batch."""
+    quadratic: float = 0.0
+    """q: a row of n tokens costs n + q·n²."""
+
+    def row(self, tokens: int) -> float:
+        """Cost of a row."""
+        return tokens + self.quadratic * tokens * tokens
+
+    def group(self, lengths: Lengths) -> float:
+        """Cost of all samples of a group."""
+        return sum(map(self.row, lengths))
+
+
+class Offer(NamedTuple):
+    """A group that may be dealt: the number of its owner, and its lengths."""
+
+    owner: int
+    lengths: Lengths
+
+
+def deal(offers: Mapping[int, Offer], replicas: int, rule: CostRule, *, pinned: bool = False) -> list[list[int]]:
+    """The positions that each replica trains on, in order. `pinned`: each keeps its own.
+
+    A replica that offers a group also gets one.
+    """
+    costs = {position: rule.group(offer.lengths) for position, offer in offers.items()}
+    share = sum(costs.values()) / replicas
+    loads = [0.0] * replicas
+    hands: list[list[int]] = [[] for _ in range(replicas)]
+    for position in sorted(offers, key=lambda position: (-costs[position], position)):
+        owner = offers[position].owner
+        least = min(range(replicas), key=lambda r: (loads[r], r != owner, r))
+        taker = owner if pinned or loads[owner] + costs[position] <= share else least
+        hands[taker].append(position)
+        loads[taker] += costs[position]
+    return [sorted(hand) for hand in hands]
+
+
+class _Row(NamedTuple):
+    tokens: int
+    position: int
+    sample: int
+
+
+def in_rounds(
+    hands: Sequence[Sequence[int]], offers: Mapping[int, Offer], rule: CostRule, first: int = 0, *, even: bool = False
+) -> list[Hand]:
+    """Cut what each replica has into micro-batches, numbered from `first`; those of one number cost the same.
+
+    With `even`, all replicas get equally many, as far as they have rows: so they begin their next hands together.
+    """
+    left = [
+        sorted(
+            (_Row(n, position, sample) for position in hand for sample, n in enumerate(offers[position].lengths)),
+            key=lambda row: (-row.tokens, row.position, row.sample),
+        )
+        for hand in hands
+    ]
+    parts: list[list[list[_Row]]] = [[] for _ in hands]
+    while any(left):
+        most = min(sum(rule.row(row.tokens) for row in rows[: _room(rows, rule)]) for rows in left if rows)
+        for rows, cut in zip(left, parts, strict=True):
+            cut += [_take(rows, most, rule)] if rows else []
+    rounds = max(map(len, parts)) if even else 0
+    return [_hand(_stretched(cut, rounds), hand, first) for cut, hand in zip(parts, hands, strict=True)]
+
+
+def _stretched(parts: list[list[_Row]], rounds: int) -> list[list[_Row]]:
+    """The same rows in at least so many micro-batches, if there are enough rows."""
+    while len(parts) < rounds and (wide := [i for i, part in enumerate(parts) if len(part) > 1]):
+        part = parts[wide[-1]]
+        parts[wide[-1] : wide[-1] + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return parts
+
+
+def _hand(parts: Sequence[Sequence[_Row]], positions: Iterable[int], first: int) -> Hand:
+    numbers: dict[int, dict[int, int]] = {position: {} for position in positions}
+    for number, part in enumerate(parts, start=first):
+        for row in part:
+            numbers[row.position][row.sample] = number
+    return {position: tuple(found[i] for i in range(len(found))) for position, found in numbers.items()}
+
+
+def ranks(positions: Iterable[int], ledgers: int) -> dict[int, int]:
+    """The rank of each position among those of its ledger: its mini-batch is the rank modulo their number."""
+    counts = [0] * ledgers
+    found: dict[int, int] = {}
+    for position in sorted(positions):
+        found[position] = counts[position % ledgers]
+        counts[position % ledgers] += 1
+    return found
+
+
+def padded(lengths: Lengths) -> int:
+    """Tokens of a group whose rows are padded to the longest."""
+    return len(lengths) * max(lengths)
+
+
+def _room(rows: Sequence[_Row], rule: CostRule) -> int:
+    """Rows of a micro-batch that begins with the longest of these."""
+    return max(1, rule.budget // max(1, rows[0].tokens))
+
+
+def _take(rows: list[_Row], most: float, rule: CostRule) -> list[_Row]:
+    """Take the longest of these rows, and then the largest that still fit, up to the cost `most`."""
+    room = _room(rows, rule)
+    taken = [rows.pop(0)]
+    most -= rule.row(taken[0].tokens)
+    while rows and len(taken) < room:
+        place = bisect_left(rows, -most, key=lambda row: -rule.row(row.tokens))
+        if place == len(rows):
+            break
+        taken.append(rows.pop(place))
+        most -= rule.row(taken[-1].tokens)
+    return taken
