@@ -35,8 +35,14 @@ class Trajectory:
     segments: list[Segment] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     """Of the model's segments."""
+    written: list[Segment] = field(default_factory=list)
+    """What the model has written, in the order of the requests, aside too."""
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+    """The prefixes of all requests."""
     train: bool = True
     """Whether the tokens of its newest request are trained on."""
+    aside: bool = False
+    """Whether they are no part of the sample."""
     finish_reason: FinishReason = "stop"
     fields: Mapping[str, float] = field(default_factory=dict)
     """What the step returned."""
@@ -50,11 +56,11 @@ class Trajectory:
 
     def recorded(self, more: SampleOutput | None, reason: FinishReason) -> SampleOutput:
         """What the model has written, without gaps: the form in which it is replayed. `more`: of an open request."""
-        parts = [segment for segment in self.segments if segment.logprobs]
+        parts = self.written
         if more is not None:
             if not parts:
                 return more
-            parts.append(Segment(more.token_ids, more.logprobs, more.spans))
+            parts = [*parts, Segment(more.token_ids, more.logprobs, more.spans)]
         if len(parts) == 1:
             (only,) = parts
             return SampleOutput(*self.key, only.token_ids, only.logprobs, only.spans, reason)
