@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.checkpoint.format import SavedTensor, write_tensors
-from distflow.workers.models import build_model, outline, torch_dtype
+from distflow.workers.models import TOKENS, auto_class, build_model, head_of, load_config, outline, torch_dtype
 from distflow.workers.parameters import stored_form
 from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer, build_tokenizer
 
@@ -26,7 +26,7 @@ MODEL = "model."
 SHARD_BYTES = 5_000_000_000
 """Larger weights are split over several files, as by transformers."""
 TOLERANCE = 1e-5
-"""Largest difference of a log-prob (nats, float32) between the checkpoint's weights and the folder's."""
+"""Largest difference of a log-prob (nats, float32) or a value between the checkpoint's weights and the folder's."""
 FUSED = 2
 """Parameters kept in memory at a time: stored experts come from two fused parameters, in turn."""
 LONGEST = 512
@@ -59,9 +59,10 @@ def export_model(state: Mapping[str, Tensor], model: Mapping[str, Any], texts: S
         raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+    compared = f"{tokens} {_given(model)} of {len(texts)} texts"
     return [
         f"{to}: {size / 1e6:.1f} MB of weights in {files} file{'s' * (files > 1)}, configurations, tokenizer",
-        f"reloaded with transformers: {tokens} log-probs of {len(texts)} texts differ by at most {difference:.1e}",
+        f"reloaded with transformers: {compared} differ by at most {difference:.1e}",
     ]
 
 
@@ -113,7 +114,7 @@ def write_model(
 def compare(
     state: Mapping[str, Tensor], model: Mapping[str, Any], texts: Sequence[Text], folder: Path
 ) -> tuple[int, float]:
-    """Number and largest difference of the log-probs compared, between checkpoint and `folder`, in float32.
+    """Number and largest difference of the log-probs, or values, between checkpoint and `folder`, in float32.
 
     Raises WorkerFailed if that difference exceeds TOLERANCE, or the tokenizer in the folder gives other tokens.
     """
@@ -128,14 +129,14 @@ def compare(
             parameter.copy_(state[MODEL + name])
     rows = [[*tokenizer.encode(prompt), *response][:LONGEST] for prompt, response in texts]
     rows = rows or [_some_tokens(own.config)]
-    expected = _logprobs(own, rows)
+    expected = _outputs(own, rows, model)
     del own
     disable_progress_bar()
-    found = _logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), rows)
+    found = _outputs(auto_class(load_config(model)).from_pretrained(folder, dtype=torch.float32).eval(), rows, model)
     difference = float((expected - found).abs().max())
     if not difference <= TOLERANCE:
         raise WorkerFailed(
-            f"log-probs of the exported model differ by {difference:.2g} from the checkpoint's, expected at most "
+            f"{_given(model)} of the exported model differ by {difference:.2g} from the checkpoint's, expected at most "
             f"{TOLERANCE:g}: what transformers loads from {folder.name} is not what was saved there"
         )
     return len(expected), difference
@@ -209,12 +210,20 @@ def _some_tokens(config: PretrainedConfig) -> list[int]:
     return torch.randint(int(config.vocab_size), (32,), generator=generator).tolist()
 
 
+def _given(model: Mapping[str, Any]) -> str:
+    """What a model gives for each token."""
+    return "log-probs" if head_of(model) == TOKENS else "values"
+
+
 @torch.no_grad()
-def _logprobs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Log-probs of every token but the first of each row, concatenated."""
+def _outputs(built: PreTrainedModel, rows: Sequence[Sequence[int]], model: Mapping[str, Any]) -> Tensor:
+    """Of every token of each row, concatenated: what the head gives; log-probs, without the first, of one of tokens."""
     found = []
     for row in rows:
         ids = torch.tensor([list(row)])
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        found.append(logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1))
+        logits = built(input_ids=ids, use_cache=False).logits[0].float()
+        if head_of(model) == TOKENS:
+            found.append(logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1))
+        else:
+            found.append(logits.flatten())
     return torch.cat(found)

@@ -183,7 +183,7 @@ def _check_path(path: str) -> None:
 
 
 def _load(path: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    kind = _kind_of(config)
+    kind = auto_class(config)
     try:
         built, found = kind.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
@@ -198,7 +198,7 @@ def _load(path: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
     return built
 
 
-def _kind_of(config: PretrainedConfig) -> Any:
+def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that builds models of this configuration."""
     import transformers
 
@@ -236,7 +236,7 @@ def _uninitialised(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 
 def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        built: PreTrainedModel = _kind_of(config).from_config(config, dtype=dtype, attn_implementation="sdpa")
+        built: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, attn_implementation="sdpa")
         return built
     except ValueError as error:
         raise UserError(f"models: model_type {config.model_type!r} cannot be built: {_brief(error)}") from error

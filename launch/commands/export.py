@@ -1,4 +1,4 @@
-"""`distflow export`: the trained model as a Hugging Face folder."""
+"""`distflow export`: a trained model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ TRIES = 5
 @click.argument("run", required=False)
 @click.option("--step", type=click.IntRange(min=1), help="Training step.  [default: the newest complete checkpoint]")
 @click.option("--to", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder to create.")
+@click.option("--model", help="A further model of the flow.  [default: the one that generates]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def command(run: str | None, step: int | None, to: Path, runs_dir: Path) -> None:
+def command(run: str | None, step: int | None, to: Path, model: str | None, runs_dir: Path) -> None:
     """Write a checkpoint of RUN (default: the newest) for transformers, load it again and compare log-probs."""
     from distflow.launch.commands.export import export_checkpoint
     from distflow.launch.observe.file_sync import refresh
@@ -41,12 +42,14 @@ def command(run: str | None, step: int | None, to: Path, runs_dir: Path) -> None
     run_dir = find_run(run, runs_dir)
     for line in refresh(run_dir, ("checkpoints",), "checkpoints", lambda line: click.echo(line, err=True)):
         click.echo(line, err=True)
-    for line in export_checkpoint(run_dir, step, to):
+    for line in export_checkpoint(run_dir, step, to, model):
         click.echo(line)
 
 
-def export_checkpoint(run_dir: Path, step: int | None, to: Path) -> Iterator[str]:
-    """Write the folder `to`; yields human-readable lines. Raises UserError when there is no such checkpoint.
+def export_checkpoint(run_dir: Path, step: int | None, to: Path, name: str | None = None) -> Iterator[str]:
+    """Write the folder `to`; yields human-readable lines. Raises UserError when there is no such checkpoint or model.
+
+    `name`: of the model, if it is not the one that generates.
 
     A running run removes old checkpoints; unless `step` was given, the newest one is then tried again.
     """
@@ -55,13 +58,16 @@ def export_checkpoint(run_dir: Path, step: int | None, to: Path) -> Iterator[str
 
     export = resolve(EXPORTER)
     plan = _plan_of(run_dir)
-    model = plan.recipe.models[plan.primary].model_dump()
+    name = plan.primary if name is None else name
+    if name not in plan.trained_models:
+        raise UserError(f"--model {name}: this run trains {', '.join(plan.trained_models)}")
+    model = plan.recipe.models[name].model_dump()
     texts = _some_texts(run_dir)
     for _ in range(TRIES):
         folder = _named(run_dir, step) if step is not None else (yield from _newest(run_dir))
         yield f"exporting training step {step_of(folder)} from {folder}"
         try:
-            lines: list[str] = export(CheckpointReader(folder, "").model(plan.primary), model, texts, to)
+            lines: list[str] = export(CheckpointReader(folder, "").model(name), model, texts, to)
         except (OSError, UserError) as error:
             if not vanished(folder):
                 raise _readable(error) from error

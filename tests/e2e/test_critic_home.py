@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import PACED, Launch, Run, check_trained_once
+from tests.e2e.runs import PACED, Launch, Run, check_trained_once, cli
 from tests.e2e.test_trainer_recovery import steps_of_term
 
 STEPS = 20
@@ -17,8 +18,6 @@ CRITIC = ("flow=ppo", "layout=critic", *PACED)
 
 def steps_of(run: Run, stem: str) -> list[tuple[int, int]]:
     """Term and training step of each line that a worker has written."""
-    import json
-
     lines = (run.folder / "metrics" / f"{stem}.jsonl").read_text().splitlines()
     return [(int(line["term"]), int(line["step"])) for line in map(json.loads, lines)]
 
@@ -73,6 +72,7 @@ def test_a_cut_link_loses_and_doubles_nothing(launch: Launch) -> None:
     assert run.leftovers() == []
 
 
+@pytest.mark.long
 def test_lost_and_doubled_messages_lose_and_double_nothing(launch: Launch) -> None:
     run = launch("quickstart", *CRITIC, "run.training_steps=6", "--worker-entry", "tests.e2e.lossy:run_worker")
     assert run.wait() == 0, run.output
@@ -109,7 +109,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(launch: Launch) -> None:
     assert found == expected
 
 
-def test_other_numbers_of_replicas_go_on_from_one_checkpoint(launch: Launch) -> None:
+def test_other_numbers_of_replicas_go_on_from_one_checkpoint(launch: Launch, tmp_path: Path) -> None:
     """Each home deals its own parts anew."""
     first = launch("quickstart", *CRITIC, "run.training_steps=6", "run.stop_after=3", "layout.pools.trainer.count=2")
     assert first.wait() == 0, first.output
@@ -117,3 +117,10 @@ def test_other_numbers_of_replicas_go_on_from_one_checkpoint(launch: Launch) -> 
     second = launch("quickstart", *CRITIC, "run.training_steps=6", *counts, "--resume", name=first.name)
     assert second.wait() == 0, second.output
     check_trained_once(second, 6)
+    to = ["--to", str(tmp_path / "critic"), "--runs-dir", str(second.folder.parent)]
+    done = cli("export", second.name, "--model", "critic", *to)
+    assert done.returncode == 0, done.stderr
+    assert "values of 8 texts differ by at most" in done.stdout
+    assert json.loads((tmp_path / "critic" / "config.json").read_text())["architectures"][0].endswith("Classification")
+    wrong = cli("export", second.name, "--model", "judge", *to)
+    assert "--model judge: this run trains policy, critic" in wrong.stderr

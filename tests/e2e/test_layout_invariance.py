@@ -16,6 +16,16 @@ LAYOUTS = {
     "2+2, 1 critic": ["layout=critic", "layout.pools.trainer.count=2", "layout.pools.critic.count=1"],
     "2+1, 2 critics": ["layout=critic", "layout.pools.critic.count=2"],
     "2+2, 3 critics": ["layout=critic", "layout.pools.trainer.count=2", "layout.pools.critic.count=3"],
+    "2+2, divided critics": [
+        "layout=critic",
+        "layout.pools.trainer.count=2",
+        "layout.pools.critic.backend=fsdp",
+    ],
+    "colocated ×2, 1 critic": [
+        "layout=colocated",
+        "layout.pools.worker.count=2",
+        "layout.pools.critic={count: 1, steps: [values, critic_update], backend: torch}",
+    ],
     "3+2": ["layout=split", "layout.pools.rollout.count=3", "layout.pools.trainer.count=2"],
 }
 """Rollouts + training replicas; critics of their own, where the flow trains one."""

@@ -51,6 +51,16 @@ def test_several_updates_a_step_are_the_same_on_any_layout(launch: Launch, layou
                 assert found == pytest.approx(expected, rel=1e-6)
 
 
+def test_rows_reach_a_critic_of_its_own_while_samples_still_arrive(launch: Launch) -> None:
+    """Without whitening the policy is trained as samples arrive; groups that one trainer takes from another, too."""
+    advantage = 'flow.steps.advantage={call: "distflow.workers.trainer:advantage", with: {function: grpo}}'
+    streamed = [*PPO, "~flow.steps.whiten", advantage, "batch.tokens_per_microbatch=128", "models.policy.dtype=float64"]
+    reference, own = compare(launch, ["colocated", "2+2, 1 critic"], 4, 1e-6, *streamed)
+    for found, expected in zip(critic(own), critic(reference), strict=True):
+        assert found == pytest.approx(expected, rel=1e-6)
+    assert all(line["critic/groups/count"] == 8 for line in own.metrics())
+
+
 def test_a_resumed_run_equals_an_undisturbed_one(launch: Launch) -> None:
     """Both models, their optimizers and their schedules, to the last bit, with several updates a step."""
     settings = ["flow=ppo", "batch.prompts=16", "batch.epochs=2", "batch.minibatches=2", "run.deterministic=true"]

@@ -203,7 +203,7 @@ def test_resume_takes_the_newest_whole_checkpoint_and_says_what_it_left_out(tmp_
     (whole[12] / worker).write_text("abc")
     (whole[13] / worker).unlink()
     (whole[14] / worker).write_bytes(bytes([b ^ 1 for b in (whole[14] / worker).read_bytes()]))
-    (whole[15] / "COMMIT").write_text('{"format": 4, "par')
+    (whole[15] / "COMMIT").write_text('{"format": 5, "par')
     (whole[16] / "COMMIT").write_text('{"format": 3, "parts": {}}')
     (tmp_path / "checkpoints" / "step_000017").mkdir()
     (tmp_path / "checkpoints" / "draft_000018_term_0").mkdir()
@@ -213,7 +213,7 @@ def test_resume_takes_the_newest_whole_checkpoint_and_says_what_it_left_out(tmp_
     assert [line.split(" (")[0] for line in found.ignored] == [
         "draft_000018_term_0: it has no COMMIT, so it was not finished",
         "step_000017: it has no COMMIT, so it was not finished",
-        "step_000016: it has format 3, this version of distflow reads 4",
+        "step_000016: it has format 3, this version of distflow reads 5",
         "step_000015: its COMMIT cannot be read",
         f"step_000014: its part {worker} does not hold the bytes that COMMIT lists",
         f"step_000013: its part {worker} is missing",
