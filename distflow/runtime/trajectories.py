@@ -27,8 +27,7 @@ from distflow.exchange.messages import Lease
 from distflow.exchange.partials import clipped
 from distflow.runtime.generate_step import GenerateStep, Returned, Wanted
 from distflow.runtime.protocols import Tokenizer
-from distflow.runtime.trajectory import Segment, Trajectory
-from distflow.runtime.trajectory_batch import assemble
+from distflow.runtime.trajectory import Segment, Trajectory, assemble
 from distflow.types import (
     BegunSample,
     Completion,
