@@ -26,20 +26,25 @@ class Generate(Protocol):
     """What a generate step awaits."""
 
     def __call__(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True, aside: bool = False
     ) -> Awaitable[Completion]:
-        """What the model writes after these tokens, sampled so. `train`: whether these tokens are trained on."""
+        """What the model writes after these tokens, sampled so. `train`: whether these tokens are trained on; `aside`:
+        they are no part of the sample, and only the step sees them.
+        """
 
 
 class Wanted:
     """What `generate(prompt_ids, params)` returns, for a step to await."""
 
-    __slots__ = ("params", "prompt_ids", "train")
+    __slots__ = ("aside", "params", "prompt_ids", "train")
 
-    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True) -> None:
-        self.prompt_ids = tuple(prompt_ids)
+    def __init__(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True, aside: bool = False
+    ) -> None:
+        self.prompt_ids = prompt_ids if isinstance(prompt_ids, tuple) else tuple(map(int, prompt_ids))
         self.params = params
         self.train = train
+        self.aside = aside
 
     def __await__(self) -> Generator[Wanted, Completion, Completion]:
         """Hand itself to whoever drives the step, and return the completion that it sends back."""

@@ -2,7 +2,8 @@
 
 A sample is a sequence of segments: tokens written by the model, and between them those of an environment, by which the
 step has extended the model's before it asked for more. Nobody has to say which are which: a call asks for what follows
-a prefix, and the prefix begins with all tokens that the sample has; what comes behind them is the environment's.
+a prefix, and the prefix begins with all tokens that the sample has; what comes behind them is the environment's. A
+request aside (for a summary, a second opinion) may have any prefix: what the model writes is no part of the sample.
 
 The life of a sample: begun (the step runs to its first `await`, which is a request to the engine) → its request is
 answered (the step goes on to its next request) → … → the step returns: finished. The samples of a group become rows of
@@ -26,8 +27,7 @@ from distflow.exchange.messages import Lease
 from distflow.exchange.partials import clipped
 from distflow.runtime.generate_step import GenerateStep, Returned, Wanted
 from distflow.runtime.protocols import Tokenizer
-from distflow.runtime.trajectory import Segment, Trajectory
-from distflow.runtime.trajectory_batch import assemble
+from distflow.runtime.trajectory import Segment, Trajectory, assemble
 from distflow.types import (
     BegunSample,
     Completion,
@@ -98,7 +98,7 @@ class Trajectories:
         return [
             sample.recorded(running.get(key), "abort")
             for key, sample in self._open.items()
-            if (positions is None or key[0] in positions) and (key in running or sample.texts)
+            if (positions is None or key[0] in positions) and (key in running or sample.written)
         ]
 
     def progress(self, running: Mapping[int, int]) -> Mapping[int, int]:
@@ -107,7 +107,7 @@ class Trajectories:
             return running
         tokens = dict(running)
         for (position, _), sample in self._open.items():
-            tokens[position] += sum(len(segment.logprobs) for segment in sample.segments)
+            tokens[position] += sum(len(segment.token_ids) for segment in sample.written)
         return tokens
 
     def forget(self, positions: Collection[int]) -> None:
@@ -115,7 +115,7 @@ class Trajectories:
         for table in (self._open, self._finished):
             for key in [key for key in table if key[0] in positions]:
                 sample = table.pop(key)
-                self._later -= table is self._open and bool(sample.texts)
+                self._later -= table is self._open and bool(sample.written)
                 sample.call.close()
         self._whole = [output for output in self._whole if output.position not in positions]
 
@@ -131,7 +131,7 @@ class Trajectories:
             if isinstance(found, Returned):
                 self._end(sample, found.value)
                 return None
-            request, sample.train = self._request(sample, found), found.train
+            request = self._request(sample, found)
             recorded = self._recorded(sample, request)
             if recorded is None:
                 return request
@@ -151,10 +151,12 @@ class Trajectories:
 
     def _answered(self, sample: Trajectory, output: SampleOutput, text: str) -> Completion:
         """Note what the model has written; returns it in the form for the step."""
-        self._later += not sample.texts
-        sample.segments.append(Segment(output.token_ids, output.logprobs, output.spans, sample.train))
-        sample.texts.append(text)
-        sample.finish_reason = output.finish_reason
+        self._later += not sample.written
+        sample.written.append(Segment(output.token_ids, output.logprobs, output.spans, sample.train))
+        if not sample.aside:
+            sample.segments.append(sample.written[-1])
+            sample.texts.append(text)
+            sample.finish_reason = output.finish_reason
         episode = sample.episode
         return Completion(episode.prompt, text, episode.task, output.finish_reason, output.token_ids)
 
@@ -162,7 +164,7 @@ class Trajectories:
         """The step has returned."""
         if not sample.texts:
             raise StepError(
-                f"{self.step.where} returned before it awaited tokens; expected "
+                f"{self.step.where} returned before it awaited tokens of the sample; expected "
                 "completion = await generate(episode.prompt_ids, SamplingParams(…))"
             )
         sample.fields = self._fields(value)
@@ -188,10 +190,11 @@ class Trajectories:
     def _request(self, sample: Trajectory, wanted: Wanted) -> SampleRequest:
         """What to ask the engine for; notes the tokens by which the environment has extended the sample."""
         lease, prefix = sample.lease, wanted.prompt_ids
-        behind = len(prefix) - len(lease.prompt_ids)
-        if sample.segments or prefix is not lease.prompt_ids:
+        sample.train, sample.aside = wanted.train, wanted.aside
+        if sample.written or wanted.aside or prefix is not lease.prompt_ids:
             self._extend(sample, prefix)
-        room, params = self._most - behind, wanted.params
+        behind, params = max(0, len(prefix) - len(lease.prompt_ids)), wanted.params
+        room = self._most - behind
         if room < 1:
             raise StepError(
                 f"{self.step.where} asks for more after {behind} tokens behind the prompt, and its longest sample has "
@@ -199,17 +202,20 @@ class Trajectories:
             )
         if params.max_new_tokens > room:
             params = replace(params, max_new_tokens=room)
-        return SampleRequest(lease.position, sample.episode.sample, prefix, lease.seed, params, None, behind)
+        again = sample.asked.count(prefix)
+        sample.asked.append(prefix)
+        return SampleRequest(*sample.key, prefix, lease.seed, params, None, behind, again)
 
     def _extend(self, sample: Trajectory, prefix: tuple[int, ...]) -> None:
+        """Note what a prefix has behind the tokens of the sample."""
         had = (*sample.lease.prompt_ids, *sample.token_ids)
-        if prefix == had:
+        if prefix == had and not sample.aside:
             return
-        if prefix[: len(had)] != had:
+        if prefix[: len(had)] != had and not sample.aside:
             raise StepError(
                 f"{self.step.where} asks for what follows {len(prefix)} tokens that do not begin with the "
                 f"{len(had)} that the sample has: expected its prompt, then all that was sampled, in order, each with "
-                "further tokens of the environment behind it"
+                "further tokens of the environment behind it; generate(…, aside=True) may begin elsewhere"
             )
         if self.step.plan.environment is None:
             raise StepError(
@@ -217,7 +223,8 @@ class Trajectories:
                 "declares no environment: write @step(…, environment=[…]) with `replay` if the recorded turns of the "
                 "model make it come to the same state again, `repeatable` if two workers may make the same sample"
             )
-        sample.segments.append(Segment(prefix[len(had) :]))
+        if not sample.aside:
+            sample.segments.append(Segment(prefix[len(had) :]))
 
 
 def _recorded(begun: BegunSample, start: int, request: SampleRequest, *, several: bool) -> BegunSample | None:

@@ -13,6 +13,8 @@ from typing import Any
 Row = Mapping[str, Any]
 UNRESPONSIVE = "no answer"
 GONE = ("gone", "ended")
+SERVING = "serving"
+"""State of a worker that only answers calls."""
 CYCLE_S = 2.0
 """In healthy runs workers wait for each other for moments; a cycle that lasts longer than this is reported."""
 
@@ -112,9 +114,12 @@ class WaitGraph:
         return []
 
     def _all_reach(self, ends: Iterable[str]) -> bool:
-        """Whether all other workers wait, directly or indirectly, for one of these."""
+        """Whether all other workers wait, directly or indirectly, for one of these. A service that nobody asks for
+        anything has nothing to wait for.
+        """
         waiting = {wait.worker for wait in self.waits if wait.peers}
-        others = set(self.states) - set(ends)
+        unasked = {wait.worker for wait in self.waits if not wait.peers and self._state(wait.worker) == SERVING}
+        others = set(self.states) - set(ends) - unasked
         return others <= waiting and all(self._reach(name) & set(ends) for name in waiting)
 
     def _count(self, ends: Iterable[str]) -> str:

@@ -59,6 +59,17 @@ def test_healthy_work_is_named_where_all_wait_for_one():
     assert wait_graph([row("trainer/0", "training"), row("rollout/0")], {}).lines() == []
 
 
+IDLE = {**row("reward/0", "serving"), "waits": [{"name": "requests of reward", "peers": [], "seconds": 9.0}]}
+
+
+def test_a_service_without_requests_waits_for_nobody_and_is_no_reason_for_others_to_wait():
+    rows = [row("trainer/0", "training"), row("rollout/0", "generating", "trainer/0"), IDLE]
+    assert wait_graph(rows, {}).verdict() == "everything waits for trainer/0, which is training"
+    asked = row("rollout/0", "generating", "reward/1", what="answers of 'reward'")
+    rows = [row("trainer/0", "training", "rollout/0"), asked, IDLE, {"name": "reward/1", "state": "gone"}]
+    assert wait_graph(rows, {}).verdict() == "everything waits for reward/1, which is gone"
+
+
 def test_a_circle_is_a_deadlock_only_after_a_while():
     def circle(seconds: float) -> str:
         rows = [

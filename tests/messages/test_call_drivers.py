@@ -111,6 +111,8 @@ def test_a_call_costs_the_bytes_of_what_is_read_and_written(tmp_path: Path) -> N
     calls, answering = trainer.session._asking, service.session._serving
     assert calls is not None
     assert answering is not None
+    taken: list[tuple[int, Batch]] = []
+    calls.deliver("reference", lambda position, answer: taken.append((position, answer)))
     trainer.said.clear()
     with trainer.node.board.condition:
         calls.ask("reference", 0, RowRange(rows, 0, 2), 0)
@@ -128,7 +130,7 @@ def test_a_call_costs_the_bytes_of_what_is_read_and_written(tmp_path: Path) -> N
     assert [sum(map(len, frames)) for frames in answered] == [pytest.approx(bytes_written, rel=0.1)]
     header, payload = (bytes(frame) for frame in answered[0])
     trainer.take(header, (payload,))
-    ((position, answer),) = calls.take("reference")
+    ((position, answer),) = taken
     assert (step, position, list(answer.columns)) == ("reference", 0, ["ref_logprobs"])
     for worker in (trainer, service):
         worker.close()

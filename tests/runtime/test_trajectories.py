@@ -62,6 +62,17 @@ async def mixed(episode, generate, ctx):
     await generate((*prefix, *first.response_ids, 9), params, train=episode.sample > 1)
 
 
+@step(role="generate", reads=[], writes=["rewards/turns"], environment=["replay"])
+async def thoughtful(episode, generate, ctx):
+    prefix, params = episode.prompt_ids, SamplingParams(max_new_tokens=3)
+    drafts = [await generate((*prefix, 7), params, aside=True) for _ in range(2)]
+    first = await generate(prefix, params)
+    prefix = (*prefix, *first.response_ids)
+    drafts.append(await generate((4, 4), params, aside=True))
+    await generate((*prefix, *drafts[-1].response_ids), params)
+    return {"rewards/turns": drafts[0].response_ids == drafts[1].response_ids}
+
+
 @step(role="generate", reads=[], writes=[])
 async def silent(episode, generate, ctx): ...
 
@@ -78,7 +89,7 @@ def trajectories(
     folder: Path, name: str, *, environment: Sequence[str] | None = ENVIRONMENT, samples: int = 2, **settings: Any
 ) -> Trajectories:
     (folder / "mine.py").write_text(SOURCE)
-    writes = (*GENERATED, *(["rewards/turns"] if name in ("talk", "forgetful") else []))
+    writes = (*GENERATED, *(["rewards/turns"] if name in ("talk", "forgetful", "thoughtful") else []))
     allowed = None if environment is None else tuple(environment)
     plan = StepPlan("sample", f"{folder}/mine.py:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
@@ -174,11 +185,21 @@ def test_a_step_says_which_tokens_of_the_model_are_trained_on(tmp_path: Path) ->
     assert [row[:, 2:].tolist() for row in batch.ragged("policy_versions").rows()] == [[[0, 2], [3, 5]]] * 3
 
 
+def test_what_is_asked_aside_is_no_part_of_the_sample(tmp_path: Path) -> None:
+    batch, (record, _) = whole(tmp_path, "thoughtful")
+    masks = [row.tolist() for row in batch.ragged("response_mask").rows()]
+    assert masks == [[True] * 3 + [False] * 3 + [True] * 3] * 2
+    assert batch.dense("rewards/turns").tolist() == [0.0, 0.0], "asked again, the model answered something else"
+    assert record.token_ids[9:12] == tuple(batch.ragged("response_ids").row(0)[3:6].tolist())
+    assert len(record.token_ids) == 5 * 3
+
+
+@pytest.mark.parametrize("name, turn", [("talk", 4), ("thoughtful", 3)])
 @pytest.mark.parametrize("polls", range(13))
-def test_a_sample_is_replayed_wherever_it_was_left(tmp_path: Path, polls: int) -> None:
+def test_a_sample_is_replayed_wherever_it_was_left(tmp_path: Path, polls: int, name: str, turn: int) -> None:
     """Another worker has the recorded tokens of the model alone: the step, played again, puts in the others."""
-    expected, outputs = whole(tmp_path)
-    first, made = trajectories(tmp_path, "talk"), engine()
+    expected, outputs = whole(tmp_path, name)
+    first, made = trajectories(tmp_path, name), engine()
     made.submit(first.begin([lease()]))
     done: list[SampleOutput] = []
     for _ in range(polls):
@@ -191,10 +212,10 @@ def test_a_sample_is_replayed_wherever_it_was_left(tmp_path: Path, polls: int) -
         BegunSample(o.sample, o.token_ids, o.logprobs, o.spans, "" if o.finish_reason == "abort" else o.finish_reason)
         for o in left
     )
-    second, other = trajectories(tmp_path, "talk"), engine()
+    second, other = trajectories(tmp_path, name), engine()
     requests = second.begin([lease(begun=begun)])
     asked = sum(len(request.begun.token_ids) for request in requests if request.begun is not None)
-    assert asked == 2 * (polls % 4)
+    assert asked == 2 * (polls % turn)
     assert sorted(drive(second, other, requests), key=lambda out: out.sample) == outputs
     again = second.batch([5])
     for name in expected.columns:
@@ -239,7 +260,7 @@ def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> N
         ("undeclared", None, r"mine\.py:undeclared\) on rollout/0 asks for more after its first turn.* no environment"),
         ("broken", (), r"asks for what follows 2 tokens that do not begin with the 4 that the sample has"),
         ("endless", (), r"asks for more after 41 tokens behind the prompt, .* longest sample has 40: .*max_tokens"),
-        ("silent", None, r"returned before it awaited tokens; expected completion = await generate"),
+        ("silent", None, r"returned before it awaited tokens of the sample; expected completion = await generate"),
         ("forgetful", None, r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]"),
     ],
 )

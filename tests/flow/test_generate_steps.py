@@ -1,0 +1,45 @@
+"""What the plan takes from the declaration of a generate step: its environment, its room, its fields."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.errors import UserError
+from distflow.flow.recipe_check import plan_recipe
+from distflow.flow.step import GENERATED
+from tests.flow.conftest import Folder
+
+SAMPLE = '@step(role="generate", reads=[], writes=[], scope="group")'
+
+
+def test_the_shipped_steps_may_be_continued_and_copied() -> None:
+    for recipe in ("quickstart", "two_turns"):
+        step = plan_recipe(recipe)[1].generate_step
+        assert (step.allows("replay"), step.allows("repeatable")) == (True, True), recipe
+
+
+@pytest.mark.parametrize("allowed", [[], ["replay"], ["repeatable"]])
+def test_an_environment_allows_what_it_lists(folder: Folder, allowed: list[str]) -> None:
+    folder.change(SAMPLE, f'@step(role="generate", reads=[], writes=[], environment={allowed!r})')
+    folder.change("max_new_tokens: int = 4", "max_new_tokens: int = 4, max_tokens: int = 30")
+    step = plan_recipe(folder.recipe)[1].generate_step
+    assert [step.allows(what) for what in ("replay", "repeatable")] == ["replay" in allowed, "repeatable" in allowed]
+
+
+def test_memory_and_slots_have_room_for_an_environments_tokens() -> None:
+    plan = plan_recipe("two_turns", ["flow.steps.sample.with.max_tokens=20"])[1]
+    assert (plan.response_tokens, plan.longest_sample) == (20, plan.recipe.data.max_prompt_tokens + 20)
+    one, two = (plan_recipe("two_turns", [f"flow.steps.sample.with.max_tokens={most}"])[1] for most in (12, 60_000))
+    assert two.owner_plan.sample_memory_mb > one.owner_plan.sample_memory_mb
+
+
+def test_an_environment_needs_a_bound(folder: Folder) -> None:
+    folder.change(SAMPLE, '@step(role="generate", reads=[], writes=[], environment=[])')
+    with pytest.raises(UserError, match="flow.steps.sample — its environment's tokens need room too, .* max_tokens"):
+        plan_recipe(folder.recipe)
+
+
+def test_further_numbers_travel_with_the_fields_of_every_sample() -> None:
+    plan = plan_recipe("two_turns")[1]
+    assert plan.generate_step.writes == (*GENERATED, "reward", "score", "rewards/second")
+    assert {"reward", "score", "rewards/second"} <= set(plan.edge("samples").fields)
