@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from distflow.types import Role, Scope
+from distflow.types import DROP_REASON, Role, Scope, written
 
 ATTRIBUTE = "__distflow_step__"
 SEVERAL_UPDATES = "several_updates"
@@ -96,10 +96,12 @@ def step(
     `choices`: names that a setting may take, besides a function if it is among `plugins`, for example
     `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for any whole number > 0 there, `module:name` for the
     function `name`; a text is the range of a number: `{"top_p": "> 0, <= 1"}`. `may_write`: fields that a
-    score step does not always write, for example `["drop_reason", "rewards/*"]`.
+    score step does not always write, for example `["rewards/*"]`; `drop_reason` is always among them.
     """
     named, functions = choices or {}, plugins or {}
     fills, may_write, environment = _of_some(**of_some)
+    if role == "score" and not written(DROP_REASON, (*writes, *may_write)):
+        may_write = (*may_write, DROP_REASON)
     always = GENERATED if role == "generate" else ()
     spec = StepSpec(
         role=role,

@@ -26,7 +26,7 @@ class Checked(Copies):
     """Compares every choice with that of a full look, which is simple and slow."""
 
     def __init__(self, owner: OwnerCore) -> None:
-        super().__init__(owner._settings)
+        super().__init__(owner.settings)
         self.owner, self.choices = owner, 0
         self.looked_at, self.slow_s = -1.0, 0.0
         self.unheard: set[str] = set()

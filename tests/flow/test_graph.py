@@ -136,7 +136,7 @@ def test_only_score_steps_drop_samples(folder, refused: Refused) -> None:
 
 def test_what_a_step_may_write_is_part_of_the_plan() -> None:
     steps = {step.name: step for step in plan_recipe("quickstart", ["run.dump_fields=[rewards/part]"])[1].steps}
-    assert steps["reward"].may_write == ("drop_reason", "rewards/*")
+    assert steps["reward"].may_write == ("rewards/*", "drop_reason")
 
 
 def test_on_one_worker_such_a_step_runs_behind_the_crossing(folder) -> None:
