@@ -106,18 +106,29 @@ def reinforce_plus_plus_baseline(
 
 
 def gae(
-    token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+    token_rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    ends_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantages A_t = Σ_l (γ λ)^l δ_{t+l} with δ_t = r_t + γ V_{t+1} − V_t, arXiv 1506.02438.
 
-    Over the tokens trained on: V_{t+1} is the value at the next of them, 0 behind the last. Returns advantages [B, T],
-    not whitened, and returns A + V [B, T]; both are 0 elsewhere.
+    Over the tokens trained on: V_{t+1} is the value at the next of them, 0 behind the last. `ends_BT`: the last tokens
+    of sequences; behind one, V_{t+1} is the discounted sum of the rewards that follow, and the sum over l ends. Returns
+    advantages [B, T], not whitened, and returns A + V [B, T]; both are 0 elsewhere.
     """
     rewards, values = token_rewards_BT.double(), values_BT.double()
     advantages_BT = torch.zeros_like(values)
-    next_value, running = values.new_zeros(len(values)), values.new_zeros(len(values))
+    next_value, running, total = values.new_zeros(3, len(values))
     for t in reversed(range(values.shape[1])):
         trained = mask_BT[:, t].bool()
+        if ends_BT is not None:
+            next_value = torch.where(ends_BT[:, t], total, next_value)
+            running = torch.where(ends_BT[:, t], 0.0, running)
+            total = torch.where(trained, rewards[:, t] + gamma * total, total)
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         running = torch.where(trained, delta + gamma * lam * running, running)
         next_value = torch.where(trained, values[:, t], next_value)
