@@ -167,7 +167,7 @@ class Trajectories:
 
     def _end(self, sample: Trajectory, value: object) -> None:
         """The step has returned."""
-        if not sample.rows:
+        if not sample.sequences[-1].segments:
             raise StepError(
                 f"{self.step.where} returned before it awaited tokens of the sample; expected "
                 "completion = await generate(episode.prompt_ids, SamplingParams(…))"
@@ -196,10 +196,10 @@ class Trajectories:
         """What to ask the engine for; notes what the sample has before that."""
         lease, prefix = sample.lease, wanted.prompt_ids
         sample.train, sample.aside = wanted.train, wanted.aside
+        behind, params = 0, wanted.params
         if sample.written or wanted.aside or prefix is not lease.prompt_ids:
             self._extend(sample, prefix)
-        behind = max(0, len(prefix) - len(lease.prompt_ids)) if wanted.aside else sample.tokens
-        params = wanted.params
+            behind = max(0, len(prefix) - len(lease.prompt_ids)) if wanted.aside else sample.tokens
         room = self._most - behind
         if room < 1:
             raise StepError(

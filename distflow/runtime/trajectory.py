@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -62,7 +61,7 @@ class Trajectory:
     begun: BegunSample | None
     """What another worker had of it."""
     sequences: list[TokenSequence]
-    """In the order in which the model has last been asked for more of each."""
+    """In the order in which the model has last been asked for more of each, which in the end is that of their ends."""
     replayed: int = 0
     """Of the tokens that another worker had, how many have answered requests of the step."""
     written: list[Segment] = field(default_factory=list)
@@ -81,11 +80,6 @@ class Trajectory:
     def tokens(self) -> int:
         """Tokens of all sequences behind the data's prompt."""
         return sum(map(len, self.sequences)) - len(self.lease.prompt_ids)
-
-    @property
-    def rows(self) -> list[TokenSequence]:
-        """The sequences in which the model has written, in the order in which they ended."""
-        return [sequence for sequence in self.sequences if sequence.segments]
 
     def go_on_behind(self, prefix: tuple[int, ...]) -> None:
         """Continue the newest sequence whose tokens this prefix begins with, by what it has behind them; if there is
@@ -132,65 +126,62 @@ def joined(parts: Iterable[tuple[Sequence[Span], int]]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-class _Row(NamedTuple):
-    sample: Trajectory
-    number: int
-    """Of the sequence within the sample."""
-    sequence: TokenSequence
-
-
 def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.dtype, *, several: bool) -> Batch:
     """One row a sequence: those of a sample side by side, the samples in the given order; log-probs in `dtype`, 0 for
     tokens that the model did not write. `several`: samples may have several sequences, so that fields tell them apart.
     """
-    rows = [_Row(sample, n, sequence) for sample in samples for n, sequence in enumerate(sample.rows)]
-    leases = [row.sample.lease for row in rows]
-    ids = [row.sequence.response_ids for row in rows]
+    rows = [sequence for sample in samples for sequence in sample.sequences if sequence.segments]
+    whose = samples if not several else [sample for sample in samples for s in sample.sequences if s.segments]
+    leases = [sample.lease for sample in whose]
+    ids = [row.response_ids for row in rows]
     response_ids = Ragged.from_rows(ids, torch.int64)
     return Batch(
         {
             "uid": torch.tensor([lease.uid for lease in leases], dtype=torch.int64),
             "group": torch.tensor([lease.position for lease in leases], dtype=torch.int64),
-            "sample": torch.tensor([row.sample.episode.sample for row in rows], dtype=torch.int64),
-            **(_told_apart(rows, tokenizer) if several else {}),
-            "prompt_ids": Ragged.from_rows([row.sequence.prompt_ids for row in rows], torch.int64),
+            "sample": torch.tensor([sample.episode.sample for sample in whose], dtype=torch.int64),
+            **(_told_apart(rows, whose, tokenizer) if several else {}),
+            "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
             "prompt_text": Ragged.from_texts([lease.prompt_text for lease in leases]),
             "task": Ragged.from_texts([lease.task for lease in leases]),
             "response_ids": response_ids,
             "response_mask": response_ids.like(_mask(rows, response_ids)),
             "response_text": Ragged.from_texts(_texts(rows, ids, tokenizer)),
-            "rollout_logprobs": Ragged.from_rows([_logprobs(row.sequence.segments) for row in rows], dtype),
+            "rollout_logprobs": Ragged.from_rows([_logprobs(row.segments) for row in rows], dtype),
             "policy_versions": _versions(rows),
-            "finish_reason": torch.tensor([FINISH_REASONS.index(row.sample.finish_reason) for row in rows]),
-            **_further(rows),
+            "finish_reason": torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in whose]),
+            **_further(whose),
         }
     )
 
 
-def _told_apart(rows: Sequence[_Row], tokenizer: Tokenizer) -> dict[str, Column]:
+def _told_apart(rows: Sequence[TokenSequence], whose: Sequence[Trajectory], tokenizer: Tokenizer) -> dict[str, Column]:
     """The number of each sequence, and what it begins with unless that is the data's prompt."""
-    own = [n for n, row in enumerate(rows) if row.sequence.prompt_ids != row.sample.lease.prompt_ids]
-    texts = tokenizer.decode_batch([rows[n].sequence.prompt_ids for n in own], skip_special=False)
+    numbers = [0] * len(rows)
+    for n in range(1, len(rows)):
+        numbers[n] = numbers[n - 1] + 1 if whose[n] is whose[n - 1] else 0
+    own = [n for n, row in enumerate(rows) if row.prompt_ids != whose[n].lease.prompt_ids]
+    texts = tokenizer.decode_batch([rows[n].prompt_ids for n in own], skip_special=False)
     decoded = dict(zip(own, texts, strict=True))
     return {
-        SEQUENCE: torch.tensor([row.number for row in rows], dtype=torch.int64),
+        SEQUENCE: torch.tensor(numbers, dtype=torch.int64),
         "sequence_prompt": Ragged.from_texts([decoded.get(n, "") for n in range(len(rows))]),
     }
 
 
-def _mask(rows: Sequence[_Row], response_ids: Ragged) -> torch.Tensor:
-    segments = [segment for row in rows for segment in row.sequence.segments]
+def _mask(rows: Sequence[TokenSequence], response_ids: Ragged) -> torch.Tensor:
+    segments = [segment for row in rows for segment in row.segments]
     trained = torch.tensor([segment.trains for segment in segments], dtype=torch.bool)
     if trained.all():
         return torch.ones_like(response_ids.values, dtype=torch.bool)
     return trained.repeat_interleave(torch.tensor([len(segment.token_ids) for segment in segments]))
 
 
-def _texts(rows: Sequence[_Row], ids: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
+def _texts(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
     """Of whole responses: those of single turns are known."""
-    several = [number for number, row in enumerate(rows) if len(row.sequence.segments) > 1]
+    several = [number for number, row in enumerate(rows) if len(row.segments) > 1]
     decoded = dict(zip(several, tokenizer.decode_batch([ids[n] for n in several], skip_special=True), strict=True))
-    return [decoded[n] if n in decoded else row.sequence.segments[0].text for n, row in enumerate(rows)]
+    return [decoded[n] if n in decoded else row.segments[0].text for n, row in enumerate(rows)]
 
 
 def _logprobs(segments: Sequence[Segment]) -> Sequence[float]:
@@ -199,8 +190,8 @@ def _logprobs(segments: Sequence[Segment]) -> Sequence[float]:
     return [logprob for segment in segments for logprob in segment.logprobs or [0.0] * len(segment.token_ids)]
 
 
-def _versions(rows: Sequence[_Row]) -> Ragged:
-    spans = [_spans(row.sequence.segments) for row in rows]
+def _versions(rows: Sequence[TokenSequence]) -> Ragged:
+    spans = [_spans(row.segments) for row in rows]
     counts = torch.tensor([0, *map(len, spans)], dtype=torch.int64)
     values = torch.tensor([tuple(span) for row in spans for span in row], dtype=torch.int64).view(-1, 4)
     return Ragged(values, counts.cumsum(0))
@@ -212,7 +203,7 @@ def _spans(segments: Sequence[Segment]) -> Sequence[Span]:
     return joined((segment.spans, len(segment.token_ids)) for segment in segments)
 
 
-def _further(rows: Sequence[_Row]) -> dict[str, torch.Tensor]:
+def _further(whose: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
     """What the step returned for each sample."""
-    names = rows[0].sample.fields if rows else ()
-    return {name: torch.tensor([float(row.sample.fields[name]) for row in rows]) for name in names}
+    names = whose[0].fields if whose else ()
+    return {name: torch.tensor([float(sample.fields[name]) for sample in whose]) for name in names}
