@@ -120,20 +120,23 @@ def gae(
     of sequences; behind one, V_{t+1} is the discounted sum of the rewards that follow, and the sum over l ends. Returns
     advantages [B, T], not whitened, and returns A + V [B, T]; both are 0 elsewhere.
     """
-    rewards, values = token_rewards_BT.double(), values_BT.double()
-    advantages_BT = torch.zeros_like(values)
-    next_value, running, total = values.new_zeros(3, len(values))
-    for t in reversed(range(values.shape[1])):
-        trained = mask_BT[:, t].bool()
-        if ends_BT is not None:
-            next_value = torch.where(ends_BT[:, t], total, next_value)
-            running = torch.where(ends_BT[:, t], 0.0, running)
-            total = torch.where(trained, rewards[:, t] + gamma * total, total)
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        running = torch.where(trained, delta + gamma * lam * running, running)
-        next_value = torch.where(trained, values[:, t], next_value)
-        advantages_BT[:, t] = running * trained
-    returns_BT = (advantages_BT + values) * mask_BT
+    # One row a token: what the loop reads and writes lies side by side.
+    rewards, values = (x_BT.double().t().contiguous() for x_BT in (token_rewards_BT, values_BT))
+    trained = mask_BT.bool().t().contiguous()
+    ends = None if ends_BT is None else ends_BT.t().contiguous()
+    found = torch.zeros_like(values)
+    next_value, running, total = values.new_zeros(3, values.shape[1])
+    for t in reversed(range(len(values))):
+        if ends is not None:
+            next_value = torch.where(ends[t], total, next_value)
+            running = torch.where(ends[t], 0.0, running)
+            total = torch.where(trained[t], rewards[t] + gamma * total, total)
+        delta = rewards[t] + gamma * next_value - values[t]
+        running = torch.where(trained[t], delta + gamma * lam * running, running)
+        next_value = torch.where(trained[t], values[t], next_value)
+        found[t] = running * trained[t]
+    advantages_BT = found.t()
+    returns_BT = (advantages_BT + values.t()) * mask_BT
     return advantages_BT.to(values_BT.dtype), returns_BT.to(values_BT.dtype)
 
 
