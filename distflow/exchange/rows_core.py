@@ -112,20 +112,6 @@ def from_wire(kind: str, body: object) -> RowsSent | RowsClose | RowsAck:
     return message
 
 
-def deal(costs: Mapping[int, int], replicas: int) -> list[list[int]]:
-    """Groups (by position) for each replica, so that the largest sum of costs is small: longest first, to the least.
-
-    The same for the same costs. Positions of a replica are in rising order.
-    """
-    shares: list[list[int]] = [[] for _ in range(replicas)]
-    loads = [0] * replicas
-    for position in sorted(costs, key=lambda position: (-costs[position], position)):
-        least = loads.index(min(loads))
-        shares[least].append(position)
-        loads[least] += costs[position]
-    return [sorted(share) for share in shares]
-
-
 @dataclass(slots=True)
 class _Kept:
     """A message that its receiver has not acknowledged."""
@@ -147,11 +133,16 @@ class _Receiver:
 
     taken: int
     number: int = 0
+    load: int = 0
+    """Costs of the groups of the open step that it is to get."""
     kept: dict[int, _Kept] = field(default_factory=dict)
 
 
 class RowsSender:
-    """One owner's end of the edge. `start`: the first training step of this term."""
+    """One owner's end of the edge. `start`: the first training step of this term.
+
+    Of equal loads the first of `receivers` gets more, so let each owner begin with another one.
+    """
 
     def __init__(self, edge: str, term: int, receivers: Sequence[str], start: int) -> None:
         self._edge = edge
@@ -171,6 +162,18 @@ class RowsSender:
         """The receivers that have not taken training step t."""
         return tuple(name for name, receiver in self._receivers.items() if receiver.taken < t)
 
+    def deal(self, costs: Mapping[int, int]) -> dict[str, list[int]]:
+        """Groups of the open step (by position) for each receiver, so that the largest sum of costs is small.
+
+        The longest first, to the least loaded by now. The same for the same costs; positions in rising order.
+        """
+        shares: dict[str, list[int]] = {name: [] for name in self._receivers}
+        for position in sorted(costs, key=lambda position: (-costs[position], position)):
+            least = min(self._receivers, key=lambda name: self._receivers[name].load)
+            shares[least].append(position)
+            self._receivers[least].load += costs[position]
+        return {name: sorted(share) for name, share in shares.items()}
+
     def send(self, to: str, groups: Sequence[int], nbytes: int) -> int:
         """Deal groups of the open step; returns the number. Call `due` afterwards."""
         assert not self.behind(self.step - 2), f"{self.behind(self.step - 2)} are more than one training step behind"
@@ -189,7 +192,7 @@ class RowsSender:
             mine = len(self._dealt[name])
             message = RowsClose(self._edge, self._term, receiver.number, self.step, mine, positions, then)
             receiver.kept[receiver.number] = _Kept(message, 0)
-            self._dealt[name] = []
+            self._dealt[name], receiver.load = [], 0
         self.step += 1
 
     def handle(self, sender: str, message: RowsAck) -> list[int]:

@@ -125,6 +125,8 @@ def sends(base: Base) -> dict[str, OutboundRows]:
     found = {}
     for port in setting.me.port("sends"):
         receivers = [name for name in setting.members if WorkerName.parse(name).pool == port.peer]
+        first = setting.owners.index(base.name) % len(receivers)
+        receivers = receivers[first:] + receivers[:first]
         rows = (plan.edge(port.edge), receivers, setting.start, base.node, plan.batch)
         found[port.edge] = OutboundRows(*rows, plan.recipe.limits, base.metrics)
     if found:

@@ -28,7 +28,6 @@ from distflow.exchange.rows_core import (
     RowsSender,
     RowsSent,
     Then,
-    deal,
     from_wire,
     kind_of,
 )
@@ -77,8 +76,8 @@ class OutboundRows:
         rows = batch.only(self._fields(batch))
         with self._metrics.timed("timing_s/send_rows"):
             ranges = group_ranges(rows)
-            shares = deal({position: _padded(ranges[position]) for position in ranges}, len(self._receivers))
-            for to, positions in zip(self._receivers, shares, strict=True):
+            shares = self._core.deal({position: _padded(ranges[position]) for position in ranges})
+            for to, positions in shares.items():
                 # One without rows gets an empty batch: it takes part in every optimizer step.
                 for piece in self._pieces(positions, lambda p: _padded(ranges[p])) or [[]]:
                     part = join([ranges[position] for position in piece]) if piece else rows.slice(0, 0)

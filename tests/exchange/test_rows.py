@@ -20,7 +20,6 @@ from distflow.exchange.rows_core import (
     RowsReceiver,
     RowsSender,
     RowsSent,
-    deal,
     from_wire,
 )
 
@@ -59,9 +58,7 @@ class Network:
         sender = self.senders[name]
         if sender.step <= self.steps and not sender.behind(sender.step - 2) and self.rng.random() < 0.3:
             stops = sender.step == self.steps
-            for to, groups in zip(
-                self.receivers, deal(self._groups(name, sender.step), len(self.receivers)), strict=True
-            ):
+            for to, groups in sender.deal(self._groups(name, sender.step)).items():
                 for group in groups if not stops else ():
                     sender.send(to, [group], WINDOW_BYTES // 3)
             sender.close("stop" if stops else "train")
@@ -166,8 +163,20 @@ def test_nobody_is_more_than_a_step_ahead() -> None:
 
 
 def test_dealing_balances_costs() -> None:
-    costs = {position: cost for position, cost in enumerate([9, 1, 1, 1, 5, 5, 7, 1])}
-    shares = deal(costs, 2)
-    assert sorted(shares[0] + shares[1]) == sorted(costs)
-    assert abs(sum(costs[p] for p in shares[0]) - sum(costs[p] for p in shares[1])) <= 2
-    assert deal({}, 2) == [[], []]
+    costs = dict(enumerate([9, 1, 1, 1, 5, 5, 7, 1]))
+    shares = RowsSender(EDGE, 0, ["critic/0", "critic/1"], 0).deal(costs)
+    assert sorted(position for share in shares.values() for position in share) == sorted(costs)
+    loads = [sum(costs[position] for position in share) for share in shares.values()]
+    assert abs(loads[0] - loads[1]) <= 2
+
+
+def test_groups_that_stream_in_are_dealt_to_all() -> None:
+    """Over a whole training step, and also where owners deal one group at a time."""
+    sender = RowsSender(EDGE, 0, ["critic/1", "critic/0"], 0)
+    assert [sender.deal({position: 10}) for position in range(3)] == [
+        {"critic/1": [0], "critic/0": []},
+        {"critic/1": [], "critic/0": [1]},
+        {"critic/1": [2], "critic/0": []},
+    ]
+    sender.close("train")
+    assert sender.deal({3: 10}) == {"critic/1": [3], "critic/0": []}
