@@ -17,11 +17,12 @@ import click
 
 from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
+from distflow.flow.memory_fit import warnings as memory_warnings
 from distflow.flow.plan import Plan
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent, unwritable
-from distflow.launch.deploy.host_checks import problems_here, space_problems
+from distflow.launch.deploy.host_checks import capacity, problems_here, space_problems
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
@@ -247,6 +248,9 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Begi
     """
     for warning in plan.warnings:
         click.echo(warning)
+    if here:
+        for text in memory_warnings(plan, capacity()):
+            click.echo(f"warning: {text}")
     if not resume:
         return Beginning()
     if (size := _size_of_newest(run_dir)) >= LARGE_BYTES:
