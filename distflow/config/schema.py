@@ -151,7 +151,7 @@ class WorkerSettings(Section):
     slots: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "samples"})
     """Samples decoded at the same time."""
     sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
-    """Memory reserved for results that arrive, in MiB."""
+    """Memory reserved for results or rows that arrive, in MiB."""
     steps: list[str] = []
     """Steps of its own, `+./file.py:name`: they may write only fields that they declare with a fill value."""
     script: str | None = None
@@ -186,8 +186,9 @@ class PoolConfig(Section):
     slots: int = Field(default=64, ge=1, json_schema_extra={"unit": "samples"})
     """Samples that one generating worker decodes at the same time; fewer if fewer can be under way at once."""
     sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
-    """Memory that a training worker reserves for arriving results, in MiB; null: derived from the batch, the longest
-    samples and max_staleness, 256 to 8192 (more if one training step needs it). `plan` shows it."""
+    """Memory that a training worker reserves for arriving results (for rows to train on, where they come from other
+    training workers), in MiB; null: derived from the batch, the longest samples and max_staleness, 256 to 8192 (more if
+    one training step needs it). `plan` shows it."""
     offload: bool = False
     """For a pool that generates and trains: the engine leaves the device while the worker trains, and the models while
     it generates. The result is the same."""

@@ -9,14 +9,19 @@ positions of all senders together give each group's rank, wherever it was dealt.
 A sender begins a step only when every receiver has taken the last but one: neither side is more than one step ahead.
 What comes from another term is thrown away.
 
+Memory: a receiver *holds* the rows of the step that it trains on until it releases them, and those that wait. It has
+room for the first step that is not released, which is always sent; of what is left beside that, each sender gets a like
+part for the steps after it (`ahead`, in bytes). What has no room waits at its sender: nobody trains on it yet.
+
 Nothing here reads a clock or a socket; the rows themselves are the driver's.
 
-Example: send("critic/0", t=7, groups=(56, 60)) → RowsSent #3 → RowsAck(numbers=(3,), taken=6)
-         close(7, "train") → RowsClose(groups=2, positions=(56, 57, 60, 61)) → … → RowsAck(numbers=(4,), taken=7)
+Example: send("critic/0", t=7, groups=(56, 60)) → RowsSent #3 → RowsAck(numbers=(3,), taken=6, released=6)
+         close(7, "train") → RowsClose(groups=2, positions=(56, 57, 60, 61)) → … → RowsAck(numbers=(4,), taken=7, …)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -78,7 +83,7 @@ class RowsAck(Form, frozen=True):
 
     Example:
 
-        RowsAck("critic_rows", 0, numbers=(4,), taken=6)
+        RowsAck("critic_rows", 0, numbers=(4,), taken=6, released=5, ahead=65536)
     """
 
     edge: _EdgeName
@@ -86,6 +91,10 @@ class RowsAck(Form, frozen=True):
     numbers: tuple[Whole, ...]
     taken: FromMinusOne
     """The last training step that it has begun to train on, or to stop at."""
+    released: FromMinusOne
+    """The last one that it has trained on: it holds no rows of it any more."""
+    ahead: Whole
+    """Bytes that the receiver of this may send of the steps behind the one after `released`."""
 
 
 class OutgoingRows(msgspec.Struct, frozen=True):
@@ -112,20 +121,6 @@ def from_wire(kind: str, body: object) -> RowsSent | RowsClose | RowsAck:
     return message
 
 
-def deal(costs: Mapping[int, int], replicas: int) -> list[list[int]]:
-    """Groups (by position) for each replica, so that the largest sum of costs is small: longest first, to the least.
-
-    The same for the same costs. Positions of a replica are in rising order.
-    """
-    shares: list[list[int]] = [[] for _ in range(replicas)]
-    loads = [0] * replicas
-    for position in sorted(costs, key=lambda position: (-costs[position], position)):
-        least = loads.index(min(loads))
-        shares[least].append(position)
-        loads[least] += costs[position]
-    return [sorted(share) for share in shares]
-
-
 @dataclass(slots=True)
 class _Kept:
     """A message that its receiver has not acknowledged."""
@@ -146,17 +141,40 @@ class _Receiver:
     """One receiver, as a sender knows it. What is kept is in the order of its numbers."""
 
     taken: int
+    released: int
+    ahead: int = 0
     number: int = 0
+    sent: Counter[int] = field(default_factory=Counter)
+    """Bytes that were sent to it of each training step that it has not released."""
+    load: int = 0
+    """Costs of the groups of the open step that it is to get."""
     kept: dict[int, _Kept] = field(default_factory=dict)
+
+    def heard(self, message: RowsAck) -> None:
+        """Note what it has, unless that was overtaken."""
+        self.taken = max(self.taken, message.taken)
+        if message.released > self.released:
+            self.released, self.ahead = message.released, 0
+            self.sent = Counter({t: nbytes for t, nbytes in self.sent.items() if t > self.released})
+        if message.released == self.released:
+            self.ahead = max(self.ahead, message.ahead)
+
+    def has_room(self, kept: _Kept) -> bool:
+        """Whether a message may be sent to it for the first time."""
+        behind = sum(nbytes for t, nbytes in self.sent.items() if t > self.released + 1)
+        return kept.message.t <= self.released + 1 or not kept.nbytes or behind + kept.nbytes <= self.ahead
 
 
 class RowsSender:
-    """One owner's end of the edge. `start`: the first training step of this term."""
+    """One owner's end of the edge. `start`: the first training step of this term.
+
+    Of equal loads the first of `receivers` gets more, so let each owner begin with another one.
+    """
 
     def __init__(self, edge: str, term: int, receivers: Sequence[str], start: int) -> None:
         self._edge = edge
         self._term = term
-        self._receivers = {name: _Receiver(start - 1) for name in receivers}
+        self._receivers = {name: _Receiver(start - 1, start - 1) for name in receivers}
         self._dealt: dict[str, list[int]] = {name: [] for name in receivers}
         """Groups of the open step, by receiver."""
         self.step = start
@@ -170,6 +188,18 @@ class RowsSender:
     def behind(self, t: int) -> tuple[str, ...]:
         """The receivers that have not taken training step t."""
         return tuple(name for name, receiver in self._receivers.items() if receiver.taken < t)
+
+    def deal(self, costs: Mapping[int, int]) -> dict[str, list[int]]:
+        """Groups of the open step (by position) for each receiver, so that the largest sum of costs is small.
+
+        The longest first, to the least loaded by now. The same for the same costs; positions in rising order.
+        """
+        shares: dict[str, list[int]] = {name: [] for name in self._receivers}
+        for position in sorted(costs, key=lambda position: (-costs[position], position)):
+            least = min(self._receivers, key=lambda name: self._receivers[name].load)
+            shares[least].append(position)
+            self._receivers[least].load += costs[position]
+        return {name: sorted(share) for name, share in shares.items()}
 
     def send(self, to: str, groups: Sequence[int], nbytes: int) -> int:
         """Deal groups of the open step; returns the number. Call `due` afterwards."""
@@ -189,7 +219,7 @@ class RowsSender:
             mine = len(self._dealt[name])
             message = RowsClose(self._edge, self._term, receiver.number, self.step, mine, positions, then)
             receiver.kept[receiver.number] = _Kept(message, 0)
-            self._dealt[name] = []
+            self._dealt[name], receiver.load = [], 0
         self.step += 1
 
     def handle(self, sender: str, message: RowsAck) -> list[int]:
@@ -197,10 +227,10 @@ class RowsSender:
         receiver = self._receivers.get(sender)
         if receiver is None or message.term != self._term:
             return []
-        receiver.taken = max(receiver.taken, message.taken)
+        receiver.heard(message)
         done = [number for number in message.numbers if isinstance(self._message(receiver, number), RowsSent)]
-        # A close is kept until its step is taken: what a receiver says of that may be lost, and is then asked for.
-        done += [n for n, kept in receiver.kept.items() if self._is_taken(kept, receiver.taken)]
+        # A close is kept until its step is released: what a receiver says of that may be lost, and is then asked for.
+        done += [n for n, kept in receiver.kept.items() if self._is_over(kept, receiver.released)]
         for number in done:
             receiver.kept.pop(number, None)
         return done
@@ -212,9 +242,10 @@ class RowsSender:
             under_way = sum(kept.nbytes for kept in receiver.kept.values() if kept.sent)
             for kept in receiver.kept.values():
                 if not kept.sent:
-                    if under_way and under_way + kept.nbytes > WINDOW_BYTES:
+                    if (under_way and under_way + kept.nbytes > WINDOW_BYTES) or not receiver.has_room(kept):
                         break
                     under_way += kept.nbytes
+                    receiver.sent[kept.message.t] += kept.nbytes
                 elif now < kept.due:
                     continue
                 kept.wait = min(LONGEST_RESEND_S, max(RESEND_S, 2 * kept.wait))
@@ -225,8 +256,8 @@ class RowsSender:
     def _message(self, receiver: _Receiver, number: int) -> RowsSent | RowsClose | None:
         return receiver.kept[number].message if number in receiver.kept else None
 
-    def _is_taken(self, kept: _Kept, taken: int) -> bool:
-        return isinstance(kept.message, RowsClose) and kept.message.t <= taken
+    def _is_over(self, kept: _Kept, released: int) -> bool:
+        return isinstance(kept.message, RowsClose) and kept.message.t <= released
 
 
 @dataclass(slots=True)
@@ -252,13 +283,26 @@ class _Sender:
 
 
 class RowsReceiver:
-    """One replica's end of the edge. `start`: the first training step of this term."""
+    """One replica's end of the edge. `start`: the first training step of this term.
 
-    def __init__(self, edge: str, term: int, senders: Sequence[str], start: int) -> None:
+    It reserves `memory` bytes for rows, of which one training step takes `step_bytes` at most.
+    """
+
+    def __init__(self, edge: str, term: int, senders: Sequence[str], start: int, memory: int, step_bytes: int) -> None:
         self._edge = edge
         self._term = term
         self._senders = {name: _Sender() for name in senders}
+        self._memory = memory
+        self._step_bytes = step_bytes
+        self._bytes: Counter[int] = Counter()
+        """Bytes of rows that are held, by training step."""
         self.taken = start - 1
+        self.released = start - 1
+
+    @property
+    def held(self) -> int:
+        """Bytes of all rows that are here."""
+        return self._bytes.total()
 
     def expects(self, sender: str, message: RowsSent | RowsClose) -> bool:
         """Whether it is of this term; raises ProtocolError for one that no sender can send."""
@@ -270,8 +314,11 @@ class RowsReceiver:
             raise ProtocolError(f"{message.edge} of training step {message.t} from {sender}: this is {self.taken + 1}")
         return True
 
-    def handle(self, sender: str, message: RowsSent | RowsClose) -> bool:
-        """Take a message that is expected; returns whether it is new. Acknowledge it in any case."""
+    def handle(self, sender: str, message: RowsSent | RowsClose, nbytes: int = 0) -> bool:
+        """Take a message that is expected, with so many bytes of rows; returns whether it is new.
+
+        Acknowledge it in any case; once nothing is `missing` any more, to all senders: there may be more room.
+        """
         known = self._senders[sender]
         if not known.note(message.number):
             return False
@@ -279,11 +326,13 @@ class RowsReceiver:
             known.closes[message.t] = message
         else:
             known.groups[message.t] = known.groups.get(message.t, 0) + len(message.groups)
+            self._bytes[message.t] += nbytes
         return True
 
     def acks(self, to: Iterable[str], numbers: Sequence[int] = ()) -> list[OutgoingRows]:
-        """Say what is here."""
-        return [OutgoingRows(name, RowsAck(self._edge, self._term, tuple(numbers), self.taken)) for name in to]
+        """Say what is here, and for how much more there is room."""
+        said = RowsAck(self._edge, self._term, tuple(numbers), self.taken, self.released, self._ahead)
+        return [OutgoingRows(name, said) for name in to]
 
     @property
     def senders(self) -> tuple[str, ...]:
@@ -300,6 +349,7 @@ class RowsReceiver:
 
         Tell all senders that it is taken (`acks`).
         """
+        assert self.released == self.taken, f"the rows of training step {self.taken} are still held"
         self.taken += 1
         closes = [sender.closes.pop(self.taken) for sender in self._senders.values()]
         for sender in self._senders.values():
@@ -307,6 +357,19 @@ class RowsReceiver:
         said = {close.then for close in closes}
         assert len(said) == 1, f"senders disagree on training step {self.taken}: {sorted(said)}"
         return said.pop(), sorted(position for close in closes for position in close.positions)
+
+    def release(self) -> None:
+        """The rows of the step that was taken are not held any more. Tell all senders (`acks`)."""
+        self.released = self.taken
+        self._bytes.pop(self.taken, None)
+
+    @property
+    def _ahead(self) -> int:
+        """Bytes that each sender may send of the steps behind the first that is not released."""
+        first = self.released + 1
+        whole = self.taken == first or not self.missing
+        kept = self._bytes[first] if whole else max(self._step_bytes, self._bytes[first])
+        return max(0, self._memory - kept) // len(self._senders)
 
     def _has_all(self, sender: _Sender) -> bool:
         close = sender.closes.get(self.taken + 1)

@@ -15,7 +15,17 @@ from typing import Any
 from distflow.config.plugins import BACKENDS, ENGINES
 from distflow.config.schema import ModelConfig
 from distflow.errors import UserError
-from distflow.flow.memory import ASSUMED_GPU, MIB, cache_bytes, engine_width, group_bytes, kept_cache, staged_bytes
+from distflow.flow.memory import (
+    ASSUMED_GPU,
+    MIB,
+    STEPS_OF_ROWS,
+    cache_bytes,
+    engine_width,
+    group_bytes,
+    kept_cache,
+    rows_bytes,
+    staged_bytes,
+)
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import PUBLISHED, ModelSize, model_size
 
@@ -68,7 +78,7 @@ class Estimate:
     loading: int = 0
     """The peak of the host's memory while models are loaded, before they are divided or moved to their device."""
     samples: int = 0
-    """The part of `host` that an owner of ledgers reserves for results."""
+    """The part of `host` that is reserved for results, or for rows."""
     shared: int = 0
     """Published weights in shared memory, shared by the workers of one host."""
     unknown: str = ""
@@ -331,10 +341,11 @@ def divides(worker: WorkerPlan) -> bool:
 
 
 def _samples(plan: Plan, worker: WorkerPlan) -> int:
-    """What an owner reserves for results, up to what can be leased at once."""
-    if str(worker.name) not in plan.owners:
-        return 0
+    """What is reserved for results and rows, up to what can be leased, or be ahead, at once."""
     prompt, new = _longest(plan)
+    if str(worker.name) not in plan.owners:
+        sizes = (rows_bytes(plan.recipe, plan.edges, plan.edge(port.edge), new) for port in worker.port("receives"))
+        return sum(min(worker.sample_memory_mb * MIB, STEPS_OF_ROWS * size) for size in sizes)
     ahead = 1 + (plan.batch.max_staleness or 0)
     groups = -(-plan.batch.prompts * ahead // len(plan.owners))
     largest = group_bytes(plan.batch.samples_per_prompt, prompt, new, plan.later_bytes)

@@ -12,7 +12,7 @@ _WAITS: Mapping[EdgeKind, str] = {
     "lease": "{target} for the groups of its training step; {source} for leases, where max_staleness or memory allows "
     "no more",
     "call": "{source} for what comes back, when nothing else is left to do; {target} for nobody",
-    "rows": "{target} for the rows of its training step; {source} for nobody",
+    "rows": "{target} for the rows of its training step; {source} where that is more than one training step behind",
     "weights": "{target} for the version that its next group or request needs; {source} for nobody",
 }
 _TAKES_TURNS: Mapping[EdgeKind, str] = {

@@ -1,13 +1,17 @@
-"""Memory that workers reserve in advance: an owner for results, an engine for keys and values.
+"""Memory that workers reserve in advance: an owner for results, the home of a further model for rows, an engine for
+keys and values.
 
-The plan refuses an owner with too little memory for results, and the lease protocol reserves by the same numbers.
+The plan refuses too little memory for one training step, and the protocols reserve by the same numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from distflow.config.plugins import ENGINES
 from distflow.config.schema import Recipe
 from distflow.errors import Problems
+from distflow.flow.edges import SAMPLES, Edge
 from distflow.flow.gpus import width
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import ModelSize
@@ -27,6 +31,8 @@ LEAST_MIB, MOST_MIB = 256, 8192
 """Bounds of the default reservation; a single training step may need more."""
 UNBOUNDED_STEPS = 2
 """Training steps to provide for if staleness has no bound."""
+STEPS_OF_ROWS = 3
+"""Training steps whose rows a home may hold: the one that it trains on, and two that owners may be ahead."""
 
 GIB = 1 << 30
 ASSUMED_GPU = 80 * GIB
@@ -72,6 +78,27 @@ def step_bytes(recipe: Recipe, training_pool: str, new_tokens: int, later: int) 
     return largest * (batch.prompts // batch.ledgers) * -(-batch.ledgers // owners)
 
 
+def rows_bytes(recipe: Recipe, edges: Sequence[Edge], edge: Edge, new_tokens: int) -> int:
+    """Bytes of one training step's rows at one replica of a further model's home, if all samples are of the greatest
+    length. `edge`: the one of kind rows by which they come.
+    """
+    batch, pools = recipe.batch, recipe.layout.pools
+    # With `shrink`, one worker may remain.
+    replicas = 1 if recipe.layout.on_failure == "shrink" else pools[edge.target].count
+    samples = next(one for one in edges if one.name == SAMPLES)
+    added = [field for field in edge.fields if field not in samples.fields]
+    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens, 8 * len(added))
+    # Each owner deals its own groups: what is left of them may go to the same replica.
+    return largest * ((batch.prompts + pools[edge.source].count * (replicas - 1)) // replicas)
+
+
+def rows_memory_mb(needed: int) -> int:
+    """The default reservation for rows in MiB, if a training step takes `needed` bytes: one is trained on, and the
+    next one arrives meanwhile, within bounds."""
+    one = -(-needed // MIB)
+    return max(LEAST_MIB, one, min(2 * one, MOST_MIB))
+
+
 def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int, later: int) -> int:
     """The default reservation in MiB: for all that `max_staleness` permits, within bounds."""
     staleness = recipe.layout.max_staleness
@@ -81,11 +108,12 @@ def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int, later:
 
 
 def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems) -> None:
-    """Refuse a training worker that cannot hold the largest groups of one training step."""
+    """Refuse a training worker that cannot hold the largest groups, or rows, of one training step."""
     training_pool = structure.home.name
     new_tokens = [response_tokens(node.settings) for node in structure.steps if node.role == "generate"]
     if not all(isinstance(count, int) for count in new_tokens):
         return  # reported where the setting is checked
+    _check_rows_memory(recipe, wire(structure), max(new_tokens), problems)
     pool, batch = recipe.layout.pools[training_pool], recipe.batch
     later = later_bytes(recipe, structure)
     needed = -(-step_bytes(recipe, training_pool, max(new_tokens), later) // MIB)
@@ -98,6 +126,19 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
     )
     cure = f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
     problems.add(f"layout.pools.{training_pool}.sample_memory_mb", message, cure)
+
+
+def _check_rows_memory(recipe: Recipe, edges: Sequence[Edge], new_tokens: int, problems: Problems) -> None:
+    for edge in edges:
+        given = recipe.layout.pools[edge.target].sample_memory_mb if edge.kind == "rows" else None
+        needed = -(-rows_bytes(recipe, edges, edge, new_tokens) // MIB) if given is not None else 0
+        if given is not None and given < needed:
+            message = (
+                f"{given} MiB is too little for the rows of one training step, on which {edge.model!r} is trained: "
+                f"up to {needed} MiB at each of {recipe.layout.pools[edge.target].count} worker(s)"
+            )
+            cure = f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
+            problems.add(f"layout.pools.{edge.target}.sample_memory_mb", message, cure)
 
 
 def engine_width(worker: WorkerPlan, *, on_gpu: bool) -> int:

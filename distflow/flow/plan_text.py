@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distflow.flow.graph_text import edge_lines, lane_of, model_lines, pool_lines, waits_of
-from distflow.flow.memory import MIB, step_bytes
+from distflow.flow.memory import MIB, STEPS_OF_ROWS, rows_bytes, step_bytes
 from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sharding import divides_models
@@ -105,6 +105,7 @@ def _batch(plan: Plan) -> list[str]:
         f"micro-batches of up to {batch.tokens_per_microbatch} padded tokens, "
         + ("computed while samples arrive" if plan.streamed else "computed when the whole batch has arrived"),
         *_waiting(plan),
+        *_rows_waiting(plan),
         f"{_staleness(plan)}; up to {batch.max_refills} refills a ledger and step",
         f"whole run: {batch.training_steps * batch.prompts} prompts, {batch.training_steps * batch.samples} samples",
     ]
@@ -132,6 +133,17 @@ def _waiting(plan: Plan) -> list[str]:
         room + f"{steps:.1f} training steps of the longest samples; this bounds staleness where they are that long, "
         f"not max_staleness ({bound})"
     ]
+
+
+def _rows_waiting(plan: Plan) -> Iterator[str]:
+    """What bounds the rows that are sent ahead to the homes of further models."""
+    for edge in plan.edges:
+        if edge.kind == "rows":
+            worker = next(worker for worker in plan.workers if worker.name.pool == edge.target)
+            steps = worker.sample_memory_mb * MIB / rows_bytes(plan.recipe, plan.edges, edge, plan.response_tokens)
+            room = f"{worker.sample_memory_mb} MiB a worker of {edge.target} for rows (sample_memory_mb): "
+            less = f"{steps:.1f} training steps of the longest samples, and what has no room waits at {edge.source}"
+            yield room + (f"all that {edge.source} may send ahead" if steps >= STEPS_OF_ROWS else less)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from distflow.errors import Problems, RecipeError
 from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode
 from distflow.flow.left_out import left_out_notes
-from distflow.flow.memory import later_bytes, sample_memory_mb
+from distflow.flow.memory import later_bytes, rows_bytes, rows_memory_mb, sample_memory_mb
 from distflow.flow.model_roles import check_files
 from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan, interface_digest
 from distflow.flow.plan_checks import check_plan
@@ -81,8 +81,10 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
     later = later_bytes(recipe, structure)
     sample_memory = sample_memory_mb(recipe, structure.home.name, new_tokens, later)
     edges = wire(structure, dumped)
+    memory = {pool.name: sample_memory for pool in structure.pools}
+    memory |= {e.target: rows_memory_mb(rows_bytes(recipe, edges, e, new_tokens)) for e in edges if e.kind == "rows"}
     workers = (
-        _worker(recipe.layout.pools[pool.name], WorkerName(pool.name, index), structure, most_slots, sample_memory)
+        _worker(recipe.layout.pools[pool.name], WorkerName(pool.name, index), structure, most_slots, memory[pool.name])
         for pool in structure.pools
         for index in range(pool.count)
     )

@@ -201,6 +201,9 @@ class FurtherTraining:
                 self._parts.answering.version(Version(self._term, number))
 
     def _end(self, t: int) -> None:
+        self._received = ReceivedRows("train", None)
+        with self._board.condition:
+            self._parts.rows.release()
         metrics, first = self._parts.metrics, next(iter(self._parts.trained.values()))
         seconds = time.perf_counter() - self._began
         # Under a name of its own: a step is over when the policy has been trained.

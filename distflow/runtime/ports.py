@@ -15,6 +15,7 @@ from distflow.exchange.deal_core import DealCore, DealRule
 from distflow.exchange.dealing import CostRule
 from distflow.exchange.intake_core import IntakeCall, IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
+from distflow.flow.memory import MIB, rows_bytes
 from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, model_folders
 from distflow.runtime.calls import Calls
 from distflow.runtime.disk import Disk
@@ -125,6 +126,8 @@ def sends(base: Base) -> dict[str, OutboundRows]:
     found = {}
     for port in setting.me.port("sends"):
         receivers = [name for name in setting.members if WorkerName.parse(name).pool == port.peer]
+        first = setting.owners.index(base.name) % len(receivers)
+        receivers = receivers[first:] + receivers[:first]
         rows = (plan.edge(port.edge), receivers, setting.start, base.node, plan.batch)
         found[port.edge] = OutboundRows(*rows, plan.recipe.limits, base.metrics)
     if found:
@@ -134,9 +137,13 @@ def sends(base: Base) -> dict[str, OutboundRows]:
 
 def receives(base: Base) -> InboundRows | None:
     """The other end; None where no further model is trained."""
-    setting = base.setting
-    edges = [setting.plan.edge(port.edge) for port in setting.me.port("receives")]
-    return InboundRows(edges[0], setting.owners, setting.start, base.node) if edges else None
+    setting, plan = base.setting, base.setting.plan
+    edges = [plan.edge(port.edge) for port in setting.me.port("receives")]
+    if not edges:
+        return None
+    step_bytes = rows_bytes(plan.recipe, plan.edges, edges[0], plan.response_tokens)
+    memory = setting.me.sample_memory_mb * MIB
+    return InboundRows(edges[0], setting.owners, setting.start, base.node, memory, step_bytes)
 
 
 def peers(setting: Setting) -> list[str]:

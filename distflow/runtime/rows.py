@@ -28,7 +28,6 @@ from distflow.exchange.rows_core import (
     RowsSender,
     RowsSent,
     Then,
-    deal,
     from_wire,
     kind_of,
 )
@@ -77,8 +76,8 @@ class OutboundRows:
         rows = batch.only(self._fields(batch))
         with self._metrics.timed("timing_s/send_rows"):
             ranges = group_ranges(rows)
-            shares = deal({position: _padded(ranges[position]) for position in ranges}, len(self._receivers))
-            for to, positions in zip(self._receivers, shares, strict=True):
+            shares = self._core.deal({position: _padded(ranges[position]) for position in ranges})
+            for to, positions in shares.items():
                 # One without rows gets an empty batch: it takes part in every optimizer step.
                 for piece in self._pieces(positions, lambda p: _padded(ranges[p])) or [[]]:
                     part = join([ranges[position] for position in piece]) if piece else rows.slice(0, 0)
@@ -194,12 +193,17 @@ class ReceivedRows:
 
 
 class InboundRows:
-    """A replica's end at the other home. `senders`: all owners. Its methods are called under the worker's lock."""
+    """A replica's end at the other home. `senders`: all owners. Its methods are called under the worker's lock.
 
-    def __init__(self, edge: Edge, senders: Sequence[str], start: Version, node: Node) -> None:
+    It reserves `memory` bytes for rows, of which one training step takes `step_bytes` at most.
+    """
+
+    def __init__(
+        self, edge: Edge, senders: Sequence[str], start: Version, node: Node, memory: int, step_bytes: int
+    ) -> None:
         self.edge = edge
         self._node = node
-        self._core = RowsReceiver(edge.name, start.term, senders, start.number)
+        self._core = RowsReceiver(edge.name, start.term, senders, start.number, memory, step_bytes)
         self._kept: dict[int, list[Batch]] = {}
         """Rows by training step."""
         for kind in TO_HOMES:
@@ -210,8 +214,13 @@ class InboundRows:
         """Owners that have not closed the next training step, or whose rows of it are not all here."""
         return self._core.missing
 
+    @property
+    def held(self) -> int:
+        """Bytes of all rows that are here, with those that are trained on."""
+        return self._core.held
+
     def take(self) -> ReceivedRows | None:
-        """The rows of the next training step; None: wait."""
+        """The rows of the next training step; None: wait. Release them when they have been trained on."""
         if self._core.missing:
             return None
         then, positions = self._core.take()
@@ -223,6 +232,11 @@ class InboundRows:
         whole = join([ranges[position] for position in sorted(ranges)]) if ranges else kept[0]
         return ReceivedRows(then, whole, positions)
 
+    def release(self) -> None:
+        """The rows that were taken have been trained on."""
+        self._core.release()
+        self._say(self._core.acks(self._core.senders))
+
     # -- on the endpoint's thread
 
     def _on_message(self, message: Message) -> None:
@@ -231,10 +245,14 @@ class InboundRows:
         if not self._core.expects(message.sender, said):
             return
         rows = self._read(said, message) if isinstance(said, RowsSent) else None
-        if self._core.handle(message.sender, said) and rows is not None:
+        missing = bool(self._core.missing)
+        if self._core.handle(message.sender, said, sum(map(len, message.payload))) and rows is not None:
             self._kept.setdefault(said.t, []).append(rows)
             self._node.work_done()
         self._say(self._core.acks([message.sender], [said.number]))
+        if missing and not self._core.missing:
+            # There may be more room now.
+            self._say(self._core.acks(self._core.senders))
 
     def _read(self, said: RowsSent, message: Message) -> Batch:
         if len(message.payload) != 1:

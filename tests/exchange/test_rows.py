@@ -20,23 +20,28 @@ from distflow.exchange.rows_core import (
     RowsReceiver,
     RowsSender,
     RowsSent,
-    deal,
     from_wire,
 )
 
 EDGE = "critic_rows"
+GROUP_BYTES = WINDOW_BYTES // 3
 
 
 class Network:
     """Owners and replicas of a critic, each a program that goes through the training steps as it can."""
 
-    def __init__(self, owners: int, critics: int, steps: int, seed: int, loss: float) -> None:
+    def __init__(self, owners: int, critics: int, steps: int, seed: int, loss: float, room: float = 3.0) -> None:
         self.rng = random.Random(seed)
         self.loss, self.steps = loss, steps
         self.owners = {f"trainer/{i}": i for i in range(owners)}
         names = [f"critic/{i}" for i in range(critics)]
         self.senders = {name: RowsSender(EDGE, 1, names, 0) for name in self.owners}
-        self.receivers = {name: RowsReceiver(EDGE, 1, list(self.owners), 0) for name in names}
+        one = GROUP_BYTES * ((12 + owners * (critics - 1)) // critics)
+        self.memory = int(room * one)
+        self.receivers = {name: RowsReceiver(EDGE, 1, list(self.owners), 0, self.memory, one) for name in names}
+        self.training: dict[str, bool] = dict.fromkeys(names, False)
+        self.most_steps = 0
+        """Training steps of which one receiver held rows at once."""
         self.wire: list[tuple[str, OutgoingRows]] = []
         self.got: dict[str, dict[int, list[int]]] = {name: defaultdict(list) for name in names}
         self.taken: dict[str, list[tuple[str, list[int]]]] = {name: [] for name in names}
@@ -59,11 +64,9 @@ class Network:
         sender = self.senders[name]
         if sender.step <= self.steps and not sender.behind(sender.step - 2) and self.rng.random() < 0.3:
             stops = sender.step == self.steps
-            for to, groups in zip(
-                self.receivers, deal(self._groups(name, sender.step), len(self.receivers)), strict=True
-            ):
+            for to, groups in sender.deal(self._groups(name, sender.step)).items():
                 for group in groups if not stops else ():
-                    sender.send(to, [group], WINDOW_BYTES // 3)
+                    sender.send(to, [group], GROUP_BYTES - group % 3)
             sender.close("stop" if stops else "train")
         self._post(name, sender.due(self.now))
 
@@ -73,7 +76,12 @@ class Network:
 
     def _take(self, name: str) -> None:
         receiver = self.receivers[name]
-        if not receiver.missing and self.rng.random() < 0.2 and len(self.taken[name]) <= self.steps:
+        if self.training[name] and self.rng.random() < 0.1:
+            self.training[name] = False
+            receiver.release()
+            self._post(name, receiver.acks(receiver.senders))
+        elif not self.training[name] and not receiver.missing and len(self.taken[name]) <= self.steps:
+            self.training[name] = True
             self.taken[name].append(receiver.take())
             self._post(name, receiver.acks(receiver.senders))
 
@@ -93,7 +101,11 @@ class Network:
                 continue
             receiver = self.receivers[outgoing.to]
             if receiver.expects(sender, message):
-                new = receiver.handle(sender, message)
+                assert isinstance(message, (RowsSent, RowsClose))
+                sent = isinstance(message, RowsSent)
+                new = receiver.handle(sender, message, GROUP_BYTES - message.groups[0] % 3 if sent else 0)
+                assert receiver.held <= self.memory, "more than is reserved"
+                self.most_steps = max(self.most_steps, len(receiver._bytes))
                 if new and isinstance(message, RowsSent):
                     self.got[outgoing.to][message.t] += message.groups
                 self._post(outgoing.to, receiver.acks([sender], [message.number]))
@@ -113,9 +125,13 @@ class Network:
     seed=st.integers(0, 10_000),
     loss=st.sampled_from([0.0, 0.1, 0.4]),
     cut=st.booleans(),
+    room=st.sampled_from([1.0, 1.2, 1.6, 3.0]),
 )
-def test_every_group_reaches_one_replica_once(owners: int, critics: int, seed: int, loss: float, cut: bool) -> None:
-    network = Network(owners, critics, 4, seed, loss)
+def test_every_group_reaches_one_replica_once(
+    owners: int, critics: int, seed: int, loss: float, cut: bool, room: float
+) -> None:
+    """Whatever is lost, and with memory for just one training step of the largest groups or for more."""
+    network = Network(owners, critics, 4, seed, loss, room)
     network.cut_until = 10.0 if cut else 0.0
     stray = RowsSender(EDGE, 0, list(network.receivers), 0)
     stray.send("critic/0", [5], 1)
@@ -125,6 +141,17 @@ def test_every_group_reaches_one_replica_once(owners: int, critics: int, seed: i
     network.check()
 
 
+@pytest.mark.parametrize(("room", "steps"), [(1.0, 1), (3.0, 3)])
+def test_what_room_there_is_is_used(room: float, steps: int) -> None:
+    """With more than for one training step, rows of the next ones come while one is trained on."""
+    found = []
+    for seed in range(10):
+        network = Network(2, 2, 4, seed, 0.0, room)
+        network.run()
+        found.append(network.most_steps)
+    assert max(found) == steps
+
+
 def test_what_is_not_acknowledged_is_sent_again_ever_more_rarely() -> None:
     sender = RowsSender(EDGE, 0, ["critic/0"], 0)
     sender.send("critic/0", [0], 100)
@@ -132,7 +159,7 @@ def test_what_is_not_acknowledged_is_sent_again_ever_more_rarely() -> None:
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert gaps[:3] == [1.0, 2.0, 4.0]
     assert max(gaps) == LONGEST_RESEND_S
-    assert sender.handle("critic/0", RowsAck(EDGE, 0, (1,), -1)) == [1]
+    assert sender.handle("critic/0", RowsAck(EDGE, 0, (1,), -1, -1, 0)) == [1]
     assert sender.due(1000.0) == []
 
 
@@ -143,7 +170,7 @@ def test_a_window_of_bytes_is_under_way_at_once() -> None:
     sender.send("critic/1", [9], 2 * WINDOW_BYTES)
     first = sender.due(0.0)
     assert [(one.to, one.message.number) for one in first] == [("critic/0", 1), ("critic/0", 2), ("critic/1", 1)]
-    sender.handle("critic/0", RowsAck(EDGE, 0, (2,), -1))
+    sender.handle("critic/0", RowsAck(EDGE, 0, (2,), -1, -1, 0))
     assert [one.message.number for one in sender.due(0.1)] == [3]
 
 
@@ -154,7 +181,7 @@ def test_nobody_is_more_than_a_step_ahead() -> None:
     assert sender.behind(3) == ("critic/0",)
     with pytest.raises(AssertionError, match="more than one training step behind"):
         sender.send("critic/0", [0], 1)
-    receiver = RowsReceiver(EDGE, 0, ["trainer/0"], 3)
+    receiver = RowsReceiver(EDGE, 0, ["trainer/0"], 3, 0, 0)
     with pytest.raises(ProtocolError, match="of training step 5 from trainer/0: this is 3"):
         receiver.expects("trainer/0", RowsClose(EDGE, 0, 1, 5, 0, (), "train"))
     with pytest.raises(ProtocolError, match="rollout/0 sends no critic_rows"):
@@ -165,9 +192,60 @@ def test_nobody_is_more_than_a_step_ahead() -> None:
         )
 
 
+def test_rows_of_a_later_step_wait_for_room_and_those_of_the_next_one_do_not() -> None:
+    """Room for 100 bytes, and a training step may take 80 of them."""
+    senders = {name: RowsSender(EDGE, 0, ["critic/0"], 0) for name in ("trainer/0", "trainer/1")}
+    receiver = RowsReceiver(EDGE, 0, list(senders), 0, 100, 80)
+
+    def said(name: str, now: float) -> list[tuple[str, int]]:
+        """What a sender sends, which arrives and is acknowledged."""
+        out = senders[name].due(now)
+        for item in out:
+            assert not isinstance(item.message, RowsAck)
+            nbytes = 35 if isinstance(item.message, RowsSent) else 0
+            receiver.handle(name, item.message, nbytes)
+            hear(receiver.acks([name], [item.message.number]))
+        return [(type(item.message).__name__, item.message.t) for item in out if not isinstance(item.message, RowsAck)]
+
+    def hear(acks: list[OutgoingRows]) -> None:
+        for ack in acks:
+            assert isinstance(ack.message, RowsAck)
+            senders[ack.to].handle("critic/0", ack.message)
+
+    for name, sender in senders.items():
+        sender.send("critic/0", [int(name[-1])], 35)
+        sender.close("train")
+        sender.send("critic/0", [2 + int(name[-1])], 35)
+    assert said("trainer/0", 0.0) == [("RowsSent", 0), ("RowsClose", 0)], "20 bytes are left for step 1, 10 for each"
+    assert said("trainer/1", 0.0) == [("RowsSent", 0), ("RowsClose", 0)]
+    hear(receiver.acks(list(senders)))
+    assert [said(name, 0.0) for name in senders] == [[], []], "30 bytes are left, now that the step is whole"
+    assert receiver.take() == ("train", [0, 1])
+    hear(receiver.acks(list(senders)))
+    assert [said(name, 0.0) for name in senders] == [[], []], "and while it is trained on"
+    assert [said(name, 1.0) for name in senders] == [[("RowsClose", 0)]] * 2, "asks again: what was said may be lost"
+    receiver.release()
+    assert receiver.held == 0
+    hear(receiver.acks(list(senders)))
+    assert [said(name, 1.0) for name in senders] == [[("RowsSent", 1)]] * 2
+    assert receiver.held == 70
+
+
 def test_dealing_balances_costs() -> None:
-    costs = {position: cost for position, cost in enumerate([9, 1, 1, 1, 5, 5, 7, 1])}
-    shares = deal(costs, 2)
-    assert sorted(shares[0] + shares[1]) == sorted(costs)
-    assert abs(sum(costs[p] for p in shares[0]) - sum(costs[p] for p in shares[1])) <= 2
-    assert deal({}, 2) == [[], []]
+    costs = dict(enumerate([9, 1, 1, 1, 5, 5, 7, 1]))
+    shares = RowsSender(EDGE, 0, ["critic/0", "critic/1"], 0).deal(costs)
+    assert sorted(position for share in shares.values() for position in share) == sorted(costs)
+    loads = [sum(costs[position] for position in share) for share in shares.values()]
+    assert abs(loads[0] - loads[1]) <= 2
+
+
+def test_groups_that_stream_in_are_dealt_to_all() -> None:
+    """Over a whole training step, and also where owners deal one group at a time."""
+    sender = RowsSender(EDGE, 0, ["critic/1", "critic/0"], 0)
+    assert [sender.deal({position: 10}) for position in range(3)] == [
+        {"critic/1": [0], "critic/0": []},
+        {"critic/1": [], "critic/0": [1]},
+        {"critic/1": [2], "critic/0": []},
+    ]
+    sender.close("train")
+    assert sender.deal({3: 10}) == {"critic/1": [3], "critic/0": []}

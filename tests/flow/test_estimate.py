@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from distflow.errors import RecipeError
 from distflow.flow.estimate import GPU_PROCESS, PROCESS, Estimate, estimate, micro_batch
-from distflow.flow.memory import MIB
+from distflow.flow.memory import MIB, rows_bytes
 from distflow.flow.memory_fit import Capacity, memory_data, memory_lines, placed
 from distflow.flow.plan import Plan
 from distflow.flow.plan_text import plan_data, render_page
@@ -284,6 +286,28 @@ def test_the_page_says_what_bounds_staleness() -> None:
     expected = r"600 MiB a training worker .* 1\.7 training steps of the longest samples; this bounds staleness .*\(2\)"
     assert re.search(expected, less)
     assert "not max_staleness (unbounded)" in render_page(planned("layout.max_staleness=unbounded"))
+
+
+def test_the_home_of_a_critic_reserves_for_rows() -> None:
+    """By default for two training steps; each of two replicas gets half of the rows, and one group more."""
+    long = ["flow=ppo", "layout=critic", "flow.steps.sample.with.max_new_tokens=30000"]
+    (needed,) = [part for part in planned(*long).edges if part.kind == "rows"]
+    one = rows_bytes(planned(*long).recipe, planned(*long).edges, needed, 30000) / MIB
+    group = 8 * (1024 + 30000 * (48 + 2 * 8)) / MIB
+    assert one == pytest.approx((32 + 1) // 2 * group, rel=0.01), "with values and returns"
+    (critic, _) = [worker for worker in planned(*long).workers if worker.name.pool == "critic"]
+    assert critic.sample_memory_mb == 2 * math.ceil(one)
+    assert estimate(planned(*long), critic, on_gpu=False).samples == critic.sample_memory_mb * MIB
+    shrinks = [*long, "layout.pools.trainer.count=2", "layout.on_failure=shrink"]
+    assert planned(*shrinks).worker(critic.name).sample_memory_mb == pytest.approx(2 * 32 * group, abs=8)
+    key = "layout.pools.critic.sample_memory_mb"
+    page = render_page(planned(*long, f"{key}={int(1.5 * one)}"))
+    assert "1.5 training steps of the longest samples, and what has no room waits at trainer" in page
+    least = math.ceil(one)
+    too_little = rf"{key} — {least - 1} MiB is too little for the rows .*'critic' is trained.* — at least {least},"
+    with pytest.raises(RecipeError, match=too_little):
+        planned(*long, f"{key}={least - 1}")
+    planned(*long, f"{key}={least}")
 
 
 def test_it_warns_where_a_gpu_or_the_host_is_too_small() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from distflow.comm.message import Buffer
 from distflow.comm.outbox import Delivery, delivered
 from distflow.data.batch import Batch, Ragged, group_ranges
 from distflow.errors import RunStopped
+from distflow.flow.memory import MIB
 from distflow.runtime import ports
 from distflow.runtime.assembly import build_contexts, build_tokenizer
 from distflow.runtime.further_training import FurtherTraining
@@ -32,9 +35,12 @@ SETTINGS = (
     "layout=critic",
     "layout.pools.trainer.count=1",
     f"batch.tokens_per_microbatch={ROWS * TOKENS}",
+    "batch.prompts=16",
+    "flow.steps.sample.with.max_new_tokens=200",
+    "layout.pools.critic.sample_memory_mb=1",
     "limits.no_progress_s=10",
 )
-"""Each group is a micro-batch."""
+"""Each group is a micro-batch, and rows have little room."""
 
 
 class Worker:
@@ -60,7 +66,7 @@ class Critic(Worker):
         assert replicas is not None
         assert serving is not None
         assert rows is not None
-        self.serving = serving
+        self.serving, self.rows = serving, rows
         self.model = Divided("critic", together, self.seen)
         rounds = Rounds({"critic": self.model}, replicas, self.node.board, self.metrics, WAIT_S)
         contexts = build_contexts(session._setting, self.metrics, rounds.models, None, self.tokenizer)
@@ -103,11 +109,11 @@ class Owner(Worker):
             return [position for position, _ in self.calls.take("values")]
 
 
-def groups(count: int) -> Batch:
+def groups(count: int, tokens: int = TOKENS) -> Batch:
     """With all fields that the critic reads."""
     numbers = [position for position in range(count) for _ in range(ROWS)]
     prompts = Ragged.from_rows([[1, 2]] * len(numbers), torch.int64)
-    responses = Ragged.from_rows([[3] * (TOKENS - 2)] * len(numbers), torch.int64)
+    responses = Ragged.from_rows([[3] * (tokens - 2)] * len(numbers), torch.int64)
     values = responses.like(torch.zeros(len(responses.values)))
     return Batch(
         {
@@ -183,3 +189,37 @@ def test_all_stop_behind_the_rounds_that_some_still_want(home: tuple[Owner, list
     programs: list[Callable[[], int]] = [critic.receive for critic in critics]
     assert [type(error) for error in at_once(*programs)] == [RunStopped] * 2
     assert lost.is_set()
+
+
+def test_rows_that_have_no_room_wait_at_their_owner_and_hold_nobody_up(home: tuple[Owner, list[Critic]]) -> None:
+    """There is room for one training step, and a little of the next one."""
+    owner, critics = home
+    steps, sent = 4, groups(16, tokens=2600)
+
+    def own() -> None:
+        for _ in range(steps):
+            owner.rows.send(sent)
+            owner.rows.close("train")
+        owner.rows.settle()
+
+    def posted(to: str, t: int) -> bool:
+        """Whether the rows of the step after t are dealt, and all that were sent have arrived."""
+        with owner.node.board.condition:
+            core = owner.rows._core
+            kept = core._receivers[to].kept.values()
+            return core.step > min(t + 1, steps - 1) and not any(one.sent and one.nbytes for one in kept)
+
+    def train(critic: Critic) -> list[int]:
+        held, taken = [], 0
+        for t in islice(chain([0], critic.steps), steps):
+            (batch,) = critic.training.receive(t)
+            taken += len(group_ranges(batch))
+            eventually(lambda t=t: posted(critic.name, t), "what has room")
+            held.append(critic.rows.held)
+        assert taken == steps * 8
+        return held
+
+    one = critics[0].rows._core._step_bytes
+    for held in at_once(*(partial(train, critic) for critic in critics), own)[:2]:
+        assert all(0.7 * one < nbytes <= MIB for nbytes in held), f"{held}, of steps of at most {one}"
+        assert max(held[:-1]) > held[-1], "a little of the next one"
