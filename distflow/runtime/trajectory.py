@@ -44,10 +44,14 @@ class TokenSequence:
             return self.segments[0].token_ids
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All tokens."""
-        return (*self.prompt_ids, *self.response_ids)
+    def leads_to(self, prefix: tuple[int, ...]) -> bool:
+        """Whether the prefix begins with all tokens that are here."""
+        at = 0
+        for part in (self.prompt_ids, *(segment.token_ids for segment in self.segments)):
+            if prefix[at : at + len(part)] != part:
+                return False
+            at += len(part)
+        return True
 
 
 @dataclass(slots=True)
@@ -84,15 +88,15 @@ class Trajectory:
     def go_on_behind(self, prefix: tuple[int, ...]) -> None:
         """Continue the newest sequence whose tokens this prefix begins with, by what it has behind them; if there is
         none, begin a sequence with this prompt."""
-        for sequence in reversed(self.sequences):
-            had = sequence.token_ids
-            if prefix[: len(had)] == had:
-                self.sequences.remove(sequence)
-                if len(prefix) > len(had):
-                    sequence.segments.append(Segment(prefix[len(had) :]))
-                self.sequences.append(sequence)
-                return
-        self.sequences.append(TokenSequence(prefix))
+        found = next((sequence for sequence in reversed(self.sequences) if sequence.leads_to(prefix)), None)
+        if found is None:
+            self.sequences.append(TokenSequence(prefix))
+            return
+        self.sequences.remove(found)
+        self.sequences.append(found)
+        had = len(found)
+        if len(prefix) > had:
+            found.segments.append(Segment(prefix[had:]))
 
     def recorded(self, more: SampleOutput | None, reason: FinishReason) -> SampleOutput:
         """What the model has written, without gaps: the form in which it is replayed. `more`: of an open request."""
