@@ -286,8 +286,8 @@ def _accumulate(part: Batch, ctx: StepContext, objective: Objective) -> None:
         ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
     else:
         ctx.fixed_denominators[ctx.model] = denominator
-    ctx.moved[0] += report.write(ctx.metrics, additive=additive, tokens=tokens, denominator=denominator)
-    ctx.moved[1] += tokens
+    moved = report.write(ctx.metrics, additive=additive, tokens=tokens, denominator=denominator)
+    ctx.report_moved(moved, tokens)
 
 
 def _terms(part: Batch, mask_BT: Tensor, scores: TokenScores) -> TokenTerms:

@@ -82,6 +82,14 @@ class StepContext:
             raise LookupError(f"step {self.step_name!r} asked for model {self.model!r}; here are {sorted(self.models)}")
         return self.models[self.model]
 
+    def report_moved(self, divergence: float, tokens: float) -> None:
+        """Tell how far a policy is from where the training step found it: the sum of r - 1 - log r over so many tokens.
+
+        A step that trains the policy calls it for each micro-batch; `batch.target_kl` goes by it.
+        """
+        self.moved[0] += divergence
+        self.moved[1] += tokens
+
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """The tokenizer's end token, with which a response should stop; empty if it has none."""
