@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import StepError
+from distflow.flow.memory import group_bytes
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import GENERATED, SEQUENCES
 from distflow.runtime.steps import StepContext, StepRunner
@@ -91,6 +92,7 @@ def test_rows_fit_together(file: Path, moves: list[Any]) -> None:
     if outputs is None:
         return
     batch = samples.batch([5])
+    assert batch.nbytes <= group_bytes(2, len(PROMPT), MOST), "what is reserved for it"
     ids, masks, spans = (batch.ragged(name) for name in ("response_ids", "response_mask", "policy_versions"))
     for sample in (0, 1):
         rows = (batch.dense("sample") == sample).nonzero().flatten().tolist()

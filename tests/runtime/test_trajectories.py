@@ -250,7 +250,7 @@ def test_another_prefix_begins_a_new_sequence_of_the_sample(tmp_path: Path) -> N
     ], "a turn of sample 0 is not trained on"
     (decoded,) = TOKENIZER.decode_batch([prompts.row(1).tolist()], skip_special=False)
     assert batch.texts("sequence_prompt")[:2] == ["", decoded]
-    assert batch.texts("prompt_text") == ["01"] * 4, "the data's prompt is the sample's"
+    assert batch.texts("prompt_text") == ["01", "", "01", ""], "the data's prompt is there once a sample"
     assert len(record.token_ids) == 9
 
 
@@ -271,7 +271,8 @@ def test_samples_may_have_different_numbers_of_sequences(tmp_path: Path) -> None
     assert batch.dense("sequence").tolist() == [0, 0, 1, 2]
     attempts = [tuple(row.tolist()) for row in batch.ragged("response_ids").rows()]
     assert len(set(attempts[1:])) == 3, "asked again, the model answers something else"
-    assert batch.texts("sequence_prompt") == [""] * 4
+    (prompt,) = TOKENIZER.decode_batch([PROMPT], skip_special=False)
+    assert batch.texts("sequence_prompt") == ["", "", prompt, prompt]
 
 
 def test_the_first_sequence_may_have_another_prompt_than_the_data_gives(tmp_path: Path) -> None:
