@@ -27,7 +27,7 @@ from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import DROP_REASON, Episode, Uid, written
+from distflow.types import DROP_REASON, REWARD, Episode, Uid, written
 
 log = logger(__name__)
 
@@ -169,7 +169,7 @@ class StepRunner:
         plan = next(plan for plan in self._plans.values() if plan.role == "generate")
         context, function = self._contexts[plan.name], self._functions[plan.name]
 
-        def failed(error: Exception, episode: Episode) -> Exception:
+        def failed(error: Exception | SystemExit, episode: Episode) -> Exception:
             return self._raised(plan, error, f", {_uids_in_hand([tuple(episode.uid)])}")
 
         return GenerateStep(plan, partial(_begin, function, context, plan.settings), self._where(plan), failed)
@@ -192,11 +192,11 @@ class StepRunner:
         """Report what the step raises with its name, the worker and the uids in hand."""
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an exit would end the worker as if it was done
             uids = "" if batch is None or "uid" not in batch else f", {_some_uids(batch)}"
             raise self._raised(plan, error, uids) from error
 
-    def _raised(self, plan: StepPlan, error: Exception, uids: str) -> Exception:
+    def _raised(self, plan: StepPlan, error: Exception | SystemExit, uids: str) -> Exception:
         """What to raise for what a step has raised."""
         if isinstance(error, UserError):
             return UserError(f"{self._where(plan)}: {error}")
@@ -240,7 +240,23 @@ class StepRunner:
         complaint = wrong_shape(result, [field for field in result.columns if written(field, plan.writes)])
         if complaint is not None:
             raise StepError(f"{where} {complaint}")
+        if written(REWARD, plan.writes):
+            self._check_rewards(where, result)
         return result
+
+    def _check_rewards(self, where: str, result: Batch) -> None:
+        """Refuse rewards that nothing can be trained on, but those of samples that are dropped."""
+        finite = result.dense(REWARD).isfinite()
+        if bool(finite.all()):
+            return
+        reasons = result.texts(DROP_REASON) if DROP_REASON in result else [""] * result.rows
+        rows = [row for row, fine in enumerate(finite.tolist()) if not (fine or reasons[row])]
+        if rows:
+            uids = f", {_some_uids(result.select(rows))}" if "uid" in result else ""
+            raise StepError(
+                f"{where} wrote {REWARD!r} {result.dense(REWARD)[rows[0]].item()} for {len(rows)} of {result.rows} "
+                f"samples{uids}; expected finite numbers, or a {DROP_REASON} for samples that have none"
+            )
 
     def _where(self, plan: StepPlan) -> str:
         return f"step {plan.name!r} ({plan.call}) on {self._worker}"

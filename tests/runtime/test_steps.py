@@ -16,13 +16,14 @@ from distflow.flow.step import GENERATED
 from distflow.runtime.generate_step import Returned, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext, StepRunner, split
-from distflow.types import Episode, Uid
+from distflow.types import Episode, SamplingParams, Uid
 
 SOURCE = """\
 import torch
 
-from distflow import Batch, step
+from distflow import Batch, Ragged, step
 from distflow.errors import UserError, WorkerFailed
+from distflow.types import SamplingParams
 
 
 def helper():
@@ -50,6 +51,21 @@ def broken(batch, ctx):
 
 
 @step(role="score", reads=["group"], writes=["reward"])
+def leaving(batch, ctx):
+    raise SystemExit(0)
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def lost(batch, ctx):
+    return batch.with_columns(reward=torch.tensor([1.0, torch.nan, torch.inf]))
+
+
+@step(role="score", reads=["group"], writes=["reward"], may_write=["drop_reason"])
+def excused(batch, ctx):
+    return lost(batch, ctx).with_columns(drop_reason=Ragged.from_texts(["", "too long", "too long"]))
+
+
+@step(role="score", reads=["group"], writes=["reward"])
 def nothing(batch, ctx):
     return None
 
@@ -72,7 +88,7 @@ def shorter(batch, ctx):
 
 @step(role="generate", reads=[], writes=[])
 async def drawn(episode, generate, ctx, *, temperature=1.0):
-    completion = await generate(episode.prompt_ids, temperature)
+    completion = await generate(episode.prompt_ids, SamplingParams(temperature))
     if completion == "bad":
         helper()
     return {"turns": 1}
@@ -112,7 +128,7 @@ def runner(file: Path, name: str, role: str = "score", **settings: Any) -> tuple
         settings=settings,
         reads=() if role == "generate" else ("group",),
         writes=writes,
-        may_write=("rewards/*",) if name == "generous" else (),
+        may_write={"generous": ("rewards/*",), "excused": ("drop_reason",)}.get(name, ()),
     )
     metrics = MetricStore()
     context = StepContext("judge", worker="rollout/1", training_step=6, metrics=metrics)
@@ -151,7 +167,7 @@ def test_what_a_step_raises_is_told_with_its_own_frames_first(file: Path) -> Non
     with pytest.raises(StepError) as caught:
         steps.call("judge", batch(6))
     frames, message = split(caught.value)
-    assert frames.startswith(f'  File "{file}", line 18, in raising\n')
+    assert frames.startswith(f'  File "{file}", line 19, in raising\n')
     assert frames.endswith('in helper\n    raise ValueError("not today")\nValueError: not today')
     assert message == (
         f"step 'judge' ({file}:raising) raised ValueError on rollout/1, training step 6, with uids "
@@ -181,11 +197,21 @@ def test_our_own_errors_pass_through(file: Path) -> None:
         ("nothing", r"step 'judge' \(.*:nothing\) on rollout/1 returned NoneType; expected a Batch, for example"),
         ("unwritten", r"declares that it writes \['reward'\], but its batch has only \['group', 'uid'\]"),
         ("shorter", r"turned 3 rows into 1; a step keeps every row"),
+        ("leaving", r"(?s)in leaving\n.*SystemExit: 0\nstep 'judge' .* raised SystemExit on rollout/1"),
+        (
+            "lost",
+            r"on rollout/1 wrote 'reward' nan for 2 of 3 samples, with uids .* \(0, 11, 1\), \(0, 12, 2\) in hand; "
+            "expected finite numbers, or a drop_reason",
+        ),
     ],
 )
 def test_what_comes_back_is_checked(file: Path, name: str, message: str) -> None:
     with pytest.raises(StepError, match=message):
         runner(file, name)[0].call("judge", batch())
+
+
+def test_samples_that_are_dropped_need_no_reward(file: Path) -> None:
+    assert runner(file, "excused")[0].call("judge", batch()).texts("drop_reason")[1] == "too long"
 
 
 EPISODE = Episode(Uid(0, 12, 7), 1, (4, 5), "23=", {})
@@ -197,7 +223,7 @@ def test_a_generate_step_makes_one_sample_turn_by_turn(file: Path) -> None:
     call = step.begin(EPISODE)
     wanted = step.go_on(call, EPISODE, None)
     assert isinstance(wanted, Wanted)
-    assert (wanted.prompt_ids, wanted.params) == ((4, 5), 0.5)
+    assert (wanted.prompt_ids, wanted.params) == ((4, 5), SamplingParams(0.5))
     assert step.go_on(call, EPISODE, "good") == Returned({"turns": 1})  # type: ignore[arg-type]
 
 

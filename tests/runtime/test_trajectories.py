@@ -80,6 +80,41 @@ async def silent(episode, generate, ctx): ...
 @step(role="generate", reads=[], writes=["rewards/turns"])
 async def forgetful(episode, generate, ctx):
     await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+
+
+@step(role="generate", reads=[], writes=["rewards/turns"])
+async def wordy(episode, generate, ctx):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+    return {"rewards/turns": "two"}
+
+
+@step(role="generate", reads=[], writes=[])
+async def vague(episode, generate, ctx):
+    await generate(episode.prompt_ids, 2)
+
+
+@step(role="generate", reads=[], writes=[])
+async def textual(episode, generate, ctx):
+    await generate((*episode.prompt_ids, 1.5), SamplingParams(max_new_tokens=2))
+
+
+@step(role="generate", reads=[], writes=[])
+async def untyped(episode, generate, ctx):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens="2"))
+
+
+@step(role="generate", reads=[], writes=[])
+async def leaving(episode, generate, ctx):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+    raise SystemExit(0)
+
+
+@step(role="generate", reads=[], writes=[])
+async def stubborn(episode, generate, ctx):
+    try:
+        await generate(episode.prompt_ids, SamplingParams(max_new_tokens=9))
+    finally:
+        raise ValueError("there is no end")
 """
 PROMPT = (2, 3)
 MOST = 40
@@ -89,7 +124,7 @@ def trajectories(
     folder: Path, name: str, *, environment: Sequence[str] | None = ENVIRONMENT, samples: int = 2, **settings: Any
 ) -> Trajectories:
     (folder / "mine.py").write_text(SOURCE)
-    writes = (*GENERATED, *(["rewards/turns"] if name in ("talk", "forgetful", "thoughtful") else []))
+    writes = (*GENERATED, *(["rewards/turns"] if name in ("talk", "forgetful", "thoughtful", "wordy") else []))
     allowed = None if environment is None else tuple(environment)
     plan = StepPlan("sample", f"{folder}/mine.py:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
@@ -262,6 +297,15 @@ def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> N
         ("endless", (), r"asks for more after 41 tokens behind the prompt, .* longest sample has 40: .*max_tokens"),
         ("silent", None, r"returned before it awaited tokens of the sample; expected completion = await generate"),
         ("forgetful", None, r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]"),
+        ("wordy", None, r"returned {'rewards/turns': 'two'}; expected a number for each of \['rewards/turns'\]"),
+        ("vague", None, r"(?s)in vague\n.*params is a int; expected SamplingParams\n.* raised TypeError on rollout/0"),
+        ("textual", None, r"(?s)in textual\n.*'float' .*; expected token ids, which are integers\n.* raised TypeError"),
+        ("untyped", None, r"(?s)in untyped\n.*SamplingParams\(max_new_tokens='2'\): expected an integer\n"),
+        (
+            "leaving",
+            None,
+            r"(?s)in leaving\n.*raised SystemExit on rollout/0, training step 0, with uids .*\(0, 1, 5\)",
+        ),
     ],
 )
 def test_what_a_step_may_not_do_is_told(
@@ -270,3 +314,12 @@ def test_what_a_step_may_not_do_is_told(
     samples = trajectories(tmp_path, name, environment=environment)
     with pytest.raises(StepError, match=message):
         drive(samples, engine(slots=4), samples.begin([lease()]))
+
+
+def test_a_step_that_cannot_be_ended_is_told(tmp_path: Path) -> None:
+    """Its group is not wanted any more."""
+    samples, made = trajectories(tmp_path, "stubborn", samples=1), engine()
+    made.submit(samples.begin([lease()]))
+    made.poll()
+    with pytest.raises(StepError, match="there is no end\nstep 'sample' .* raised ValueError on rollout/0"):
+        samples.forget([5])
