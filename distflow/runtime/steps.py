@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from distflow.data.batch import Batch, wrong_shape
+from distflow.data.batch import Batch
+from distflow.data.fields import wrong_shape
 from distflow.data.randomness import generator
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.flow.plan import StepPlan
