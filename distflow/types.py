@@ -21,6 +21,19 @@ REWARD = "reward"
 """What samples are trained on: one finite number for each."""
 REWARD_PARTS = "rewards/"
 """Fields `rewards/<name>` hold the further parts that a reward function returns."""
+TOKENS = "response_ids"
+A_TOKEN = (
+    "response_mask",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "advantage",
+    "return",
+    "token_rewards",
+    "token_advantage",
+)
+"""Fields with one value per response token: rows as long as those of `response_ids`."""
 DROP_REASON = "drop_reason"
 """Text column that a score step may write: a group with a reason in any of its rows is dropped, not trained on."""
 ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")

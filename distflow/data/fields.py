@@ -1,52 +1,100 @@
-"""The standard fields: what a step must have written into them."""
+"""What steps write: the shapes and values of the standard fields, and what no step may do to the fields of others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
-from distflow.types import DROP_REASON, REWARD_PARTS
+from distflow.data.batch_wire import SENDABLE
+from distflow.types import A_TOKEN, DROP_REASON, REWARD, REWARD_PARTS, TOKENS
 
-TOKENS = "response_ids"
-A_TOKEN = (
-    "response_mask",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "values",
-    "advantage",
-    "return",
-    "token_rewards",
-    "token_advantage",
-)
-"""Fields with one value per response token: rows as long as those of `response_ids`."""
 A_SAMPLE = ("reward", "score", "group", "sample", "finish_reason")
 """Fields with one value per sample."""
 A_TEXT = (DROP_REASON, "prompt_text", "response_text", "task")
 
 
-def wrong_shape(batch: Batch, written: Sequence[str]) -> str | None:
-    """What a step should have written and what it wrote, for the first of these fields with a wrong shape.
+def complaint(batch: Batch, written: Sequence[str]) -> str | None:
+    """What a step should have written and what it wrote, for the first of these fields with which something is wrong.
 
-    Other fields may have any shape.
+    Fields of one's own may have any shape, and any values, of a type that can be sent.
     """
     for name in written:
-        column = batch.columns.get(name)
-        if column is None:
-            continue
-        if name in A_TOKEN and TOKENS in batch:
-            complaint = _a_token(name, column, batch.ragged(TOKENS))
-        elif name in A_SAMPLE or name.startswith(REWARD_PARTS):
-            complaint = _a_sample(name, column, batch.rows)
-        elif name in A_TEXT:
-            complaint = _a_text(name, column)
-        else:
-            complaint = None
-        if complaint is not None:
-            return complaint
+        if name in batch:
+            found = _unsendable(name, batch[name]) or _misshapen(name, batch) or _not_numbers(name, batch)
+            if found is not None:
+                return found
     return None
+
+
+def changed(before: Batch, after: Batch, written: Collection[str]) -> str | None:
+    """What is wrong with the first field of `before` that a step has changed and that is not among those it writes."""
+    for name, column in before.columns.items():
+        if name in after and name not in written and not _same(column, after[name]):
+            return (
+                f"changed {name!r}, which it does not declare to write; a step keeps all rows in their order, and "
+                "writes fields of its own: batch.with_columns(…)"
+            )
+    return None
+
+
+def _same(before: Column, after: Column) -> bool:
+    if before is after:
+        return True
+    if isinstance(before, Ragged) and isinstance(after, Ragged):
+        return torch.equal(before.offsets, after.offsets) and _same_values(before.values, after.values)
+    return isinstance(before, Tensor) and isinstance(after, Tensor) and _same_values(before, after)
+
+
+def _same_values(before: Tensor, after: Tensor) -> bool:
+    if before is after:
+        return True
+    # A part of the reward that a sample lacks is NaN.
+    return before.shape == after.shape and bool(((before == after) | ((before != before) & (after != after))).all())
+
+
+def _unsendable(name: str, column: Column) -> str | None:
+    dtype = column.values.dtype if isinstance(column, Ragged) else column.dtype
+    if dtype in SENDABLE:
+        return None
+    return f"wrote {name!r} as {dtype}; expected one of {', '.join(sorted(map(str, SENDABLE)))}"
+
+
+def _misshapen(name: str, batch: Batch) -> str | None:
+    if name in A_TOKEN and TOKENS in batch:
+        return _a_token(name, batch[name], batch.ragged(TOKENS))
+    if name in A_SAMPLE or name.startswith(REWARD_PARTS):
+        return _a_sample(name, batch[name], batch.rows)
+    return _a_text(name, batch[name]) if name in A_TEXT else None
+
+
+def _not_numbers(name: str, batch: Batch) -> str | None:
+    """Of fields that are trained on: nothing can be computed with NaN, or the loss would ignore it."""
+    if name == REWARD:
+        return _endless(batch)
+    column = batch[name]
+    if name not in A_TOKEN or not isinstance(column, Ragged) or not column.values.is_floating_point():
+        return None
+    count = int(column.values.isnan().sum())
+    return f"wrote nan into {name!r} for {count} of {_counted(column.values.numel())}" if count else None
+
+
+def _endless(batch: Batch) -> str | None:
+    """Samples that are dropped need no reward."""
+    finite = batch.dense(REWARD).isfinite()
+    if bool(finite.all()):
+        return None
+    reasons = batch.texts(DROP_REASON) if DROP_REASON in batch else [""] * batch.rows
+    rows = [row for row, fine in enumerate(finite.tolist()) if not (fine or reasons[row])]
+    if not rows:
+        return None
+    uid = f", uid (epoch, prompt, position) {tuple(batch.dense('uid')[rows[0]].tolist())}" if "uid" in batch else ""
+    return (
+        f"wrote {REWARD!r} {batch.dense(REWARD)[rows[0]].item()} for {len(rows)} of {batch.rows} samples{uid}; "
+        f"expected finite numbers, or a {DROP_REASON} for samples that have none"
+    )
 
 
 def _a_token(name: str, column: Column, responses: Ragged) -> str | None:

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.data.fields import wrong_shape
+from distflow.data.fields import changed, complaint
 from distflow.data.randomness import generator
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.flow.plan import StepPlan
@@ -28,7 +28,7 @@ from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import DROP_REASON, REWARD, Episode, Uid, written
+from distflow.types import DROP_REASON, Episode, Uid, written
 
 log = logger(__name__)
 
@@ -208,13 +208,15 @@ class StepRunner:
         return step_error(error, f"{what}, training step {step}{uids}")
 
     def _checked(self, plan: StepPlan, batch: Batch, result: object) -> Batch:
+        """The batch with what the step wrote, as other workers would get it back."""
         found = self._as_declared(plan, result)
         if found.rows != batch.rows:
             raise StepError(f"{self._where(plan)} turned {batch.rows} rows into {found.rows}; a step keeps every row")
-        known = (*plan.writes, *plan.may_write)
-        more = [field for field in found.columns if field not in batch and not written(field, known)]
-        if not more:
-            return found
+        known = [field for field in found.columns if written(field, (*plan.writes, *plan.may_write))]
+        wrong = complaint(found, known) or changed(batch, found, known)
+        if wrong is not None:
+            raise StepError(f"{self._where(plan)} {wrong}")
+        more = [field for field in found.columns if field not in batch and field not in known]
         new = [field for field in more if (plan.name, field) not in self._told]
         self._told.update((plan.name, field) for field in new)
         if new:
@@ -224,10 +226,10 @@ class StepRunner:
                 self._where(plan),
                 ", ".join(new),
             )
-        return found.only([field for field in found.columns if field not in more])
+        return batch.with_columns(**{field: found[field] for field in known}) if known else batch
 
     def _as_declared(self, plan: StepPlan, result: object) -> Batch:
-        """What a step returned, if it is a batch with the fields that it declares, in their shapes."""
+        """What a step returned, if it is a batch with the fields that it declares."""
         where = self._where(plan)
         if not isinstance(result, Batch):
             raise StepError(
@@ -238,26 +240,7 @@ class StepRunner:
             raise StepError(
                 f"{where} declares that it writes {missing}, but its batch has only {sorted(result.columns)}"
             )
-        complaint = wrong_shape(result, [field for field in result.columns if written(field, plan.writes)])
-        if complaint is not None:
-            raise StepError(f"{where} {complaint}")
-        if written(REWARD, plan.writes):
-            self._check_rewards(where, result)
         return result
-
-    def _check_rewards(self, where: str, result: Batch) -> None:
-        """Refuse rewards that nothing can be trained on, but those of samples that are dropped."""
-        finite = result.dense(REWARD).isfinite()
-        if bool(finite.all()):
-            return
-        reasons = result.texts(DROP_REASON) if DROP_REASON in result else [""] * result.rows
-        rows = [row for row, fine in enumerate(finite.tolist()) if not (fine or reasons[row])]
-        if rows:
-            uids = f", {_some_uids(result.select(rows))}" if "uid" in result else ""
-            raise StepError(
-                f"{where} wrote {REWARD!r} {result.dense(REWARD)[rows[0]].item()} for {len(rows)} of {result.rows} "
-                f"samples{uids}; expected finite numbers, or a {DROP_REASON} for samples that have none"
-            )
 
     def _where(self, plan: StepPlan) -> str:
         return f"step {plan.name!r} ({plan.call}) on {self._worker}"

@@ -60,6 +60,21 @@ def lost(batch, ctx):
     return batch.with_columns(reward=torch.tensor([1.0, torch.nan, torch.inf]))
 
 
+@step(role="score", reads=["group"], writes=["reward"])
+def reordered(batch, ctx):
+    return doubled(batch, ctx).select([2, 1, 0])
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def narrow(batch, ctx):
+    return batch.with_columns(reward=torch.ones(3, dtype=torch.int16))
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def bare(batch, ctx):
+    return Batch({"reward": torch.ones(3)})
+
+
 @step(role="score", reads=["group"], writes=["reward"], may_write=["drop_reason"])
 def excused(batch, ctx):
     return lost(batch, ctx).with_columns(drop_reason=Ragged.from_texts(["", "too long", "too long"]))
@@ -200,14 +215,23 @@ def test_our_own_errors_pass_through(file: Path) -> None:
         ("leaving", r"(?s)in leaving\n.*SystemExit: 0\nstep 'judge' .* raised SystemExit on rollout/1"),
         (
             "lost",
-            r"on rollout/1 wrote 'reward' nan for 2 of 3 samples, with uids .* \(0, 11, 1\), \(0, 12, 2\) in hand; "
+            r"on rollout/1 wrote 'reward' nan for 2 of 3 samples, uid \(epoch, prompt, position\) \(0, 11, 1\); "
             "expected finite numbers, or a drop_reason",
         ),
+        (
+            "reordered",
+            r"on rollout/1 changed 'group', which it does not declare to write; a step keeps all rows in their",
+        ),
+        ("narrow", r"on rollout/1 wrote 'reward' as torch\.int16; expected one of torch\.bfloat16, "),
     ],
 )
 def test_what_comes_back_is_checked(file: Path, name: str, message: str) -> None:
     with pytest.raises(StepError, match=message):
         runner(file, name)[0].call("judge", batch())
+
+
+def test_a_step_needs_to_return_no_more_than_what_it_writes(file: Path) -> None:
+    assert set(runner(file, "bare")[0].call("judge", batch()).columns) == {"group", "uid", "reward"}
 
 
 def test_samples_that_are_dropped_need_no_reward(file: Path) -> None:
@@ -299,6 +323,7 @@ WRONG = [
         "one value per response token into 'values', 4 for this batch; it wrote rows of 2 values in all",
     ),
     ("ref_logprobs", LIKE(torch.ones(4, 2)), "one value per response token into 'ref_logprobs'"),
+    ("old_logprobs", LIKE(torch.tensor([0.0, torch.nan, 0.0, 0.0])), "nan into 'old_logprobs' for 1 of 4 values"),
     ("reward", torch.ones(2, 1), r"one value per sample into 'reward', a tensor of shape \[2\]; it wrote .* \[2, 1\]"),
     ("rewards/style", LIKE(torch.ones(4)), "one value per sample into 'rewards/style', .* it wrote rows of 4 values"),
     ("drop_reason", torch.zeros(2), r"one text per sample into 'drop_reason'.* — drop_reason=Ragged\.from_texts"),
