@@ -1,9 +1,10 @@
 """The side of calls that asks: keeps each request until a server has answered it.
 
 A request is *queued* → *out* at one server, or at two → answered. It is queued again if its server is gone, returns it,
-or says that its model has not the version that is needed ("not yet"): it is then asked again once that version is
-announced, by no timer. It is *copied* to another server if the first one is silent, or takes much longer than usual;
-the first answer counts. Where there is no other server, it is sent again to the same.
+or says that its model has not the version that is needed ("not yet"). It is then asked again, by no timer, once all
+servers that are heard have announced that version: they take it together, and each gets its part of what waited. A
+request is *copied* to another server if the first one is silent, or takes much longer than usual; the first answer
+counts. Where there is no other server, it is sent again to the same.
 
 Requests are sent in the order of their training steps. Those of the oldest one that waits for answers always fit; the
 bytes of later ones are bounded, at each server (`call_targets.py`) and in all.
@@ -153,8 +154,9 @@ class CallClient:
         there = self._targets.of(self._pools[step])
         if not there:
             return f"a worker of pool {self._pools[step]!r}, which runs {step!r}", ()
-        if need is not None and not any(target.serves(need) for target in there):
-            return f"version {need.number} for {step!r}", tuple(target.name for target in there)
+        behind = self._targets.behind(self._pools[step], need)
+        if need is not None and ((behind and not request.at) or not any(target.serves(need) for target in there)):
+            return f"version {need.number} for {step!r}", behind or tuple(target.name for target in there)
         return f"answers of {step!r}", tuple(request.at) or tuple(target.name for target in there)
 
     # -- events
@@ -290,6 +292,8 @@ class CallClient:
             under_way = self._targets.ahead_bytes(oldest)
             if under_way and under_way + call.nbytes > self._ahead_bytes:
                 return []
+        if self._targets.behind(self._pools[call.step], call.need):
+            return []
         return [
             target
             for target in self._targets.of(self._pools[call.step])

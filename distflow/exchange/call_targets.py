@@ -130,6 +130,16 @@ class CallTargets:
         """The servers of a pool that are there and take requests."""
         return [target for target in self._targets.values() if target.pool == pool and target.serves(None)]
 
+    def behind(self, pool: str, need: Version | None) -> tuple[str, ...]:
+        """The servers of a pool, as far as they are heard, that have yet to take a version."""
+        if need is None:
+            return ()
+        return tuple(
+            target.name
+            for target in self.of(pool)
+            if target.announced and not self.silent(target) and (target.version is None or target.version < need)
+        )
+
     def ahead_bytes(self, oldest: int) -> int:
         """Bytes at all servers for training steps after `oldest`."""
         return sum(n for target in self._targets.values() for t, n in target.bytes_at.items() if t > oldest)

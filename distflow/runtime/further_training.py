@@ -18,7 +18,7 @@ from distflow.errors import RunStopped
 from distflow.exchange.dealing import ranks
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
-from distflow.runtime.lockstep import STEP, Rounds
+from distflow.runtime.lockstep import STEP, STOP, Rounds
 from distflow.runtime.metrics import ROWS, MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
@@ -115,6 +115,9 @@ class FurtherTraining:
             if not answered and rounds is not None:
                 rounds.answer()
         if received.then == "stop":
+            if self._parts.rounds is not None:
+                # Others may have begun a round before they heard of it.
+                self._parts.rounds.meet(STOP)
             raise RunStopped(self._board.stopping or "the training workers that own the samples were asked to stop")
         assert received.batch is not None, "there are rows to train on"
         self._received = received

@@ -7,9 +7,10 @@ different numbers of micro-batches and wait for samples at different times. So t
 - A replica that wants a round says so and waits for the facts of all others. One with nothing to compute answers as
   soon as another has begun to agree. All then hold the same round, the first that is wanted; replicas that did not
   want it take part without samples (`Backend.idle`), and those that wanted another ask for it again.
-- A replica that has reached a point where all must meet (the optimizer step, a gather) says so once, and then answers
-  the others until all have reached it. So none polls: an agreement begins only where a replica has something new.
+- A replica that has reached a point where all must meet (the optimizer step, a gather, a stop) says so once, and then
+  answers the others until all have reached it. So none polls: an agreement begins only where one has something new.
 - A replica that is being stopped says so in its next facts: then all stop, after the same round.
+- Requests of other workers for a forward (`serving.py`) make rounds, too: each replica brings its own to them.
 - The facts also carry which groups have arrived, from which all deal them alike (`exchange/deal_core.py`): so replicas
   usually want the same rounds at the same time, and with as much to compute.
 
@@ -39,7 +40,7 @@ from distflow.runtime.waits import WaitBoard
 
 T = TypeVar("T")
 Kind = Literal["F", "FB"]
-STEP, GATHER = "the optimizer step", "a gather"
+STEP, GATHER, STOP = "the optimizer step", "a gather", "the stop"
 """Points at which all replicas meet."""
 
 

@@ -101,6 +101,7 @@ class AskingWorker(SimulatedProcess):
         self._key_of: dict[int, Key] = {}
         """Of every request that was sent."""
         self._numbers: dict[Key, int] = {}
+        """Of the open calls that were sent."""
         self._met: dict[str, int] = {}
         self._has: dict[str, set[Key]] = {}
         """What each server has of the open calls."""
@@ -176,7 +177,7 @@ class AskingWorker(SimulatedProcess):
     def _expected(self, answer: CallAnswer) -> Key | None:
         """The key that this answer is the first for, if it is one that counts."""
         key = self._key_of.get(answer.number) if answer.incarnation == self.incarnation else None
-        if key is None or key not in self._asked or self._numbers[key] != answer.number:
+        if key is None or key not in self._asked or self._numbers.get(key) != answer.number:
             return None
         return key if answer.version == self._asked[key].need else None
 
@@ -184,10 +185,11 @@ class AskingWorker(SimulatedProcess):
         """A server does not keep some requests: does it speak of what it was asked as it is, by us as we are?"""
         if message.incarnation == self.incarnation and self._met.get(server) == incarnation:
             keys = {number: self._key_of[number] for number in message.numbers}
-            self._has[server] -= {key for number, key in keys.items() if self._numbers[key] == number}
+            self._has[server] -= {key for number, key in keys.items() if self._numbers.get(key) == number}
 
     def _forget(self, key: Key) -> None:
         del self._asked[key]
+        self._numbers.pop(key, None)
         for keys in self._has.values():
             keys.discard(key)
 
@@ -236,11 +238,12 @@ class AskingWorker(SimulatedProcess):
         assert call.t == oldest or within, f"{self.name} has {ahead} bytes under way ahead of step {oldest}"
 
     def _check_room(self) -> None:
-        """Whatever is held back of the oldest training step is held back by that training step."""
+        """Whatever is held back of the oldest training step is held back by that training step, or by a version."""
         oldest = min((call.t for call in self._asked.values()), default=0)
         under_way = set[Key]().union(*self._has.values())
         for key, call in self._asked.items():
-            if call.t > oldest or key in under_way:
+            behind = self.core._targets.behind(self.network.pools[call.step], call.need)
+            if call.t > oldest or key in under_way or behind:
                 continue
             for target in self.core._targets.of(self.network.pools[call.step]):
                 same = any(other[1] == oldest for other in self._has[target.name])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import PACED, Launch, Run, check_trained_once, cli
+from tests.e2e.runs import PACED, PROMPTS, Launch, Run, check_trained_once, cli
 from tests.e2e.test_trainer_recovery import steps_of_term
 
 STEPS = 20
@@ -54,6 +54,22 @@ def test_a_critic_that_dies_between_two_updates_of_a_step(launch: Launch, tmp_pa
     assert runs[0].record()["term"] == 1
     for found, expected in zip(killed, whole, strict=True):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_divided_critics_answer_side_by_side(launch: Launch) -> None:
+    """Requests that wait for a version are shared by both, and each brings its own to the rounds."""
+    divided = ["layout.pools.critic.backend=fsdp", "batch.tokens_per_microbatch=128"]
+    run = launch("quickstart", *CRITIC, *divided, "layout.max_staleness=1", f"run.training_steps={STEPS}")
+    assert run.wait() == 0, run.output
+    check_trained_once(run, STEPS)
+    answered, idle = [], []
+    for stem in ("critic-0", "critic-1"):
+        lines = list(map(json.loads, (run.folder / "metrics" / f"{stem}.jsonl").read_text().splitlines()))
+        answered.append(sum(line.get("calls/answered", 0.0) for line in lines))
+        idle.append(sum(line.get("lockstep/idle_rounds", 0.0) for line in lines))
+    assert sum(answered) == STEPS * PROMPTS, "each request once"
+    assert min(answered) > 0.4 * sum(answered), f"answered {answered}"
+    assert sum(idle) < 0.3 * sum(answered), f"idle {idle} in rounds for {answered} requests"
 
 
 def test_a_cut_link_loses_and_doubles_nothing(launch: Launch) -> None:

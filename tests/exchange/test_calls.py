@@ -110,6 +110,21 @@ def test_not_yet_is_asked_again_when_the_version_is_announced_and_by_no_timer() 
     assert numbers(asking.core.announced(CRITIC, 0, Version(0, 7))) == numbers([sent])
 
 
+def test_what_waits_for_a_version_is_sent_once_all_servers_that_are_heard_have_it() -> None:
+    """They take it together, and each its part: else the first to say so would get everything."""
+    asking = Asking(CRITIC, "critic/1", "critic/2")
+    for server in asking.servers:
+        asking.core.announced(server, 0, Version(0, 6))
+    for group in range(12):
+        assert asking.ask(f"{group}", 7, Version(0, 7)) == []
+    asking.suspended = {"critic/2"}
+    assert asking.core.announced(CRITIC, 0, Version(0, 7)) == []
+    assert asking.core.waiting() == ("version 7 for 'values'", ("critic/1", "critic/2"))
+    assert asking.passes(3.0) == [], "critic/2 is silent by now"
+    counts = Counter(to for to, _ in numbers(asking.core.announced("critic/1", 0, Version(0, 7))))
+    assert counts == {CRITIC: 6, "critic/1": 6}
+
+
 def test_an_announcement_that_was_overtaken_is_no_news() -> None:
     asking = Asking(CRITIC)
     for number in (7, 6):
@@ -433,6 +448,12 @@ def test_scaling_down_under_load_computes_nothing_twice() -> None:
 def test_a_server_that_joins_takes_its_part() -> None:
     record = CallNetwork(replace(QUIET, servers=1, clients=3, token_s=0.002, joins=[2.0])).run()
     assert record.computed["reference/1"] > 0.2 * record.computed["reference/0"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_that_waited_for_a_version_are_shared_by_all_who_take_it(seed: int) -> None:
+    record = CallNetwork(replace(QUIET, ahead=1, steps=4, delay_s=0.3, seed=seed)).run()
+    assert min(record.computed[f"values/{number}"] for number in range(2)) > 0.4 * 4 * 20
 
 
 def test_requests_are_joined_over_callers() -> None:

@@ -21,7 +21,7 @@ from distflow.errors import ReplicaLost, RunStopped, UserError
 from distflow.runtime.lockstep import GATHER, STEP, Rounds
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
-from distflow.runtime.protocols import TokenScores
+from distflow.runtime.protocols import TokenScores, TokenValues
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.training import Canaries
 from distflow.runtime.waits import WaitBoard
@@ -53,6 +53,11 @@ class Divided(FakeBackend):
         self._collective("forward to train" if grad else "forward")
         self.mine += 1
         return super().score(batch, temperature=temperature, grad=grad, entropy=entropy)
+
+    def values(self, batch: Batch, *, grad: bool) -> TokenValues:
+        self._collective("forward to train" if grad else "forward")
+        self.mine += 1
+        return super().values(batch, grad=grad)
 
     def accumulate(self, loss_sum: Tensor) -> None:
         self._collective("backward")
