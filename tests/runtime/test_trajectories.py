@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch, Ragged
-from distflow.errors import StepError
+from distflow.errors import StepError, UserError
 from distflow.exchange.messages import Lease
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import ENVIRONMENT, GENERATED
@@ -323,3 +323,13 @@ def test_a_step_that_cannot_be_ended_is_told(tmp_path: Path) -> None:
     made.poll()
     with pytest.raises(StepError, match="there is no end\nstep 'sample' .* raised ValueError on rollout/0"):
         samples.forget([5])
+
+
+def test_a_baseline_needs_others_to_be_the_baseline_of(tmp_path: Path) -> None:
+    call = "distflow.workers.rollout:sample_with_baseline"
+    plan = StepPlan("sample", call, "generate", "sample", None, {}, (), GENERATED)
+    context = StepContext("sample", tokenizer=EndlessTokenizer(), samples_per_prompt=1)
+    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step()
+    samples = Trajectories(step, 1, MOST, TOKENIZER, torch.float32)
+    with pytest.raises(UserError, match=r"rollout/0: batch.samples_per_prompt is 1: .* none is trained on — 2 or more"):
+        samples.begin([lease()])
