@@ -36,7 +36,8 @@ def values(batch: Batch, ctx: StepContext) -> Batch:
 @step(
     role="train",
     reads=["reward", "response_ids", "response_mask", "rollout_logprobs"],
-    reads_when={"kl_coef": ["ref_logprobs"]},
+    # With several updates the policy's log-probs at their beginning are there, and this step waits for them.
+    reads_when={"kl_coef": ["ref_logprobs"], "several_updates": ["old_logprobs"]},
     writes=["token_rewards"],
     scope="sample",
     plugins={"kl": ["logprobs_BT", "ref_logprobs_BT"]},
@@ -159,7 +160,7 @@ def _token_mean(metrics: MetricStore, name: str, values_BT: Tensor, mask_BT: Ten
 
 
 def _explained(metrics: MetricStore, errors_N: Tensor, returns_N: Tensor) -> None:
-    """1 − Var(R − V) / Var(R) of a micro-batch: 1 for a perfect critic, 0 for one that knows no more than the mean."""
-    if len(returns_N) > 1 and float(returns_N.var()) > 0:
-        share = 1.0 - float(errors_N.double().var() / returns_N.double().var())
-        metrics.mean("critic/vf_explained_var", share, len(returns_N))
+    """1 − Var(R − V) / Var(R) of the training step: 1 for a perfect critic, 0 for one that knows only the mean."""
+    columns = (returns_N.double(), errors_N.double())
+    total, squares, error, squared = (float(x) for one in columns for x in (one.sum(), one.square().sum()))
+    metrics.explained("critic/vf_explained_var", (float(len(returns_N)), total, squares, error, squared))

@@ -113,16 +113,18 @@ def gae(
     Over the tokens trained on: V_{t+1} is the value at the next of them, 0 behind the last. Returns advantages [B, T],
     not whitened, and returns A + V [B, T]; both are 0 elsewhere.
     """
-    rewards, values = token_rewards_BT.double(), values_BT.double()
-    advantages_BT = torch.zeros_like(values)
-    next_value, running = values.new_zeros(len(values)), values.new_zeros(len(values))
-    for t in reversed(range(values.shape[1])):
-        trained = mask_BT[:, t].bool()
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        running = torch.where(trained, delta + gamma * lam * running, running)
-        next_value = torch.where(trained, values[:, t], next_value)
-        advantages_BT[:, t] = running * trained
-    returns_BT = (advantages_BT + values) * mask_BT
+    # One row a token: what the loop reads and writes lies side by side.
+    rewards, values = (x_BT.double().t().contiguous() for x_BT in (token_rewards_BT, values_BT))
+    trained = mask_BT.bool().t().contiguous()
+    found = torch.zeros_like(values)
+    next_value, running = values.new_zeros(values.shape[1]), values.new_zeros(values.shape[1])
+    for t in reversed(range(len(values))):
+        delta = rewards[t] + gamma * next_value - values[t]
+        running = torch.where(trained[t], delta + gamma * lam * running, running)
+        next_value = torch.where(trained[t], values[t], next_value)
+        found[t] = running * trained[t]
+    advantages_BT = found.t()
+    returns_BT = (advantages_BT + values.t()) * mask_BT
     return advantages_BT.to(values_BT.dtype), returns_BT.to(values_BT.dtype)
 
 

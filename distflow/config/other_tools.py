@@ -7,7 +7,12 @@ from collections.abc import Mapping
 _METRICS = "no such logger is built; metrics are files of the run folder: `distflow metrics RUN --csv` or --json"
 _EVALUATION = "validation during training is not built; metrics and rollouts show the training samples"
 _ADAPTERS = "adapters are not built: all weights are trained"
-_UPDATES = "not built: there is one update a training step, over the whole batch"
+_EPOCHS = "batch.epochs (passes over the samples of a training step)"
+_UPDATES = "batch.minibatches (their number: a pass over the samples of a training step has as many optimizer steps)"
+_JUDGE = (
+    "a model with head: score under models, and a step that calls distflow.workers.reward_model:judge with it; "
+    "a function is "
+)
 _STEPS = "run.training_steps"
 _PROMPTS = "batch.prompts (prompts a training step; samples are that times batch.samples_per_prompt)"
 _SAMPLES = "batch.samples_per_prompt"
@@ -31,8 +36,8 @@ WORDS: Mapping[str, str] = {
         ("eval", "evaluation", "val", "validation", "test_freq", "eval_steps", "val_before_train"), _EVALUATION
     ),
     **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "peft", "peft_config", "qlora"), _ADAPTERS),
-    **dict.fromkeys(("ppo_epochs", "num_iterations", "minibatches", "num_ppo_epochs"), _UPDATES),
-    **dict.fromkeys(("mini_batch_size", "ppo_mini_batch_size", "num_mini_batches"), _UPDATES),
+    **dict.fromkeys(("ppo_epochs", "num_iterations", "num_ppo_epochs", "update_epochs"), _EPOCHS),
+    **dict.fromkeys(("mini_batch_size", "ppo_mini_batch_size", "num_mini_batches", "minibatches"), _UPDATES),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "total_epochs"), _STEPS),
     **dict.fromkeys(("max_steps", "total_steps", "num_steps", "total_training_steps", "num_training_steps"), _STEPS),
     **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size", "global_batch_size"), _PROMPTS),
@@ -53,7 +58,7 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(
         ("reward_fn", "reward_function", "reward_funcs", "custom_reward_function", "remote_rm_url"), _REWARD
     ),
-    **dict.fromkeys(("reward_model", "rm"), f"reward models are not built; a function is {_REWARD}"),
+    **dict.fromkeys(("reward_model", "rm"), _JUDGE + _REWARD),
     **dict.fromkeys(("num_gpus", "n_gpus", "ngpus", "n_gpus_per_node", "num_workers", "world_size"), _COUNT),
     **dict.fromkeys(("nnodes", "num_nodes", "hosts"), "the command line: `distflow launch RECIPE --hosts FILE`"),
     **dict.fromkeys(("save_steps", "save_freq", "save_interval", "checkpoint_every"), _SAVE),

@@ -59,7 +59,7 @@ class RunConfig(Section):
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of the run and of its folder under runs/. Default: the recipe file's name."""
     training_steps: int = Field(ge=1, json_schema_extra={"unit": "training steps"})
-    """Length of the run, in training steps (optimizer steps of the policy)."""
+    """Length of the run, in training steps: batches trained on."""
     seed: int = Field(default=0, ge=0, lt=1 << 64)
     """Decides data order, initial weights and every sampled token."""
     save_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})

@@ -228,7 +228,7 @@ def _phases(
         return engines + drawing if worker.generates is not None else 0, models + working if worker.models else 0
     if worker.offload and on_gpu:
         # What the engine reads from is assembled after the backward pass, and freed before a token is sampled.
-        whole = gathered if _divides(worker) else 0
+        whole = gathered if divides(worker) else 0
         return engines + max(drawing, gathered), models + max(working, whole)
     # Gradients live from the first micro-batch to the optimizer step. On a CPU only the engine is offloaded.
     beside = 0 if worker.offload else engines
@@ -253,7 +253,7 @@ def state_bytes(size: ModelSize) -> int:
 
 def _published(worker: WorkerPlan, size: ModelSize, *, on_gpu: bool) -> int:
     """What an engine in the same process reads a version from, if that is not the model itself."""
-    return size.weights if _divides(worker) or (worker.offload and on_gpu) else 0
+    return size.weights if divides(worker) or (worker.offload and on_gpu) else 0
 
 
 def _loading(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, on_gpu: bool) -> int:
@@ -266,7 +266,7 @@ def _loading(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, 
         size, new = sizes[name], plan.recipe.models[name].init is not None
         masters = worker.backend == BACKENDS["fsdp"] and name in plan.trained_models
         whole = size.parameters * max(size.dtype_bytes, WIDE if new or masters else 0)
-        if _divides(worker):
+        if divides(worker):
             divided += whole
         elif on_gpu:
             other = max(other, whole)
@@ -297,9 +297,9 @@ def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize
         trained = name in plan.trained_models
         layers = _activations(size, tokens.computed, plan.recipe.models[name], trained=trained)
         work["activations"] = max(work["activations"], layers + _gathered(worker, size))
-        at_once = min(tokens.scored * size.vocabulary, LOGITS_CHUNK)
+        at_once = min(tokens.scored * size.outputs, LOGITS_CHUNK)
         # Gradients of the embeddings and of the output layer, before they are accumulated.
-        head = 2 * size.vocabulary * size.width * size.dtype_bytes if trained else 0
+        head = (size.vocabulary + size.outputs) * size.width * size.dtype_bytes if trained else 0
         work["logits"] = max(work["logits"], at_once * (size.dtype_bytes + LOGIT_BYTES) + head)
     return work
 
@@ -319,13 +319,13 @@ def _activations(size: ModelSize, tokens: int, model: ModelConfig, *, trained: b
 
 def _gathered(worker: WorkerPlan, size: ModelSize) -> int:
     """Parts of a divided model that are whole while they are computed: embeddings, two layers, and their gradients."""
-    if not _divides(worker):
+    if not divides(worker):
         return 0
     embeddings = size.vocabulary * size.width
     return 2 * size.dtype_bytes * (embeddings + 2 * (size.parameters - embeddings) // size.layers)
 
 
-def _divides(worker: WorkerPlan) -> bool:
+def divides(worker: WorkerPlan) -> bool:
     """Whether the weights themselves are divided over the training workers."""
     return worker.backend == BACKENDS["fsdp"] or _zero(worker) == 3
 

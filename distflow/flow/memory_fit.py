@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.flow.estimate import Estimate, estimate
+from distflow.flow.estimate import Estimate, divides, estimate
 from distflow.flow.gpus import first_gpus, width
-from distflow.flow.memory import ASSUMED_GPU
+from distflow.flow.memory import ASSUMED_GPU, SHARES
 from distflow.flow.plan import Plan, WorkerPlan
+from distflow.types import WorkerName
 
 GIB = 1 << 30
 HOST = "host"
@@ -36,7 +37,15 @@ class Placed:
 
     estimate: Estimate
     place: str
-    """host, or cuda:N."""
+    """host, or cuda:N, the first GPU of several."""
+    width: int = 1
+    """GPUs that its engine shards the model over; the estimate is for each of them."""
+
+    @property
+    def gpus(self) -> range:
+        """The numbers of its GPUs; none if that cannot be said here."""
+        number = self.place.partition(":")[2]
+        return range(int(number), int(number) + self.width) if number else range(0)
 
     @property
     def host_bytes(self) -> int:
@@ -50,7 +59,7 @@ def placed(plan: Plan, capacity: Capacity) -> list[Placed]:
     gpus = len(capacity.gpus)
     firsts = first_gpus(plan.workers, gpus) if gpus else {}
     places = [(worker, _place(worker, gpus, firsts)) for worker in plan.workers]
-    return [Placed(_estimate(plan, worker, place, capacity), place) for worker, place in places]
+    return [Placed(_estimate(plan, worker, place, capacity), place, max(1, width(worker))) for worker, place in places]
 
 
 def _estimate(plan: Plan, worker: WorkerPlan, place: str, capacity: Capacity) -> Estimate:
@@ -91,11 +100,13 @@ def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
     """Yield what would not fit if all workers ran on this host."""
     all_placed = placed(plan, capacity)
     for number, there in enumerate(capacity.gpus):
-        here = [one for one in all_placed if one.place == f"cuda:{number}"]
+        here = [one for one in all_placed if number in one.gpus]
         needed = sum(one.estimate.device for one in here)
         if needed > there:
             names = ", ".join(one.estimate.worker for one in here)
-            yield f"cuda:{number} has {_gib(there)} GiB, and {names} may need {_gib(needed)} — {_cure(plan, here)}"
+            few = _shared(plan, len(capacity.gpus)) if len(here) > 1 else ""
+            found = f"cuda:{number} has {_gib(there)} GiB, and {names} may need {_gib(needed)}{few}"
+            yield f"{found} — {_cure(plan, here)}"
     needed = sum(one.host_bytes for one in all_placed) + max((one.estimate.shared for one in all_placed), default=0)
     if capacity.host is not None and needed > capacity.host:
         yield (
@@ -104,15 +115,29 @@ def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
         )
 
 
+def _shared(plan: Plan, gpus: int) -> str:
+    """Why workers that name no GPU lie on one together, if there are too few."""
+    asked = sum(width(worker) for worker in plan.workers if worker.device in ("auto", "cuda"))
+    return f"; each on GPUs of its own, the workers would take {asked}, and there are {gpus}" if asked > gpus else ""
+
+
 def _cure(plan: Plan, here: Sequence[Placed]) -> str:
     """The settings that would save most, the largest saving first."""
-    both = any(one.estimate.generating and one.estimate.training for one in here)
-    offloads = any(worker.offload for worker in plan.workers)
+    workers = [plan.worker(WorkerName.parse(one.estimate.worker)) for one in here]
+    moves = any(plan.pool(worker.name.pool).takes_turns and not worker.offload for worker in workers)
+    caches = [one.estimate.kv + one.estimate.drawing for one in here]
     parts = {
         "lower batch.tokens_per_microbatch": sum(one.estimate.activations + one.estimate.logits for one in here),
-        "fewer slots": sum(one.estimate.kv + one.estimate.drawing for one in here),
-        "a backend that divides the model": sum(one.estimate.optimizer + one.estimate.gradients for one in here),
-        "offload: true": sum(one.estimate.engine + one.estimate.kv for one in here) if both and not offloads else 0,
+        "fewer slots": sum(cache for cache, worker in zip(caches, workers, strict=True) if worker.engine not in SHARES),
+        "a smaller share of the GPU for the engine (engine_options)": sum(
+            cache for cache, worker in zip(caches, workers, strict=True) if worker.engine in SHARES
+        ),
+        "a backend that divides the model": sum(
+            one.estimate.optimizer + one.estimate.gradients
+            for one, worker in zip(here, workers, strict=True)
+            if not divides(worker)
+        ),
+        "offload: true": sum(one.estimate.engine + one.estimate.kv for one in here) if moves else 0,
     }
     return ", or ".join(cure for cure in sorted(parts, key=lambda cure: -parts[cure])[:2] if parts[cure])
 

@@ -85,7 +85,10 @@ def _with_body_of(primary: ModelConfig, model: ModelConfig) -> ModelConfig:
     """A section that names no model is a copy of the primary one, with a head and an optimizer of its own."""
     if model.path is not None or model.init is not None:
         return model
-    return model.model_copy(update={name: getattr(primary, name) for name in ("path", "init", "tokenizer", "dtype")})
+    copied = ["path", "init", "tokenizer", "dtype"]
+    if "gradient_checkpointing" not in model.model_fields_set:
+        copied.append("gradient_checkpointing")
+    return model.model_copy(update={name: getattr(primary, name) for name in copied})
 
 
 def check_files(models: Mapping[str, ModelConfig], problems: Problems) -> None:

@@ -40,6 +40,8 @@ class ModelSize:
     parameters: int
     """Tied parameters count once."""
     vocabulary: int
+    outputs: int
+    """Numbers that its head gives for a token: one for each of the vocabulary, or a single value."""
     layers: int
     width: int
     query: int
@@ -71,9 +73,11 @@ def model_size(model: ModelConfig) -> ModelSize:
     family = str(config.get("model_type", "unknown"))
     width, layers, heads = (_number(config, names) for names in (_WIDTH, _LAYERS, _HEADS))
     head = _number(config, ("head_dim",), max(1, width // heads))
+    vocabulary = _number(config, ("vocab_size",))
     size = ModelSize(
         parameters=_in_files(Path(model.path)) if model.path is not None else 0,
-        vocabulary=_number(config, ("vocab_size",)),
+        vocabulary=vocabulary,
+        outputs=vocabulary if model.head == "tokens" else 1,
         layers=layers,
         width=width,
         query=heads * head,
@@ -85,7 +89,9 @@ def model_size(model: ModelConfig) -> ModelSize:
         packs=family in GATED and not model.gradient_checkpointing,
     )
     if size.parameters:
-        return size
+        # The files of a language model have an output layer that a value head replaces.
+        spare = 0 if model.head != "value" or config.get("tie_word_embeddings") else (vocabulary - 1) * width
+        return replace(size, parameters=size.parameters - spare)
     if family not in GATED:
         raise UserError(f"the number of parameters of model_type {family!r} is not known without its safetensors")
     return replace(size, parameters=_gated_parameters(config, family, size, head))
@@ -151,8 +157,9 @@ def _gated_parameters(config: Mapping[str, Any], family: str, size: ModelSize, h
     attention += 2 * head if family == "qwen3" else 0
     forward = 3 * width * size.feed_forward
     forward += 2 * size.feed_forward + width if config.get("mlp_bias") and family == "llama" else 0
-    embeddings = size.vocabulary * width * (1 if config.get("tie_word_embeddings") else 2)
-    return size.layers * (attention + forward + 2 * width) + width + embeddings
+    tied = config.get("tie_word_embeddings") and size.outputs == size.vocabulary
+    outside = width * (size.vocabulary + 1 + (0 if tied else size.outputs))
+    return size.layers * (attention + forward + 2 * width) + outside
 
 
 def _in_files(folder: Path) -> int:

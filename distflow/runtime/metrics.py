@@ -6,8 +6,8 @@ Sections of this file:
 - *Utilization*: which shares of its time a worker generates, scores, trains and waits.
 - *Peak memory* of the process and its GPU.
 - *Recovery*: what it took a training pool to come back, in the first training step of its new term.
-- *File*: one flat JSON object a training step. A mean is written with its weight beside it (`<name>.weight`) and a sum
-  is marked as one (`<name>.summed`), so that merging workers is exact.
+- *File*: one flat JSON object a training step. A mean is written with its weight beside it (`<name>.weight`), a sum is
+  marked as one (`<name>.summed`), and an explained variance has its sums (`EXPLAINED`), so that merging is exact.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 
+from distflow.data.metric_sums import EXPLAINED, SUM_SUFFIX, WEIGHT_SUFFIX, explained_variance
 from distflow.runtime.disk import DISK, Disk, finite
 from distflow.runtime.trace_writer import UNTRACED, TraceSink
 
-WEIGHT_SUFFIX = ".weight"
-SUM_SUFFIX = ".summed"
 TIMING = "timing_s/"
 GIB = 1 << 30
 
@@ -48,6 +47,7 @@ class MetricStore:
         self._service = service
         self._lock = threading.Lock()
         self._means: dict[str, tuple[float, float]] = {}
+        self._explained: dict[str, tuple[float, ...]] = {}
         self._plain: dict[str, float] = {}
         self._summed: set[str] = set()
         self._by_category: defaultdict[str, float] = defaultdict(float)
@@ -62,6 +62,14 @@ class MetricStore:
             self.recorded += 1
             total, count = self._means.get(name, (0.0, 0.0))
             self._means[name] = (total + value * weight, count + weight)
+
+    def explained(self, name: str, sums: tuple[float, float, float, float, float]) -> None:
+        """Add to an explained variance: number of values, their sum, that of their squares, and the same of errors."""
+        with self._lock:
+            self.recorded += 1
+            self._explained[name] = tuple(
+                map(sum, zip(self._explained.get(name, (0.0,) * len(sums)), sums, strict=True))
+            )
 
     def mean_so_far(self, name: str) -> tuple[float, float]:
         """Sum and weight of the mean `name`, or `name/mean`, since the last `drain`; zeros if there is none."""
@@ -136,8 +144,12 @@ class MetricStore:
             for name, (value, weight) in (means | shares).items():
                 out[name] = value
                 out[name + WEIGHT_SUFFIX] = weight
+            for name, sums in self._explained.items():
+                out |= {name + suffix: value for suffix, value in zip(EXPLAINED, sums, strict=True)}
+                out[name] = explained_variance(*sums)
             out |= {name + SUM_SUFFIX: 1.0 for name in self._summed}
             self._means.clear()
+            self._explained.clear()
             self._plain.clear()
             self._summed.clear()
             self._by_category.clear()

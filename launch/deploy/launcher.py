@@ -17,11 +17,12 @@ import click
 
 from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
+from distflow.flow.memory_fit import warnings as memory_warnings
 from distflow.flow.plan import Plan
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent, unwritable
-from distflow.launch.deploy.host_checks import problems_here, space_problems
+from distflow.launch.deploy.host_checks import capacity, problems_here, space_problems
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
@@ -245,7 +246,8 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Begi
     `here`: the workers will run on this machine. Shows the plan's warnings. Raises UserError if the checkpoint cannot
     be used with the recipe.
     """
-    for warning in plan.warnings:
+    fit = memory_warnings(plan, capacity()) if here else ()
+    for warning in (*plan.warnings, *(f"warning: {text}" for text in fit)):
         click.echo(warning)
     if not resume:
         return Beginning()

@@ -1,8 +1,8 @@
 """Read `metrics/*.jsonl` and merge the workers' lines into one object per training step.
 
-Values of several workers merge as follows: means by weight (if there is a `<name>.weight`), `…/max` and `…/min` by max
-and min, `timing_s/…` by max; rates, counts and anything with `<name>.summed` are added; else the last worker's value
-is taken.
+Values of several workers merge as follows: means by weight (if there is a `<name>.weight`), explained variances from
+their sums, `…/max` and `…/min` by max and min, `timing_s/…` by max; rates, counts and anything with `<name>.summed` are
+added; else the last worker's value is taken.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from distflow.data.metric_sums import EXPLAINED, SUM_SUFFIX, WEIGHT_SUFFIX, explained_variance
 from distflow.runtime.disk import whole_lines
 
-WEIGHT_SUFFIX, SUM_SUFFIX = ".weight", ".summed"
 SUMMED = ("_per_s", "/throughput", "/count", "/timeouts", "/errors", "/dropped")
 TRAINED = "timing_s/step"
 """Written by training workers only, at the end of a step."""
@@ -105,12 +105,19 @@ def surviving(lines: Iterable[Line]) -> dict[int, list[Line]]:
 
 def merge_step(lines: list[Line]) -> dict[str, float]:
     """Merge the lines of one step; weights are used and left out."""
-    names = dict.fromkeys(name for line in lines for name in line if not name.endswith((WEIGHT_SUFFIX, SUM_SUFFIX)))
+    beside = (WEIGHT_SUFFIX, SUM_SUFFIX, *EXPLAINED)
+    names = dict.fromkeys(name for line in lines for name in line if not _is_beside(name, line, beside))
     return {name: _merge(name, [line for line in lines if name in line]) for name in names}
+
+
+def _is_beside(name: str, line: Line, suffixes: Sequence[str]) -> bool:
+    return any(name.endswith(suffix) and name.removesuffix(suffix) in line for suffix in suffixes)
 
 
 def _merge(name: str, lines: list[Line]) -> float:
     values = [line[name] for line in lines]
+    if all(name + suffix in lines[0] for suffix in EXPLAINED):
+        return explained_variance(*(math.fsum(line[name + suffix] for line in lines) for suffix in EXPLAINED))
     weighted = [line for line in lines if name + WEIGHT_SUFFIX in line]
     if weighted:
         return _weighted_mean(name, weighted)

@@ -108,7 +108,11 @@ def test_one_mistake(override: str, message: str) -> None:
         ("wandb=true", "wandb — unknown key — no such logger is built; metrics are files of the run folder"),
         ("eval.every=5", "eval — unknown key — validation during training is not built"),
         ("lora.rank=8", "lora — unknown key — adapters are not built"),
-        ("ppo_epochs=4", "ppo_epochs — unknown key — not built: there is one update a training step"),
+        (
+            "ppo_epochs=4",
+            "ppo_epochs — unknown key — did you mean batch.epochs (passes over the samples of a training step)?",
+        ),
+        ("mini_batch_size=64", "did you mean batch.minibatches (their number: a pass over the samples"),
         ("trainer.total_epochs=3", "trainer — unknown key — did you mean run.training_steps?"),
         ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref — unknown key — did you mean batch.samples_per_prompt?"),
         ("num_generations=8", "did you mean batch.samples_per_prompt?"),

@@ -320,3 +320,48 @@ def test_a_model_that_cannot_be_seen_gets_no_numbers() -> None:
     lines = memory_lines(plan, Capacity(1))
     assert [line.split(": ")[1] for line in lines[:2]] == ["unknown"] * 2
     assert "some-model has no config.json that can be read here" in lines[0]
+
+
+def test_a_head_of_one_value_has_neither_logits_nor_an_output_layer() -> None:
+    critic = ["flow=ppo", "layout=critic", SEVEN_B, "models.policy.init.tie_word_embeddings=false"]
+    plan = planned(*critic)
+    sizes = {name: model_size(plan.recipe.models[name]) for name in ("policy", "critic")}
+    assert sizes["policy"].parameters - sizes["critic"].parameters == (152064 - 1) * 3584
+    pool = next(number for number, worker in enumerate(plan.workers) if worker.name.pool == "critic")
+    found = one(plan, pool)
+    values = micro_batch(plan, plan.workers[pool], sizes["critic"]).scored
+    embeddings = (152064 + 1) * 3584 * sizes["critic"].dtype_bytes
+    assert found.logits == values * (sizes["critic"].dtype_bytes + 20) + embeddings
+
+
+def test_every_gpu_of_an_engine_over_several_is_counted() -> None:
+    rollout = "layout.pools.rollout"
+    pools = [f"{rollout}.count=1", f"{rollout}.engine=sglang", f"{rollout}.engine_options={{tensor_parallel: 2}}"]
+    plan = planned(SEVEN_B, *pools, f"{rollout}.device=cuda", "layout.pools.trainer.count=1")
+    text = "\n".join(memory_lines(plan, Capacity(None, (80 * GIB, 80 * GIB))))
+    assert "cuda:1" not in text
+    assert re.search(
+        r"cuda:0 has 80\.00 GiB, and rollout/0, trainer/0 may need .* would take 3, and there are 2 — ", text
+    )
+    text = "\n".join(memory_lines(plan, Capacity(None, (80 * GIB, 8 * GIB, 200 * GIB))))
+    assert re.search(r"cuda:1 has 8\.00 GiB, and rollout/0 may need", text)
+    assert "smaller share of the GPU" in text
+
+
+def test_a_critic_without_a_model_of_its_own_recomputes_as_the_policy_does() -> None:
+    saved, plain = (
+        one(planned("flow=ppo", "layout=critic", f"models.policy.gradient_checkpointing={chosen}"), 3)
+        for chosen in ("true", "false")
+    )
+    assert saved.worker == plain.worker == "critic/0"
+    assert saved.activations < plain.activations
+    own = one(
+        planned(
+            "flow=ppo",
+            "layout=critic",
+            "models.policy.gradient_checkpointing=true",
+            "models.critic.gradient_checkpointing=false",
+        ),
+        3,
+    )
+    assert own.activations == plain.activations

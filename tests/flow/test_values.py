@@ -96,7 +96,8 @@ def test_steps_declare_what_a_number_must_be(folder: Folder) -> None:
 
 def test_other_tools_words_among_the_settings_of_a_step() -> None:
     with pytest.raises(
-        RecipeError, match=r"update\.with\.ppo_epochs — unknown setting — not built: there is one update"
+        RecipeError,
+        match=r"update\.with\.ppo_epochs — unknown setting — did you mean batch\.epochs \(passes over the samples",
     ):
         planned("flow.steps.update.with.ppo_epochs=4")
 

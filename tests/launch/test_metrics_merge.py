@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.launch.run.metrics_merge import MetricsReader, merge_step
+from distflow.runtime.metrics import MetricStore
 
 
 def trained(step: int, term: int = 0, **values: float) -> dict[str, float]:
@@ -119,3 +121,14 @@ def test_the_order_in_which_lines_were_read_does_not_show(values: list[float]) -
     lines = [{"m": value, "m.weight": 3.0, "copies": value, "copies.summed": 1.0} for value in values]
     merged = merge_step(lines)
     assert merged == merge_step(sorted(lines, key=lambda line: line["m"]))
+
+
+def test_an_explained_variance_is_that_of_all_workers_together() -> None:
+    """Each worker has one value, of which none varies."""
+    values, errors = [1.0, 3.0, 8.0], [0.5, -1.0, 0.25]
+    stores = [MetricStore() for _ in values]
+    for store, value, error in zip(stores, values, errors, strict=True):
+        store.explained("critic/vf_explained_var", (1.0, value, value**2, error, error**2))
+    merged = merge_step([store.drain() for store in stores])
+    expected = 1 - statistics.variance(errors) / statistics.variance(values)
+    assert merged == {"critic/vf_explained_var": pytest.approx(expected, rel=1e-12)}
