@@ -162,7 +162,7 @@ def token_sums(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def zero_std_fraction(rewards_B: Tensor, group_B: Tensor) -> tuple[float, int]:
     """Fraction of the groups whose rewards are all equal (they give no gradient), and the number of groups."""
     segment, counts = _segments(group_B)
-    shape = counts.shape
+    rewards_B, shape = rewards_B.double(), counts.shape
     low = rewards_B.new_full(shape, torch.inf).scatter_reduce(0, segment, rewards_B, "amin")
     high = rewards_B.new_full(shape, -torch.inf).scatter_reduce(0, segment, rewards_B, "amax")
     groups = counts.numel()

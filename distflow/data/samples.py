@@ -14,8 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from distflow.data.batch import A_TOKEN, TOKENS, Batch, Column, Ragged
-from distflow.types import SEQUENCE
+from distflow.data.batch import Batch, Column, Ragged
+from distflow.types import A_TOKEN, SEQUENCE, TOKENS
 
 SHARE = "sample_share"
 """[B] float64: how much of its sample each row is, by tokens trained on; the shares of a sample add up to 1."""

@@ -110,8 +110,9 @@ def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int, later:
 def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse a training worker that cannot hold the largest groups, or rows, of one training step."""
     training_pool = structure.home.name
-    new_tokens = [response_tokens(node.settings) for node in structure.steps if node.role == "generate"]
-    if not all(isinstance(count, int) for count in new_tokens):
+    generating = [node.settings for node in structure.steps if node.role == "generate"]
+    new_tokens = [response_tokens(settings) for settings in generating if "max_new_tokens" in settings]
+    if not all(isinstance(count, int) for count in new_tokens) or len(new_tokens) < len(generating):
         return  # reported where the setting is checked
     _check_rows_memory(recipe, wire(structure), max(new_tokens), problems)
     pool, batch = recipe.layout.pools[training_pool], recipe.batch

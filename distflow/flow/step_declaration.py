@@ -154,6 +154,8 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
         raise PluginError(f"{source.where}: @step takes keywords only: role=, reads=, writes=, …")
     values: dict[str, Any] = {}
     for keyword in decorator.keywords:
+        if keyword.arg is None:
+            raise PluginError(f"{source.where}: @step(**…) cannot be read without running it: write the arguments out")
         if keyword.arg not in _KNOWN:
             raise PluginError(
                 f"{source.where}: @step has no argument {keyword.arg!r}; {did_you_mean(str(keyword.arg), _KNOWN)}"

@@ -8,7 +8,7 @@ from distflow.flow.edges import DUMPED, ENDS, SAMPLES, Asked, Edge
 from distflow.flow.graph import StepNode
 from distflow.flow.plan import Port
 from distflow.flow.structure import Structure
-from distflow.types import REWARD_PARTS, SEQUENCE, written
+from distflow.types import A_TOKEN, REWARD_PARTS, SEQUENCE, TOKENS, written
 
 _REWARDS = f"{REWARD_PARTS}*"
 _IDENTITY = ("uid", "sample", SEQUENCE)
@@ -79,12 +79,14 @@ def _calls(structure: Structure) -> Iterator[Edge]:
 
 def _call(structure: Structure, node: StepNode, asker: str, when: Asked) -> Edge:
     trained, generates = node.model in structure.models.trained, node.role == "generate"
+    # Whoever runs the step must be able to see whether it writes one value for each of them.
+    lengths = [TOKENS] if any(written(field, node.writes) for field in A_TOKEN) else []
     return Edge(
         name=node.name,
         kind="call",
         source=asker,
         target=structure.sites[node.name],
-        fields=tuple(dict.fromkeys((*_known(_IDENTITY, structure), *node.reads))),
+        fields=tuple(dict.fromkeys((*_known(_IDENTITY, structure), *node.reads, *lengths))),
         back=(*node.writes, *node.may_write),
         model=node.model,
         steps=(node.name,),

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from distflow.data.batch import A_TOKEN, Batch, wrong_shape
+from distflow.data.batch import Batch
+from distflow.data.fields import changed, complaint
 from distflow.data.randomness import generator
 from distflow.data.samples import last_rows, on_all_rows
 from distflow.errors import DistflowError, StepError, UserError
@@ -28,7 +29,7 @@ from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import DROP_REASON, SEQUENCE, Episode, Uid, written
+from distflow.types import A_TOKEN, DROP_REASON, SEQUENCE, Episode, Uid, written
 
 log = logger(__name__)
 
@@ -183,7 +184,7 @@ class StepRunner:
         plan = next(plan for plan in self._plans.values() if plan.role == "generate")
         context, function = self._contexts[plan.name], self._functions[plan.name]
 
-        def failed(error: Exception, episode: Episode) -> Exception:
+        def failed(error: Exception | SystemExit, episode: Episode) -> Exception:
             return self._raised(plan, error, f", {_uids_in_hand([tuple(episode.uid)])}")
 
         return GenerateStep(plan, partial(_begin, function, context, plan.settings), self._where(plan), failed)
@@ -206,11 +207,11 @@ class StepRunner:
         """Report what the step raises with its name, the worker and the uids in hand."""
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an exit would end the worker as if it was done
             uids = "" if batch is None or "uid" not in batch else f", {_some_uids(batch)}"
             raise self._raised(plan, error, uids) from error
 
-    def _raised(self, plan: StepPlan, error: Exception, uids: str) -> Exception:
+    def _raised(self, plan: StepPlan, error: Exception | SystemExit, uids: str) -> Exception:
         """What to raise for what a step has raised."""
         if isinstance(error, UserError):
             return UserError(f"{self._where(plan)}: {error}")
@@ -221,13 +222,15 @@ class StepRunner:
         return step_error(error, f"{what}, training step {step}{uids}")
 
     def _checked(self, plan: StepPlan, batch: Batch, result: object) -> Batch:
+        """The batch with what the step wrote, as other workers would get it back."""
         found = self._as_declared(plan, result)
         if found.rows != batch.rows:
             raise StepError(f"{self._where(plan)} turned {batch.rows} rows into {found.rows}; a step keeps every row")
-        known = (*plan.writes, *plan.may_write)
-        more = [field for field in found.columns if field not in batch and not written(field, known)]
-        if not more:
-            return found
+        known = [field for field in found.columns if written(field, (*plan.writes, *plan.may_write))]
+        wrong = complaint(found, known) or changed(batch, found, known)
+        if wrong is not None:
+            raise StepError(f"{self._where(plan)} {wrong}")
+        more = [field for field in found.columns if field not in batch and field not in known]
         new = [field for field in more if (plan.name, field) not in self._told]
         self._told.update((plan.name, field) for field in new)
         if new:
@@ -237,10 +240,10 @@ class StepRunner:
                 self._where(plan),
                 ", ".join(new),
             )
-        return found.only([field for field in found.columns if field not in more])
+        return batch.with_columns(**{field: found[field] for field in known}) if known else batch
 
     def _as_declared(self, plan: StepPlan, result: object) -> Batch:
-        """What a step returned, if it is a batch with the fields that it declares, in their shapes."""
+        """What a step returned, if it is a batch with the fields that it declares."""
         where = self._where(plan)
         if not isinstance(result, Batch):
             raise StepError(
@@ -251,9 +254,6 @@ class StepRunner:
             raise StepError(
                 f"{where} declares that it writes {missing}, but its batch has only {sorted(result.columns)}"
             )
-        complaint = wrong_shape(result, [field for field in result.columns if written(field, plan.writes)])
-        if complaint is not None:
-            raise StepError(f"{where} {complaint}")
         return result
 
     def _check_of_samples(self, plan: StepPlan, given: Batch, result: Batch) -> None:

@@ -21,6 +21,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
+from numbers import Real
 
 import torch
 
@@ -32,6 +34,7 @@ from distflow.runtime.generate_step import GenerateStep, Returned, Wanted
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.trajectory import Segment, TokenSequence, Trajectory, assemble
 from distflow.types import (
+    REWARD,
     BegunSample,
     Completion,
     Episode,
@@ -121,7 +124,7 @@ class Trajectories:
             for key in [key for key in table if key[0] in positions]:
                 sample = table.pop(key)
                 self._later -= table is self._open and bool(sample.written)
-                sample.call.close()
+                self.step.end(sample.call, sample.episode)
         self._whole = [output for output in self._whole if output.position not in positions]
 
     def batch(self, positions: Iterable[int]) -> Batch:
@@ -190,6 +193,10 @@ class Trajectories:
                 f"{self.step.where} returned {shown}; expected {wanted}: what its @step(writes=…) lists is what it "
                 "returns for each sample"
             )
+        # A part of the reward may be missing: NaN.
+        wrong = {n: v for n, v in given.items() if not isinstance(v, Real) or not (isfinite(v) or n != REWARD)}
+        if wrong:
+            raise StepError(f"{self.step.where} returned {wrong}; expected a number for each of {sorted(expected)}")
         return given
 
     def _request(self, sample: Trajectory, wanted: Wanted) -> SampleRequest:

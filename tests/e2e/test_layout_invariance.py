@@ -26,6 +26,7 @@ LAYOUTS = {
         "layout.pools.worker.count=2",
         "layout.pools.critic={count: 1, steps: [values, critic_update], backend: torch}",
     ],
+    "1+1, few slots": ["layout=split", "layout.pools.rollout.count=1", "layout.pools.rollout.slots=3"],
     "3+2": ["layout=split", "layout.pools.rollout.count=3", "layout.pools.trainer.count=2"],
 }
 """Rollouts + training replicas; critics of their own, where the flow trains one."""
@@ -68,7 +69,9 @@ def test_one_worker_or_several_give_the_same_run(launch: Launch, layouts: list[s
     compare(launch, layouts, 10, 1e-6, *SMALL, "models.policy.dtype=float64")
 
 
-@pytest.mark.parametrize("layouts", [["colocated", "2+2"], pytest.param([*LAYOUTS], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layouts", [["colocated", "2+2", "1+1, few slots"], pytest.param([*LAYOUTS], marks=pytest.mark.long)]
+)
 def test_they_do_so_nearly_in_single_precision(launch: Launch, layouts: list[str]) -> None:
     compare(launch, layouts, 3, 1e-3, *SMALL, "models.policy.dtype=float32")
 

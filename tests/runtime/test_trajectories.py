@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch, Ragged
-from distflow.errors import StepError
+from distflow.errors import StepError, UserError
 from distflow.exchange.messages import Lease
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
@@ -108,6 +108,41 @@ async def silent(episode, generate, ctx): ...
 @step(role="generate", reads=[], writes=["rewards/turns"])
 async def forgetful(episode, generate, ctx):
     await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+
+
+@step(role="generate", reads=[], writes=["rewards/turns"])
+async def wordy(episode, generate, ctx):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+    return {"rewards/turns": "two"}
+
+
+@step(role="generate", reads=[], writes=[])
+async def vague(episode, generate, ctx):
+    await generate(episode.prompt_ids, 2)
+
+
+@step(role="generate", reads=[], writes=[])
+async def textual(episode, generate, ctx):
+    await generate((*episode.prompt_ids, 1.5), SamplingParams(max_new_tokens=2))
+
+
+@step(role="generate", reads=[], writes=[])
+async def untyped(episode, generate, ctx):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens="2"))
+
+
+@step(role="generate", reads=[], writes=[])
+async def leaving(episode, generate, ctx):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+    raise SystemExit(0)
+
+
+@step(role="generate", reads=[], writes=[])
+async def stubborn(episode, generate, ctx):
+    try:
+        await generate(episode.prompt_ids, SamplingParams(max_new_tokens=9))
+    finally:
+        raise ValueError("there is no end")
 """
 PROMPT = (2, 3)
 MOST = 40
@@ -123,7 +158,7 @@ def trajectories(
     **settings: Any,
 ) -> Trajectories:
     (folder / "mine.py").write_text(SOURCE)
-    returned = ["rewards/turns"] if name in ("talk", "forgetful", "thoughtful") else []
+    returned = ["rewards/turns"] if name in ("talk", "forgetful", "thoughtful", "wordy") else []
     writes = (*GENERATED, *([] if environment is None else SEQUENCES), *returned)
     allowed = None if environment is None else tuple(environment)
     plan = StepPlan("sample", f"{folder}/mine.py:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
@@ -379,6 +414,15 @@ def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> N
         ("forgetting", (), r"asks for more after 44 tokens behind the prompt, .* longest sample has 40: .*max_tokens"),
         ("silent", None, r"returned before it awaited tokens of the sample; expected completion = await generate"),
         ("forgetful", None, r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]"),
+        ("wordy", None, r"returned {'rewards/turns': 'two'}; expected a number for each of \['rewards/turns'\]"),
+        ("vague", None, r"(?s)in vague\n.*params is a int; expected SamplingParams\n.* raised TypeError on rollout/0"),
+        ("textual", None, r"(?s)in textual\n.*'float' .*; expected token ids, which are integers\n.* raised TypeError"),
+        ("untyped", None, r"(?s)in untyped\n.*SamplingParams\(max_new_tokens='2'\): expected an integer\n"),
+        (
+            "leaving",
+            None,
+            r"(?s)in leaving\n.*raised SystemExit on rollout/0, training step 0, with uids .*\(0, 1, 5\)",
+        ),
     ],
 )
 def test_what_a_step_may_not_do_is_told(
@@ -387,3 +431,22 @@ def test_what_a_step_may_not_do_is_told(
     samples = trajectories(tmp_path, name, environment=environment)
     with pytest.raises(StepError, match=message):
         drive(samples, engine(slots=4), samples.begin([lease()]))
+
+
+def test_a_step_that_cannot_be_ended_is_told(tmp_path: Path) -> None:
+    """Its group is not wanted any more."""
+    samples, made = trajectories(tmp_path, "stubborn", environment=None, samples=1), engine()
+    made.submit(samples.begin([lease()]))
+    made.poll()
+    with pytest.raises(StepError, match="there is no end\nstep 'sample' .* raised ValueError on rollout/0"):
+        samples.forget([5])
+
+
+def test_a_baseline_needs_others_to_be_the_baseline_of(tmp_path: Path) -> None:
+    call = "distflow.workers.rollout:sample_with_baseline"
+    plan = StepPlan("sample", call, "generate", "sample", None, {}, (), GENERATED)
+    context = StepContext("sample", tokenizer=EndlessTokenizer(), samples_per_prompt=1)
+    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step()
+    samples = Trajectories(step, 1, MOST, TOKENIZER, torch.float32)
+    with pytest.raises(UserError, match=r"rollout/0: batch.samples_per_prompt is 1: .* none is trained on — 2 or more"):
+        samples.begin([lease()])
