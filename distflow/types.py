@@ -1,7 +1,7 @@
 """The nouns that all packages share. Standard library only, so that everything may import this file.
 
-Shape legend of all tensor code: B samples (rows), T tokens, G samples of one prompt, V vocabulary, H heads,
-D head width.
+Shape legend of all tensor code: B rows (sequences; of most flows each is a sample), T tokens, G samples of one prompt,
+V vocabulary, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 """Field `finish_reason` holds indices into this."""
 REWARD_PARTS = "rewards/"
 """Fields `rewards/<name>` hold the further parts that a reward function returns."""
+SEQUENCE = "sequence"
+"""Field with the number of each row's sequence within its sample; absent where every sample is one row."""
 DROP_REASON = "drop_reason"
 """Text column that a score step may write: a group with a reason in any of its rows is dropped, not trained on."""
 ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")
@@ -162,7 +164,7 @@ class SampleRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     begun: BegunSample | None = None
     offset: int = 0
-    """How many of `prompt_ids` come behind the data's prompt, whoever wrote them: the random numbers of the tokens are
+    """How many tokens the sample has behind the data's prompt, whoever wrote them: the random numbers of the tokens are
     counted from there."""
     ordinal: int = 0
     """How many earlier requests of this sample had the same `prompt_ids`: each draws other random numbers."""

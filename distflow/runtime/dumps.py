@@ -1,4 +1,5 @@
-"""Rollout dumps: one JSON line for every sample, written by the owner when its group is trained on.
+"""Rollout dumps: one JSON line for every sample, or each of its sequences, written by the owner when its group is
+trained on.
 
 A thread formats and writes the lines, so that training does not wait for a disk. What a full disk refuses is kept in
 memory and tried again with every later training step, up to a limit; beyond it the oldest training steps are dropped
@@ -25,7 +26,7 @@ from distflow.flow.edges import DUMPED
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import step_of
 from distflow.runtime.disk import Disk, finite
-from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName, written
+from distflow.types import FINISH_REASONS, REWARD_PARTS, SEQUENCE, WorkerName, written
 
 PENDING_STEPS = 64
 """Training steps that may wait for a slow disk before training waits too, or be kept while the disk is full."""
@@ -169,7 +170,8 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
     columns: dict[str, list[Any]] = {
         "uid": batch.dense("uid").tolist(),
         "sample": batch.dense("sample").tolist(),
-        "prompt": batch.texts("prompt_text"),
+        **({SEQUENCE: batch.dense(SEQUENCE).tolist()} if SEQUENCE in batch else {}),
+        "prompt": _prompts(batch),
         "response": batch.texts("response_text"),
         "response_ids": _rows(batch.ragged("response_ids")),
         "policy_versions": _rows(batch.ragged("policy_versions")),
@@ -185,6 +187,14 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
         line["rewards"] = {name: values[index] for name, values in parts.items()}
         line["worker"] = workers[index]
     return lines
+
+
+def _prompts(batch: Batch) -> list[str]:
+    """What each sequence begins with, as text."""
+    prompts = batch.texts("prompt_text")
+    if SEQUENCE not in batch:
+        return prompts
+    return [own or prompt for own, prompt in zip(batch.texts("sequence_prompt"), prompts, strict=True)]
 
 
 def _plain(column: Column) -> list[Any]:

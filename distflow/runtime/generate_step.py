@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
-from distflow.flow.step import GENERATED
+from distflow.flow.step import GENERATED, SEQUENCES
 from distflow.types import Completion, Episode, SamplingParams
 
 Call = Coroutine[Any, Any, object]
@@ -30,6 +30,8 @@ class Generate(Protocol):
     ) -> Awaitable[Completion]:
         """What the model writes after these tokens, sampled so. `train`: whether these tokens are trained on; `aside`:
         they are no part of the sample, and only the step sees them.
+
+        Tokens that begin with all that a sequence of the sample has continue it; others begin a new sequence.
         """
 
 
@@ -73,7 +75,7 @@ class GenerateStep:
         self.plan = plan
         self.where = where
         """Which step, on which worker."""
-        self.further = tuple(name for name in plan.writes if name not in GENERATED)
+        self.further = tuple(name for name in plan.writes if name not in (*GENERATED, *SEQUENCES))
         """The fields that it returns a number for, for each sample."""
         self.begin = begin
         self._failed = failed

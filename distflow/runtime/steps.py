@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from distflow.data.batch import Batch, wrong_shape
+from distflow.data.batch import A_TOKEN, Batch, wrong_shape
 from distflow.data.randomness import generator
+from distflow.data.samples import last_rows, on_all_rows
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
@@ -27,7 +28,7 @@ from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import DROP_REASON, Episode, Uid, written
+from distflow.types import DROP_REASON, SEQUENCE, Episode, Uid, written
 
 log = logger(__name__)
 
@@ -80,6 +81,14 @@ class StepContext:
         if self.model is None or self.model not in self.models:
             raise LookupError(f"step {self.step_name!r} asked for model {self.model!r}; here are {sorted(self.models)}")
         return self.models[self.model]
+
+    def report_moved(self, divergence: float, tokens: float) -> None:
+        """Tell how far a policy is from where the training step found it: the sum of r - 1 - log r over so many tokens.
+
+        A step that trains the policy calls it for each micro-batch; `batch.target_kl` goes by it.
+        """
+        self.moved[0] += divergence
+        self.moved[1] += tokens
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -160,9 +169,14 @@ class StepRunner:
     def call(self, name: str, batch: Batch) -> Batch:
         """Run a step over a batch; raises StepError with the user's frames first, UserError for wrong settings."""
         plan, context = self._plans[name], self._contexts[name]
+        # What it writes belongs to the samples, unless it looks at their sequences itself.
+        given = last_rows(batch) if plan.role == "score" and SEQUENCE not in plan.reads else batch
         with self._reported(plan, batch), context.metrics.timed(f"timing_s/{name}", plan.role):
-            result = self._functions[name](batch, context, **plan.settings)
-        return self._checked(plan, batch, result)
+            result = self._functions[name](given, context, **plan.settings)
+        checked = self._checked(plan, given, result)
+        if given is not batch:
+            self._check_of_samples(plan, given, checked)
+        return on_all_rows(batch, given, checked)
 
     def generate_step(self) -> GenerateStep:
         """The step of role generate; a worker that generates has one."""
@@ -241,6 +255,15 @@ class StepRunner:
         if complaint is not None:
             raise StepError(f"{where} {complaint}")
         return result
+
+    def _check_of_samples(self, plan: StepPlan, given: Batch, result: Batch) -> None:
+        """Raises StepError for a value per token, which only tokens of the last sequences would get."""
+        of_tokens = [name for name in result.columns if name in A_TOKEN and result[name] is not given.columns.get(name)]
+        if of_tokens:
+            raise StepError(
+                f"{self._where(plan)} writes one value per response token into {of_tokens[0]!r}, and it gets the last "
+                f"sequence of each sample — add {SEQUENCE!r} to its reads, and it gets all of them"
+            )
 
     def _where(self, plan: StepPlan) -> str:
         return f"step {plan.name!r} ({plan.call}) on {self._worker}"

@@ -246,11 +246,9 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Begi
     `here`: the workers will run on this machine. Shows the plan's warnings. Raises UserError if the checkpoint cannot
     be used with the recipe.
     """
-    for warning in plan.warnings:
+    fit = memory_warnings(plan, capacity()) if here else ()
+    for warning in (*plan.warnings, *(f"warning: {text}" for text in fit)):
         click.echo(warning)
-    if here:
-        for text in memory_warnings(plan, capacity()):
-            click.echo(f"warning: {text}")
     if not resume:
         return Beginning()
     if (size := _size_of_newest(run_dir)) >= LARGE_BYTES:

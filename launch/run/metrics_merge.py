@@ -1,9 +1,8 @@
 """Read `metrics/*.jsonl` and merge the workers' lines into one object per training step.
 
-Values of several workers merge as follows: means by weight (if there is a `<name>.weight`), explained variances from their
-sums, `…/max` and `…/min` by max
-and min, `timing_s/…` by max; rates, counts and anything with `<name>.summed` are added; else the last worker's value
-is taken.
+Values of several workers merge as follows: means by weight (if there is a `<name>.weight`), explained variances from
+their sums, `…/max` and `…/min` by max and min, `timing_s/…` by max; rates, counts and anything with `<name>.summed` are
+added; else the last worker's value is taken.
 """
 
 from __future__ import annotations
