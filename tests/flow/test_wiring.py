@@ -141,7 +141,7 @@ def test_computing_with_a_trained_model_elsewhere_is_refused(folder: Folder, ref
 
 def test_what_the_runtime_cannot_do_yet_is_refused_by_name(folder: Folder, refused: Callable[..., str]) -> None:
     folder.step(CRITIC)
-    message = "step 'reward' of role 'score' on the pool that trains critic: not built yet — leave it to 'trainer'"
+    message = "step 'reward' of role 'score' on the pool that trains critic: not built yet — leave it to 'rollout'"
     steps = "layout.pools.critic.steps=[values,critic_update,reward]"
     assert f"layout.pools.critic.steps — {message}" in refused(*OWN_CRITIC, steps)
     again = "flow.steps.again={call: ./steps.py:sample, model: policy}"
