@@ -236,8 +236,9 @@ class Episode:
 class Completion:
     """A response as text and tokens, with the task that its data source gave.
 
-    A reward function judges the whole response of a sample; a generate step gets what the model has written in one
-    turn. `response` leaves out special tokens such as the end of the sequence; `response_ids` has them.
+    A reward function judges the final response of a sample, its last sequence, with the data's prompt; a generate step
+    gets what the model has written in one turn. `response` leaves out special tokens such as the end of the sequence;
+    `response_ids` has them.
     """
 
     prompt: str

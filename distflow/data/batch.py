@@ -1,8 +1,9 @@
 """A batch of samples as columns: dense tensors, or ragged ones (values + offsets). Never padded at rest.
 
-Whole groups travel as ranges of the rows of the batches that they came in.
+A sample is a row, or a row for each of its sequences (`samples.py`). Whole groups travel as ranges of the rows of the
+batches that they came in.
 
-Shapes: B rows (samples), N values of a ragged column over all rows, T longest row of a padded view.
+Shapes: B rows, N values of a ragged column over all rows, T longest row of a padded view.
 """
 
 from __future__ import annotations

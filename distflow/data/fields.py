@@ -9,11 +9,11 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.batch_wire import SENDABLE
-from distflow.types import A_TOKEN, DROP_REASON, REWARD, REWARD_PARTS, TOKENS
+from distflow.types import A_TOKEN, DROP_REASON, REWARD, REWARD_PARTS, SEQUENCE, TOKENS
 
-A_SAMPLE = ("reward", "score", "group", "sample", "finish_reason")
+A_SAMPLE = ("reward", "score", "group", "sample", SEQUENCE, "finish_reason")
 """Fields with one value per sample."""
-A_TEXT = (DROP_REASON, "prompt_text", "response_text", "task")
+A_TEXT = (DROP_REASON, "prompt_text", "sequence_prompt", "response_text", "task")
 
 
 def complaint(batch: Batch, written: Sequence[str]) -> str | None:

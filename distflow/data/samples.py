@@ -1,4 +1,5 @@
-"""Samples of several sequences: each sequence is a row of the batch, and what belongs to the sample stands on all rows.
+"""Samples of several sequences: each sequence is a row of the batch, and what belongs to the sample stands on all rows
+(the text of the data's prompt, which may be long, on the first).
 
 Rewards, advantages, means over sequences and metrics count samples, not rows. Where every sample is one row (field
 `sequence` is absent, or 0 throughout), all views here are the batch itself.
@@ -19,6 +20,7 @@ from distflow.types import A_TOKEN, SEQUENCE, TOKENS
 
 SHARE = "sample_share"
 """[B] float64: how much of its sample each row is, by tokens trained on; the shares of a sample add up to 1."""
+PROMPT_TEXT = "prompt_text"
 _OF_SEQUENCES = ("prompt_ids", "policy_versions", SEQUENCE, "sequence_prompt")
 """Fields of which a sample has none of its own."""
 
@@ -55,7 +57,7 @@ def by_sample(batch: Batch) -> Batch:
         elif _a_token(name, column, offsets):
             columns[name] = Ragged(column.values, joined)
         else:
-            columns[name] = column.select(last)
+            columns[name] = column.select(bounds[:-1] if name == PROMPT_TEXT else last)
     return Batch(columns)
 
 
@@ -75,8 +77,14 @@ def to_rows(batch: Batch, of_samples: Tensor) -> Tensor:
 
 
 def last_rows(batch: Batch) -> Batch:
-    """The last sequence of each sample: the one with its final response."""
-    return batch.select([end - 1 for end in sample_bounds(batch)[1:]]) if has_several(batch) else batch
+    """The last sequence of each sample: the one with its final response; with the text of the data's prompt."""
+    if not has_several(batch):
+        return batch
+    *first, _ = bounds = sample_bounds(batch)
+    last = batch.select([end - 1 for end in bounds[1:]])
+    if PROMPT_TEXT not in batch:
+        return last
+    return last.with_columns(**{PROMPT_TEXT: batch.ragged(PROMPT_TEXT).select(torch.tensor(first))})
 
 
 def on_all_rows(batch: Batch, last: Batch, written: Batch) -> Batch:

@@ -20,7 +20,8 @@ from distflow.flow.structure import Structure
 from distflow.flow.wiring import wire
 
 BYTES_PER_TOKEN = 48
-"""Upper bound for all fields of a prompt or response token in a result: ids, log-prob, mask, text."""
+"""Upper bound for all fields of a prompt or response token in a result: ids, log-prob, mask, text, and a share of what
+a row has besides, where samples have several."""
 BYTES_PER_SAMPLE = 1024
 """Upper bound for the rest of a sample: identity, rewards, spans, the task's text."""
 MIB = 1 << 20

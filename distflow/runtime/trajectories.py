@@ -221,7 +221,8 @@ class Trajectories:
 
     def _extend(self, sample: Trajectory, prefix: tuple[int, ...]) -> None:
         """Note the tokens that the environment has put behind the model's, or the prompt of a new sequence."""
-        if not sample.aside and prefix == sample.sequences[-1].token_ids:
+        newest = sample.sequences[-1]
+        if not sample.aside and len(prefix) == len(newest) and newest.leads_to(prefix):
             return
         if self.step.plan.environment is None:
             raise StepError(

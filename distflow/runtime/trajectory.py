@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from distflow.data.batch import Batch, Column, Ragged
+from distflow.data.samples import PROMPT_TEXT
 from distflow.exchange.messages import Lease
 from distflow.runtime.generate_step import Call
 from distflow.runtime.protocols import Tokenizer
@@ -44,10 +45,14 @@ class TokenSequence:
             return self.segments[0].token_ids
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All tokens."""
-        return (*self.prompt_ids, *self.response_ids)
+    def leads_to(self, prefix: tuple[int, ...]) -> bool:
+        """Whether the prefix begins with all tokens that are here."""
+        at = 0
+        for part in (self.prompt_ids, *(segment.token_ids for segment in self.segments)):
+            if prefix[at : at + len(part)] != part:
+                return False
+            at += len(part)
+        return True
 
 
 @dataclass(slots=True)
@@ -84,15 +89,15 @@ class Trajectory:
     def go_on_behind(self, prefix: tuple[int, ...]) -> None:
         """Continue the newest sequence whose tokens this prefix begins with, by what it has behind them; if there is
         none, begin a sequence with this prompt."""
-        for sequence in reversed(self.sequences):
-            had = sequence.token_ids
-            if prefix[: len(had)] == had:
-                self.sequences.remove(sequence)
-                if len(prefix) > len(had):
-                    sequence.segments.append(Segment(prefix[len(had) :]))
-                self.sequences.append(sequence)
-                return
-        self.sequences.append(TokenSequence(prefix))
+        found = next((sequence for sequence in reversed(self.sequences) if sequence.leads_to(prefix)), None)
+        if found is None:
+            self.sequences.append(TokenSequence(prefix))
+            return
+        self.sequences.remove(found)
+        self.sequences.append(found)
+        had = len(found)
+        if len(prefix) > had:
+            found.segments.append(Segment(prefix[had:]))
 
     def recorded(self, more: SampleOutput | None, reason: FinishReason) -> SampleOutput:
         """What the model has written, without gaps: the form in which it is replayed. `more`: of an open request."""
@@ -135,14 +140,13 @@ def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.d
     leases = [sample.lease for sample in whose]
     ids = [row.response_ids for row in rows]
     response_ids = Ragged.from_rows(ids, torch.int64)
-    return Batch(
+    batch = Batch(
         {
             "uid": torch.tensor([lease.uid for lease in leases], dtype=torch.int64),
             "group": torch.tensor([lease.position for lease in leases], dtype=torch.int64),
             "sample": torch.tensor([sample.episode.sample for sample in whose], dtype=torch.int64),
-            **(_told_apart(rows, whose, tokenizer) if several else {}),
             "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
-            "prompt_text": Ragged.from_texts([lease.prompt_text for lease in leases]),
+            PROMPT_TEXT: Ragged.from_texts([lease.prompt_text for lease in leases]),
             "task": Ragged.from_texts([lease.task for lease in leases]),
             "response_ids": response_ids,
             "response_mask": response_ids.like(_mask(rows, response_ids)),
@@ -153,19 +157,24 @@ def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.d
             **_further(whose),
         }
     )
+    return batch.with_columns(**_told_apart(rows, whose, tokenizer)) if several else batch
 
 
 def _told_apart(rows: Sequence[TokenSequence], whose: Sequence[Trajectory], tokenizer: Tokenizer) -> dict[str, Column]:
-    """The number of each sequence, and what it begins with unless that is the data's prompt."""
+    """The number of each sequence; what it begins with, unless it is the first and that is the data's prompt; and the
+    data's prompt, once a sample: a long one on every row would exceed what is reserved for the tokens.
+    """
     numbers = [0] * len(rows)
     for n in range(1, len(rows)):
         numbers[n] = numbers[n - 1] + 1 if whose[n] is whose[n - 1] else 0
-    own = [n for n, row in enumerate(rows) if row.prompt_ids != whose[n].lease.prompt_ids]
+    own = [n for n, row in enumerate(rows) if numbers[n] or row.prompt_ids != whose[n].lease.prompt_ids]
     texts = tokenizer.decode_batch([rows[n].prompt_ids for n in own], skip_special=False)
     decoded = dict(zip(own, texts, strict=True))
+    prompts = ["" if n else sample.lease.prompt_text for n, sample in zip(numbers, whose, strict=True)]
     return {
         SEQUENCE: torch.tensor(numbers, dtype=torch.int64),
         "sequence_prompt": Ragged.from_texts([decoded.get(n, "") for n in range(len(rows))]),
+        PROMPT_TEXT: Ragged.from_texts(prompts),
     }
 
 

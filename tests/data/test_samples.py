@@ -76,6 +76,12 @@ def test_where_every_sample_is_one_row_nothing_is_copied(column: bool) -> None:
     assert on_all_rows(batch, last_rows(batch), written) is written
 
 
+def test_the_datas_prompt_stands_in_the_first_row() -> None:
+    batch = cut([[2, 1], [1]]).with_columns(prompt_text=Ragged.from_texts(["1+1=", "", "2="]))
+    assert last_rows(batch).texts("prompt_text") == by_sample(batch).texts("prompt_text") == ["1+1=", "2="]
+    assert last_rows(batch).texts("response_text") == ["1", "2"]
+
+
 def test_what_is_written_for_the_last_sequence_holds_for_all() -> None:
     batch = cut([[2, 1], [1], [1, 1, 2]])
     last = last_rows(batch)

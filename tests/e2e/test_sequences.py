@@ -23,6 +23,7 @@ from tests.e2e.test_ppo import critic
 STEPS = Path(__file__).with_name("breaking_turns.py")
 BREAKING = (f"flow.steps.sample.call={STEPS}:alternate", "flow.steps.sample.with.max_new_tokens=4", *SMALL)
 EXACT = "models.policy.dtype=float64"
+DIVIDED = ("layout.pools.trainer.count=2", "layout.pools.trainer.backend=fsdp")
 A_GROUP = [1, 2, 1, 3] * (SAMPLES // 4)
 """How many sequences its samples have."""
 
@@ -48,8 +49,26 @@ def check_sequences(run: Run, steps: int) -> None:
 @pytest.mark.parametrize("aggregate", ["seq-mean-token-mean", "token-mean"])
 def test_one_worker_or_several_give_the_same_run(launch: Launch, aggregate: str) -> None:
     settings = (*BREAKING, f"flow.steps.update.with.aggregate={aggregate}", "batch.tokens_per_microbatch=128", EXACT)
-    for run in compare(launch, ["colocated", "2+2"], 4, 1e-6, *settings):
-        check_sequences(run, 4)
+    colocated, split = compare(launch, ["colocated", "2+2"], 4, 1e-6, *settings)
+    check_sequences(split, 4)
+    for line in colocated.metrics():
+        assert line["perf/samples_per_s"] * line["timing_s/step"] == pytest.approx(PROMPTS * SAMPLES, rel=1e-3)
+
+
+def test_a_divided_model_cuts_the_sequences_of_a_sample_apart(launch: Launch) -> None:
+    """Its rows are in whatever rounds they fit, and count as one sample."""
+    settings = (
+        *BREAKING,
+        "flow.steps.update.with.aggregate=seq-mean-token-mean",
+        "batch.tokens_per_microbatch=64",
+        EXACT,
+    )
+    whole, divided = [launch("quickstart", *settings, "run.training_steps=3", *more) for more in ((), DIVIDED)]
+    for run in (whole, divided):
+        assert run.wait() == 0, run.output
+        check_sequences(run, 3)
+    assert tokens(divided) == tokens(whole)
+    assert norms(divided) == pytest.approx(norms(whole), rel=1e-6)
 
 
 def test_rewards_from_another_worker_are_those_of_the_samples(launch: Launch) -> None:

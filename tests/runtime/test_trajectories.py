@@ -41,40 +41,6 @@ async def undeclared(episode, generate, ctx):
     await generate((*episode.prompt_ids, *completion.response_ids, 3), SamplingParams(max_new_tokens=2))
 
 
-@step(role="generate", reads=[], writes=[], environment=["replay"])
-async def stripped(episode, generate, ctx):
-    params = SamplingParams(max_new_tokens=3)
-    first = await generate(episode.prompt_ids, params)
-    second = await generate((*episode.prompt_ids, first.response_ids[-1], 9), params, train=episode.sample > 0)
-    await generate((*episode.prompt_ids, first.response_ids[-1], 9, *second.response_ids, 11, 11), params)
-
-
-@step(role="generate", reads=[], writes=[], environment=["replay"])
-async def delegating(episode, generate, ctx):
-    params = SamplingParams(max_new_tokens=3)
-    first = await generate(episode.prompt_ids, params)
-    agent = await generate((9, 8), params)
-    agent = await generate((9, 8, *agent.response_ids, 7), params)
-    await generate((*episode.prompt_ids, *first.response_ids, *agent.response_ids), params)
-
-
-@step(role="generate", reads=[], writes=[], environment=["replay"])
-async def persistent(episode, generate, ctx):
-    for attempt in range(3 if episode.sample else 1):
-        await generate(episode.prompt_ids, SamplingParams(max_new_tokens=3))
-
-
-@step(role="generate", reads=[], writes=[], environment=["replay"])
-async def elsewhere(episode, generate, ctx):
-    await generate((7, 7, 7), SamplingParams(max_new_tokens=3))
-
-
-@step(role="generate", reads=[], writes=[], environment=[])
-async def forgetting(episode, generate, ctx):
-    while True:
-        await generate((1, 2, 3, 4, 5), SamplingParams(max_new_tokens=8))
-
-
 @step(role="generate", reads=[], writes=[], environment=[])
 async def endless(episode, generate, ctx):
     prefix = episode.prompt_ids
@@ -154,7 +120,6 @@ def trajectories(
     *,
     environment: Sequence[str] | None = ENVIRONMENT,
     samples: int = 2,
-    most: int = MOST,
     **settings: Any,
 ) -> Trajectories:
     (folder / "mine.py").write_text(SOURCE)
@@ -164,7 +129,7 @@ def trajectories(
     plan = StepPlan("sample", f"{folder}/mine.py:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step()
-    return Trajectories(step, samples, most, TOKENIZER, torch.float32)
+    return Trajectories(step, samples, MOST, TOKENIZER, torch.float32)
 
 
 def lease(position: int = 5, begun: tuple[BegunSample, ...] = ()) -> Lease:
@@ -264,93 +229,11 @@ def test_what_is_asked_aside_is_no_part_of_the_sample(tmp_path: Path) -> None:
     assert len(record.token_ids) == 5 * 3
 
 
-def test_another_prefix_begins_a_new_sequence_of_the_sample(tmp_path: Path) -> None:
-    batch, (record, _) = whole(tmp_path, "stripped")
-    assert batch.dense("sample").tolist() == [0, 0, 1, 1]
-    assert batch.dense("sequence").tolist() == [0, 1, 0, 1]
-    assert batch.dense("group").tolist() == [5] * 4
-    ids, prompts = batch.ragged("response_ids"), batch.ragged("prompt_ids")
-    for row in (0, 2):
-        first, second = ids.row(row).tolist(), ids.row(row + 1).tolist()
-        assert [prompts.row(row).tolist(), prompts.row(row + 1).tolist()] == [[*PROMPT], [*PROMPT, first[-1], 9]]
-        assert (len(first), len(second), second[3:5]) == (3, 8, [11, 11])
-        assert batch.ragged("policy_versions").row(row + 1)[:, 2:].tolist() == [[0, 3], [5, 8]]
-        assert (batch.ragged("rollout_logprobs").row(row + 1) != 0).tolist() == [True] * 3 + [False] * 2 + [True] * 3
-    masks = [row.tolist() for row in batch.ragged("response_mask").rows()]
-    assert masks == [
-        [True] * 3,
-        [False] * 5 + [True] * 3,
-        [True] * 3,
-        [True] * 3 + [False] * 2 + [True] * 3,
-    ], "a turn of sample 0 is not trained on"
-    (decoded,) = TOKENIZER.decode_batch([prompts.row(1).tolist()], skip_special=False)
-    assert batch.texts("sequence_prompt")[:2] == ["", decoded]
-    assert batch.texts("prompt_text") == ["01"] * 4, "the data's prompt is the sample's"
-    assert len(record.token_ids) == 9
-
-
-def test_a_sequence_goes_on_after_another_had_its_say(tmp_path: Path) -> None:
-    """The one that the model wrote to last is the last row: it has the sample's final response."""
-    batch, _ = whole(tmp_path, "delegating", samples=1)
-    agent, main = batch.ragged("response_ids").rows()
-    assert [row.tolist() for row in batch.ragged("prompt_ids").rows()] == [[9, 8], [*PROMPT]]
-    assert (len(agent), agent[3].item(), len(main)) == (7, 7, 9)
-    assert main[3:6].tolist() == agent[4:].tolist()
-    masks = [row.tolist() for row in batch.ragged("response_mask").rows()]
-    assert masks == [[True] * 3 + [False] + [True] * 3, [True] * 3 + [False] * 3 + [True] * 3]
-
-
-def test_samples_may_have_different_numbers_of_sequences(tmp_path: Path) -> None:
-    batch, _ = whole(tmp_path, "persistent")
-    assert batch.dense("sample").tolist() == [0, 1, 1, 1]
-    assert batch.dense("sequence").tolist() == [0, 0, 1, 2]
-    attempts = [tuple(row.tolist()) for row in batch.ragged("response_ids").rows()]
-    assert len(set(attempts[1:])) == 3, "asked again, the model answers something else"
-    assert batch.texts("sequence_prompt") == [""] * 4
-
-
-def test_the_first_sequence_may_have_another_prompt_than_the_data_gives(tmp_path: Path) -> None:
-    batch, _ = whole(tmp_path, "elsewhere", samples=1)
-    assert batch.dense("sequence").tolist() == [0]
-    assert [row.tolist() for row in batch.ragged("prompt_ids").rows()] == [[7, 7, 7]]
-
-
-def test_random_numbers_and_room_count_the_tokens_of_all_sequences(tmp_path: Path) -> None:
-    samples = trajectories(tmp_path, "stripped", samples=1)
-    made, requests, offsets, rooms = engine(), samples.begin([lease()]), [], []
-    while requests:
-        offsets += [request.offset for request in requests]
-        rooms += [request.params.max_new_tokens for request in requests]
-        made.submit(requests)
-        requests, _ = samples.take(run_until_done(made))
-    assert offsets == [0, 3 + 4, 3 + 4 + 3 + 2]
-    assert rooms == [3, 3, 3]
-    small, made = trajectories(tmp_path, "stripped", samples=1, most=3 + 4 + 2), engine()
-    made.submit(small.begin([lease()]))
-    (second,), _ = small.take(run_until_done(made))
-    assert second.params.max_new_tokens == 2
-
-
-def test_one_turn_without_an_environment_has_no_further_fields(tmp_path: Path) -> None:
-    (tmp_path / "one.py").write_text(
-        "from distflow import step\nfrom distflow.types import SamplingParams\n\n\n"
-        '@step(role="generate", reads=[], writes=[])\n'
-        "async def once(episode, generate, ctx):\n"
-        "    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))\n"
-    )
-    plan = StepPlan("sample", f"{tmp_path}/one.py:once", "generate", "sample", None, {}, (), GENERATED)
-    step = StepRunner("rollout/0", [plan], {"sample": StepContext("sample")}).generate_step()
-    samples = Trajectories(step, 2, MOST, TOKENIZER, torch.float32)
-    drive(samples, engine(), samples.begin([lease()]))
-    assert tuple(samples.batch([5]).columns) == GENERATED
-
-
-@pytest.mark.parametrize("name, turn", [("talk", 4), ("thoughtful", 3), ("stripped", 3), ("delegating", 3)])
+@pytest.mark.parametrize("name, turn", [("talk", 4), ("thoughtful", 3)])
 @pytest.mark.parametrize("polls", range(13))
 def test_a_sample_is_replayed_wherever_it_was_left(tmp_path: Path, polls: int, name: str, turn: int) -> None:
     """Another worker has the recorded tokens of the model alone: the step, played again, puts in the others."""
     expected, outputs = whole(tmp_path, name)
-    polls = min(polls, len(outputs[0].token_ids))
     first, made = trajectories(tmp_path, name), engine()
     made.submit(first.begin([lease()]))
     done: list[SampleOutput] = []
@@ -411,7 +294,6 @@ def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> N
     [
         ("undeclared", None, r"mine\.py:undeclared\) on rollout/0 asks for more after its first turn.* no environment"),
         ("endless", (), r"asks for more after 41 tokens behind the prompt, .* longest sample has 40: .*max_tokens"),
-        ("forgetting", (), r"asks for more after 44 tokens behind the prompt, .* longest sample has 40: .*max_tokens"),
         ("silent", None, r"returned before it awaited tokens of the sample; expected completion = await generate"),
         ("forgetful", None, r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]"),
         ("wordy", None, r"returned {'rewards/turns': 'two'}; expected a number for each of \['rewards/turns'\]"),
