@@ -138,7 +138,8 @@ class Batch:
         try:
             return self.columns[name]
         except KeyError:
-            raise KeyError(f"field {name!r} is not in this batch; it has {sorted(self.columns)}") from None
+            found = sorted(self.columns)
+            raise KeyError(f"field {name!r} is not in this batch; it has {found} — a step declares what it reads") from None
 
     def __repr__(self) -> str:
         return f"Batch({self.rows} rows: {', '.join(self.columns)})"

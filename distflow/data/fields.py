@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,15 @@ def complaint(batch: Batch, written: Sequence[str]) -> str | None:
             if found is not None:
                 return found
     return None
+
+
+def with_fields(batch: Batch, columns: Mapping[str, Column]) -> Batch:
+    """The batch with what a step has written. What is to be dropped stays so: an earlier reason remains."""
+    if DROP_REASON not in columns or DROP_REASON not in batch:
+        return batch.with_columns(**columns)
+    before, now = batch.texts(DROP_REASON), Batch({DROP_REASON: columns[DROP_REASON]}).texts(DROP_REASON)
+    reasons = [earlier or later for earlier, later in zip(before, now, strict=True)]
+    return batch.with_columns(**{**columns, DROP_REASON: Ragged.from_texts(reasons)})
 
 
 def changed(before: Batch, after: Batch, written: Collection[str]) -> str | None:

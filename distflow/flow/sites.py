@@ -125,8 +125,8 @@ def _pool_for(node: StepNode, layout: LayoutConfig, problems: Problems) -> str |
     if len(takers) == 1:
         return takers[0]
     if takers:
-        message = f"the pools {', '.join(takers)} all take step {node.name!r} (role {node.role!r}); not built yet"
-        cure = f"leave {node.role} to one pool and raise its count"
+        message = f"the pools {', '.join(takers)} all take step {node.name!r} (role {node.role!r})"
+        cure = f"write `steps: [{node.name}]` in one of them, or leave {node.role} to it and raise its count"
     else:
         message = f"no pool takes the role {node.role!r} (step {node.name!r})"
         cure = f"add {node.role} to the `roles` of a pool, or use roles: ['*']"

@@ -90,13 +90,17 @@ def check_forward_readers(structure: Structure, problems: Problems) -> None:
     """Refuse to compute with a trained model outside its home: only engines take new versions."""
     for node in structure.after_custody + structure.before_custody:
         pool = next(pool for pool in structure.pools if pool.name == structure.sites[node.name])
-        if node.role == "forward" and node.model in structure.models.trained and node.model in pool.frozen:
+        if node.role in ("forward", "score") and node.model in structure.models.trained and node.model in pool.frozen:
             message = (
                 f"step {node.name!r} computes with {node.model!r}, which is trained on another pool; backends cannot "
                 "take its new versions yet"
             )
-            cure = f"remove {node.name} from them: it then runs where {node.model!r} is trained"
-            problems.add(f"layout.pools.{pool.name}.steps", message, cure)
+            if node.role == "forward":
+                cure = f"remove {node.name} from them: it then runs where {node.model!r} is trained"
+                problems.add(f"layout.pools.{pool.name}.steps", message, cure)
+            else:
+                cure = f"a model that no step trains; for log-probs of {node.model!r}, a step with role=\"forward\""
+                problems.add(f"flow.steps.{node.name}.model", message, cure)
 
 
 def check_custody(structure: Structure, problems: Problems) -> None:

@@ -81,12 +81,13 @@ def _call(structure: Structure, node: StepNode, asker: str, when: Asked) -> Edge
     trained, generates = node.model in structure.models.trained, node.role == "generate"
     # Whoever runs the step must be able to see whether it writes one value for each of them.
     lengths = [TOKENS] if any(written(field, node.writes) for field in A_TOKEN) else []
+    groups = _known(["group"], structure) if node.declaration.spec.scope == "group" else []
     return Edge(
         name=node.name,
         kind="call",
         source=asker,
         target=structure.sites[node.name],
-        fields=tuple(dict.fromkeys((*_known(_IDENTITY, structure), *node.reads, *lengths))),
+        fields=tuple(dict.fromkeys((*_known(_IDENTITY, structure), *groups, *node.reads, *lengths))),
         back=(*node.writes, *node.may_write),
         model=node.model,
         steps=(node.name,),

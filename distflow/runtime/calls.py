@@ -15,7 +15,7 @@ from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
 from distflow.data.batch import Batch, RowRange, group_ranges, row_lengths
 from distflow.data.batch_wire import decode_batch, encode_batch
-from distflow.data.fields import complaint
+from distflow.data.fields import complaint, with_fields
 from distflow.errors import NoProgressError, ProtocolError, StepError
 from distflow.exchange.call_client import Call, CallClient
 from distflow.exchange.call_messages import CallAnswer, CallRequest, OutgoingCall, from_wire, kind_of, to_wire
@@ -242,7 +242,7 @@ class Asking:
             yield None
         alike: dict[frozenset[str], list[Batch]] = {}
         for group, answer in groups:
-            whole = group.rows.with_columns(**answer.columns)
+            whole = with_fields(group.rows, answer.columns)
             alike.setdefault(frozenset(whole.columns), []).append(whole)
         for batches in alike.values():
             names = list(batches[0].columns)

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.data.fields import changed, complaint
+from distflow.data.fields import changed, complaint, with_fields
 from distflow.data.randomness import generator
 from distflow.data.samples import last_rows, on_all_rows
 from distflow.errors import DistflowError, StepError, UserError
@@ -240,7 +240,7 @@ class StepRunner:
                 self._where(plan),
                 ", ".join(new),
             )
-        return batch.with_columns(**{field: found[field] for field in known}) if known else batch
+        return with_fields(batch, {field: found[field] for field in known}) if known else batch
 
     def _as_declared(self, plan: StepPlan, result: object) -> Batch:
         """What a step returned, if it is a batch with the fields that it declares."""

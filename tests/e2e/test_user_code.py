@@ -97,6 +97,12 @@ def never_content(batch: Batch, ctx: StepContext) -> Batch:
     return batch.with_columns(reward=zeros, score=zeros, drop_reason=Ragged.from_texts(reasons))
 
 
+@step(role="score", reads=["reward"], writes=["drop_reason"], scope="group")
+def keeps(batch: Batch, ctx: StepContext) -> Batch:
+    batch.group_bounds()
+    return batch.with_columns(drop_reason=Ragged.from_texts([""] * batch.rows))
+
+
 @step(role="score", reads=["response_text"], writes=["rewards/length"], fills={"rewards/length": -1.0})
 def length(batch: Batch, ctx: StepContext) -> Batch:
     ctx.metrics.add("mine/called", 1)
@@ -206,6 +212,16 @@ def test_samples_on_which_the_reward_fails_are_dropped_and_replaced(launch: Laun
     logs = "".join(log.read_text() for log in run.folder.glob("logs/rollout-*.log"))
     assert "ValueError: cannot judge" in logs
     assert run.leftovers() == []
+
+
+@pytest.mark.parametrize("layout", ["split", "services"])
+def test_what_one_step_drops_no_later_one_brings_back(launch: Launch, recipe: Recipe, layout: str) -> None:
+    added = "flow.steps.filter={call: './steps.py:keeps'}"
+    file = recipe(reward("picky", on_error="drop", max_error_rate=1.0))
+    run = launch(file, f"layout={layout}", added.replace("./", f"{Path(file).parent}/"))
+    assert run.wait() == 0, run.output
+    assert dropped_positions(run)
+    assert all(not line["prompt"].endswith("3=") for line in run.dumps())
 
 
 def test_colocated_workers_drop_samples_too(launch: Launch, recipe: Recipe) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distflow.config.load import load_recipe
-from distflow.errors import Problems
+from distflow.errors import Problems, RecipeError
 from distflow.flow.edges import Edge
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.structure import build_structure
@@ -197,3 +197,10 @@ def test_a_step_that_others_ask_for_keeps_nothing(folder: Folder, refused: Calla
 def test_nor_does_it_see_a_whole_batch(folder: Folder, refused: Callable[..., str]) -> None:
     folder.change('writes=["reward", "rewards/*"]', 'writes=["reward", "rewards/*"], scope="batch"')
     assert "for the workers of 'rollout' and has batch scope, but it is asked for group by group" in refused(*JUDGE)
+
+
+@pytest.mark.parametrize("layout", ["split", "services"])
+def test_a_score_step_cannot_compute_with_the_policy(layout: str) -> None:
+    """Nobody would ever give its workers a version."""
+    with pytest.raises(RecipeError, match=r"flow\.steps\.reward\.model — step 'reward' computes with 'policy', which"):
+        plan_recipe("quickstart", [f"layout={layout}", "flow.steps.reward.model=policy"])
