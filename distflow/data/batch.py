@@ -139,7 +139,8 @@ class Batch:
             return self.columns[name]
         except KeyError:
             found = sorted(self.columns)
-            raise KeyError(f"field {name!r} is not in this batch; it has {found} — a step declares what it reads") from None
+            text = f"field {name!r} is not in this batch; it has {found} — a step declares what it reads"
+            raise KeyError(text) from None
 
     def __repr__(self) -> str:
         return f"Batch({self.rows} rows: {', '.join(self.columns)})"
