@@ -19,13 +19,12 @@ from distflow.config.schema import LimitsConfig
 from distflow.data.batch import Batch, RowRange, group_ranges, join, row_lengths
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.errors import ProtocolError, StepError
-from distflow.exchange.rows_core import (
+from distflow.exchange.rows_core import RowsReceiver, RowsSender
+from distflow.exchange.rows_messages import (
     TO_HOMES,
     TO_OWNERS,
     OutgoingRows,
     RowsAck,
-    RowsReceiver,
-    RowsSender,
     RowsSent,
     Then,
     from_wire,

@@ -15,7 +15,7 @@ from distflow.config.plugins import VOCABULARY
 from distflow.data.batch import Batch, Ragged
 from distflow.data.micro_batches import minibatch_rows
 from distflow.errors import NoProgressError, UserError, WorkerFailed
-from distflow.exchange.rows_core import Then
+from distflow.exchange.rows_messages import Then
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.edges import SAMPLES
 from distflow.flow.resolve import resolve

@@ -11,17 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.errors import ProtocolError
-from distflow.exchange.rows_core import (
-    LONGEST_RESEND_S,
-    WINDOW_BYTES,
-    OutgoingRows,
-    RowsAck,
-    RowsClose,
-    RowsReceiver,
-    RowsSender,
-    RowsSent,
-    from_wire,
-)
+from distflow.exchange.rows_core import LONGEST_RESEND_S, WINDOW_BYTES, RowsReceiver, RowsSender
+from distflow.exchange.rows_messages import OutgoingRows, RowsAck, RowsClose, RowsSent, from_wire
 
 EDGE = "critic_rows"
 GROUP_BYTES = WINDOW_BYTES // 3
