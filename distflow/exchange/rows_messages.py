@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from distflow.data.decoding import MAX_NAME_CHARACTERS, Form, FromMinusOne, Whole, read
+from distflow.data.decoding import MAX_NAME_CHARACTERS, Form, FromMinusOne, Row, Whole, read
 
 _EdgeName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 Then = Literal["train", "stop"]
@@ -36,22 +36,33 @@ class RowsSent(Form, frozen=True):
     """Description of the rows."""
 
 
+class DealtGroup(Row, frozen=True):
+    """A group that was sent to a receiver.
+
+    Example:
+
+        DealtGroup(56, (310, 290))
+    """
+
+    position: Whole
+    lengths: Annotated[tuple[Whole, ...], msgspec.Meta(min_length=1)]
+    """Tokens of each of its rows."""
+
+
 class RowsClose(Form, frozen=True):
     """The sender has no more rows for a training step.
 
     Example:
 
-        RowsClose("critic_rows", 0, number=4, t=7, groups=2, positions=(56, 57, 60, 61), then="train")
+        RowsClose("critic_rows", 0, 4, t=7, dealt=((DealtGroup(56, (310, 290)),), ()), then="train")
     """
 
     edge: _EdgeName
     term: Whole
     number: Whole
     t: Whole
-    groups: Whole
-    """Groups that it has sent to this receiver."""
-    positions: tuple[Whole, ...]
-    """Prompt positions of those that it has sent to all receivers, in order."""
+    dealt: tuple[tuple[DealtGroup, ...], ...]
+    """What it has sent to each receiver, in the order of the home's replicas."""
     then: Then
 
 
