@@ -1,14 +1,15 @@
 """The nouns that all packages share. Standard library only, so that everything may import this file.
 
-Shape legend of all tensor code: B samples (rows), T tokens, G samples of one prompt, V vocabulary, H heads,
-D head width.
+Shape legend of all tensor code: B rows (sequences; of most flows each is a sample), T tokens, G samples of one prompt,
+V vocabulary, H heads, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 Role = Literal["generate", "score", "forward", "train"]
@@ -16,8 +17,25 @@ Scope = Literal["sample", "group", "batch"]
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 """Field `finish_reason` holds indices into this."""
+REWARD = "reward"
+"""What samples are trained on: one finite number for each."""
 REWARD_PARTS = "rewards/"
 """Fields `rewards/<name>` hold the further parts that a reward function returns."""
+SEQUENCE = "sequence"
+"""Field with the number of each row's sequence within its sample; absent where every sample is one row."""
+TOKENS = "response_ids"
+A_TOKEN = (
+    "response_mask",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "advantage",
+    "return",
+    "token_rewards",
+    "token_advantage",
+)
+"""Fields with one value per response token: rows as long as those of `response_ids`."""
 DROP_REASON = "drop_reason"
 """Text column that a score step may write: a group with a reason in any of its rows is dropped, not trained on."""
 ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")
@@ -109,6 +127,18 @@ class SamplingParams:
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raises TypeError for what is no number; which numbers are possible is for engines to say."""
+        numbers = {"temperature": Real, "top_p": Real, "top_k": Integral, "max_new_tokens": Integral}
+        for name, kind in numbers.items():
+            if not isinstance(getattr(self, name), kind):
+                expected = "an integer" if kind is Integral else "a number"
+                raise TypeError(f"SamplingParams({name}={getattr(self, name)!r}): expected {expected}")
+        if not isinstance(self.stop_token_ids, Collection):
+            raise TypeError(
+                f"SamplingParams(stop_token_ids={self.stop_token_ids!r}): expected token ids, or () for none"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -162,7 +192,7 @@ class SampleRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     begun: BegunSample | None = None
     offset: int = 0
-    """How many of `prompt_ids` come behind the data's prompt, whoever wrote them: the random numbers of the tokens are
+    """How many tokens the sample has behind the data's prompt, whoever wrote them: the random numbers of the tokens are
     counted from there."""
     ordinal: int = 0
     """How many earlier requests of this sample had the same `prompt_ids`: each draws other random numbers."""
@@ -206,8 +236,9 @@ class Episode:
 class Completion:
     """A response as text and tokens, with the task that its data source gave.
 
-    A reward function judges the whole response of a sample; a generate step gets what the model has written in one
-    turn. `response` leaves out special tokens such as the end of the sequence; `response_ids` has them.
+    A reward function judges the final response of a sample, its last sequence, with the data's prompt; a generate step
+    gets what the model has written in one turn. `response` leaves out special tokens such as the end of the sequence;
+    `response_ids` has them.
     """
 
     prompt: str

@@ -26,16 +26,19 @@ async def copy_twice(
     temperature: float = 1.0,
     max_new_tokens: int = 4,
     max_tokens: int = 12,
+    strip: bool = False,
 ) -> dict[str, float]:
     """Copy the number of the prompt, then one that the environment names: `407=` 407 `58=` 58.
 
     The environment's tokens are part of the response and of `max_tokens`, but not trained on. The second number is the
-    same for all samples of the group, wherever they are made: so the environment can be replayed.
+    same for all samples of the group, wherever they are made: so the environment can be replayed. `strip`: the second
+    turn has nothing of the first before it, `58=` 58, and is a sequence of its own.
     """
     params = SamplingParams(temperature, max_new_tokens=max_new_tokens, stop_token_ids=ctx.end_tokens)
     first = await generate(episode.prompt_ids, params)
     number = str(ctx.rng(episode.uid).integers(10, 100))
-    prefix = (*episode.prompt_ids, *first.response_ids, *_encoded(ctx, f"{number}="))
+    before = () if strip else (*episode.prompt_ids, *first.response_ids)
+    prefix = (*before, *_encoded(ctx, f"{number}="))
     second = await generate(prefix, params)
     turns = [digits_copied(first), digits_copied(replace(second, task={"answer": number}))]
     reward, score = (sum(turn[name] for turn in turns) / len(turns) for name in ("reward", "score"))

@@ -13,6 +13,7 @@ from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.losses import value as value_loss
 from distflow.data.batch import Batch, Ragged
 from distflow.data.micro_batches import micro_batches
+from distflow.data.samples import SHARE, by_sample, sequence_ends, with_share, with_shares
 from distflow.errors import UserError
 from distflow.flow.resolve import chosen
 from distflow.flow.step import step
@@ -49,17 +50,18 @@ def values(batch: Batch, ctx: StepContext) -> Batch:
 def token_rewards(batch: Batch, ctx: StepContext, *, kl_coef: float = 0.0, kl: str = "k1") -> Batch:
     """Write `token_rewards`: the reward at the last token trained on, minus `kl_coef` times the KL at each of them.
 
+    The reward of a sample of several sequences stands in the last of them alone.
     The divergence `kl` (k1, k2 or k3) is that of the policy from `ref_logprobs`, by `old_logprobs` if a step writes
     them, else by `rollout_logprobs`. A sample without a token trained on gets none. Metric `critic/kl` has its mean.
     """
-    responses, mask_BT = batch.ragged("response_ids"), batch.padded("response_mask")
-    rewards_B = batch.dense("reward")
-    dtype = batch.ragged("rollout_logprobs").values.dtype
+    samples = by_sample(batch)
+    mask_BT, rewards_B = samples.padded("response_mask"), samples.dense("reward")
+    dtype = samples.ragged("rollout_logprobs").values.dtype
     found_BT = torch.zeros(mask_BT.shape, dtype=dtype)
     if kl_coef:
         policy = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
         divergence = chosen(token_rewards, "kl", kl)
-        kl_BT = divergence(batch.padded(policy), batch.padded("ref_logprobs")).to(dtype) * mask_BT
+        kl_BT = divergence(samples.padded(policy), samples.padded("ref_logprobs")).to(dtype) * mask_BT
         found_BT -= kl_coef * kl_BT
         _token_mean(ctx.metrics, "critic/kl", kl_BT, mask_BT)
     if mask_BT.numel():
@@ -67,7 +69,8 @@ def token_rewards(batch: Batch, ctx: StepContext, *, kl_coef: float = 0.0, kl: s
         last_B = mask_BT.shape[1] - 1 - mask_BT.flip(1).int().argmax(1)
         trained_B = mask_BT.any(1)
         found_BT[trained_B, last_B[trained_B]] += rewards_B[trained_B].to(dtype)
-    return batch.with_columns(token_rewards=responses.like(found_BT[responses.mask()]))
+    places_BT = samples.ragged("response_ids").mask()
+    return batch.with_columns(token_rewards=batch.ragged("response_ids").like(found_BT[places_BT]))
 
 
 @step(
@@ -78,11 +81,16 @@ def token_rewards(batch: Batch, ctx: StepContext, *, kl_coef: float = 0.0, kl: s
     choices={"gamma": ">= 0, <= 1", "lam": ">= 0, <= 1"},
 )
 def gae(batch: Batch, ctx: StepContext, *, gamma: float = 1.0, lam: float = 1.0) -> Batch:
-    """Write `token_advantage` and `return` of each response token; see `distflow.algorithms.advantages.gae`."""
-    responses = batch.ragged("response_ids")
-    given = (batch.padded("token_rewards"), batch.padded("values"), batch.padded("response_mask"))
-    advantages_BT, returns_BT = advantages.gae(*given, gamma=gamma, lam=lam)
-    places_BT = responses.mask()
+    """Write `token_advantage` and `return` of each response token; see `distflow.algorithms.advantages.gae`.
+
+    A sequence that is not its sample's last ends with the return of those behind it, and with no value of theirs: with
+    `gamma` 1, each ends with the sample's reward.
+    """
+    responses, samples, ends = batch.ragged("response_ids"), by_sample(batch), sequence_ends(batch)
+    given = (samples.padded("token_rewards"), samples.padded("values"), samples.padded("response_mask"))
+    ends_BT = None if ends is None else ends.padded()
+    advantages_BT, returns_BT = advantages.gae(*given, gamma=gamma, lam=lam, ends_BT=ends_BT)
+    places_BT = samples.ragged("response_ids").mask()
     found = {
         "token_advantage": responses.like(advantages_BT[places_BT]),
         "return": responses.like(returns_BT[places_BT]),
@@ -124,8 +132,9 @@ def critic_update(batch: Batch, ctx: StepContext, *, clip: float | None = 0.5, a
     aggregation = Aggregation.parse(aggregate)
     if not aggregation.additive:
         raise UserError(f"aggregate={aggregate!r}: a value loss is divided by a count; expected for example token-mean")
-    needed = ["prompt_ids", "response_ids", "response_mask", "values", "return"]
-    for _, part in micro_batches(batch, ctx.tokens_per_microbatch, needed):
+    shared = with_shares(batch)
+    needed = with_share(["prompt_ids", "response_ids", "response_mask", "values", "return"], shared)
+    for _, part in micro_batches(shared, ctx.tokens_per_microbatch, needed):
         _accumulate(part, ctx, clip, aggregation)
     return batch
 
@@ -140,10 +149,11 @@ def _accumulate(part: Batch, ctx: StepContext, clip: float | None, aggregation: 
         return part.padded(name).to(device=now_BT.device, dtype=now_BT.dtype)
 
     here_BT, returns_BT = mask_BT.to(now_BT.device), field("return")
+    share_B = part.dense(SHARE) if SHARE in part else None
     loss = value_loss(now_BT, field("values"), returns_BT, clip=clip)
-    total = (loss.loss_BT * aggregation.weights(here_BT, loss.loss_BT)).sum()
+    total = (loss.loss_BT * aggregation.weights(here_BT, loss.loss_BT, share_B)).sum()
     ctx.backend.accumulate(total)
-    denominator = aggregation.denominator(mask_BT)
+    denominator = aggregation.denominator(mask_BT, share_B)
     assert ctx.model is not None, "ctx.backend has looked the model up"
     ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
     ctx.metrics.mean("critic/vf_loss", float(total.detach()) / denominator, denominator)

@@ -88,12 +88,12 @@ class Objective:
     loss_name: str = "loss"
     divergence_name: str = "kl"
 
-    def evaluate(self, terms: TokenTerms) -> tuple[Tensor, TokenReport]:
-        """The loss sum to accumulate (with gradient), and what to report about it."""
+    def evaluate(self, terms: TokenTerms, share_B: Tensor | None = None) -> tuple[Tensor, TokenReport]:
+        """The loss sum to accumulate (with gradient), and what to report about it; `share_B` as in `Aggregation`."""
         loss = self._token_loss(terms)
         weights_BT = self.correction.weights(terms, in_loss=terms.was_read(ROLLOUT))
         loss_BT = loss.loss_BT if weights_BT is None else loss.loss_BT * weights_BT
-        factors_BT = self.aggregation.weights(terms.mask, loss_BT)
+        factors_BT = self.aggregation.weights(terms.mask, loss_BT, share_B)
         sums = [(loss_BT * factors_BT).sum()]
         total = sums[0] if loss.added_BT is None else sums[0] + (loss.added_BT * factors_BT).sum()
         if self.kl_coef:

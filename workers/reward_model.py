@@ -15,6 +15,7 @@ from distflow.runtime.steps import StepContext
     role="score",
     reads=["prompt_text", "response_text"],
     writes=["reward", "score"],
+    may_write=["drop_reason"],
     scope="sample",
 )
 def judge(batch: Batch, ctx: StepContext, *, scale: float = 1.0) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distflow.errors import UserError
 from distflow.flow.step import step
 from distflow.runtime.generate_step import Generate
 from distflow.runtime.steps import StepContext
@@ -51,6 +52,8 @@ async def sample_with_baseline(
 
     Its reward is the baseline of the others (ReMax, arXiv 2310.10505): see `distflow.workers.trainer:baseline`.
     """
+    if ctx.samples_per_prompt == 1:
+        raise UserError("batch.samples_per_prompt is 1: that one is the baseline, and none is trained on — 2 or more")
     stops = (*ctx.end_tokens, *stop_token_ids)
     greedy = episode.sample == ctx.samples_per_prompt - 1
     params = SamplingParams(0.0 if greedy else temperature, max_new_tokens=max_new_tokens, stop_token_ids=stops)

@@ -18,13 +18,14 @@ from distflow.algorithms.advantages import Moments, token_sums, zero_std_fractio
 from distflow.algorithms.aggregation import Aggregation
 from distflow.data.batch import Batch
 from distflow.data.micro_batches import micro_batches
+from distflow.data.samples import SHARE, by_sample, sample_bounds, to_rows, with_share, with_shares
 from distflow.errors import UserError
 from distflow.flow.resolve import chosen
 from distflow.flow.step import step
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import TokenScores
 from distflow.runtime.steps import StepContext
-from distflow.types import FINISH_REASONS, REWARD_PARTS
+from distflow.types import FINISH_REASONS, REWARD_PARTS, SEQUENCE
 from distflow.workers.objective import Correction, Objective
 
 
@@ -66,7 +67,7 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", **setti
             "distflow.workers.trainer:batch_advantage"
         )
     call = chosen(advantage, "function", function)
-    return _with_advantage(batch, function, call(**_arguments(call, batch), **settings))
+    return _with_advantage(batch, function, call(**_arguments(call, by_sample(batch)), **settings))
 
 
 @step(
@@ -106,7 +107,8 @@ def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", *
     `distflow.algorithms.advantages.whiten`); one that takes only arguments [B] gets those of all replicas.
     """
     call = chosen(batch_advantage, "function", function)
-    given = _arguments(call, batch)
+    samples = by_sample(batch)
+    given = _arguments(call, samples)
     if _MOMENTS in inspect.signature(call).parameters:
         return _with_advantage(batch, function, call(**given, moments=partial(_moments, ctx), **settings))
     if any(name.endswith("_BT") for name in given):
@@ -115,7 +117,7 @@ def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", *
     sizes = [len(part) for part in next(iter(gathered.values()))]
     first = sum(sizes[: ctx.replica])
     whole = call(**{name: torch.cat(parts) for name, parts in gathered.items()}, **settings)
-    return _with_advantage(batch, function, _a_sample(whole, function, sum(sizes))[first : first + len(batch)])
+    return _with_advantage(batch, function, _a_sample(whole, function, sum(sizes))[first : first + len(samples)])
 
 
 @step(role="train", reads=["reward", "group", "response_mask"], writes=["baseline"], scope="group")
@@ -124,10 +126,11 @@ def baseline(batch: Batch, ctx: StepContext) -> Batch:
 
     `distflow.workers.rollout:sample_with_baseline` makes one. Raises UserError for a group with none, or several.
     """
-    reward, masks = batch.dense("reward"), batch.ragged("response_mask")
+    samples = by_sample(batch)
+    reward, masks = samples.dense("reward"), samples.ragged("response_mask")
     untrained = torch.tensor([not bool(row.any()) for row in masks.rows()])
     found = torch.empty_like(reward)
-    for first, end in pairwise(batch.group_bounds()):
+    for first, end in pairwise(samples.group_bounds()):
         (rows,) = untrained[first:end].nonzero(as_tuple=True)
         if len(rows) != 1:
             raise UserError(
@@ -135,23 +138,23 @@ def baseline(batch: Batch, ctx: StepContext) -> Batch:
                 "is the baseline — let distflow.workers.rollout:sample_with_baseline generate, as flow=remax does"
             )
         found[first:end] = reward[first + int(rows)]
-    return batch.with_columns(baseline=found)
+    return batch.with_columns(baseline=to_rows(batch, found))
 
 
 _MOMENTS = "moments"
 """Argument of functions that whiten over all tokens of the training step."""
 
 
-def _arguments(call: Callable[..., Tensor], batch: Batch) -> dict[str, Tensor]:
-    """The arguments that a function takes, of those that the steps above offer."""
-    width = int(batch.ragged("response_ids").lengths.max()) if len(batch) else 0
+def _arguments(call: Callable[..., Tensor], samples: Batch) -> dict[str, Tensor]:
+    """The arguments that a function takes, of those that the steps above offer, a row for each sample."""
+    width = int(samples.ragged("response_ids").lengths.max()) if len(samples) else 0
     offered: dict[str, Callable[[], Tensor]] = {
-        "rewards_B": lambda: batch.dense("reward"),
-        "group_B": lambda: batch.dense("group"),
-        "lengths_B": lambda: batch.ragged("response_ids").lengths,
-        "baselines_B": lambda: batch.dense("baseline"),
-        "mask_BT": lambda: batch.padded("response_mask", length=width),
-        "token_rewards_BT": lambda: batch.padded("token_rewards", length=width),
+        "rewards_B": lambda: samples.dense("reward"),
+        "group_B": lambda: samples.dense("group"),
+        "lengths_B": lambda: samples.ragged("response_ids").lengths,
+        "baselines_B": lambda: samples.dense("baseline"),
+        "mask_BT": lambda: samples.padded("response_mask", length=width),
+        "token_rewards_BT": lambda: samples.padded("token_rewards", length=width),
     }
     taken = inspect.signature(call).parameters
     return {name: column() for name, column in offered.items() if name in taken}
@@ -171,18 +174,19 @@ def _a_sample(given: object, function: str, rows: int) -> Tensor:
 
 
 def _with_advantage(batch: Batch, function: str, given: object) -> Batch:
-    """The batch with the advantages [B] or [B, T] that a function returned."""
+    """The batch with the advantages that a function returned: one for each sample, or for each token of the samples."""
     responses = batch.ragged("response_ids")
+    whole = by_sample(batch).ragged("response_ids")
     if isinstance(given, Tensor) and given.dim() == 2:
-        places_BT = responses.mask()
+        places_BT = whole.mask()
         if given.shape != places_BT.shape:
             raise UserError(
                 f"advantage function {function!r} returned shape {list(given.shape)}; expected one value per sample, "
-                f"{[len(batch)]}, or per token, {list(places_BT.shape)}"
+                f"{[len(whole)]}, or per token, {list(places_BT.shape)}"
             )
         return batch.with_columns(advantage=responses.like(given[places_BT]))
-    advantages_B = _a_sample(given, function, len(batch))
-    return batch.with_columns(advantage=responses.like(advantages_B.repeat_interleave(responses.lengths)))
+    advantages_B = _a_sample(given, function, len(whole))
+    return batch.with_columns(advantage=responses.like(advantages_B.repeat_interleave(whole.lengths)))
 
 
 @step(
@@ -251,7 +255,8 @@ def update(
         describe(batch, ctx.metrics)
     if ctx.rests:
         return batch
-    for _, part in micro_batches(batch, ctx.tokens_per_microbatch, _needed(batch, ctx, objective)):
+    shared = with_shares(batch)
+    for _, part in micro_batches(shared, ctx.tokens_per_microbatch, _needed(shared, ctx, objective)):
         _accumulate(part, ctx, objective)
     return batch
 
@@ -262,7 +267,7 @@ _READ = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "adv
 def _needed(batch: Batch, ctx: StepContext, objective: Objective) -> list[str]:
     wanted = [*_READ, *(["ref_logprobs"] if objective.kl_coef else []), *ctx.reads]
     wanted += ["old_logprobs"] if "old_logprobs" in batch else []
-    return list(dict.fromkeys(wanted))
+    return with_share(list(dict.fromkeys(wanted)), batch)
 
 
 def _accumulate(part: Batch, ctx: StepContext, objective: Objective) -> None:
@@ -271,17 +276,18 @@ def _accumulate(part: Batch, ctx: StepContext, objective: Objective) -> None:
     if not tokens:
         return
     scores = ctx.backend.score(part, temperature=ctx.temperature, grad=True, entropy=True)
-    loss_sum, report = objective.evaluate(_terms(part, mask_BT, scores))
+    share_B = part.dense(SHARE) if SHARE in part else None
+    loss_sum, report = objective.evaluate(_terms(part, mask_BT, scores), share_B)
     ctx.backend.accumulate(loss_sum)
-    denominator = objective.aggregation.denominator(mask_BT)
+    denominator = objective.aggregation.denominator(mask_BT, share_B)
     assert ctx.model is not None, "ctx.backend has looked the model up"
     additive = objective.aggregation.additive
     if additive:
         ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
     else:
         ctx.fixed_denominators[ctx.model] = denominator
-    ctx.moved[0] += report.write(ctx.metrics, additive=additive, tokens=tokens, denominator=denominator)
-    ctx.moved[1] += tokens
+    moved = report.write(ctx.metrics, additive=additive, tokens=tokens, denominator=denominator)
+    ctx.report_moved(moved, tokens)
 
 
 def _terms(part: Batch, mask_BT: Tensor, scores: TokenScores) -> TokenTerms:
@@ -307,23 +313,26 @@ _NAMES = {"score": "critic/score", "reward": "critic/rewards"}
 
 
 def describe(batch: Batch, metrics: MetricStore) -> None:
-    """Metrics of the rows given to an update: lengths, scores, rewards and advantages, as far as they are present."""
+    """Metrics of the samples given to an update: lengths, scores, rewards, advantages, as far as they are present."""
     if not len(batch):
         return
-    _spread(metrics, "response_length", batch.ragged("response_ids").lengths.numpy())
+    samples = by_sample(batch)
+    _spread(metrics, "response_length", samples.ragged("response_ids").lengths.numpy())
     _spread(metrics, "prompt_length", batch.ragged("prompt_ids").lengths.numpy())
     _spread(metrics, "critic/advantages", batch.ragged("advantage").values.numpy())
-    if "finish_reason" in batch:
-        cut = batch.dense("finish_reason").numpy() == FINISH_REASONS.index("length")
+    if SEQUENCE in batch:
+        _spread(metrics, "sequences", np.diff(np.array(sample_bounds(batch), dtype=np.float64)))
+    if "finish_reason" in samples:
+        cut = samples.dense("finish_reason").numpy() == FINISH_REASONS.index("length")
         metrics.mean("response_length/clip_ratio", float(cut.mean()), len(cut))
     for field, name in _NAMES.items():
-        if field in batch:
-            _spread(metrics, name, batch.dense(field).numpy())
-    for field in batch.columns:
+        if field in samples:
+            _spread(metrics, name, samples.dense(field).numpy())
+    for field in samples.columns:
         if field.startswith(REWARD_PARTS):
-            _spread(metrics, field, batch.dense(field).numpy())
-    if "reward" in batch and "group" in batch:
-        fraction, groups = zero_std_fraction(batch.dense("reward"), batch.dense("group"))
+            _spread(metrics, field, samples.dense(field).numpy())
+    if "reward" in samples and "group" in samples:
+        fraction, groups = zero_std_fraction(samples.dense("reward"), samples.dense("group"))
         metrics.mean("group/zero_std_frac", fraction, groups)
 
 

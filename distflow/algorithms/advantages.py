@@ -106,19 +106,31 @@ def reinforce_plus_plus_baseline(
 
 
 def gae(
-    token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+    token_rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    ends_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantages A_t = Σ_l (γ λ)^l δ_{t+l} with δ_t = r_t + γ V_{t+1} − V_t, arXiv 1506.02438.
 
-    Over the tokens trained on: V_{t+1} is the value at the next of them, 0 behind the last. Returns advantages [B, T],
-    not whitened, and returns A + V [B, T]; both are 0 elsewhere.
+    Over the tokens trained on: V_{t+1} is the value at the next of them, 0 behind the last. `ends_BT`: the last tokens
+    of sequences; behind one, V_{t+1} is the discounted sum of the rewards that follow, and the sum over l ends. Returns
+    advantages [B, T], not whitened, and returns A + V [B, T]; both are 0 elsewhere.
     """
     # One row a token: what the loop reads and writes lies side by side.
     rewards, values = (x_BT.double().t().contiguous() for x_BT in (token_rewards_BT, values_BT))
     trained = mask_BT.bool().t().contiguous()
+    ends = None if ends_BT is None else ends_BT.t().contiguous()
     found = torch.zeros_like(values)
-    next_value, running = values.new_zeros(values.shape[1]), values.new_zeros(values.shape[1])
+    next_value, running, total = values.new_zeros(3, values.shape[1])
     for t in reversed(range(len(values))):
+        if ends is not None:
+            next_value = torch.where(ends[t], total, next_value)
+            running = torch.where(ends[t], 0.0, running)
+            total = torch.where(trained[t], rewards[t] + gamma * total, total)
         delta = rewards[t] + gamma * next_value - values[t]
         running = torch.where(trained[t], delta + gamma * lam * running, running)
         next_value = torch.where(trained[t], values[t], next_value)
@@ -150,7 +162,7 @@ def token_sums(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def zero_std_fraction(rewards_B: Tensor, group_B: Tensor) -> tuple[float, int]:
     """Fraction of the groups whose rewards are all equal (they give no gradient), and the number of groups."""
     segment, counts = _segments(group_B)
-    shape = counts.shape
+    rewards_B, shape = rewards_B.double(), counts.shape
     low = rewards_B.new_full(shape, torch.inf).scatter_reduce(0, segment, rewards_B, "amin")
     high = rewards_B.new_full(shape, -torch.inf).scatter_reduce(0, segment, rewards_B, "amax")
     groups = counts.numel()

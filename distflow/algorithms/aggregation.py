@@ -1,7 +1,8 @@
 """Aggregates per-token losses into a sum and a part of the denominator; the quotient is never taken here.
 
 Sums and denominators are added over micro-batches and workers, and divided once, at `apply`, so the gradient is the
-same for any split of the batch. Shapes: B samples, T response tokens; masks are True on the tokens trained on.
+same for any split of the batch. Where samples have several rows (`distflow/data/samples.py`), `share_B` says how much
+of its sample each row is. Shapes: B rows, T response tokens; masks are True on the tokens trained on.
 """
 
 from __future__ import annotations
@@ -48,18 +49,22 @@ class Aggregation:
         """Whether denominators add up: not for token-sum, whose denominator is 1 for any number of micro-batches."""
         return self.mode != "token-sum"
 
-    def weights(self, mask_BT: Tensor, like: Tensor) -> Tensor:
+    def weights(self, mask_BT: Tensor, like: Tensor, share_B: Tensor | None = None) -> Tensor:
         """[B, T] factors in the dtype of `like`, with which the loss sum is Σ loss · weight."""
         weights_BT = mask_BT.to(like.dtype)
         if self.mode == "seq-mean-token-mean":
-            return weights_BT / weights_BT.sum(1, keepdim=True).clamp(min=1)
+            means_BT = weights_BT / weights_BT.sum(1, keepdim=True).clamp(min=1)
+            return means_BT if share_B is None else means_BT * share_B.to(like)[:, None]
         return weights_BT / self.constant if self.mode == _NORM else weights_BT
 
-    def denominator(self, mask_BT: Tensor) -> float:
+    def denominator(self, mask_BT: Tensor, share_B: Tensor | None = None) -> float:
         """The contribution of these rows to the denominator: tokens, or samples with a token trained on."""
         if self.mode == "token-mean":
             return float(mask_BT.sum())
-        return float(mask_BT.any(1).sum()) if self.additive else 1.0
+        if not self.additive:
+            return 1.0
+        trained_B = mask_BT.any(1)
+        return float(trained_B.sum() if share_B is None else share_B[trained_B].sum())
 
 
 def aggregate(loss_BT: Tensor, mask_BT: Tensor, how: Aggregation) -> tuple[Tensor, float]:

@@ -46,9 +46,9 @@ def mis(old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, *, lo: float = 0.0,
 def geometric_mask(
     old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, *, lo: float = 0.99, hi: float = 1.01
 ) -> Tensor:
-    """1 for the tokens of samples whose geometric mean of w lies in [lo, hi], 0 for those of all others.
+    """1 for the tokens of sequences whose geometric mean of w lies in [lo, hi], 0 for those of all others.
 
-    The mean is over the tokens trained on; a mask of whole samples keeps what their tokens were drawn with together.
+    The mean is over the tokens trained on; a mask of whole sequences keeps what their tokens were drawn with together.
     Raises UserError unless 0 ≤ lo < hi.
     """
     mean_B = ((old_BT - rollout_BT) * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)

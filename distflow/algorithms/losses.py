@@ -91,7 +91,7 @@ class TokenTerms:
 
     @property
     def lengths(self) -> Tensor:
-        """[B]: how many tokens of each sample are trained on."""
+        """[B]: how many tokens of each row are trained on: of a sample, or of one of its sequences."""
         return self.mask.sum(1)
 
     def has(self, name: str) -> bool:

@@ -27,6 +27,8 @@ _DTYPES = {
     "bool": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+SENDABLE = frozenset(_NAMES)
+"""Types that the values of a column may have."""
 _ALIGN = 8
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 _Shape = Annotated[list[_Size], msgspec.Meta(min_length=1, max_length=8)]

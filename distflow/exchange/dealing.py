@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Lengths = Sequence[int]
-"""Tokens of each sample of a group, prompt and response."""
+"""Tokens of each row of a group, prompt and response."""
 Hand = dict[int, tuple[int, ...]]
-"""The groups of one replica by position, in their order, with the micro-batch of each sample."""
+"""The groups of one replica by position, in their order, with the micro-batch of each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class CostRule:
         return tokens + self.quadratic * tokens * tokens
 
     def group(self, lengths: Lengths) -> float:
-        """Cost of all samples of a group."""
+        """Cost of all rows of a group."""
         return sum(map(self.row, lengths))
 
 
@@ -113,7 +113,8 @@ def deal(
 class _Row(NamedTuple):
     tokens: int
     position: int
-    sample: int
+    number: int
+    """Within the group."""
 
 
 def in_rounds(
@@ -125,8 +126,8 @@ def in_rounds(
     """
     left = [
         sorted(
-            (_Row(n, position, sample) for position in hand for sample, n in enumerate(offers[position].lengths)),
-            key=lambda row: (-row.tokens, row.position, row.sample),
+            (_Row(n, position, number) for position in hand for number, n in enumerate(offers[position].lengths)),
+            key=lambda row: (-row.tokens, row.position, row.number),
         )
         for hand in hands
     ]
@@ -151,7 +152,7 @@ def _hand(parts: Sequence[Sequence[_Row]], positions: Iterable[int], first: int)
     numbers: dict[int, dict[int, int]] = {position: {} for position in positions}
     for number, part in enumerate(parts, start=first):
         for row in part:
-            numbers[row.position][row.sample] = number
+            numbers[row.position][row.number] = number
     return {position: tuple(found[i] for i in range(len(found))) for position, found in numbers.items()}
 
 

@@ -47,7 +47,7 @@ class Take(NamedTuple):
     over: bool = False
     """Of `take`: the own ledgers have no more groups for this step."""
     parts: Mapping[int, Sequence[int]] | None = None
-    """The micro-batch of each sample, by position, where the replicas have agreed on it."""
+    """The micro-batch of each row, by position, where the replicas have agreed on it."""
     meet: bool = False
     """Of `take`: meet the other replicas, to tell them `news` and hear theirs."""
     report: bool = False

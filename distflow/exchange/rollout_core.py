@@ -254,8 +254,11 @@ class RolloutCore:
         return bool(self._queued) and not _fresh_enough(self._queued[0], loaded)
 
     def _startable(self, room: int, running_on: Version | None) -> list[Lease]:
+        """The groups for which there is room. An empty engine takes one that it has fewer slots for: samples wait."""
         taken: list[Lease] = []
-        while self._queued and room >= self._group_size and _fresh_enough(self._queued[0], running_on):
+        while self._queued and _fresh_enough(self._queued[0], running_on):
+            if room < self._group_size and (taken or self._running):
+                break
             taken.append(self._queued.popleft())
             room -= self._group_size
         return taken

@@ -171,7 +171,7 @@ class _Results(Form, frozen=True):
 
 
 Arrived = Callable[[Mapping[int, Sequence[int]]], None]
-"""Takes the tokens of each sample, by position of the group."""
+"""Takes the tokens of each row, by position of the group."""
 
 
 class InboundSamples:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from distflow.config.schema import RunConfig
 from distflow.flow.graph import StepNode
+from distflow.flow.step import SEQUENCES
 from distflow.types import DROP_REASON, REWARD_PARTS
 
 EdgeKind = Literal["lease", "call", "rows", "weights"]
@@ -29,6 +30,7 @@ DUMPED = (
     "uid",
     "group",
     "sample",
+    *SEQUENCES,
     "prompt_text",
     "response_text",
     "response_ids",

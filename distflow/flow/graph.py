@@ -46,6 +46,12 @@ class StepNode:
         """Its role."""
         return self.declaration.spec.role
 
+    @property
+    def drops(self) -> str:
+        """Whether it may drop samples, as far as its source and its settings tell: "", "declared" or "named"."""
+        keeps = "on_error" in self.settings and self.settings["on_error"] != "drop"
+        return "" if keeps or self.role != "score" else self.declaration.drops
+
 
 def read_steps(flow: FlowConfig, problems: Problems, *, several_updates: bool = False) -> list[StepNode]:
     """The steps in the order of the file; those that cannot be read are reported and left out.

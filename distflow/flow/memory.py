@@ -20,7 +20,8 @@ from distflow.flow.structure import Structure
 from distflow.flow.wiring import wire
 
 BYTES_PER_TOKEN = 48
-"""Upper bound for all fields of a prompt or response token in a result: ids, log-prob, mask, text."""
+"""Upper bound for all fields of a prompt or response token in a result: ids, log-prob, mask, text, and a share of what
+a row has besides, where samples have several."""
 BYTES_PER_SAMPLE = 1024
 """Upper bound for the rest of a sample: identity, rewards, spans, the task's text."""
 MIB = 1 << 20
@@ -111,8 +112,9 @@ def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int, later:
 def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse a training worker that cannot hold the largest groups, or rows, of one training step."""
     training_pool = structure.home.name
-    new_tokens = [response_tokens(node.settings) for node in structure.steps if node.role == "generate"]
-    if not all(isinstance(count, int) for count in new_tokens):
+    generating = [node.settings for node in structure.steps if node.role == "generate"]
+    new_tokens = [response_tokens(settings) for settings in generating if "max_new_tokens" in settings]
+    if not all(isinstance(count, int) for count in new_tokens) or len(new_tokens) < len(generating):
         return  # reported where the setting is checked
     _check_rows_memory(recipe, wire(structure), max(new_tokens), problems)
     pool, batch = recipe.layout.pools[training_pool], recipe.batch

@@ -243,10 +243,11 @@ class Plan:
         return tuple(model.name for model in self.models if model.home is not None)
 
     def metrics_of(self, model: str) -> str:
-        """What the names of a trained model's metrics begin with: actor, critic, or the model's own name."""
+        """What the names of a trained model's metrics begin with: actor, critic (the first one), or its own name."""
         if model == self.primary:
             return "actor"
-        return "critic" if self.recipe.models[model].head == "value" else model
+        critics = [name for name in self.trained_models if self.recipe.models[name].head == "value"]
+        return "critic" if critics[:1] == [model] else model
 
     @property
     def generate_step(self) -> StepPlan:

@@ -169,6 +169,13 @@ def _worker(
 
 def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
     """Settings that work, but that hardly anybody wants."""
+    for node in structure.after_custody:
+        if node.drops == "named":
+            yield (
+                f"warning: step {node.name!r} names drop_reason and runs on pool {structure.sites[node.name]!r}: a "
+                f"reason that it writes there ends the run — add it to the `steps` of {structure.rollout.name!r} or of "
+                "a service if it drops samples"
+            )
     relative = [
         node.name
         for node in structure.steps

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from distflow.types import DROP_REASON, Role, Scope, written
+from distflow.types import DROP_REASON, SEQUENCE, Role, Scope, written
 
 ATTRIBUTE = "__distflow_step__"
 SEVERAL_UPDATES = "several_updates"
@@ -28,6 +28,8 @@ GENERATED = (
     "finish_reason",
 )
 """Fields that the runtime writes for every generate step."""
+SEQUENCES = (SEQUENCE, "sequence_prompt")
+"""Fields that it writes too where an environment is declared: only then a sample can have several sequences."""
 ENVIRONMENT = ("replay", "repeatable")
 """What the environment of a generate step may allow."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -102,7 +104,7 @@ def step(
     fills, may_write, environment = _of_some(**of_some)
     if role == "score" and not written(DROP_REASON, (*writes, *may_write)):
         may_write = (*may_write, DROP_REASON)
-    always = GENERATED if role == "generate" else ()
+    always = (*(GENERATED if role == "generate" else ()), *(() if environment is None else SEQUENCES))
     spec = StepSpec(
         role=role,
         reads=tuple(reads),

@@ -6,12 +6,12 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from distflow.errors import PluginError, did_you_mean
 from distflow.flow.resolve import Source, find_source, not_a_generate_step
 from distflow.flow.step import ATTRIBUTE, ENVIRONMENT, SomeSteps, StepSpec, is_range, step
-from distflow.types import ROLES, SCOPES
+from distflow.types import DROP_REASON, ROLES, SCOPES
 
 _KNOWN = (
     *("role", "reads", "writes", "scope", "reads_when", "plugins", "choices"),
@@ -61,6 +61,8 @@ class StepDeclaration:
     parameters: Parameters
     keeps_state: bool
     """Its own source uses `ctx.state`."""
+    drops: Literal["", "declared", "named"]
+    """How `drop_reason` occurs: among the fields of its declaration, or in its own source."""
 
 
 def read_declaration(call: str) -> StepDeclaration:
@@ -74,7 +76,20 @@ def read_declaration(call: str) -> StepDeclaration:
     _check_form(source, spec, parameters)
     _check_choices(source, spec, parameters)
     keeps_state = _uses(node, parameters.positional[1], "state")
-    return StepDeclaration(call, source.file, node.lineno, source.text, spec, parameters, keeps_state)
+    return StepDeclaration(call, source.file, node.lineno, source.text, spec, parameters, keeps_state, _drops(node))
+
+
+def _drops(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Literal["", "declared", "named"]:
+    declared = any(_occurs(DROP_REASON, decorator) for decorator in node.decorator_list)
+    return "declared" if declared else "named" if _occurs(DROP_REASON, node) else ""
+
+
+def _occurs(name: str, node: ast.AST) -> bool:
+    """Whether a text, or an argument of a call, is just this."""
+    return any(
+        (isinstance(part, ast.Constant) and part.value == name) or (isinstance(part, ast.keyword) and part.arg == name)
+        for part in ast.walk(node)
+    )
 
 
 def _uses(node: ast.AST, of: str, attribute: str) -> bool:
@@ -154,6 +169,8 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
         raise PluginError(f"{source.where}: @step takes keywords only: role=, reads=, writes=, …")
     values: dict[str, Any] = {}
     for keyword in decorator.keywords:
+        if keyword.arg is None:
+            raise PluginError(f"{source.where}: @step(**…) cannot be read without running it: write the arguments out")
         if keyword.arg not in _KNOWN:
             raise PluginError(
                 f"{source.where}: @step has no argument {keyword.arg!r}; {did_you_mean(str(keyword.arg), _KNOWN)}"

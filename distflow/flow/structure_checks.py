@@ -54,12 +54,14 @@ def check_further_homes(structure: Structure, problems: Problems) -> None:
     for pool in structure.pools:
         if not pool.homes or pool.name == structure.home.name:
             continue
-        others = [
-            f"step {node.name!r} of role {node.role!r}" for node in structure.on(pool.name) if _strange(node, pool)
-        ]
+        others = [node for node in structure.on(pool.name) if _strange(node, pool)]
         if others:
-            message = f"{', '.join(others)} on the pool that trains {', '.join(pool.homes)}: not built yet"
-            problems.add(f"layout.pools.{pool.name}.steps", message, f"leave it to {structure.home.name!r}")
+            steps = ", ".join(f"step {node.name!r} of role {node.role!r}" for node in others)
+            message = f"{steps} on the pool that trains {', '.join(pool.homes)}: not built yet"
+            early = all(node.role in ("generate", "score") for node in others)
+            better = structure.rollout if early else structure.home
+            cure = f"leave it to {better.name!r}"
+            problems.add(f"layout.pools.{pool.name}.steps", message, cure)
 
 
 def _strange(node: StepNode, pool: PoolPlan) -> bool:
@@ -120,7 +122,18 @@ def _late_reads(node: StepNode, later: Sequence[StepNode]) -> Iterator[tuple[str
 
 
 def check_drop_reason(structure: Structure, problems: Problems) -> None:
-    """Refuse to drop samples anywhere but in score steps: owners accept whatever arrives without a reason."""
+    """Refuse to drop samples anywhere but in score steps before custody: owners accept whatever arrives."""
+    for node in structure.after_custody:
+        if node.drops == "declared":
+            message = (
+                f"may drop samples and runs on pool {structure.sites[node.name]!r} after they have arrived there, when "
+                "nothing replaces them any more"
+            )
+            cure = f"add {node.name} to the `steps` of {structure.rollout.name!r}, or of a service"
+            if structure.rollout.name == structure.sites[node.name]:
+                cure = "let it read only what is written before the samples are sent, or drop nothing"
+            cure += ", or set on_error to zero or stop" if "on_error" in node.settings else ""
+            problems.add(f"flow.steps.{node.name}", message, cure)
     for node in (*structure.steps, *structure.unread, *structure.private.all):
         if node.role != "score" and written(DROP_REASON, node.writes):
             message = f"has the role {node.role!r} and writes {DROP_REASON!r}, by which only score steps drop samples"

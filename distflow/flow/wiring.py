@@ -8,11 +8,11 @@ from distflow.flow.edges import DUMPED, ENDS, SAMPLES, Asked, Edge
 from distflow.flow.graph import StepNode
 from distflow.flow.plan import Port
 from distflow.flow.structure import Structure
-from distflow.types import REWARD_PARTS, written
+from distflow.types import A_TOKEN, REWARD_PARTS, SEQUENCE, TOKENS, written
 
 _REWARDS = f"{REWARD_PARTS}*"
-_IDENTITY = ("uid", "sample")
-"""What a failing step names its rows by: asked for wherever it runs."""
+_IDENTITY = ("uid", "sample", SEQUENCE)
+"""What a failing step names its rows by, and which of them are one sample: goes wherever a step runs."""
 
 
 def wire(structure: Structure, dumped: Sequence[str] = ()) -> tuple[Edge, ...]:
@@ -79,13 +79,14 @@ def _calls(structure: Structure) -> Iterator[Edge]:
 
 def _call(structure: Structure, node: StepNode, asker: str, when: Asked) -> Edge:
     trained, generates = node.model in structure.models.trained, node.role == "generate"
-    known = [field for field in _IDENTITY if any(field in other.writes for other in structure.before_custody)]
+    # Whoever runs the step must be able to see whether it writes one value for each of them.
+    lengths = [TOKENS] if any(written(field, node.writes) for field in A_TOKEN) else []
     return Edge(
         name=node.name,
         kind="call",
         source=asker,
         target=structure.sites[node.name],
-        fields=tuple(dict.fromkeys((*known, *node.reads))),
+        fields=tuple(dict.fromkeys((*_known(_IDENTITY, structure), *node.reads, *lengths))),
         back=(*node.writes, *node.may_write),
         model=node.model,
         steps=(node.name,),
@@ -105,10 +106,15 @@ def _rows(structure: Structure) -> Iterator[Edge]:
             kind="rows",
             source=structure.home.name,
             target=pool.name,
-            fields=tuple(dict.fromkeys(field for node in nodes for field in node.reads)),
+            fields=tuple(dict.fromkeys((*_known([SEQUENCE], structure), *(f for node in nodes for f in node.reads)))),
             model=pool.homes[0] if len(pool.homes) == 1 else None,
             steps=tuple(node.name for node in nodes),
         )
+
+
+def _known(names: Sequence[str], structure: Structure) -> list[str]:
+    """Those of these fields that samples have when the owners get them."""
+    return [name for name in names if any(name in node.writes for node in structure.before_custody)]
 
 
 def _weights(structure: Structure) -> Iterator[Edge]:

@@ -163,8 +163,18 @@ def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], N
     )
     engine = resolve(me.engine)(spec)
     if not isinstance(engine, Engine):
-        raise PluginError(f"{me.engine}: {type(engine).__name__} lacks methods of distflow's Engine protocol")
+        raise PluginError(_lacks(me.engine, engine, Engine))
     return engine
+
+
+def _lacks(call: str, found: object, protocol: type) -> str:
+    """What a plug-in must have besides to be of this protocol."""
+    names = [name for name in dir(protocol) if not name.startswith("_") and not hasattr(found, name)]
+    names += [name for name in vars(protocol).get("__annotations__", {}) if not hasattr(found, name)]
+    return (
+        f"{call}: {type(found).__name__} is no {protocol.__name__} — add {', '.join(sorted(set(names)))}, as "
+        f"distflow.runtime.protocols.{protocol.__name__} describes them"
+    )
 
 
 def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, Backend]:
@@ -191,7 +201,7 @@ def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, 
         )
         backend = resolve(me.backend)(spec)
         if not isinstance(backend, Backend):
-            raise PluginError(f"{me.backend}: {type(backend).__name__} lacks methods of distflow's Backend protocol")
+            raise PluginError(_lacks(me.backend, backend, Backend))
         if backend.lockstep and isinstance(replicas, Alone):
             raise PluginError(f"{me.backend} divides models over training workers, and {me.name} is not one")
         models[name] = backend

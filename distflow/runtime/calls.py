@@ -15,6 +15,7 @@ from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
 from distflow.data.batch import Batch, RowRange, group_ranges, row_lengths
 from distflow.data.batch_wire import decode_batch, encode_batch
+from distflow.data.fields import complaint
 from distflow.errors import NoProgressError, ProtocolError, StepError
 from distflow.exchange.call_client import Call, CallClient
 from distflow.exchange.call_messages import CallAnswer, CallRequest, OutgoingCall, from_wire, kind_of, to_wire
@@ -136,7 +137,11 @@ class Calls:
                 f"an answer of {edge.name!r} with {batch.rows} rows of {sorted(batch.columns)}; expected {rows} rows "
                 f"of {', '.join(edge.back)}"
             )
-        return batch.only([name for name in batch.columns if written(name, edge.back)])
+        found = batch.only([name for name in batch.columns if written(name, edge.back)])
+        wrong = complaint(self._rows[key].with_columns(**found.columns), list(found.columns))
+        if wrong is not None:
+            raise ProtocolError(f"an answer of {edge.name!r} that {wrong}")
+        return found
 
     def _joined(self, name: str, incarnation: int) -> None:
         if WorkerName.parse(name).pool in self._servers:

@@ -1,4 +1,5 @@
-"""Rollout dumps: one JSON line for every sample, written by the owner when its group is trained on.
+"""Rollout dumps: one JSON line for every sample, or each of its sequences, written by the owner when its group is
+trained on.
 
 A thread formats and writes the lines, so that training does not wait for a disk. What a full disk refuses is kept in
 memory and tried again with every later training step, up to a limit; beyond it the oldest training steps are dropped
@@ -25,12 +26,13 @@ from distflow.flow.edges import DUMPED
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import step_of
 from distflow.runtime.disk import Disk, finite
-from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName, written
+from distflow.types import FINISH_REASONS, REWARD_PARTS, SEQUENCE, WorkerName, written
 
 PENDING_STEPS = 64
 """Training steps that may wait for a slow disk before training waits too, or be kept while the disk is full."""
 KEPT_BYTES = 256 << 20
 """The most memory for steps that are kept; the newest one is kept in any case."""
+LINES_AT_ONCE = 64
 WHAT = "dumps"
 log = logger(__name__)
 _Job = tuple[int, int, list[tuple[Batch, list[str]]]]
@@ -133,8 +135,11 @@ class DumpWriter:
         try:
             with path.open("w", encoding="utf-8") as file:
                 for batch, workers in groups:
-                    for line in _lines(batch, workers):
-                        file.write(_ENCODE({**line, "step": step, "term": term}) + "\n")
+                    # A few rows at a time: as Python's numbers, tokens take many times the memory.
+                    for row in range(0, batch.rows, LINES_AT_ONCE):
+                        part = batch.slice(row, min(row + LINES_AT_ONCE, batch.rows))
+                        for line in _lines(part, workers[row : row + LINES_AT_ONCE]):
+                            file.write(_ENCODE({**line, "step": step, "term": term}) + "\n")
         except OSError:
             path.unlink(missing_ok=True)
             raise
@@ -169,7 +174,8 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
     columns: dict[str, list[Any]] = {
         "uid": batch.dense("uid").tolist(),
         "sample": batch.dense("sample").tolist(),
-        "prompt": batch.texts("prompt_text"),
+        **({SEQUENCE: batch.dense(SEQUENCE).tolist()} if SEQUENCE in batch else {}),
+        "prompt": _prompts(batch),
         "response": batch.texts("response_text"),
         "response_ids": _rows(batch.ragged("response_ids")),
         "policy_versions": _rows(batch.ragged("policy_versions")),
@@ -185,6 +191,14 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
         line["rewards"] = {name: values[index] for name, values in parts.items()}
         line["worker"] = workers[index]
     return lines
+
+
+def _prompts(batch: Batch) -> list[str]:
+    """What each sequence begins with, as text."""
+    prompts = batch.texts("prompt_text")
+    if SEQUENCE not in batch:
+        return prompts
+    return [own or prompt for own, prompt in zip(batch.texts("sequence_prompt"), prompts, strict=True)]
 
 
 def _plain(column: Column) -> list[Any]:

@@ -12,11 +12,12 @@ what was asked for is sampled: no wait of the runtime lies within a user's frame
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
-from distflow.flow.step import GENERATED
+from distflow.flow.step import GENERATED, SEQUENCES
 from distflow.types import Completion, Episode, SamplingParams
 
 Call = Coroutine[Any, Any, object]
@@ -30,6 +31,8 @@ class Generate(Protocol):
     ) -> Awaitable[Completion]:
         """What the model writes after these tokens, sampled so. `train`: whether these tokens are trained on; `aside`:
         they are no part of the sample, and only the step sees them.
+
+        Tokens that begin with all that a sequence of the sample has continue it; others begin a new sequence.
         """
 
 
@@ -41,7 +44,12 @@ class Wanted:
     def __init__(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True, aside: bool = False
     ) -> None:
-        self.prompt_ids = prompt_ids if isinstance(prompt_ids, tuple) else tuple(map(int, prompt_ids))
+        """Raises TypeError for what are no token ids, or no SamplingParams."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(
+                f"generate(prompt_ids, params): params is a {type(params).__name__}; expected SamplingParams"
+            )
+        self.prompt_ids = _token_ids(prompt_ids)
         self.params = params
         self.train = train
         self.aside = aside
@@ -49,6 +57,17 @@ class Wanted:
     def __await__(self) -> Generator[Wanted, Completion, Completion]:
         """Hand itself to whoever drives the step, and return the completion that it sends back."""
         return (yield self)
+
+
+def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    """The same tuple, if it is one of integers."""
+    found = tuple(prompt_ids)
+    if set(map(type, found)) <= {int}:
+        return found
+    try:
+        return tuple(map(index, found))
+    except TypeError as error:
+        raise TypeError(f"generate(prompt_ids, params): {error}; expected token ids, which are integers") from error
 
 
 class Returned(NamedTuple):
@@ -68,12 +87,12 @@ class GenerateStep:
         plan: StepPlan,
         begin: Callable[[Episode], Call],
         where: str,
-        failed: Callable[[Exception, Episode], Exception],
+        failed: Callable[[Exception | SystemExit, Episode], Exception],
     ) -> None:
         self.plan = plan
         self.where = where
         """Which step, on which worker."""
-        self.further = tuple(name for name in plan.writes if name not in GENERATED)
+        self.further = tuple(name for name in plan.writes if name not in (*GENERATED, *SEQUENCES))
         """The fields that it returns a number for, for each sample."""
         self.begin = begin
         self._failed = failed
@@ -84,7 +103,7 @@ class GenerateStep:
             found = call.send(sent)
         except StopIteration as end:
             return Returned(end.value)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failed(error, episode) from error
         if not isinstance(found, Wanted):
             raise StepError(
@@ -92,3 +111,10 @@ class GenerateStep:
                 "and nothing else"
             )
         return found
+
+    def end(self, call: Call, episode: Episode) -> None:
+        """End a call whose sample is not wanted any more; raises what it raises then."""
+        try:
+            call.close()
+        except (Exception, SystemExit) as error:
+            raise self._failed(error, episode) from error

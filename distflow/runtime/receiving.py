@@ -12,6 +12,7 @@ from distflow.comm.fact_exchange import Fact
 from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch
 from distflow.data.micro_batches import with_agreed
+from distflow.data.samples import sample_bounds
 from distflow.exchange.intake_core import Take
 from distflow.exchange.sample_channel import ArrivedGroup
 from distflow.flow.plan import BatchPlan, Plan
@@ -225,7 +226,7 @@ class Receiving:
             batch = with_agreed(batch, parts)
         tally = self.tally
         tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
-        tally.samples += batch.rows
+        tally.samples += len(sample_bounds(batch)) - 1
         tally.tokens += int(batch.ragged("prompt_ids").offsets[-1] + batch.ragged("response_ids").offsets[-1])
         lags = [t - oldest for oldest in _oldest_versions(batch)]
         self._metrics.mean("staleness/mean", sum(lags) / len(lags), len(lags))

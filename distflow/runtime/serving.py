@@ -19,6 +19,7 @@ from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.data.batch import Batch, RowRange, join, with_same_parts
 from distflow.data.batch_wire import decode_batch, encode_batch
+from distflow.data.fields import complaint
 from distflow.errors import ProtocolError, StepError, UserError
 from distflow.exchange.call_messages import CallAnswer, CallRequest, OutgoingCall, from_wire, kind_of, to_wire
 from distflow.exchange.call_server import CallKey, CallServer
@@ -205,7 +206,12 @@ class Answering:
         missing = [field for field in self._edges[request.step].fields if field not in rows and "*" not in field]
         if missing:
             raise ProtocolError(f"a request for {request.step!r} without {', '.join(missing)}")
-        return rows
+        read = [name for name in rows.columns if written(name, self._edges[request.step].fields)]
+        wrong = complaint(rows, read)
+        if wrong is not None or not rows.rows:
+            raise ProtocolError(f"a request for {request.step!r} that {wrong or 'has no rows'}")
+        # What else came would keep it from being joined with others.
+        return rows.only(read)
 
     def _lost(self, lost: Lost) -> None:
         if lost.orderly:

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from distflow.data.batch import Batch, wrong_shape
+from distflow.data.batch import Batch
+from distflow.data.fields import changed, complaint
 from distflow.data.randomness import generator
+from distflow.data.samples import last_rows, on_all_rows
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
@@ -27,7 +29,7 @@ from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import DROP_REASON, Episode, Uid, written
+from distflow.types import A_TOKEN, DROP_REASON, SEQUENCE, Episode, Uid, written
 
 log = logger(__name__)
 
@@ -80,6 +82,14 @@ class StepContext:
         if self.model is None or self.model not in self.models:
             raise LookupError(f"step {self.step_name!r} asked for model {self.model!r}; here are {sorted(self.models)}")
         return self.models[self.model]
+
+    def report_moved(self, divergence: float, tokens: float) -> None:
+        """Tell how far a policy is from where the training step found it: the sum of r - 1 - log r over so many tokens.
+
+        A step that trains the policy calls it for each micro-batch; `batch.target_kl` goes by it.
+        """
+        self.moved[0] += divergence
+        self.moved[1] += tokens
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -160,16 +170,21 @@ class StepRunner:
     def call(self, name: str, batch: Batch) -> Batch:
         """Run a step over a batch; raises StepError with the user's frames first, UserError for wrong settings."""
         plan, context = self._plans[name], self._contexts[name]
+        # What it writes belongs to the samples, unless it looks at their sequences itself.
+        given = last_rows(batch) if plan.role == "score" and SEQUENCE not in plan.reads else batch
         with self._reported(plan, batch), context.metrics.timed(f"timing_s/{name}", plan.role):
-            result = self._functions[name](batch, context, **plan.settings)
-        return self._checked(plan, batch, result)
+            result = self._functions[name](given, context, **plan.settings)
+        checked = self._checked(plan, given, result)
+        if given is not batch:
+            self._check_of_samples(plan, given, checked)
+        return on_all_rows(batch, given, checked)
 
     def generate_step(self) -> GenerateStep:
         """The step of role generate; a worker that generates has one."""
         plan = next(plan for plan in self._plans.values() if plan.role == "generate")
         context, function = self._contexts[plan.name], self._functions[plan.name]
 
-        def failed(error: Exception, episode: Episode) -> Exception:
+        def failed(error: Exception | SystemExit, episode: Episode) -> Exception:
             return self._raised(plan, error, f", {_uids_in_hand([tuple(episode.uid)])}")
 
         return GenerateStep(plan, partial(_begin, function, context, plan.settings), self._where(plan), failed)
@@ -192,11 +207,11 @@ class StepRunner:
         """Report what the step raises with its name, the worker and the uids in hand."""
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an exit would end the worker as if it was done
             uids = "" if batch is None or "uid" not in batch else f", {_some_uids(batch)}"
             raise self._raised(plan, error, uids) from error
 
-    def _raised(self, plan: StepPlan, error: Exception, uids: str) -> Exception:
+    def _raised(self, plan: StepPlan, error: Exception | SystemExit, uids: str) -> Exception:
         """What to raise for what a step has raised."""
         if isinstance(error, UserError):
             return UserError(f"{self._where(plan)}: {error}")
@@ -207,13 +222,15 @@ class StepRunner:
         return step_error(error, f"{what}, training step {step}{uids}")
 
     def _checked(self, plan: StepPlan, batch: Batch, result: object) -> Batch:
+        """The batch with what the step wrote, as other workers would get it back."""
         found = self._as_declared(plan, result)
         if found.rows != batch.rows:
             raise StepError(f"{self._where(plan)} turned {batch.rows} rows into {found.rows}; a step keeps every row")
-        known = (*plan.writes, *plan.may_write)
-        more = [field for field in found.columns if field not in batch and not written(field, known)]
-        if not more:
-            return found
+        known = [field for field in found.columns if written(field, (*plan.writes, *plan.may_write))]
+        wrong = complaint(found, known) or changed(batch, found, known)
+        if wrong is not None:
+            raise StepError(f"{self._where(plan)} {wrong}")
+        more = [field for field in found.columns if field not in batch and field not in known]
         new = [field for field in more if (plan.name, field) not in self._told]
         self._told.update((plan.name, field) for field in new)
         if new:
@@ -223,10 +240,10 @@ class StepRunner:
                 self._where(plan),
                 ", ".join(new),
             )
-        return found.only([field for field in found.columns if field not in more])
+        return batch.with_columns(**{field: found[field] for field in known}) if known else batch
 
     def _as_declared(self, plan: StepPlan, result: object) -> Batch:
-        """What a step returned, if it is a batch with the fields that it declares, in their shapes."""
+        """What a step returned, if it is a batch with the fields that it declares."""
         where = self._where(plan)
         if not isinstance(result, Batch):
             raise StepError(
@@ -237,10 +254,16 @@ class StepRunner:
             raise StepError(
                 f"{where} declares that it writes {missing}, but its batch has only {sorted(result.columns)}"
             )
-        complaint = wrong_shape(result, [field for field in result.columns if written(field, plan.writes)])
-        if complaint is not None:
-            raise StepError(f"{where} {complaint}")
         return result
+
+    def _check_of_samples(self, plan: StepPlan, given: Batch, result: Batch) -> None:
+        """Raises StepError for a value per token, which only tokens of the last sequences would get."""
+        of_tokens = [name for name in result.columns if name in A_TOKEN and result[name] is not given.columns.get(name)]
+        if of_tokens:
+            raise StepError(
+                f"{self._where(plan)} writes one value per response token into {of_tokens[0]!r}, and it gets the last "
+                f"sequence of each sample — add {SEQUENCE!r} to its reads, and it gets all of them"
+            )
 
     def _where(self, plan: StepPlan) -> str:
         return f"step {plan.name!r} ({plan.call}) on {self._worker}"

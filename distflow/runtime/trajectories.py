@@ -1,9 +1,11 @@
 """The samples under way at a generating worker: for each, one call of the generate step, and what it has so far.
 
-A sample is a sequence of segments: tokens written by the model, and between them those of an environment, by which the
-step has extended the model's before it asked for more. Nobody has to say which are which: a call asks for what follows
-a prefix, and the prefix begins with all tokens that the sample has; what comes behind them is the environment's. A
-request aside (for a summary, a second opinion) may have any prefix: what the model writes is no part of the sample.
+A sample is one or several sequences of segments: tokens written by the model, and between them those of an
+environment, by which the step has extended the model's before it asked for more. Nobody has to say which are which: a
+call asks for what follows a prefix. If the prefix begins with all tokens that a sequence of the sample has, it goes on
+with that one, and what comes behind them is the environment's. Else it is the prompt of a new sequence: an earlier turn
+was stripped, a summary takes the place of the conversation, or another agent has its say. What is asked for aside (a
+second opinion that is not to be trained on) is no part of the sample.
 
 The life of a sample: begun (the step runs to its first `await`, which is a request to the engine) → its request is
 answered (the step goes on to its next request) → … → the step returns: finished. The samples of a group become rows of
@@ -11,6 +13,7 @@ a batch together. Samples that another worker began are replayed: the recorded t
 requests, as far as they go, and the engine continues the request in the middle of which they end.
 
 Example: prompt 12= · model 1 2 ? · environment wrong= · model 1 2 → response "12?wrong=12", mask 1110000001 1.
+Then prompt [12 or 12?]= · model 1 2 → a second row of the sample, with this prompt and the response "12".
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
+from numbers import Real
 
 import torch
 
@@ -27,8 +32,9 @@ from distflow.exchange.messages import Lease
 from distflow.exchange.partials import clipped
 from distflow.runtime.generate_step import GenerateStep, Returned, Wanted
 from distflow.runtime.protocols import Tokenizer
-from distflow.runtime.trajectory import Segment, Trajectory, assemble
+from distflow.runtime.trajectory import Segment, TokenSequence, Trajectory, assemble
 from distflow.types import (
+    REWARD,
     BegunSample,
     Completion,
     Episode,
@@ -43,7 +49,8 @@ from distflow.types import (
 class Trajectories:
     """All samples of one worker that are not yet part of a batch, on its main thread.
 
-    `most`: tokens that a sample may have behind its prompt, an environment's included: so much was reserved for it.
+    `most`: tokens that a sample may have behind the data's prompt, an environment's and the prompts of later sequences
+    included: so much was reserved for it.
     """
 
     def __init__(
@@ -69,7 +76,8 @@ class Trajectories:
             for number in range(self._samples):
                 episode = Episode(lease.uid, number, lease.prompt_ids, lease.prompt_text, task)
                 key = (lease.position, number)
-                sample = Trajectory(key, lease, episode, self.step.begin(episode), had.get(number))
+                sequences = [TokenSequence(lease.prompt_ids)]
+                sample = Trajectory(key, lease, episode, self.step.begin(episode), had.get(number), sequences)
                 self._open[key] = sample
                 wanted.append(self._go_on(sample, None))
         return [request for request in wanted if request is not None]
@@ -116,13 +124,14 @@ class Trajectories:
             for key in [key for key in table if key[0] in positions]:
                 sample = table.pop(key)
                 self._later -= table is self._open and bool(sample.written)
-                sample.call.close()
+                self.step.end(sample.call, sample.episode)
         self._whole = [output for output in self._whole if output.position not in positions]
 
     def batch(self, positions: Iterable[int]) -> Batch:
         """The samples of groups that are whole, as rows in the given order; they are no longer kept here."""
         keys = [(position, number) for position in positions for number in range(self._samples)]
-        return assemble([self._finished.pop(key) for key in keys], self._tokenizer, self._dtype)
+        samples = [self._finished.pop(key) for key in keys]
+        return assemble(samples, self._tokenizer, self._dtype, several=self.step.plan.environment is not None)
 
     def _go_on(self, sample: Trajectory, sent: Completion | None) -> SampleRequest | None:
         """Let the step go on until its next request that the engine is to answer; None if it comes to its end."""
@@ -152,17 +161,16 @@ class Trajectories:
     def _answered(self, sample: Trajectory, output: SampleOutput, text: str) -> Completion:
         """Note what the model has written; returns it in the form for the step."""
         self._later += not sample.written
-        sample.written.append(Segment(output.token_ids, output.logprobs, output.spans, sample.train))
+        sample.written.append(Segment(output.token_ids, output.logprobs, output.spans, sample.train, text))
         if not sample.aside:
-            sample.segments.append(sample.written[-1])
-            sample.texts.append(text)
+            sample.sequences[-1].segments.append(sample.written[-1])
             sample.finish_reason = output.finish_reason
         episode = sample.episode
         return Completion(episode.prompt, text, episode.task, output.finish_reason, output.token_ids)
 
     def _end(self, sample: Trajectory, value: object) -> None:
         """The step has returned."""
-        if not sample.texts:
+        if not sample.sequences[-1].segments:
             raise StepError(
                 f"{self.step.where} returned before it awaited tokens of the sample; expected "
                 "completion = await generate(episode.prompt_ids, SamplingParams(…))"
@@ -185,15 +193,20 @@ class Trajectories:
                 f"{self.step.where} returned {shown}; expected {wanted}: what its @step(writes=…) lists is what it "
                 "returns for each sample"
             )
+        # A part of the reward may be missing: NaN.
+        wrong = {n: v for n, v in given.items() if not isinstance(v, Real) or not (isfinite(v) or n != REWARD)}
+        if wrong:
+            raise StepError(f"{self.step.where} returned {wrong}; expected a number for each of {sorted(expected)}")
         return given
 
     def _request(self, sample: Trajectory, wanted: Wanted) -> SampleRequest:
-        """What to ask the engine for; notes the tokens by which the environment has extended the sample."""
+        """What to ask the engine for; notes what the sample has before that."""
         lease, prefix = sample.lease, wanted.prompt_ids
         sample.train, sample.aside = wanted.train, wanted.aside
+        behind, params = 0, wanted.params
         if sample.written or wanted.aside or prefix is not lease.prompt_ids:
             self._extend(sample, prefix)
-        behind, params = max(0, len(prefix) - len(lease.prompt_ids)), wanted.params
+            behind = max(0, len(prefix) - len(lease.prompt_ids)) if wanted.aside else sample.tokens
         room = self._most - behind
         if room < 1:
             raise StepError(
@@ -207,16 +220,10 @@ class Trajectories:
         return SampleRequest(*sample.key, prefix, lease.seed, params, None, behind, again)
 
     def _extend(self, sample: Trajectory, prefix: tuple[int, ...]) -> None:
-        """Note what a prefix has behind the tokens of the sample."""
-        had = (*sample.lease.prompt_ids, *sample.token_ids)
-        if prefix == had and not sample.aside:
+        """Note the tokens that the environment has put behind the model's, or the prompt of a new sequence."""
+        newest = sample.sequences[-1]
+        if not sample.aside and len(prefix) == len(newest) and newest.leads_to(prefix):
             return
-        if prefix[: len(had)] != had and not sample.aside:
-            raise StepError(
-                f"{self.step.where} asks for what follows {len(prefix)} tokens that do not begin with the "
-                f"{len(had)} that the sample has: expected its prompt, then all that was sampled, in order, each with "
-                "further tokens of the environment behind it; generate(…, aside=True) may begin elsewhere"
-            )
         if self.step.plan.environment is None:
             raise StepError(
                 f"{self.step.where} asks for more after its first turn, or after other tokens than the prompt, and it "
@@ -224,7 +231,7 @@ class Trajectories:
                 "model make it come to the same state again, `repeatable` if two workers may make the same sample"
             )
         if not sample.aside:
-            sample.segments.append(Segment(prefix[len(had) :]))
+            sample.go_on_behind(prefix)
 
 
 def _recorded(begun: BegunSample, start: int, request: SampleRequest, *, several: bool) -> BegunSample | None:

@@ -1,4 +1,5 @@
-"""One sample: what its generate step has got from the model, and put between, as segments; finished ones as a batch."""
+"""One sample: what its generate step has got from the model, and put between, as sequences of segments; and finished
+samples as a batch, with a row for each sequence."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch, Column, Ragged
+from distflow.data.samples import PROMPT_TEXT
 from distflow.exchange.messages import Lease
 from distflow.runtime.generate_step import Call
 from distflow.runtime.protocols import Tokenizer
-from distflow.types import FINISH_REASONS, BegunSample, Episode, FinishReason, SampleKey, SampleOutput, Span
+from distflow.types import FINISH_REASONS, SEQUENCE, BegunSample, Episode, FinishReason, SampleKey, SampleOutput, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +24,40 @@ class Segment:
     logprobs: tuple[float, ...] = ()
     spans: tuple[Span, ...] = ()
     trains: bool = False
+    text: str = ""
+    """Of a model's tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class TokenSequence:
+    """Tokens in one context: a prompt that the model did not write there, and what follows it."""
+
+    prompt_ids: tuple[int, ...]
+    segments: list[Segment] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        """All tokens behind the prompt."""
+        if len(self.segments) == 1:
+            return self.segments[0].token_ids
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    def leads_to(self, prefix: tuple[int, ...]) -> bool:
+        """Whether the prefix begins with all tokens that are here."""
+        at = 0
+        for part in (self.prompt_ids, *(segment.token_ids for segment in self.segments)):
+            if prefix[at : at + len(part)] != part:
+                return False
+            at += len(part)
+        return True
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """One sample, as far as it is."""
+    """One sample, as far as it is. It begins with an empty sequence, which has the data's prompt."""
 
     key: SampleKey
     lease: Lease
@@ -34,11 +65,10 @@ class Trajectory:
     call: Call
     begun: BegunSample | None
     """What another worker had of it."""
+    sequences: list[TokenSequence]
+    """In the order in which the model has last been asked for more of each, which in the end is that of their ends."""
     replayed: int = 0
-    """Of those tokens, how many have answered requests of the step."""
-    segments: list[Segment] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    """Of the model's segments."""
+    """Of the tokens that another worker had, how many have answered requests of the step."""
     written: list[Segment] = field(default_factory=list)
     """What the model has written, in the order of the requests, aside too."""
     asked: list[tuple[int, ...]] = field(default_factory=list)
@@ -52,11 +82,22 @@ class Trajectory:
     """What the step returned."""
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All tokens behind the prompt."""
-        if len(self.segments) == 1:
-            return self.segments[0].token_ids
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+    def tokens(self) -> int:
+        """Tokens of all sequences behind the data's prompt."""
+        return sum(map(len, self.sequences)) - len(self.lease.prompt_ids)
+
+    def go_on_behind(self, prefix: tuple[int, ...]) -> None:
+        """Continue the newest sequence whose tokens this prefix begins with, by what it has behind them; if there is
+        none, begin a sequence with this prompt."""
+        found = next((sequence for sequence in reversed(self.sequences) if sequence.leads_to(prefix)), None)
+        if found is None:
+            self.sequences.append(TokenSequence(prefix))
+            return
+        self.sequences.remove(found)
+        self.sequences.append(found)
+        had = len(found)
+        if len(prefix) > had:
+            found.segments.append(Segment(prefix[had:]))
 
     def recorded(self, more: SampleOutput | None, reason: FinishReason) -> SampleOutput:
         """What the model has written, without gaps: the form in which it is replayed. `more`: of an open request."""
@@ -90,55 +131,78 @@ def joined(parts: Iterable[tuple[Sequence[Span], int]]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.dtype) -> Batch:
-    """One row a sample, in the given order; log-probs in `dtype`, 0 for tokens that the model did not write."""
-    leases = [sample.lease for sample in samples]
-    ids = [sample.token_ids for sample in samples]
+def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.dtype, *, several: bool) -> Batch:
+    """One row a sequence: those of a sample side by side, the samples in the given order; log-probs in `dtype`, 0 for
+    tokens that the model did not write. `several`: samples may have several sequences, so that fields tell them apart.
+    """
+    rows = [sequence for sample in samples for sequence in sample.sequences if sequence.segments]
+    whose = samples if not several else [sample for sample in samples for s in sample.sequences if s.segments]
+    leases = [sample.lease for sample in whose]
+    ids = [row.response_ids for row in rows]
     response_ids = Ragged.from_rows(ids, torch.int64)
-    return Batch(
+    batch = Batch(
         {
             "uid": torch.tensor([lease.uid for lease in leases], dtype=torch.int64),
             "group": torch.tensor([lease.position for lease in leases], dtype=torch.int64),
-            "sample": torch.tensor([sample.episode.sample for sample in samples], dtype=torch.int64),
-            "prompt_ids": Ragged.from_rows([lease.prompt_ids for lease in leases], torch.int64),
-            "prompt_text": Ragged.from_texts([lease.prompt_text for lease in leases]),
+            "sample": torch.tensor([sample.episode.sample for sample in whose], dtype=torch.int64),
+            "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
+            PROMPT_TEXT: Ragged.from_texts([lease.prompt_text for lease in leases]),
             "task": Ragged.from_texts([lease.task for lease in leases]),
             "response_ids": response_ids,
-            "response_mask": response_ids.like(_mask(samples, response_ids)),
-            "response_text": Ragged.from_texts(_texts(samples, ids, tokenizer)),
-            "rollout_logprobs": Ragged.from_rows([_logprobs(sample) for sample in samples], dtype),
-            "policy_versions": _versions(samples),
-            "finish_reason": torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
-            **_further(samples),
+            "response_mask": response_ids.like(_mask(rows, response_ids)),
+            "response_text": Ragged.from_texts(_texts(rows, ids, tokenizer)),
+            "rollout_logprobs": Ragged.from_rows([_logprobs(row.segments) for row in rows], dtype),
+            "policy_versions": _versions(rows),
+            "finish_reason": torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in whose]),
+            **_further(whose),
         }
     )
+    return batch.with_columns(**_told_apart(rows, whose, tokenizer)) if several else batch
 
 
-def _mask(samples: Sequence[Trajectory], response_ids: Ragged) -> torch.Tensor:
-    segments = [segment for sample in samples for segment in sample.segments]
+def _told_apart(rows: Sequence[TokenSequence], whose: Sequence[Trajectory], tokenizer: Tokenizer) -> dict[str, Column]:
+    """The number of each sequence; what it begins with, unless it is the first and that is the data's prompt; and the
+    data's prompt, once a sample: a long one on every row would exceed what is reserved for the tokens.
+    """
+    numbers = [0] * len(rows)
+    for n in range(1, len(rows)):
+        numbers[n] = numbers[n - 1] + 1 if whose[n] is whose[n - 1] else 0
+    own = [n for n, row in enumerate(rows) if numbers[n] or row.prompt_ids != whose[n].lease.prompt_ids]
+    texts = tokenizer.decode_batch([rows[n].prompt_ids for n in own], skip_special=False)
+    decoded = dict(zip(own, texts, strict=True))
+    prompts = ["" if n else sample.lease.prompt_text for n, sample in zip(numbers, whose, strict=True)]
+    return {
+        SEQUENCE: torch.tensor(numbers, dtype=torch.int64),
+        "sequence_prompt": Ragged.from_texts([decoded.get(n, "") for n in range(len(rows))]),
+        PROMPT_TEXT: Ragged.from_texts(prompts),
+    }
+
+
+def _mask(rows: Sequence[TokenSequence], response_ids: Ragged) -> torch.Tensor:
+    segments = [segment for row in rows for segment in row.segments]
     trained = torch.tensor([segment.trains for segment in segments], dtype=torch.bool)
     if trained.all():
         return torch.ones_like(response_ids.values, dtype=torch.bool)
     return trained.repeat_interleave(torch.tensor([len(segment.token_ids) for segment in segments]))
 
 
-def _texts(samples: Sequence[Trajectory], ids: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
+def _texts(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
     """Of whole responses: those of single turns are known."""
-    several = [number for number, sample in enumerate(samples) if len(sample.segments) > 1]
+    several = [number for number, row in enumerate(rows) if len(row.segments) > 1]
     decoded = dict(zip(several, tokenizer.decode_batch([ids[n] for n in several], skip_special=True), strict=True))
-    return [decoded[n] if n in decoded else sample.texts[0] for n, sample in enumerate(samples)]
+    return [decoded[n] if n in decoded else row.segments[0].text for n, row in enumerate(rows)]
 
 
-def _logprobs(sample: Trajectory) -> Sequence[float]:
-    if len(sample.segments) == 1:
-        return sample.segments[0].logprobs
-    return [logprob for segment in sample.segments for logprob in segment.logprobs or [0.0] * len(segment.token_ids)]
+def _logprobs(segments: Sequence[Segment]) -> Sequence[float]:
+    if len(segments) == 1:
+        return segments[0].logprobs
+    return [logprob for segment in segments for logprob in segment.logprobs or [0.0] * len(segment.token_ids)]
 
 
-def _versions(samples: Sequence[Trajectory]) -> Ragged:
-    rows = [_spans(sample.segments) for sample in samples]
-    counts = torch.tensor([0, *map(len, rows)], dtype=torch.int64)
-    values = torch.tensor([tuple(span) for row in rows for span in row], dtype=torch.int64).view(-1, 4)
+def _versions(rows: Sequence[TokenSequence]) -> Ragged:
+    spans = [_spans(row.segments) for row in rows]
+    counts = torch.tensor([0, *map(len, spans)], dtype=torch.int64)
+    values = torch.tensor([tuple(span) for row in spans for span in row], dtype=torch.int64).view(-1, 4)
     return Ragged(values, counts.cumsum(0))
 
 
@@ -148,7 +212,7 @@ def _spans(segments: Sequence[Segment]) -> Sequence[Span]:
     return joined((segment.spans, len(segment.token_ids)) for segment in segments)
 
 
-def _further(samples: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+def _further(whose: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
     """What the step returned for each sample."""
-    names = samples[0].fields if samples else ()
-    return {name: torch.tensor([float(sample.fields[name]) for sample in samples]) for name in names}
+    names = whose[0].fields if whose else ()
+    return {name: torch.tensor([float(sample.fields[name]) for sample in whose]) for name in names}

@@ -39,8 +39,10 @@ class Updates:
         self._done: dict[str, int] = {}
         """Optimizer steps of each model in this training step, and below the sum of their gradient norms."""
         self._norms: dict[str, float] = {}
-        self._moved = 0.0
-        """How far all updates of the policy in this epoch have moved it, as a mean over the tokens of all replicas."""
+        self._moved: float | None = None
+        """How far all updates of the policy in this epoch have moved it, as a mean over the tokens of all replicas.
+
+        None: no step has said."""
         self._rests = False
 
     def begin(self, t: int, version: int) -> None:
@@ -60,8 +62,8 @@ class Updates:
         """The mini-batches of a training step, once in every epoch; the policy rests when it has moved far enough."""
         plan = self._batch
         for epoch in range(plan.epochs):
-            if epoch and plan.target_kl is not None and self._moved > plan.target_kl:
-                self._rest()
+            if epoch and plan.target_kl is not None and self._policy is not None and not self._rests:
+                self._rest_beyond(plan.target_kl)
             for context in self._contexts.values():
                 context.update_epoch, context.moved = epoch, [0.0, 0.0]
             yield from parts
@@ -122,12 +124,21 @@ class Updates:
             context.denominators.clear()
             context.fixed_denominators.clear()
         moved, tokens = (sum(column) for column in zip(*(fact["moved"] for fact in facts), strict=True))
-        self._moved = moved / tokens if tokens else 0.0
+        self._moved = moved / tokens if tokens else None
         totals: dict[str, float] = {}
         for fact in facts:
             for model, value in fact["sums"].items():
                 totals[model] = totals.get(model, 0.0) + float(value)
         return totals | {model: float(value) for fact in facts for model, value in fact["fixed"].items()}
+
+    def _rest_beyond(self, target_kl: float) -> None:
+        if self._moved is None:
+            raise UserError(
+                f"batch.target_kl: no step that trains {self._policy!r} has said how far it moved — call "
+                "ctx.report_moved(sum, tokens) with the sum of r - 1 - log r over its tokens, or remove batch.target_kl"
+            )
+        if self._moved > target_kl:
+            self._rest()
 
     def _rest(self) -> None:
         """Leave the policy as it is until the end of the training step, if it is one of the models here."""

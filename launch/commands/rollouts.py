@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import click
 
 from distflow.errors import UserError
 from distflow.runtime.disk import whole_lines
+from distflow.types import SEQUENCE
 
 SHOWN = 8
 STANDARD = frozenset(
     [
         "uid",
         "sample",
+        SEQUENCE,
         "step",
         "term",
         "worker",
@@ -39,7 +42,9 @@ STANDARD = frozenset(
 @click.option(
     "--limit", type=click.IntRange(min=1), help=f"Maximum number of samples.  [default: {SHOWN}, with --json all]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list with one object per sample.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print a JSON list with one object per sequence; most samples have one."
+)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, step: int | None, limit: int | None, as_json: bool, runs_dir: Path) -> None:
     """Show samples of one training step of RUN (default: the newest): text, reward and its parts, your own fields."""
@@ -49,24 +54,29 @@ def command(run: str | None, step: int | None, limit: int | None, as_json: bool,
     run_dir = find_run(run, runs_dir)
     for line in refresh(run_dir, ("rollouts",), "samples"):
         click.echo(line, err=True)
-    samples = read_samples(_step_folder(run_dir, step))
+    samples = [list(lines) for _, lines in groupby(read_lines(_step_folder(run_dir, step)), _identity)]
     if as_json:
-        click.echo(json.dumps(samples[:limit], ensure_ascii=False))
+        click.echo(json.dumps(list(chain(*samples[:limit])), ensure_ascii=False))
         return
     count = SHOWN if limit is None else limit
     if samples:
-        click.echo(f"training step {samples[0]['step']}: {min(count, len(samples))} of {len(samples)} samples")
+        click.echo(f"training step {samples[0][0]['step']}: {min(count, len(samples))} of {len(samples)} samples")
     for sample in samples[:count]:
-        for line in _describe(sample):
-            click.echo(line)
+        for text in _describe(sample):
+            click.echo(text)
 
 
-def read_samples(folder: Path) -> list[dict[str, Any]]:
-    """All samples of one training step, of the newest term only, in the order of prompts and samples."""
-    samples = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in whole_lines(path)[0]]
-    newest = max((sample["term"] for sample in samples), default=0)
-    kept = [sample for sample in samples if sample["term"] == newest]
-    return sorted(kept, key=lambda sample: (sample["uid"][2], sample["sample"]))
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    """The samples of one training step, of the newest term only, in order: a line each, or one for each sequence."""
+    lines = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in whole_lines(path)[0]]
+    newest = max((line["term"] for line in lines), default=0)
+    kept = [line for line in lines if line["term"] == newest]
+    return sorted(kept, key=lambda line: (_identity(line), line.get(SEQUENCE, 0)))
+
+
+def _identity(line: dict[str, Any]) -> tuple[int, int]:
+    """The prompt's position, and the sample's number in the group."""
+    return line["uid"][2], line["sample"]
 
 
 def _step_folder(run_dir: Path, step: int | None) -> Path:
@@ -84,16 +94,19 @@ def _step_folder(run_dir: Path, step: int | None) -> Path:
     return wanted[0]
 
 
-def _describe(sample: dict[str, Any]) -> Iterator[str]:
-    figures = [f"{name} {sample[name]:.3f}" for name in ("reward", "score") if name in sample]
-    yield f"-- prompt {sample['uid'][2]}, sample {sample['sample']}, {', '.join([*figures, sample['finish_reason']])}"
-    yield f"   prompt    {sample['prompt']!r}"
-    yield f"   response  {sample['response']!r}"
-    parts = [f"{name} {_short(value)}" for name, value in sample.get("rewards", {}).items()]
-    if parts:
-        yield f"   rewards   {', '.join(parts)}"
-    for name in sorted(sample.keys() - STANDARD):
-        yield f"   {name:<9} {_short(sample[name])}"
+def _describe(sample: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A sample, from the lines of its sequences."""
+    last = sample[-1]
+    figures = [f"{name} {last[name]:.3f}" for name in ("reward", "score") if name in last]
+    yield f"-- prompt {last['uid'][2]}, sample {last['sample']}, {', '.join([*figures, last['finish_reason']])}"
+    parts = [f"{name} {_short(value)}" for name, value in last.get("rewards", {}).items()]
+    for line in sample:
+        yield f"   prompt    {line['prompt']!r}"
+        yield f"   response  {line['response']!r}"
+        if line is last and parts:
+            yield f"   rewards   {', '.join(parts)}"
+        for name in sorted(line.keys() - STANDARD):
+            yield f"   {name:<9} {_short(line[name])}"
 
 
 def _short(value: Any) -> str:

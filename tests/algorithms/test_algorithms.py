@@ -68,7 +68,9 @@ def test_grpo_refuses_unknown_names() -> None:
 
 
 def test_zero_std_fraction() -> None:
-    share, groups = zero_std_fraction(torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0]), torch.tensor([0, 0, 1, 1, 2]))
+    rewards_B = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0])
+    assert zero_std_fraction(rewards_B.long(), torch.zeros(5)) == (0.0, 1), "a reward may be an integer"
+    share, groups = zero_std_fraction(rewards_B, torch.tensor([0, 0, 1, 1, 2]))
     assert share == pytest.approx(2 / 3)
     assert groups == 3
 

@@ -24,6 +24,7 @@ LONG = pytest.mark.long
         ["quickstart", "layout.hedging=false", "layout.partial_rollouts=false"],
         ["custom_step"],
         ["two_turns"],
+        ["two_turns", "flow.steps.sample.with.strip=true"],
         ["quickstart", "flow=remax", "layout=colocated"],
         pytest.param(
             ["quickstart", "layout=async", "layout.max_staleness=2", "layout.pools.rollout.slots=8"], marks=LONG

@@ -217,18 +217,15 @@ def test_colocated_workers_drop_samples_too(launch: Launch, recipe: Recipe) -> N
     assert run.leftovers() == []
 
 
-def test_a_reward_that_would_drop_samples_on_the_training_side_ends_the_run(launch: Launch, recipe: Recipe) -> None:
+def test_a_reward_that_would_drop_samples_on_the_training_side_is_refused(launch: Launch, recipe: Recipe) -> None:
     """They have arrived there: they would be trained on with reward 0."""
     on_trainer = "layout: {pools: {trainer: {steps: [reward]}}}"
     run = launch(recipe(reward("picky", on_error="drop", max_error_rate=1.0), on_trainer))
-    assert run.wait() == 3, run.output
-    told = (
-        r"trainer/0 failed \(StepError\): step 'reward' \(.*:verify\) on trainer/0 wrote drop_reason 'reward error' "
-        r"for \d+ of \d+ samples, with uids .* in hand: groups can be dropped before they are sent .* let the "
-        r"pool that generates run 'reward'"
-    )
-    assert re.search(told, run.output), run.output
-    assert run.leftovers() == []
+    assert run.wait() == 2, run.output
+    assert "flow.steps.reward — may drop samples and runs on pool 'trainer' after they have arrived" in run.output
+    again = launch(recipe(reward("picky", on_error="zero", max_error_rate=1.0), on_trainer))
+    assert again.wait() == 0, again.output
+    assert total(again, "reward/errors") > 0
 
 
 def test_with_on_error_stop_the_users_frames_come_first(launch: Launch, recipe: Recipe) -> None:

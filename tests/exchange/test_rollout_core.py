@@ -192,3 +192,15 @@ def test_the_rules_are_written_once(place: str) -> None:
     text = "\n".join(path.read_text() for path in (folder.rglob("*.py") if folder.is_dir() else [folder]))
     assert re.search(r"RolloutCore|RolloutLoop", text)
     assert not re.findall(r"\.(?:want|take_granted|take_cancelled)\(|min_version", text)
+
+
+def test_a_group_that_is_larger_than_the_engine_starts_when_it_is_empty() -> None:
+    """Some of its samples wait there for a slot; all other groups wait for the whole of it."""
+    bench = Bench(slots=SIZE - 1)
+    assert bench.turn().messages, "it asks for a group"
+    bench.grant(0, 1)
+    assert [lease.position for lease in bench.turn().start] == [0]
+    bench.engine[0] = 1
+    assert not bench.turn().start
+    bench.finish(0)
+    assert [lease.position for lease in bench.turn().start] == [1]

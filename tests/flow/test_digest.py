@@ -61,7 +61,10 @@ def test_how_many_workers_answer_calls_changes_nothing() -> None:
         ("models.policy.dtype=float64", "dtypes"),
         ("models.policy.optimizer.lr=1", "models"),
         ("data.with.digits=4", "data"),
-        ("layout.pools.trainer.steps=[reward]", "edges"),
+        (
+            "layout.pools={rollout: {count: 2, roles: ['*']}, trainer: {roles: [train]}, judge: {steps: [reward]}}",
+            "edges",
+        ),
         ("layout=colocated", "homes"),
         ("layout.pools.trainer.count=2", "homes"),
     ],

@@ -6,7 +6,7 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
-from distflow.flow.step import GENERATED
+from distflow.flow.step import GENERATED, SEQUENCES
 from tests.flow.conftest import Folder
 
 SAMPLE = '@step(role="generate", reads=[], writes=[], scope="group")'
@@ -41,5 +41,11 @@ def test_an_environment_needs_a_bound(folder: Folder) -> None:
 
 def test_further_numbers_travel_with_the_fields_of_every_sample() -> None:
     plan = plan_recipe("two_turns")[1]
-    assert plan.generate_step.writes == (*GENERATED, "reward", "score", "rewards/second")
+    assert plan.generate_step.writes == (*GENERATED, *SEQUENCES, "reward", "score", "rewards/second")
     assert {"reward", "score", "rewards/second"} <= set(plan.edge("samples").fields)
+
+
+def test_a_setting_that_the_runtime_needs_is_missed_with_everything_else(folder: Folder) -> None:
+    folder.change("max_new_tokens: int = 4", "most: int = 4")
+    with pytest.raises(UserError, match="(?s)batch.prompts — 31 .* needs the settings max_new_tokens with literal"):
+        plan_recipe(folder.recipe, ["batch.prompts=31"])

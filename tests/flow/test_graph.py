@@ -134,6 +134,49 @@ def test_only_score_steps_drop_samples(folder, refused: Refused) -> None:
     assert "flow.steps.drops — has the role 'forward' and writes 'drop_reason', by which only score steps" in text
 
 
+DROPS = """\
+@step(role='score', reads=['reward'], writes=[], may_write=['drop_reason'])
+def filter(batch, ctx, *, on_error: str = 'drop'): ...
+
+@step(role='score', reads=['reward'], writes=[])
+def named(batch, ctx, *, only: bool = False):
+    return batch.with_columns(drop_reason=reasons(batch)) if only else batch
+
+@step(role='score', reads=['values'], writes=['drop_reason'])
+def late(batch, ctx): ...
+"""
+
+
+def test_samples_that_have_arrived_are_not_dropped(folder, refused: Refused) -> None:
+    folder.step(DROPS)
+    step = "flow.steps.filter.call=./steps.py:filter"
+    there = "layout.pools.trainer.steps=[filter]"
+    text = refused(step, there)
+    assert "flow.steps.filter — may drop samples and runs on pool 'trainer' after they have arrived" in text
+    assert "add filter to the `steps` of 'rollout', or of a service, or set on_error to zero or stop" in text
+    assert plan_recipe(folder.recipe, [step])[1].pool("rollout").steps == ("sample", "reward", "filter")
+    for good in ([step, there, "flow.steps.filter.with.on_error=zero"], [step, "layout=colocated"]):
+        plan_recipe(folder.recipe, good)
+    late = ["flow.steps.values={call: ./steps.py:values,model: policy}", "flow.steps.late.call=./steps.py:late"]
+    assert "let it read only what is written before the samples are sent" in refused("layout=colocated", *late)
+
+
+def test_a_step_that_may_drop_samples_that_have_arrived_is_told(folder) -> None:
+    folder.step(DROPS)
+    step = "flow.steps.named.call=./steps.py:named"
+    (warning,) = plan_recipe(folder.recipe, [step, "layout.pools.trainer.steps=[named]"])[1].warnings
+    assert warning.startswith("warning: step 'named' names drop_reason and runs on pool 'trainer': a reason that")
+    assert plan_recipe(folder.recipe, [step])[1].warnings == ()
+
+
+def test_the_shipped_rewards_on_the_training_pool(refused: Refused) -> None:
+    """They drop what they cannot judge, unless they are told not to."""
+    there = "layout.pools.trainer.steps=[reward]"
+    with pytest.raises(RecipeError, match=r"flow\.steps\.reward — may drop samples .* or set on_error to zero or stop"):
+        plan_recipe("quickstart", [there])
+    plan_recipe("quickstart", [there, "flow.steps.reward.with.on_error=stop"])
+
+
 def test_what_a_step_may_write_is_part_of_the_plan() -> None:
     steps = {step.name: step for step in plan_recipe("quickstart", ["run.dump_fields=[rewards/part]"])[1].steps}
     assert steps["reward"].may_write == ("rewards/*", "drop_reason")

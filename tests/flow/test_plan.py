@@ -17,6 +17,7 @@ from distflow.flow.script import render_script
 from distflow.types import WorkerName
 
 GOLDEN = Path(__file__).parent / "golden"
+JUDGE_ON_TRAINER = ["layout.pools.trainer.steps=[reward]", "flow.steps.reward.with.on_error=zero"]
 
 
 def planned(recipe: str, *overrides: str) -> Plan:
@@ -42,7 +43,7 @@ def test_every_flow_fits_every_layout(recipe: str, layout: str, flow: str) -> No
         ("colocated_kl", ["layout=colocated", "flow=grpo_kl"]),
         ("services", ["layout=services"]),
         ("services_kl", ["layout=services", "flow=grpo_kl"]),
-        ("judge_on_trainer", ["layout.pools.trainer.steps=[reward]"]),
+        ("judge_on_trainer", JUDGE_ON_TRAINER),
         ("reference_on_rollout", ["flow=grpo_kl", "layout.pools.rollout.steps=[reference]"]),
     ],
 )
@@ -79,7 +80,7 @@ def test_only_fields_that_are_read_or_dumped_cross() -> None:
     fields = planned("quickstart").edge("samples").fields
     assert "task" not in fields
     assert {"rollout_logprobs", "response_text", "reward", "rewards/*"} <= set(fields)
-    assert "task" in planned("quickstart", "layout.pools.trainer.steps=[reward]").edge("samples").fields
+    assert "task" in planned("quickstart", *JUDGE_ON_TRAINER).edge("samples").fields
     assert lane_of(planned("quickstart", "layout=colocated").edge("samples")) == "inproc"
 
 

@@ -84,6 +84,10 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
             r"scope='rows'.*batch, group, sample",
         ),
         ("@step(role='score', reads=FIELDS, writes=[])\ndef f(b, c): ...", r"reads=FIELDS\) is not a literal"),
+        (
+            "@step(role='score', **FIELDS)\ndef f(b, c): ...",
+            r"@step\(\*\*…\) cannot be read .* write the arguments out",
+        ),
         ("@step(role='score', reads='a', writes=[])\ndef f(b, c): ...", "must be a list of names, got 'a'"),
         ("@step(role='score', reads=[])\ndef f(b, c): ...", "lacks writes"),
         ("@step(role='score', read=[], writes=[])\ndef f(b, c): ...", "has no argument 'read'; did you mean 'reads'"),

@@ -29,6 +29,8 @@ OWN_CRITIC = [
 ]
 REFERENCE = [VALUES, "layout.pools.reference.steps=[values]"]
 JUDGE = ["layout.pools.judge.steps=[reward]"]
+BOTH = ("prompt_ids", "response_ids")
+"""What the step reads, and for how many tokens it writes values."""
 
 
 def edges(folder: Folder, *overrides: str) -> dict[tuple[str, str], Edge]:
@@ -83,7 +85,7 @@ def test_a_frozen_model_elsewhere_is_asked_by_owners_on_arrival(folder: Folder) 
         "trainer",
         "reference",
         ("values",),
-        ("uid", "sample", "prompt_ids"),
+        ("uid", "sample", *BOTH),
         ("values",),
         "on arrival",
         "frozen",
@@ -96,7 +98,7 @@ def test_a_frozen_model_elsewhere_is_asked_by_owners_on_arrival(folder: Folder) 
 def test_a_second_trained_model_is_asked_for_its_exact_version_and_gets_rows(folder: Folder) -> None:
     folder.step(CRITIC)
     found = edges(folder, *OWN_CRITIC)
-    values = ("trainer", "critic", ("values",), ("uid", "sample", "prompt_ids"), ("values",), "in window", "exact")
+    values = ("trainer", "critic", ("values",), ("uid", "sample", *BOTH), ("values",), "in window", "exact")
     assert ends(found["call", "values"]) == values
     rows = found["rows", "critic_rows"]
     assert (rows.source, rows.target, rows.model, rows.steps) == ("trainer", "critic", "critic", ("critic_update",))
@@ -139,7 +141,7 @@ def test_computing_with_a_trained_model_elsewhere_is_refused(folder: Folder, ref
 
 def test_what_the_runtime_cannot_do_yet_is_refused_by_name(folder: Folder, refused: Callable[..., str]) -> None:
     folder.step(CRITIC)
-    message = "step 'reward' of role 'score' on the pool that trains critic: not built yet — leave it to 'trainer'"
+    message = "step 'reward' of role 'score' on the pool that trains critic: not built yet — leave it to 'rollout'"
     steps = "layout.pools.critic.steps=[values,critic_update,reward]"
     assert f"layout.pools.critic.steps — {message}" in refused(*OWN_CRITIC, steps)
     again = "flow.steps.again={call: ./steps.py:sample, model: policy}"

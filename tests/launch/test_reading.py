@@ -305,6 +305,30 @@ def test_rollouts_shows_the_newest_term_of_a_step(fake_run, capsys):
     assert "the nearest is step_000017" in capsys.readouterr().err
 
 
+def test_rollouts_shows_the_sequences_of_a_sample_together(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 1}})
+    run.run()
+    folder = run.run_dir / "rollouts" / "step_000017"
+    folder.mkdir()
+    cut = [
+        {**sample(0, 0, 1, 0.5), "sequence": 1, "prompt": "so far 2, +1=", "response": "3"},
+        {**sample(0, 1, 1, 1.0), "sequence": 0},
+        {**sample(0, 0, 1, 0.5), "sequence": 0},
+    ]
+    (folder / "trainer-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in cut))
+    assert distflow(["rollouts", "--limit", "1", *runs_dir(run)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "training step 17: 1 of 2 samples",
+        "-- prompt 0, sample 0, reward 0.500, score 0.500, stop",
+        "   prompt    '1+1='",
+        "   response  '2'",
+        "   prompt    'so far 2, +1='",
+        "   response  '3'",
+    ]
+    assert distflow(["rollouts", "--limit", "1", "--json", *runs_dir(run)]) == 0
+    assert [line["sequence"] for line in json.loads(capsys.readouterr().out)] == [0, 1]
+
+
 @pytest.mark.parametrize("command", ["status", "logs", "metrics", "rollouts", "stop"])
 def test_an_unknown_run_is_refused_without_a_traceback(command, tmp_path, capsys):
     assert distflow([command, "nope", "--runs-dir", str(tmp_path)]) == 2

@@ -99,6 +99,39 @@ def test_a_worker_that_asks_goes_on(tmp_path: Path, seed: int) -> None:
     rollout.close()
 
 
+def test_a_request_with_more_than_is_read_is_joined_with_others(tmp_path: Path) -> None:
+    service = receiver("reward/0", tmp_path)
+    answering = service.session._serving
+    assert answering is not None
+    more = ROWS.with_columns(more=torch.zeros(2))
+    for number, rows in enumerate((ROWS, more)):
+        example = travelling(CallRequest("reward", number, 0, None, rows.nbytes, 6), "rollout/0", rows)
+        service.take(packed(example), example.payload)
+    _, joined = next(answering.requests(["reward"]))
+    assert (joined.rows, "more" in joined) == (4, False)
+    service.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"reward": torch.ones(2, 1)}, {"reward": torch.tensor([1.0, torch.nan])}, {"score": Ragged.from_texts(["", "x"])}],
+    ids=["shape", "nan", "text"],
+)
+def test_an_answer_that_no_step_may_write_is_refused(tmp_path: Path, wrong: Mapping[str, Any]) -> None:
+    rollout = receiver("rollout/0", tmp_path)
+    calls = rollout.session._asking
+    assert calls is not None
+    with rollout.node.board.condition:
+        calls.ask("reward", 0, RowRange(ROWS, 0, 2), 0)
+    refused = rollout.refused
+    for rows in (JUDGED.with_columns(**wrong), JUDGED):
+        example = travelling(CallAnswer(0, 1, None, 0), "reward/0", rows)
+        rollout.take(packed(example), example.payload)
+    assert rollout.refused == refused + 1
+    assert [answer["reward"].tolist() for _, answer in calls.take("reward")] == [[1.0, 1.0]]
+    rollout.close()
+
+
 def test_a_call_costs_the_bytes_of_what_is_read_and_written(tmp_path: Path) -> None:
     """Of samples of a thousand tokens: to the end of the wire, whatever else is around them."""
     tokens = torch.arange(1000)

@@ -125,6 +125,18 @@ def test_a_dump_has_one_line_a_sample_in_the_order_trained(tmp_path: Path) -> No
     }
 
 
+def test_a_dump_has_a_line_for_each_sequence_of_a_sample_with_its_own_prompt(tmp_path: Path) -> None:
+    more = {"sequence": torch.tensor([0, 1]), "sequence_prompt": Ragged.from_texts(["", "so far 4"])}
+    whole = samples(2, **more, sample=torch.zeros(2, dtype=torch.int64))
+    writer = DumpWriter(tmp_path, WorkerName.parse("trainer/0"), Disk(), 1 << 30)
+    writer.write(1, 0, [(dumped(whole, ()), ["rollout/0"] * 2)])
+    writer.close()
+    path = tmp_path / "rollouts" / "step_000001" / "trainer-0.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [(line["sample"], line["sequence"], line["prompt"], line["response"]) for line in lines]
+    assert found == [(0, 0, "4+5 = ü", ""), (0, 1, "so far 4", "1")]
+
+
 def test_fields_of_the_users_are_dumped_whatever_their_shape(tmp_path: Path) -> None:
     whole = samples(
         2,

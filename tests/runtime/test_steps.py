@@ -16,13 +16,14 @@ from distflow.flow.step import GENERATED
 from distflow.runtime.generate_step import Returned, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext, StepRunner, split
-from distflow.types import Episode, Uid
+from distflow.types import Episode, SamplingParams, Uid
 
 SOURCE = """\
 import torch
 
-from distflow import Batch, step
+from distflow import Batch, Ragged, step
 from distflow.errors import UserError, WorkerFailed
+from distflow.types import SamplingParams
 
 
 def helper():
@@ -50,6 +51,36 @@ def broken(batch, ctx):
 
 
 @step(role="score", reads=["group"], writes=["reward"])
+def leaving(batch, ctx):
+    raise SystemExit(0)
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def lost(batch, ctx):
+    return batch.with_columns(reward=torch.tensor([1.0, torch.nan, torch.inf]))
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def reordered(batch, ctx):
+    return doubled(batch, ctx).select([2, 1, 0])
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def narrow(batch, ctx):
+    return batch.with_columns(reward=torch.ones(3, dtype=torch.int16))
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def bare(batch, ctx):
+    return Batch({"reward": torch.ones(3)})
+
+
+@step(role="score", reads=["group"], writes=["reward"], may_write=["drop_reason"])
+def excused(batch, ctx):
+    return lost(batch, ctx).with_columns(drop_reason=Ragged.from_texts(["", "too long", "too long"]))
+
+
+@step(role="score", reads=["group"], writes=["reward"])
 def nothing(batch, ctx):
     return None
 
@@ -72,7 +103,7 @@ def shorter(batch, ctx):
 
 @step(role="generate", reads=[], writes=[])
 async def drawn(episode, generate, ctx, *, temperature=1.0):
-    completion = await generate(episode.prompt_ids, temperature)
+    completion = await generate(episode.prompt_ids, SamplingParams(temperature))
     if completion == "bad":
         helper()
     return {"turns": 1}
@@ -112,7 +143,7 @@ def runner(file: Path, name: str, role: str = "score", **settings: Any) -> tuple
         settings=settings,
         reads=() if role == "generate" else ("group",),
         writes=writes,
-        may_write=("rewards/*",) if name == "generous" else (),
+        may_write={"generous": ("rewards/*",), "excused": ("drop_reason",)}.get(name, ()),
     )
     metrics = MetricStore()
     context = StepContext("judge", worker="rollout/1", training_step=6, metrics=metrics)
@@ -151,7 +182,7 @@ def test_what_a_step_raises_is_told_with_its_own_frames_first(file: Path) -> Non
     with pytest.raises(StepError) as caught:
         steps.call("judge", batch(6))
     frames, message = split(caught.value)
-    assert frames.startswith(f'  File "{file}", line 18, in raising\n')
+    assert frames.startswith(f'  File "{file}", line 19, in raising\n')
     assert frames.endswith('in helper\n    raise ValueError("not today")\nValueError: not today')
     assert message == (
         f"step 'judge' ({file}:raising) raised ValueError on rollout/1, training step 6, with uids "
@@ -181,11 +212,30 @@ def test_our_own_errors_pass_through(file: Path) -> None:
         ("nothing", r"step 'judge' \(.*:nothing\) on rollout/1 returned NoneType; expected a Batch, for example"),
         ("unwritten", r"declares that it writes \['reward'\], but its batch has only \['group', 'uid'\]"),
         ("shorter", r"turned 3 rows into 1; a step keeps every row"),
+        ("leaving", r"(?s)in leaving\n.*SystemExit: 0\nstep 'judge' .* raised SystemExit on rollout/1"),
+        (
+            "lost",
+            r"on rollout/1 wrote 'reward' nan for 2 of 3 samples, uid \(epoch, prompt, position\) \(0, 11, 1\); "
+            "expected finite numbers, or a drop_reason",
+        ),
+        (
+            "reordered",
+            r"on rollout/1 changed 'group', which it does not declare to write; a step keeps all rows in their",
+        ),
+        ("narrow", r"on rollout/1 wrote 'reward' as torch\.int16; expected one of torch\.bfloat16, "),
     ],
 )
 def test_what_comes_back_is_checked(file: Path, name: str, message: str) -> None:
     with pytest.raises(StepError, match=message):
         runner(file, name)[0].call("judge", batch())
+
+
+def test_a_step_needs_to_return_no_more_than_what_it_writes(file: Path) -> None:
+    assert set(runner(file, "bare")[0].call("judge", batch()).columns) == {"group", "uid", "reward"}
+
+
+def test_samples_that_are_dropped_need_no_reward(file: Path) -> None:
+    assert runner(file, "excused")[0].call("judge", batch()).texts("drop_reason")[1] == "too long"
 
 
 EPISODE = Episode(Uid(0, 12, 7), 1, (4, 5), "23=", {})
@@ -197,7 +247,7 @@ def test_a_generate_step_makes_one_sample_turn_by_turn(file: Path) -> None:
     call = step.begin(EPISODE)
     wanted = step.go_on(call, EPISODE, None)
     assert isinstance(wanted, Wanted)
-    assert (wanted.prompt_ids, wanted.params) == ((4, 5), 0.5)
+    assert (wanted.prompt_ids, wanted.params) == ((4, 5), SamplingParams(0.5))
     assert step.go_on(call, EPISODE, "good") == Returned({"turns": 1})  # type: ignore[arg-type]
 
 
@@ -273,6 +323,7 @@ WRONG = [
         "one value per response token into 'values', 4 for this batch; it wrote rows of 2 values in all",
     ),
     ("ref_logprobs", LIKE(torch.ones(4, 2)), "one value per response token into 'ref_logprobs'"),
+    ("old_logprobs", LIKE(torch.tensor([0.0, torch.nan, 0.0, 0.0])), "nan into 'old_logprobs' for 1 of 4 values"),
     ("reward", torch.ones(2, 1), r"one value per sample into 'reward', a tensor of shape \[2\]; it wrote .* \[2, 1\]"),
     ("rewards/style", LIKE(torch.ones(4)), "one value per sample into 'rewards/style', .* it wrote rows of 4 values"),
     ("drop_reason", torch.zeros(2), r"one text per sample into 'drop_reason'.* — drop_reason=Ragged\.from_texts"),

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch, Ragged
-from distflow.errors import StepError
+from distflow.errors import StepError, UserError
 from distflow.exchange.messages import Lease
 from distflow.flow.plan import StepPlan
-from distflow.flow.step import ENVIRONMENT, GENERATED
+from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.trajectories import Trajectories
 from distflow.testing.engine_harness import run_until_done
@@ -39,12 +39,6 @@ async def talk(episode, generate, ctx, *, turns=3, max_new_tokens=4, max_tokens=
 async def undeclared(episode, generate, ctx):
     completion = await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
     await generate((*episode.prompt_ids, *completion.response_ids, 3), SamplingParams(max_new_tokens=2))
-
-
-@step(role="generate", reads=[], writes=[], environment=[])
-async def broken(episode, generate, ctx):
-    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
-    await generate((9, 9), SamplingParams(max_new_tokens=2))
 
 
 @step(role="generate", reads=[], writes=[], environment=[])
@@ -80,16 +74,57 @@ async def silent(episode, generate, ctx): ...
 @step(role="generate", reads=[], writes=["rewards/turns"])
 async def forgetful(episode, generate, ctx):
     await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+
+
+@step(role="generate", reads=[], writes=["rewards/turns"])
+async def wordy(episode, generate, ctx):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+    return {"rewards/turns": "two"}
+
+
+@step(role="generate", reads=[], writes=[])
+async def vague(episode, generate, ctx):
+    await generate(episode.prompt_ids, 2)
+
+
+@step(role="generate", reads=[], writes=[])
+async def textual(episode, generate, ctx):
+    await generate((*episode.prompt_ids, 1.5), SamplingParams(max_new_tokens=2))
+
+
+@step(role="generate", reads=[], writes=[])
+async def untyped(episode, generate, ctx):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens="2"))
+
+
+@step(role="generate", reads=[], writes=[])
+async def leaving(episode, generate, ctx):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
+    raise SystemExit(0)
+
+
+@step(role="generate", reads=[], writes=[])
+async def stubborn(episode, generate, ctx):
+    try:
+        await generate(episode.prompt_ids, SamplingParams(max_new_tokens=9))
+    finally:
+        raise ValueError("there is no end")
 """
 PROMPT = (2, 3)
 MOST = 40
 
 
 def trajectories(
-    folder: Path, name: str, *, environment: Sequence[str] | None = ENVIRONMENT, samples: int = 2, **settings: Any
+    folder: Path,
+    name: str,
+    *,
+    environment: Sequence[str] | None = ENVIRONMENT,
+    samples: int = 2,
+    **settings: Any,
 ) -> Trajectories:
     (folder / "mine.py").write_text(SOURCE)
-    writes = (*GENERATED, *(["rewards/turns"] if name in ("talk", "forgetful", "thoughtful") else []))
+    returned = ["rewards/turns"] if name in ("talk", "forgetful", "thoughtful", "wordy") else []
+    writes = (*GENERATED, *([] if environment is None else SEQUENCES), *returned)
     allowed = None if environment is None else tuple(environment)
     plan = StepPlan("sample", f"{folder}/mine.py:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
@@ -258,10 +293,18 @@ def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> N
     "name, environment, message",
     [
         ("undeclared", None, r"mine\.py:undeclared\) on rollout/0 asks for more after its first turn.* no environment"),
-        ("broken", (), r"asks for what follows 2 tokens that do not begin with the 4 that the sample has"),
         ("endless", (), r"asks for more after 41 tokens behind the prompt, .* longest sample has 40: .*max_tokens"),
         ("silent", None, r"returned before it awaited tokens of the sample; expected completion = await generate"),
         ("forgetful", None, r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]"),
+        ("wordy", None, r"returned {'rewards/turns': 'two'}; expected a number for each of \['rewards/turns'\]"),
+        ("vague", None, r"(?s)in vague\n.*params is a int; expected SamplingParams\n.* raised TypeError on rollout/0"),
+        ("textual", None, r"(?s)in textual\n.*'float' .*; expected token ids, which are integers\n.* raised TypeError"),
+        ("untyped", None, r"(?s)in untyped\n.*SamplingParams\(max_new_tokens='2'\): expected an integer\n"),
+        (
+            "leaving",
+            None,
+            r"(?s)in leaving\n.*raised SystemExit on rollout/0, training step 0, with uids .*\(0, 1, 5\)",
+        ),
     ],
 )
 def test_what_a_step_may_not_do_is_told(
@@ -270,3 +313,22 @@ def test_what_a_step_may_not_do_is_told(
     samples = trajectories(tmp_path, name, environment=environment)
     with pytest.raises(StepError, match=message):
         drive(samples, engine(slots=4), samples.begin([lease()]))
+
+
+def test_a_step_that_cannot_be_ended_is_told(tmp_path: Path) -> None:
+    """Its group is not wanted any more."""
+    samples, made = trajectories(tmp_path, "stubborn", environment=None, samples=1), engine()
+    made.submit(samples.begin([lease()]))
+    made.poll()
+    with pytest.raises(StepError, match="there is no end\nstep 'sample' .* raised ValueError on rollout/0"):
+        samples.forget([5])
+
+
+def test_a_baseline_needs_others_to_be_the_baseline_of(tmp_path: Path) -> None:
+    call = "distflow.workers.rollout:sample_with_baseline"
+    plan = StepPlan("sample", call, "generate", "sample", None, {}, (), GENERATED)
+    context = StepContext("sample", tokenizer=EndlessTokenizer(), samples_per_prompt=1)
+    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step()
+    samples = Trajectories(step, 1, MOST, TOKENIZER, torch.float32)
+    with pytest.raises(UserError, match=r"rollout/0: batch.samples_per_prompt is 1: .* none is trained on — 2 or more"):
+        samples.begin([lease()])

@@ -37,7 +37,11 @@ class TextJudge:
     def score(self, rows: Sequence[Sequence[int]], device: torch.device, tokens: int) -> Tensor:
         """[B] float32, on the host; raises ValueError for an empty row."""
         if not all(rows):
-            raise ValueError("a text without a token has no score")
+            row = next(number for number, one in enumerate(rows) if not one)
+            raise ValueError(
+                f"text {row} of {len(rows)} has no token, so it has no score: prompt and response are empty, and the "
+                "model's tokenizer has no chat template"
+            )
         ragged = Ragged.from_rows([torch.tensor(row) for row in rows], torch.int64)
         found_B = torch.empty(len(ragged))
         for numbers in self._parts(ragged, tokens):

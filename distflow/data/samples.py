@@ -1,0 +1,125 @@
+"""Samples of several sequences: each sequence is a row of the batch, and what belongs to the sample stands on all rows
+(the text of the data's prompt, which may be long, on the first).
+
+Rewards, advantages, means over sequences and metrics count samples, not rows. Where every sample is one row (field
+`sequence` is absent, or 0 throughout), all views here are the batch itself.
+
+Shapes: B rows (sequences), S samples, N tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch, Column, Ragged
+from distflow.types import A_TOKEN, SEQUENCE, TOKENS
+
+SHARE = "sample_share"
+"""[B] float64: how much of its sample each row is, by tokens trained on; the shares of a sample add up to 1."""
+PROMPT_TEXT = "prompt_text"
+_OF_SEQUENCES = ("prompt_ids", "policy_versions", SEQUENCE, "sequence_prompt")
+"""Fields of which a sample has none of its own."""
+
+
+def has_several(batch: Batch) -> bool:
+    """Whether a sample has more than one row."""
+    return SEQUENCE in batch and bool(batch.dense(SEQUENCE).any())
+
+
+def sample_bounds(batch: Batch) -> list[int]:
+    """Row numbers at which samples begin, and the number of rows as the last entry: [0, 1, 3] for 1 row and 2 rows."""
+    if SEQUENCE not in batch:
+        return [*range(batch.rows + 1)]
+    return [*(batch.dense(SEQUENCE) == 0).nonzero().flatten().tolist(), batch.rows]
+
+
+def by_sample(batch: Batch) -> Batch:
+    """One row a sample: of fields with a value per response token its sequences one behind the other, in the order in
+    which they ended; of others, what the last sequence has. Fields that only sequences have are left out.
+
+    The tokens keep their order, so values for them go back by `batch.ragged("response_ids").like(values)`.
+    """
+    if not has_several(batch):
+        return batch
+    bounds = torch.tensor(sample_bounds(batch))
+    offsets = batch.ragged(TOKENS).offsets
+    last, joined = bounds[1:] - 1, offsets[bounds]
+    columns: dict[str, Column] = {}
+    for name, column in batch.columns.items():
+        if name in _OF_SEQUENCES:
+            continue
+        if not isinstance(column, Ragged):
+            columns[name] = column[last]
+        elif _a_token(name, column, offsets):
+            columns[name] = Ragged(column.values, joined)
+        else:
+            columns[name] = column.select(bounds[:-1] if name == PROMPT_TEXT else last)
+    return Batch(columns)
+
+
+def sequence_ends(batch: Batch) -> Ragged | None:
+    """The last token of each sequence, in rows of samples, as bool; None where every sample is one row."""
+    if not has_several(batch):
+        return None
+    responses = batch.ragged(TOKENS)
+    ends = torch.zeros(len(responses.values), dtype=torch.bool)
+    ends[responses.offsets[1:][responses.lengths > 0] - 1] = True
+    return by_sample(batch).ragged(TOKENS).like(ends)
+
+
+def to_rows(batch: Batch, of_samples: Tensor) -> Tensor:
+    """[S, …] → [B, …]: what samples have, on each of their rows."""
+    return of_samples.repeat_interleave(torch.tensor(sample_bounds(batch)).diff(), 0)
+
+
+def last_rows(batch: Batch) -> Batch:
+    """The last sequence of each sample: the one with its final response; with the text of the data's prompt."""
+    if not has_several(batch):
+        return batch
+    *first, _ = bounds = sample_bounds(batch)
+    last = batch.select([end - 1 for end in bounds[1:]])
+    if PROMPT_TEXT not in batch:
+        return last
+    return last.with_columns(**{PROMPT_TEXT: batch.ragged(PROMPT_TEXT).select(torch.tensor(first))})
+
+
+def on_all_rows(batch: Batch, last: Batch, written: Batch) -> Batch:
+    """`written`, a batch with the rows of `last`, `last_rows(batch)`, with the rows of `batch` again: new columns hold
+    for all sequences of a sample."""
+    if last is batch:
+        return written
+    index = to_rows(batch, torch.arange(last.rows))
+    return Batch(
+        {
+            name: batch[name] if name in last and column is last[name] else _select(column, index)
+            for name, column in written.columns.items()
+        }
+    )
+
+
+def with_shares(batch: Batch) -> Batch:
+    """The batch with field `sample_share`, if a sample has more than one row. Needs all rows of each sample."""
+    if not has_several(batch):
+        return batch
+    tokens = torch.stack([row.sum() for row in batch.ragged("response_mask").rows()]).double()
+    of_samples = torch.stack([tokens[a:b].sum() for a, b in pairwise(sample_bounds(batch))])
+    return batch.with_columns(**{SHARE: tokens / to_rows(batch, of_samples).clamp(min=1)})
+
+
+def with_share(fields: Sequence[str], batch: Batch) -> list[str]:
+    """These fields, with `sample_share` if the batch has it."""
+    return [*fields, SHARE] if SHARE in batch else [*fields]
+
+
+def _a_token(name: str, column: Ragged, offsets: Tensor) -> bool:
+    if name == TOKENS or name in A_TOKEN:
+        return True
+    return column.values.dtype != torch.uint8 and torch.equal(column.offsets, offsets)
+
+
+def _select(column: Column, index: Tensor) -> Column:
+    return column.select(index) if isinstance(column, Ragged) else column[index]
