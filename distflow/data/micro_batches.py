@@ -7,7 +7,7 @@ that a round takes all of them equally long. A mini-batch is one update of the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,14 @@ def micro_batches(batch: Batch, tokens: int, fields: Sequence[str] | None = None
     agreed = MICRO_BATCH in batch
     for rows in _agreed_rows(batch) if agreed else split_rows(row_lengths(batch), tokens):
         yield rows, wanted if len(rows) == len(batch) else wanted.select(rows)
+
+
+def with_agreed(batch: Batch, numbers: Mapping[int, Sequence[int]]) -> Batch:
+    """The batch with the micro-batch on which the replicas have agreed for each row; `numbers`: by the group's prompt
+    position.
+    """
+    found = [number for position in group_ranges(batch) for number in numbers[position]]
+    return batch.with_columns(**{MICRO_BATCH: torch.tensor(found, dtype=torch.int64)})
 
 
 def split_rows(lengths: Tensor, tokens: int) -> list[Tensor]:

@@ -20,31 +20,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from distflow.data.decoding import read
-from distflow.exchange.dealing import CostRule, Hand, Lengths, Offer, deal, in_rounds, padded, ranks
+from distflow.exchange.dealing import DealRule, Hand, Lengths, Offer, deal, deal_step, in_messages, padded, ranks
 from distflow.exchange.steal_core import GROUPS, KEPT, REPEAT_S, Send, Transfer, TransferAnswer
 
 UNEVEN = 1.05
 """Most that a replica may have of what is dealt before all groups are there, by its equal share."""
 News = Sequence[tuple[int, Lengths]]
 """Groups that have become ready, by position."""
-
-
-@dataclass(frozen=True, slots=True)
-class DealRule:
-    """What is dealt, and how."""
-
-    prompts: int
-    """Groups of a training step, of all replicas together."""
-    ledgers: int
-    cost: CostRule
-    minibatches: int = 1
-    """Those of a rank modulo this number are dealt by themselves."""
-    streamed: bool = True
-    """Deal as soon as there is enough for all replicas, and not only once everything is there."""
-    divided: bool = True
-    """Cut the hands into rounds, since a model is divided over the replicas."""
-    pinned: bool = False
-    """Nothing changes hands."""
 
 
 class Dealt(NamedTuple):
@@ -74,8 +56,8 @@ class DealCore:
         self._said: set[int] = set()
         self._offers: dict[int, Offer] = {}
         """Groups that have been offered and not dealt."""
-        self._heard: set[int] = set()
-        """All positions offered in this step."""
+        self._heard: dict[int, Lengths] = {}
+        """All groups offered in this step."""
         self._hands: list[Hand] = []
         """Those not taken yet, in order."""
         self._awaited: dict[int, str] = {}
@@ -111,7 +93,7 @@ class DealCore:
         """What all replicas said at one point, in their order. Returns the deal that follows from it, if one does."""
         for owner, groups in enumerate(news):
             self._offers |= {position: Offer(owner, lengths) for position, lengths in groups}
-        self._heard.update(self._offers)
+        self._heard |= {position: offer.lengths for position, offer in self._offers.items()}
         rule, complete = self.rule, len(self._heard) == self.rule.prompts
         if not self._offers or not (complete or (rule.streamed and self._enough())):
             return None
@@ -133,6 +115,11 @@ class DealCore:
         """The replicas whose groups the next hand lacks."""
         hand = self._hands[0] if self._hands else {}
         return tuple(sorted({self._awaited[position] for position in hand.keys() & self._awaited.keys()}))
+
+    @property
+    def window(self) -> Mapping[int, Lengths]:
+        """All groups of the step, of all replicas, where they are dealt only once all are there, and are dealt."""
+        return self._heard if self.ranks and not self.rule.streamed else {}
 
     @property
     def over(self) -> bool:
@@ -177,49 +164,21 @@ class DealCore:
         return max(loads) * members <= UNEVEN * sum(loads)
 
     def _settle(self, offers: Mapping[int, Offer], now: float) -> Dealt:
-        hands = self._deal(offers)
+        hands = deal_step(offers, len(self._members), self.ranks, self.rule, even=not self.ranks)
         mine = hands[self._me]
         if mine:
             self._hands.append(mine)
         others = {p: self._members[offers[p].owner] for p in mine if offers[p].owner != self._me}
         self._awaited |= {p: owner for p, owner in others.items() if p not in self._here}
         own = sorted(p for p, offer in offers.items() if offer.owner == self._me)
+        budget = self.rule.cost.budget
         given = [
             self._send(member, some, now)
             for member, hand in zip(self._members, hands, strict=True)
             if member != self._members[self._me]
-            for some in self._pieces([p for p in hand if offers[p].owner == self._me], offers)
+            for some in in_messages([p for p in hand if offers[p].owner == self._me], self._heard, budget)
         ]
         return Dealt(own, given)
-
-    def _deal(self, offers: Mapping[int, Offer]) -> list[Hand]:
-        """Each mini-batch by itself: the replicas meet after it."""
-        rule, hands = self.rule, [Hand() for _ in self._members]
-        first = 0
-        for part in range(rule.minibatches):
-            some = {
-                p: o for p, o in offers.items() if rule.minibatches == 1 or self.ranks[p] % rule.minibatches == part
-            }
-            dealt = deal(some, len(hands), rule.cost, pinned=rule.pinned)
-            cut = [Hand({p: () for p in positions}) for positions in dealt]
-            if rule.divided:
-                cut = in_rounds(dealt, some, rule.cost, first, even=not self.ranks)
-            for hand, more in zip(hands, cut, strict=True):
-                hand.update(more)
-                first = max([first, *(1 + number for numbers in more.values() for number in numbers)])
-        return [dict(sorted(hand.items())) for hand in hands]
-
-    def _pieces(self, positions: Sequence[int], offers: Mapping[int, Offer]) -> list[tuple[int, ...]]:
-        """Split what one replica gets into messages of about a micro-batch."""
-        pieces: list[list[int]] = []
-        tokens = self.rule.cost.budget
-        for position in positions:
-            if tokens >= self.rule.cost.budget:
-                pieces.append([])
-                tokens = 0
-            pieces[-1].append(position)
-            tokens += padded(offers[position].lengths)
-        return [tuple(piece) for piece in pieces]
 
     def _send(self, to: str, positions: tuple[int, ...], now: float) -> Send:
         self._number += 1

@@ -1,9 +1,11 @@
 """Who trains on what: the groups of a training step dealt to replicas by cost, and cut into rounds that match.
 
-Every replica computes the same from the same lengths. A row of n tokens costs n + q·n², where q says how much attention
-adds (`CostRule.quadratic`). Groups stay whole, and with their owner as long as it has no more than its share; the
-others go to whoever has least, largest first (LPT, Graham 1969). Where a model is divided, a round lasts as long as its
-largest micro-batch, so in each round all replicas compute about as much as the one that can do least in its budget.
+Every replica computes the same from the same lengths: those of the policy's home deal among themselves
+(`deal_core.py`), and its owners to the replicas of further models (`rows_core.py`). A row of n tokens costs n + q·n²,
+where q says how much attention adds (`CostRule.quadratic`). Groups stay whole, and with their owner as long as it has
+no more than its share; the others go to whoever has least, largest first (LPT, Graham 1969). Where a model is divided,
+a round lasts as long as its largest micro-batch, so in each round all replicas compute about as much as the one that
+can do least in its budget.
 """
 
 from __future__ import annotations
@@ -37,21 +39,67 @@ class CostRule:
         return sum(map(self.row, lengths))
 
 
+@dataclass(frozen=True, slots=True)
+class DealRule:
+    """What is dealt, and how."""
+
+    prompts: int
+    """Groups of a training step, of all replicas together."""
+    ledgers: int
+    cost: CostRule
+    minibatches: int = 1
+    """Those of a rank modulo this number are dealt by themselves."""
+    streamed: bool = True
+    """Deal as soon as there is enough for all replicas, and not only once everything is there."""
+    divided: bool = True
+    """Cut the hands into rounds, since a model is divided over the replicas."""
+    pinned: bool = False
+    """Nothing changes hands."""
+
+
 class Offer(NamedTuple):
-    """A group that may be dealt: the number of its owner, and its lengths."""
+    """A group that may be dealt: the number of the replica that has it, or that is to have it, and its lengths."""
 
     owner: int
     lengths: Lengths
 
 
-def deal(offers: Mapping[int, Offer], replicas: int, rule: CostRule, *, pinned: bool = False) -> list[list[int]]:
+def deal_step(
+    offers: Mapping[int, Offer], replicas: int, found: Mapping[int, int], rule: DealRule, *, even: bool = False
+) -> list[Hand]:
+    """The hands of the replicas: each mini-batch is dealt by itself, since they meet after it.
+
+    `found`: the groups' `ranks`, needed for several mini-batches; `even`: see `in_rounds`.
+    """
+    hands, first = [Hand() for _ in range(replicas)], 0
+    for part in range(rule.minibatches):
+        some = {p: o for p, o in offers.items() if rule.minibatches == 1 or found[p] % rule.minibatches == part}
+        dealt = deal(some, replicas, rule.cost, pinned=rule.pinned)
+        cut = [Hand({p: () for p in positions}) for positions in dealt]
+        if rule.divided:
+            cut = in_rounds(dealt, some, rule.cost, first, even=even)
+        for hand, more in zip(hands, cut, strict=True):
+            hand.update(more)
+            first = max([first, *(1 + number for numbers in more.values() for number in numbers)])
+    return [dict(sorted(hand.items())) for hand in hands]
+
+
+def deal(
+    offers: Mapping[int, Offer],
+    replicas: int,
+    rule: CostRule,
+    *,
+    pinned: bool = False,
+    loads: list[float] | None = None,
+) -> list[list[int]]:
     """The positions that each replica trains on, in order. `pinned`: each keeps its own.
 
-    A replica that offers a group also gets one.
+    `loads`: the cost of what each replica has already, to which what it gets is added. Without it, a replica that
+    offers a group also gets one.
     """
+    loads = [0.0] * replicas if loads is None else loads
     costs = {position: rule.group(offer.lengths) for position, offer in offers.items()}
-    share = sum(costs.values()) / replicas
-    loads = [0.0] * replicas
+    share = (sum(loads) + sum(costs.values())) / replicas
     hands: list[list[int]] = [[] for _ in range(replicas)]
     for position in sorted(offers, key=lambda position: (-costs[position], position)):
         owner = offers[position].owner
@@ -121,6 +169,19 @@ def ranks(positions: Iterable[int], ledgers: int) -> dict[int, int]:
 def padded(lengths: Lengths) -> int:
     """Tokens of a group whose rows are padded to the longest."""
     return len(lengths) * max(lengths)
+
+
+def in_messages(positions: Iterable[int], lengths: Mapping[int, Lengths], budget: int) -> list[tuple[int, ...]]:
+    """Split what one replica gets into messages of about a micro-batch."""
+    pieces: list[list[int]] = []
+    tokens = budget
+    for position in positions:
+        if tokens >= budget:
+            pieces.append([])
+            tokens = 0
+        pieces[-1].append(position)
+        tokens += padded(lengths[position])
+    return [tuple(piece) for piece in pieces]
 
 
 def _room(rows: Sequence[_Row], rule: CostRule) -> int:

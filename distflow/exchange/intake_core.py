@@ -100,6 +100,7 @@ class IntakeCore:
         """Padded tokens of the batch under way, and whether there is one."""
         self._under_way = False
         self._ranks: Mapping[int, int] = {}
+        self._window: Mapping[int, Lengths] = {}
         self._now = 0.0
         self._leasing: list[Outgoing] = []
         """What the owner has to say since a group was given away."""
@@ -143,7 +144,7 @@ class IntakeCore:
         """Open a training step; call `forget` before."""
         self.step, self.groups = step, 0
         self._batch, self._under_way, self.reported = 0, False, False
-        self._ranks = {}
+        self._ranks, self._window = {}, {}
         if self._steal is not None:
             self._steal.begin(step)
         if self._dealing is not None:
@@ -170,9 +171,10 @@ class IntakeCore:
         if not positions and not self._owner.step_complete():
             return None
         messages = self._owner.take(positions, now, keep=not self._rule.streamed)
-        self._add(positions)
         if not self._rule.streamed and positions:
             self._ranks = ranks(positions, self._owner.settings.ledgers)
+            self._window = {position: self._lengths[position] for position in positions}
+        self._add(positions)
         over = self._owner.step_complete()
         enough = self._rule.streamed and self._batch >= self._rule.budget
         return self._go_on(positions, train=over or enough, over=over, messages=messages)
@@ -225,6 +227,11 @@ class IntakeCore:
     def rank(self, position: int) -> int:
         """The rank of a group among those of its ledger in the open step, where the whole set is taken."""
         return (self._ranks if self._dealing is None else self._dealing.ranks)[position]
+
+    @property
+    def window(self) -> Mapping[int, Lengths]:
+        """All groups of the open step, of all replicas, where the whole set is awaited and taken; else none."""
+        return self._window if self._dealing is None else self._dealing.window
 
     # -- groups that change hands
     def expects(self, sender: str, body: Mapping[str, Any]) -> bool:

@@ -2,9 +2,12 @@
 
 A sender numbers what it sends to each receiver, keeps it until it is acknowledged, and sends it again until then: a cut
 link loses seconds of traffic without any death. Behind the last rows of a training step it sends `close` to every
-receiver: how many groups are theirs, the positions of all groups that this sender has dealt, and what to do with them.
-All senders say the same of that. A receiver has a step once every sender has closed it and its groups are there; the
-positions of all senders together give each group's rank, wherever it was dealt.
+receiver: the groups that this sender has dealt to each of them, with their lengths, and what to do with them. All
+senders say the same of that. A receiver has a step once every sender has closed it and its groups are there; what all
+senders have closed gives each group's rank, wherever it was dealt, and the rounds of a divided model.
+
+Groups are dealt as at the senders' own home (`dealing.py`). Where senders wait for the whole step, they know all its
+groups and deal them alike. Where rows stream, each deals its own, by what each receiver has got from it.
 
 A sender begins a step only when every receiver has taken the last but one: neither side is more than one step ahead.
 What comes from another term is thrown away.
@@ -16,109 +19,23 @@ part for the steps after it (`ahead`, in bytes). What has no room waits at its s
 Nothing here reads a clock or a socket; the rows themselves are the driver's.
 
 Example: send("critic/0", t=7, groups=(56, 60)) → RowsSent #3 → RowsAck(numbers=(3,), taken=6, released=6)
-         close(7, "train") → RowsClose(groups=2, positions=(56, 57, 60, 61)) → … → RowsAck(numbers=(4,), taken=7, …)
+         close(7, "train") → RowsClose(dealt=((56, 60), (57, 61))) with lengths → … → RowsAck(numbers=(4,), taken=7, …)
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, replace
 
-import msgspec
-
-from distflow.data.decoding import MAX_NAME_CHARACTERS, Form, FromMinusOne, Whole, read
 from distflow.errors import ProtocolError
+from distflow.exchange.dealing import DealRule, Lengths, Offer, deal, deal_step, ranks
+from distflow.exchange.rows_messages import DealtGroup, OutgoingRows, RowsAck, RowsClose, RowsSent, Then
 
 RESEND_S, LONGEST_RESEND_S = 1.0, 8.0
 """Seconds without an acknowledgement before something is sent again: at first, and at most, since they double."""
 WINDOW_BYTES = 16 << 20
 """Most bytes sent to one receiver and not acknowledged, unless a single message is larger."""
-_EdgeName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
-Then = Literal["train", "stop"]
-"""Train on the step, or stop the run before it: drop what was accumulated for it."""
-
-
-class RowsSent(Form, frozen=True):
-    """Whole groups of one training step; their rows travel beside it.
-
-    Example:
-
-        RowsSent("critic_rows", 0, number=3, t=7, groups=(56, 60))
-    """
-
-    edge: _EdgeName
-    term: Whole
-    number: Whole
-    """Counted by the sender for this receiver."""
-    t: Whole
-    groups: tuple[Whole, ...]
-    """Their prompt positions."""
-    batch: Any = None
-    """Description of the rows."""
-
-
-class RowsClose(Form, frozen=True):
-    """The sender has no more rows for a training step.
-
-    Example:
-
-        RowsClose("critic_rows", 0, number=4, t=7, groups=2, positions=(56, 57, 60, 61), then="train")
-    """
-
-    edge: _EdgeName
-    term: Whole
-    number: Whole
-    t: Whole
-    groups: Whole
-    """Groups that it has sent to this receiver."""
-    positions: tuple[Whole, ...]
-    """Prompt positions of those that it has sent to all receivers, in order."""
-    then: Then
-
-
-class RowsAck(Form, frozen=True):
-    """What a receiver has.
-
-    Example:
-
-        RowsAck("critic_rows", 0, numbers=(4,), taken=6, released=5, ahead=65536)
-    """
-
-    edge: _EdgeName
-    term: Whole
-    numbers: tuple[Whole, ...]
-    taken: FromMinusOne
-    """The last training step that it has begun to train on, or to stop at."""
-    released: FromMinusOne
-    """The last one that it has trained on: it holds no rows of it any more."""
-    ahead: Whole
-    """Bytes that the receiver of this may send of the steps behind the one after `released`."""
-
-
-class OutgoingRows(msgspec.Struct, frozen=True):
-    """A message to be sent to the worker named `to`; RowsSent goes with its rows."""
-
-    to: str
-    message: RowsSent | RowsClose | RowsAck
-
-
-_FORMS: Mapping[str, type[Any]] = {"rows": RowsSent, "rows.close": RowsClose, "rows.ack": RowsAck}
-_NAMES = {form: kind for kind, form in _FORMS.items()}
-TO_HOMES, TO_OWNERS = ("rows", "rows.close"), ("rows.ack",)
-"""Kinds of messages of senders, and of receivers."""
-
-
-def kind_of(message: RowsSent | RowsClose | RowsAck) -> str:
-    """The message's name on the wire, for example `rows.close`."""
-    return _NAMES[type(message)]
-
-
-def from_wire(kind: str, body: object) -> RowsSent | RowsClose | RowsAck:
-    """A message of TO_HOMES or TO_OWNERS; raises ProtocolError naming the kind and the field that does not fit."""
-    message: RowsSent | RowsClose | RowsAck = read(body, _FORMS[kind], kind)
-    return message
 
 
 @dataclass(slots=True)
@@ -146,8 +63,6 @@ class _Receiver:
     number: int = 0
     sent: Counter[int] = field(default_factory=Counter)
     """Bytes that were sent to it of each training step that it has not released."""
-    load: int = 0
-    """Costs of the groups of the open step that it is to get."""
     kept: dict[int, _Kept] = field(default_factory=dict)
 
     def heard(self, message: RowsAck) -> None:
@@ -166,17 +81,16 @@ class _Receiver:
 
 
 class RowsSender:
-    """One owner's end of the edge. `start`: the first training step of this term.
-
-    Of equal loads the first of `receivers` gets more, so let each owner begin with another one.
-    """
+    """One owner's end of the edge. `receivers`: all replicas of the home; `start`: the first step of this term."""
 
     def __init__(self, edge: str, term: int, receivers: Sequence[str], start: int) -> None:
         self._edge = edge
         self._term = term
         self._receivers = {name: _Receiver(start - 1, start - 1) for name in receivers}
-        self._dealt: dict[str, list[int]] = {name: [] for name in receivers}
+        self._dealt: dict[str, list[DealtGroup]] = {name: [] for name in receivers}
         """Groups of the open step, by receiver."""
+        self._loads = [0.0] * len(receivers)
+        """Their costs, as far as they were dealt as they came."""
         self.step = start
         """The step that is not closed yet."""
 
@@ -189,22 +103,31 @@ class RowsSender:
         """The receivers that have not taken training step t."""
         return tuple(name for name, receiver in self._receivers.items() if receiver.taken < t)
 
-    def deal(self, costs: Mapping[int, int]) -> dict[str, list[int]]:
-        """Groups of the open step (by position) for each receiver, so that the largest sum of costs is small.
+    def deal(
+        self, groups: Mapping[int, Lengths], rule: DealRule, window: Mapping[int, Lengths]
+    ) -> dict[str, list[int]]:
+        """Groups of the open step (by position) for each receiver, in rising order; the same for the same lengths.
 
-        The longest first, to the least loaded by now. The same for the same costs; positions in rising order.
+        `window`: all groups of the step, of all owners, among them these; empty where rows stream.
         """
-        shares: dict[str, list[int]] = {name: [] for name in self._receivers}
-        for position in sorted(costs, key=lambda position: (-costs[position], position)):
-            least = min(self._receivers, key=lambda name: self._receivers[name].load)
-            shares[least].append(position)
-            self._receivers[least].load += costs[position]
-        return {name: sorted(share) for name, share in shares.items()}
+        replicas = len(self._receivers)
+        # Of equal loads each gets what is its own here, so that owners do not all begin with the same one.
+        offers = {position: Offer(position % replicas, lengths) for position, lengths in (window or groups).items()}
+        if window:
+            # Nobody has these rows yet, and their home cuts them into rounds itself.
+            free = replace(rule, divided=False, pinned=False)
+            hands = [list(hand) for hand in deal_step(offers, replicas, ranks(window, rule.ledgers), free)]
+        else:
+            hands = deal(offers, replicas, rule.cost, loads=self._loads)
+        return {
+            name: [position for position in hand if position in groups]
+            for name, hand in zip(self._receivers, hands, strict=True)
+        }
 
-    def send(self, to: str, groups: Sequence[int], nbytes: int) -> int:
+    def send(self, to: str, groups: Mapping[int, Lengths], nbytes: int) -> int:
         """Deal groups of the open step; returns the number. Call `due` afterwards."""
         assert not self.behind(self.step - 2), f"{self.behind(self.step - 2)} are more than one training step behind"
-        self._dealt[to] += groups
+        self._dealt[to] += [DealtGroup(position, tuple(lengths)) for position, lengths in groups.items()]
         receiver = self._receivers[to]
         receiver.number += 1
         message = RowsSent(self._edge, self._term, receiver.number, self.step, tuple(groups))
@@ -213,13 +136,13 @@ class RowsSender:
 
     def close(self, then: Then) -> None:
         """All groups of the open step have been dealt. Call `due` afterwards."""
-        positions = tuple(sorted(position for dealt in self._dealt.values() for position in dealt))
+        dealt = tuple(map(tuple, self._dealt.values()))
         for name, receiver in self._receivers.items():
             receiver.number += 1
-            mine = len(self._dealt[name])
-            message = RowsClose(self._edge, self._term, receiver.number, self.step, mine, positions, then)
+            message = RowsClose(self._edge, self._term, receiver.number, self.step, dealt, then)
             receiver.kept[receiver.number] = _Kept(message, 0)
-            self._dealt[name], receiver.load = [], 0
+            self._dealt[name] = []
+        self._loads = [0.0] * len(self._loads)
         self.step += 1
 
     def handle(self, sender: str, message: RowsAck) -> list[int]:
@@ -283,13 +206,16 @@ class _Sender:
 
 
 class RowsReceiver:
-    """One replica's end of the edge. `start`: the first training step of this term.
+    """The end of replica `rank` of a home. `start`: the first training step of this term.
 
     It reserves `memory` bytes for rows, of which one training step takes `step_bytes` at most.
     """
 
-    def __init__(self, edge: str, term: int, senders: Sequence[str], start: int, memory: int, step_bytes: int) -> None:
+    def __init__(
+        self, edge: str, term: int, senders: Sequence[str], start: int, memory: int, step_bytes: int, rank: int
+    ) -> None:
         self._edge = edge
+        self._rank = rank
         self._term = term
         self._senders = {name: _Sender() for name in senders}
         self._memory = memory
@@ -312,6 +238,10 @@ class RowsReceiver:
             return False
         if message.t > self.taken + 2:
             raise ProtocolError(f"{message.edge} of training step {message.t} from {sender}: this is {self.taken + 1}")
+        if isinstance(message, RowsClose) and len(message.dealt) <= self._rank:
+            raise ProtocolError(
+                f"{message.edge} from {sender} for {len(message.dealt)} replicas: this is number {self._rank}, from 0"
+            )
         return True
 
     def handle(self, sender: str, message: RowsSent | RowsClose, nbytes: int = 0) -> bool:
@@ -344,8 +274,9 @@ class RowsReceiver:
         """The senders that have not closed the next step, or whose rows of it are not all here."""
         return tuple(name for name, sender in self._senders.items() if not self._has_all(sender))
 
-    def take(self) -> tuple[Then, list[int]]:
-        """What to do with the next step, of which nothing is missing, and the positions of all its groups, in order.
+    def take(self) -> tuple[Then, dict[int, Offer]]:
+        """What to do with the next step, of which nothing is missing, and all its groups by position, in order, each
+        with the number of the replica that has it.
 
         Tell all senders that it is taken (`acks`).
         """
@@ -356,7 +287,9 @@ class RowsReceiver:
             sender.groups.pop(self.taken, None)
         said = {close.then for close in closes}
         assert len(said) == 1, f"senders disagree on training step {self.taken}: {sorted(said)}"
-        return said.pop(), sorted(position for close in closes for position in close.positions)
+        dealt = [(replica, group) for close in closes for replica, some in enumerate(close.dealt) for group in some]
+        dealt.sort(key=lambda one: one[1].position)
+        return said.pop(), {group.position: Offer(replica, group.lengths) for replica, group in dealt}
 
     def release(self) -> None:
         """The rows of the step that was taken are not held any more. Tell all senders (`acks`)."""
@@ -373,4 +306,4 @@ class RowsReceiver:
 
     def _has_all(self, sender: _Sender) -> bool:
         close = sender.closes.get(self.taken + 1)
-        return close is not None and sender.groups.get(close.t, 0) == close.groups
+        return close is not None and sender.groups.get(close.t, 0) == len(close.dealt[self._rank])

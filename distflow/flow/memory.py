@@ -89,8 +89,9 @@ def rows_bytes(recipe: Recipe, edges: Sequence[Edge], edge: Edge, new_tokens: in
     samples = next(one for one in edges if one.name == SAMPLES)
     added = [field for field in edge.fields if field not in samples.fields]
     largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens, 8 * len(added))
-    # Each owner deals its own groups: what is left of them may go to the same replica.
-    return largest * ((batch.prompts + pools[edge.source].count * (replicas - 1)) // replicas)
+    # Each owner deals what streams in by itself, or all deal each mini-batch: what is left may go to the same replica.
+    deals = max(pools[edge.source].count, batch.minibatches)
+    return largest * ((batch.prompts + deals * (replicas - 1)) // replicas)
 
 
 def rows_memory_mb(needed: int) -> int:

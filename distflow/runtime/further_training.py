@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch, group_ranges
-from distflow.data.micro_batches import minibatch_rows
+from distflow.data.micro_batches import minibatch_rows, with_agreed
 from distflow.errors import RunStopped
-from distflow.exchange.dealing import ranks
+from distflow.exchange.dealing import DealRule, Offer, deal_step, ranks
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
 from distflow.runtime.lockstep import STEP, STOP, Rounds
@@ -41,6 +41,8 @@ class FurtherParts:
     """The models of this home, each with what its metrics' names begin with."""
     contexts: Mapping[str, StepContext]
     replicas: Replicas
+    dealing: DealRule
+    """How owners deal, and whether what they have dealt is cut into rounds here."""
     checkpoints: CheckpointWriter
     commits: bool
     """This replica writes COMMIT for its host."""
@@ -66,7 +68,8 @@ class FurtherTraining:
         self._number = start.number
         self.receives = parts.rows.edge.name
         """The edge on which it gets what it trains on."""
-        self._received = ReceivedRows("train", None)
+        self._ranks: Mapping[int, int] = {}
+        """Ranks in their ledgers of all groups of the training step."""
         self._began = 0.0
         self.finished = False
         """Whether all training steps are done."""
@@ -120,10 +123,10 @@ class FurtherTraining:
                 self._parts.rounds.meet(STOP)
             raise RunStopped(self._board.stopping or "the training workers that own the samples were asked to stop")
         assert received.batch is not None, "there are rows to train on"
-        self._received = received
+        self._ranks = ranks(received.groups, self._limits.batch.ledgers)
         first = next(iter(self._parts.trained.values()))
         self._parts.metrics.add(f"{first}/groups/count", len(group_ranges(received.batch)))
-        yield received.batch
+        yield self._in_rounds(received.batch, received.groups)
 
     def note(self, before: Batch, after: Batch) -> None:
         """Rows are dumped by the owners."""
@@ -131,8 +134,7 @@ class FurtherTraining:
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """The parts of what was received, in every epoch: those with the groups that owners have in theirs."""
         plan = self._limits.batch
-        rank = ranks(self._received.positions, plan.ledgers)
-        rows = minibatch_rows(batch, rank.__getitem__, plan.minibatches)
+        rows = minibatch_rows(batch, self._ranks.__getitem__, plan.minibatches)
         return self._updates.epochs([batch.select(part) for part in rows])
 
     def apply(self, model: str) -> None:
@@ -185,6 +187,14 @@ class FurtherTraining:
                 even_when_stopping=True,
             )[0]
 
+    def _in_rounds(self, batch: Batch, groups: Mapping[int, Offer]) -> Batch:
+        """The rows with their micro-batches, where replicas compute in rounds: what each has is known to all."""
+        rule, replicas = self._parts.dealing, self._parts.replicas
+        if not rule.divided:
+            return batch
+        hands = deal_step(groups, replicas.size, self._ranks, replace(rule, pinned=True))
+        return with_agreed(batch, hands[replicas.rank])
+
     def _agree(self) -> Sequence[Fact]:
         """What all replicas of this home have accumulated."""
         parts = self._parts
@@ -201,7 +211,6 @@ class FurtherTraining:
                 self._parts.answering.version(Version(self._term, number))
 
     def _end(self, t: int) -> None:
-        self._received = ReceivedRows("train", None)
         with self._board.condition:
             self._parts.rows.release()
         metrics, first = self._parts.metrics, next(iter(self._parts.trained.values()))

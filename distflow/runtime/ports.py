@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from distflow.exchange.deal_core import DealCore, DealRule
-from distflow.exchange.dealing import CostRule
+from distflow.exchange.deal_core import DealCore
+from distflow.exchange.dealing import CostRule, DealRule
 from distflow.exchange.intake_core import IntakeCall, IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.flow.memory import MIB, rows_bytes
@@ -126,9 +126,7 @@ def sends(base: Base) -> dict[str, OutboundRows]:
     found = {}
     for port in setting.me.port("sends"):
         receivers = [name for name in setting.members if WorkerName.parse(name).pool == port.peer]
-        first = setting.owners.index(base.name) % len(receivers)
-        receivers = receivers[first:] + receivers[:first]
-        rows = (plan.edge(port.edge), receivers, setting.start, base.node, plan.batch)
+        rows = (plan.edge(port.edge), receivers, setting.start, base.node)
         found[port.edge] = OutboundRows(*rows, plan.recipe.limits, base.metrics)
     if found:
         register_rows(base.node, found)
@@ -143,7 +141,9 @@ def receives(base: Base) -> InboundRows | None:
         return None
     step_bytes = rows_bytes(plan.recipe, plan.edges, edges[0], plan.response_tokens)
     memory = setting.me.sample_memory_mb * MIB
-    return InboundRows(edges[0], setting.owners, setting.start, base.node, memory, step_bytes)
+    home = next(iter(base.standing.gradients.values()))
+    rank = home.index(base.name)
+    return InboundRows(edges[0], setting.owners, setting.start, base.node, memory, step_bytes, rank)
 
 
 def peers(setting: Setting) -> list[str]:
@@ -193,6 +193,7 @@ def trains(base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, in
     limits = TrainingLimits.of(setting.plan)
     _introduce(base, replicas, held)
     announce, publisher = publishes(base, inbox)
+    dealing = _deal_rule(base, limits, held, setting.plan.primary)
     parts = TrainingParts(
         inbound=ends.inbound,
         models=held.models,
@@ -200,7 +201,8 @@ def trains(base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, in
         primary=setting.plan.primary,
         contexts=held.contexts,
         replicas=replicas,
-        intake=takes(base, ends, replicas, limits, held.rounds),
+        intake=takes(base, ends, replicas, dealing, held.rounds),
+        dealing=dealing,
         publishers={} if publisher is None else {setting.plan.primary: publisher},
         announce=announce,
         dumps=_dumps(base),
@@ -223,6 +225,7 @@ def trains_further(
 ) -> FurtherTraining:
     """The training side over rows that owners send."""
     setting = base.setting
+    limits = TrainingLimits.of(setting.plan)
     _introduce(base, replicas, held)
     parts = FurtherParts(
         rows=rows,
@@ -230,6 +233,7 @@ def trains_further(
         trained={name: setting.plan.metrics_of(name) for name in base.standing.gradients},
         contexts=held.contexts,
         replicas=replicas,
+        dealing=_deal_rule(base, limits, held, next(iter(base.standing.gradients))),
         checkpoints=checkpoint_writer(setting),
         commits=base.standing.commits,
         metrics=base.metrics,
@@ -238,7 +242,7 @@ def trains_further(
         run=steps.call,
         rounds=held.rounds,
     )
-    return FurtherTraining(parts, TrainingLimits.of(setting.plan), base.node, setting.start)
+    return FurtherTraining(parts, limits, base.node, setting.start)
 
 
 def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
@@ -250,36 +254,36 @@ def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
         context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
 
-def takes(base: Base, ends: OwnerEnds, replicas: Replicas, limits: TrainingLimits, rounds: Rounds | None) -> Intake:
+def takes(base: Base, ends: OwnerEnds, replicas: Replicas, dealt: DealRule, rounds: Rounds | None) -> Intake:
     """What takes the groups that arrive for the open step, and those of busier replicas, once calls have answered."""
     recipe = base.setting.recipe
     edges = [base.setting.plan.edge(port.edge) for port in base.setting.me.port("asks")]
     versioned = {edge.name for edge in edges if edge.when == "in window"}
     answers = {edge.name: edge.back for edge in edges if edge.when == "on arrival" or edge.name in versioned}
     asked = tuple(IntakeCall(name, in_window=name in versioned) for name in answers)
-    rule = IntakeRule(limits.batch.tokens_per_microbatch, limits.streamed, asked)
+    rule = IntakeRule(dealt.cost.budget, dealt.streamed, asked)
     rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")
-    deals = replicas.size > 1 and (rounds is not None or not limits.streamed)
-    dealing = DealCore(base.name, base.setting.owners, _deal_rule(base, limits, rounds)) if deals else None
+    deals = replicas.size > 1 and (dealt.divided or not dealt.streamed)
+    dealing = DealCore(base.name, base.setting.owners, dealt) if deals else None
     others = replicas.others if deals or recipe.layout.stealing else ()
     intake = Intake(ends.inbound, base.node, rule, others, rng, answers, dealing)
     if rounds is not None:
         rounds.carry(intake.tell, intake.hear)
     if ends.calls is not None:
-        _ask_on_arrival(ends.calls, intake, limits.batch.prompts, versioned)
+        _ask_on_arrival(ends.calls, intake, dealt.prompts, versioned)
     return intake
 
 
-def _deal_rule(base: Base, limits: TrainingLimits, rounds: Rounds | None) -> DealRule:
-    batch = limits.batch
-    model = None if rounds is None else rounds.models[base.setting.plan.primary]
+def _deal_rule(base: Base, limits: TrainingLimits, held: HeldModels, model: str) -> DealRule:
+    """How the replicas that train a model deal groups. To other homes, owners deal by what their own model costs."""
+    batch, backend = limits.batch, held.models[model]
     return DealRule(
         batch.prompts,
         batch.ledgers,
-        CostRule(batch.tokens_per_microbatch, model.quadratic if isinstance(model, Priced) else 0.0),
+        CostRule(batch.tokens_per_microbatch, backend.quadratic if isinstance(backend, Priced) else 0.0),
         minibatches=batch.minibatches,
         streamed=limits.streamed,
-        divided=rounds is not None,
+        divided=held.rounds is not None,
         pinned=not base.setting.recipe.layout.stealing,
     )
 

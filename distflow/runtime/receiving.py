@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self
 
-import torch
-
 from distflow.comm.fact_exchange import Fact
 from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch
-from distflow.data.micro_batches import MICRO_BATCH
+from distflow.data.micro_batches import with_agreed
 from distflow.data.samples import sample_bounds
 from distflow.exchange.intake_core import Take
 from distflow.exchange.sample_channel import ArrivedGroup
@@ -225,8 +223,7 @@ class Receiving:
             groups = _in_long_runs(groups)
         batch = join_groups(groups)
         if parts is not None:
-            numbers = torch.tensor([number for group in groups for number in parts[group.position]])
-            batch = batch.with_columns(**{MICRO_BATCH: numbers})
+            batch = with_agreed(batch, parts)
         tally = self.tally
         tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
         tally.samples += len(sample_bounds(batch)) - 1

@@ -7,8 +7,8 @@ acknowledged.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,23 +16,22 @@ import msgspec
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
 from distflow.config.schema import LimitsConfig
-from distflow.data.batch import Batch, RowRange, group_ranges, join, row_lengths
+from distflow.data.batch import Batch, group_ranges, join, row_lengths
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.errors import ProtocolError, StepError
-from distflow.exchange.rows_core import (
+from distflow.exchange.dealing import DealRule, Lengths, Offer, in_messages
+from distflow.exchange.rows_core import RowsReceiver, RowsSender
+from distflow.exchange.rows_messages import (
     TO_HOMES,
     TO_OWNERS,
     OutgoingRows,
     RowsAck,
-    RowsReceiver,
-    RowsSender,
     RowsSent,
     Then,
     from_wire,
     kind_of,
 )
 from distflow.flow.edges import Edge
-from distflow.flow.plan import BatchPlan
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.types import Version
@@ -50,7 +49,6 @@ class OutboundRows:
         receivers: Sequence[str],
         start: Version,
         node: Node,
-        batch: BatchPlan,
         limits: LimitsConfig,
         metrics: MetricStore,
     ) -> None:
@@ -58,7 +56,6 @@ class OutboundRows:
         self._receivers = tuple(receivers)
         self._node = node
         self._board = node.board
-        self._batch = batch
         self._limits = limits
         self._metrics = metrics
         self._core = RowsSender(edge.name, start.term, receivers, start.number)
@@ -67,21 +64,22 @@ class OutboundRows:
         self._sent = SentOnce()
         node.on_tick(self._post)
 
-    def send(self, batch: Batch) -> None:
-        """Deal whole groups of the open training step to the receivers, each a like amount of tokens.
+    def send(self, batch: Batch, rule: DealRule, window: Mapping[int, Lengths]) -> None:
+        """Deal whole groups of the open training step to the receivers, each a like amount to compute.
 
-        Waits for receivers that are more than one step behind. Raises StepError if the batch lacks a field.
+        `window`: lengths of all groups of the step, of all owners, where they are known. Waits for receivers that are
+        more than one step behind. Raises StepError if the batch lacks a field.
         """
         self._await(self._core.step - 2)
         rows = batch.only(self._fields(batch))
         with self._metrics.timed("timing_s/send_rows"):
-            ranges = group_ranges(rows)
-            shares = self._core.deal({position: _padded(ranges[position]) for position in ranges})
-            for to, positions in shares.items():
+            ranges, tokens = group_ranges(rows), row_lengths(rows).tolist()
+            lengths = {position: tokens[rows.start : rows.stop] for position, rows in ranges.items()}
+            for to, positions in self._core.deal(lengths, rule, window).items():
                 # One without rows gets an empty batch: it takes part in every optimizer step.
-                for piece in self._pieces(positions, lambda p: _padded(ranges[p])) or [[]]:
+                for piece in in_messages(positions, lengths, rule.cost.budget) or [()]:
                     part = join([ranges[position] for position in piece]) if piece else rows.slice(0, 0)
-                    self._put(to, piece, part)
+                    self._put(to, {position: lengths[position] for position in piece}, part)
         with self._board.condition:
             self._post(time.monotonic())
 
@@ -123,22 +121,10 @@ class OutboundRows:
             )
         return wanted
 
-    def _pieces(self, positions: Sequence[int], cost: Callable[[int], int]) -> list[list[int]]:
-        """Groups for one message each, of about `tokens_per_microbatch` tokens."""
-        pieces: list[list[int]] = []
-        room = 0
-        for position in positions:
-            if not pieces or room < cost(position):
-                pieces.append([])
-                room = self._batch.tokens_per_microbatch
-            pieces[-1].append(position)
-            room -= cost(position)
-        return pieces
-
-    def _put(self, to: str, positions: Sequence[int], rows: Batch) -> None:
+    def _put(self, to: str, groups: Mapping[int, Lengths], rows: Batch) -> None:
         described, data = encode_batch(rows)
         with self._board.condition:
-            self._rows[to, self._core.send(to, positions, len(data))] = described, data
+            self._rows[to, self._core.send(to, groups, len(data))] = described, data
 
     # -- on the endpoint's thread, too
 
@@ -162,11 +148,6 @@ class OutboundRows:
                 self._node.send(item.to, kind_of(item.message), body)
 
 
-def _padded(group: RowRange) -> int:
-    rows = group.rows
-    return rows.rows * int(row_lengths(rows).max())
-
-
 def register_rows(node: Node, edges: Mapping[str, OutboundRows]) -> None:
     """Handle the acknowledgements of everything that this owner sends, by name of the edge."""
 
@@ -188,22 +169,22 @@ class ReceivedRows:
     then: Then
     batch: Batch | None
     """In the order of their prompt positions; None with "stop"."""
-    positions: Sequence[int] = ()
-    """Of the groups of all replicas."""
+    groups: Mapping[int, Offer] = field(default_factory=dict)
+    """Those of all replicas, by prompt position."""
 
 
 class InboundRows:
-    """A replica's end at the other home. `senders`: all owners. Its methods are called under the worker's lock.
+    """The end of replica `rank` at the other home. `senders`: all owners. Its methods run under the worker's lock.
 
     It reserves `memory` bytes for rows, of which one training step takes `step_bytes` at most.
     """
 
     def __init__(
-        self, edge: Edge, senders: Sequence[str], start: Version, node: Node, memory: int, step_bytes: int
+        self, edge: Edge, senders: Sequence[str], start: Version, node: Node, memory: int, step_bytes: int, rank: int
     ) -> None:
         self.edge = edge
         self._node = node
-        self._core = RowsReceiver(edge.name, start.term, senders, start.number, memory, step_bytes)
+        self._core = RowsReceiver(edge.name, start.term, senders, start.number, memory, step_bytes, rank)
         self._kept: dict[int, list[Batch]] = {}
         """Rows by training step."""
         for kind in TO_HOMES:
@@ -223,14 +204,14 @@ class InboundRows:
         """The rows of the next training step; None: wait. Release them when they have been trained on."""
         if self._core.missing:
             return None
-        then, positions = self._core.take()
+        then, groups = self._core.take()
         kept = self._kept.pop(self._core.taken, [])
         self._say(self._core.acks(self._core.senders))
         if then == "stop":
             return ReceivedRows(then, None)
         ranges = {position: rows for batch in kept for position, rows in group_ranges(batch).items()}
         whole = join([ranges[position] for position in sorted(ranges)]) if ranges else kept[0]
-        return ReceivedRows(then, whole, positions)
+        return ReceivedRows(then, whole, groups)
 
     def release(self) -> None:
         """The rows that were taken have been trained on."""

@@ -15,7 +15,8 @@ from distflow.config.plugins import VOCABULARY
 from distflow.data.batch import Batch, Ragged
 from distflow.data.micro_batches import minibatch_rows
 from distflow.errors import NoProgressError, UserError, WorkerFailed
-from distflow.exchange.rows_core import Then
+from distflow.exchange.dealing import DealRule
+from distflow.exchange.rows_messages import Then
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.edges import SAMPLES
 from distflow.flow.resolve import resolve
@@ -64,6 +65,8 @@ class TrainingParts:
     checkpoints: CheckpointWriter
     commits: bool
     """This replica writes COMMIT for its host."""
+    dealing: DealRule
+    """How groups are dealt to replicas, here and to other homes."""
     metrics: MetricStore
     writer: MetricWriter
     canaries: Mapping[str, Canaries] = field(default_factory=dict)
@@ -140,7 +143,7 @@ class Training:
 
     def send(self, edge: str, batch: Batch) -> None:
         """Deal the groups of a batch to the home of a further model, which trains on them."""
-        self._parts.rows[edge].send(batch)
+        self._parts.rows[edge].send(batch, self._parts.dealing, self._parts.intake.core.window)
         if not self._limits.streamed and all(rows.groups for rows in self._parts.rows.values()):
             # All replicas have agreed before that each has its whole batch, and that none stops.
             self._close("train")

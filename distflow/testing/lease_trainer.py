@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from distflow.exchange.deal_core import DealCore, DealRule, News
-from distflow.exchange.dealing import CostRule
+from distflow.exchange.deal_core import DealCore, News
+from distflow.exchange.dealing import CostRule, DealRule
 from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Result
 from distflow.exchange.owner import OwnerCore

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.exchange.dealing import CostRule, Offer, deal, in_rounds
 from tests.e2e.runs import PACED, PROMPTS, Launch, Run, check_trained_once, cli
 from tests.e2e.test_trainer_recovery import steps_of_term
 
@@ -70,6 +71,28 @@ def test_divided_critics_answer_side_by_side(launch: Launch) -> None:
     assert sum(answered) == STEPS * PROMPTS, "each request once"
     assert min(answered) > 0.4 * sum(answered), f"answered {answered}"
     assert sum(idle) < 0.3 * sum(answered), f"idle {idle} in rounds for {answered} requests"
+
+
+def test_the_groups_of_all_owners_are_dealt_to_critics_together(launch: Launch, tmp_path: Path) -> None:
+    """By mini-batch, in rounds that match: what each replica has follows from the lengths of all."""
+    call = f"flow.steps.critic_update.call={Path(__file__).with_name('noting_critic.py')}:critic_update"
+    settings = ["layout.pools.trainer.count=2", "layout.pools.critic.backend=fsdp", "batch.tokens_per_microbatch=256"]
+    settings += ["batch.prompts=16", "batch.ledgers=4", "batch.minibatches=2", "run.training_steps=3"]
+    run = launch("quickstart", *CRITIC, *settings, call, f"flow.steps.critic_update.with.folder={tmp_path}")
+    assert run.wait() == 0, run.output
+    check_trained_once(run, 3, 16)
+    noted = [[json.loads(line) for line in (tmp_path / f"critic-{i}").read_text().splitlines()] for i in range(2)]
+    assert [len(lines) for lines in noted] == [6, 6]
+    for updates in zip(*noted, strict=True):
+        cost = CostRule(256, updates[0][0])
+        hands = [{int(p): numbers for p, (_, numbers) in groups.items()} for _, groups in updates]
+        offers = {int(p): Offer(int(p) % 2, n) for _, groups in updates for p, (n, _) in groups.items()}
+        assert len(offers) == 8
+        dealt = deal(offers, 2, cost)
+        assert [sorted(hand) for hand in hands] == dealt, "as one would deal the groups of all owners"
+        first = min(number for hand in hands for numbers in hand.values() for number in numbers)
+        cut = in_rounds(dealt, offers, cost, first)
+        assert hands == [{p: [*numbers] for p, numbers in hand.items()} for hand in cut]
 
 
 def test_a_cut_link_loses_and_doubles_nothing(launch: Launch) -> None:

@@ -11,40 +11,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.errors import ProtocolError
-from distflow.exchange.rows_core import (
-    LONGEST_RESEND_S,
-    WINDOW_BYTES,
-    OutgoingRows,
-    RowsAck,
-    RowsClose,
-    RowsReceiver,
-    RowsSender,
-    RowsSent,
-    from_wire,
-)
+from distflow.exchange.dealing import CostRule, DealRule, Offer, ranks
+from distflow.exchange.rows_core import LONGEST_RESEND_S, WINDOW_BYTES, RowsReceiver, RowsSender
+from distflow.exchange.rows_messages import OutgoingRows, RowsAck, RowsClose, RowsSent, from_wire
 
 EDGE = "critic_rows"
 GROUP_BYTES = WINDOW_BYTES // 3
+RULE = DealRule(12, 4, CostRule(8), minibatches=2)
 
 
 class Network:
     """Owners and replicas of a critic, each a program that goes through the training steps as it can."""
 
-    def __init__(self, owners: int, critics: int, steps: int, seed: int, loss: float, room: float = 3.0) -> None:
+    def __init__(
+        self, owners: int, critics: int, steps: int, seed: int, loss: float, room: float = 3.0, whole: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
-        self.loss, self.steps = loss, steps
+        self.loss, self.steps, self.whole = loss, steps, whole
+        self.longest = 5
         self.owners = {f"trainer/{i}": i for i in range(owners)}
         names = [f"critic/{i}" for i in range(critics)]
         self.senders = {name: RowsSender(EDGE, 1, names, 0) for name in self.owners}
-        one = GROUP_BYTES * ((12 + owners * (critics - 1)) // critics)
+        one = GROUP_BYTES * ((12 + max(owners, RULE.minibatches) * (critics - 1)) // critics)
         self.memory = int(room * one)
-        self.receivers = {name: RowsReceiver(EDGE, 1, list(self.owners), 0, self.memory, one) for name in names}
+        self.receivers = {
+            name: RowsReceiver(EDGE, 1, list(self.owners), 0, self.memory, one, rank) for rank, name in enumerate(names)
+        }
         self.training: dict[str, bool] = dict.fromkeys(names, False)
         self.most_steps = 0
         """Training steps of which one receiver held rows at once."""
         self.wire: list[tuple[str, OutgoingRows]] = []
         self.got: dict[str, dict[int, list[int]]] = {name: defaultdict(list) for name in names}
-        self.taken: dict[str, list[tuple[str, list[int]]]] = {name: [] for name in names}
+        self.taken: dict[str, list[tuple[str, dict[int, Offer]]]] = {name: [] for name in names}
         self.now = 0.0
         self.cut_until = 0.0
 
@@ -64,15 +62,22 @@ class Network:
         sender = self.senders[name]
         if sender.step <= self.steps and not sender.behind(sender.step - 2) and self.rng.random() < 0.3:
             stops = sender.step == self.steps
-            for to, groups in sender.deal(self._groups(name, sender.step)).items():
-                for group in groups if not stops else ():
-                    sender.send(to, [group], GROUP_BYTES - group % 3)
+            groups = self._groups(name, sender.step)
+            step = [self._groups(owner, sender.step) for owner in self.owners]
+            window = {p: lengths for some in step for p, lengths in some.items()} if self.whole else {}
+            for to, dealt in sender.deal(groups, RULE, window).items():
+                for group in dealt if not stops else ():
+                    sender.send(to, {group: groups[group]}, GROUP_BYTES - group % 3)
             sender.close("stop" if stops else "train")
         self._post(name, sender.due(self.now))
 
-    def _groups(self, name: str, t: int) -> dict[int, int]:
+    def _groups(self, name: str, t: int) -> dict[int, tuple[int, ...]]:
         first, count = self.owners[name], len(self.owners)
-        return {position: 1 + position % 5 for position in range(t * 12, t * 12 + 12) if position % count == first}
+        return {
+            position: (1 + position % self.longest,)
+            for position in range(t * 12, t * 12 + 12)
+            if position % count == first
+        }
 
     def _take(self, name: str) -> None:
         receiver = self.receivers[name]
@@ -114,8 +119,11 @@ class Network:
         for t in range(self.steps):
             window = list(range(t * 12, t * 12 + 12))
             assert sorted(group for got in self.got.values() for group in got[t]) == window, "each once, at one replica"
-            assert all(taken[t] == ("train", window) for taken in self.taken.values()), "the same list at all of them"
-        assert all(taken[-1] == ("stop", []) for taken in self.taken.values())
+            where = {position: rank for rank, got in enumerate(self.got.values()) for position in got[t]}
+            groups = {position: Offer(where[position], (1 + position % self.longest,)) for position in window}
+            assert all(taken[t] == ("train", groups) for taken in self.taken.values()), "the same list at all of them"
+            assert all([*taken[t][1]] == window for taken in self.taken.values()), "in order"
+        assert all(taken[-1] == ("stop", {}) for taken in self.taken.values())
 
 
 @settings(max_examples=40, deadline=None)
@@ -126,15 +134,16 @@ class Network:
     loss=st.sampled_from([0.0, 0.1, 0.4]),
     cut=st.booleans(),
     room=st.sampled_from([1.0, 1.2, 1.6, 3.0]),
+    whole=st.booleans(),
 )
 def test_every_group_reaches_one_replica_once(
-    owners: int, critics: int, seed: int, loss: float, cut: bool, room: float
+    owners: int, critics: int, seed: int, loss: float, cut: bool, room: float, whole: bool
 ) -> None:
     """Whatever is lost, and with memory for just one training step of the largest groups or for more."""
-    network = Network(owners, critics, 4, seed, loss, room)
+    network = Network(owners, critics, 4, seed, loss, room, whole)
     network.cut_until = 10.0 if cut else 0.0
     stray = RowsSender(EDGE, 0, list(network.receivers), 0)
-    stray.send("critic/0", [5], 1)
+    stray.send("critic/0", {5: (1,)}, 1)
     stray.close("train")
     network.wire += [("trainer/0", message) for message in stray.due(0.0)]
     network.run()
@@ -147,6 +156,7 @@ def test_what_room_there_is_is_used(room: float, steps: int) -> None:
     found = []
     for seed in range(10):
         network = Network(2, 2, 4, seed, 0.0, room)
+        network.longest = 1
         network.run()
         found.append(network.most_steps)
     assert max(found) == steps
@@ -154,7 +164,7 @@ def test_what_room_there_is_is_used(room: float, steps: int) -> None:
 
 def test_what_is_not_acknowledged_is_sent_again_ever_more_rarely() -> None:
     sender = RowsSender(EDGE, 0, ["critic/0"], 0)
-    sender.send("critic/0", [0], 100)
+    sender.send("critic/0", {0: (1,)}, 100)
     times = [now / 4 for now in range(200) if sender.due(now / 4)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert gaps[:3] == [1.0, 2.0, 4.0]
@@ -166,8 +176,8 @@ def test_what_is_not_acknowledged_is_sent_again_ever_more_rarely() -> None:
 def test_a_window_of_bytes_is_under_way_at_once() -> None:
     sender = RowsSender(EDGE, 0, ["critic/0", "critic/1"], 0)
     for number in range(4):
-        sender.send("critic/0", [number], WINDOW_BYTES // 2)
-    sender.send("critic/1", [9], 2 * WINDOW_BYTES)
+        sender.send("critic/0", {number: (1,)}, WINDOW_BYTES // 2)
+    sender.send("critic/1", {9: (1,)}, 2 * WINDOW_BYTES)
     first = sender.due(0.0)
     assert [(one.to, one.message.number) for one in first] == [("critic/0", 1), ("critic/0", 2), ("critic/1", 1)]
     sender.handle("critic/0", RowsAck(EDGE, 0, (2,), -1, -1, 0))
@@ -180,22 +190,22 @@ def test_nobody_is_more_than_a_step_ahead() -> None:
     sender.close("train")
     assert sender.behind(3) == ("critic/0",)
     with pytest.raises(AssertionError, match="more than one training step behind"):
-        sender.send("critic/0", [0], 1)
-    receiver = RowsReceiver(EDGE, 0, ["trainer/0"], 3, 0, 0)
+        sender.send("critic/0", {0: (1,)}, 1)
+    receiver = RowsReceiver(EDGE, 0, ["trainer/0"], 3, 0, 0, 1)
     with pytest.raises(ProtocolError, match="of training step 5 from trainer/0: this is 3"):
-        receiver.expects("trainer/0", RowsClose(EDGE, 0, 1, 5, 0, (), "train"))
+        receiver.expects("trainer/0", RowsClose(EDGE, 0, 1, 5, ((), ()), "train"))
+    with pytest.raises(ProtocolError, match="critic_rows from trainer/0 for 1 replicas: this is number 1, from 0"):
+        receiver.expects("trainer/0", RowsClose(EDGE, 0, 1, 3, ((),), "train"))
     with pytest.raises(ProtocolError, match="rollout/0 sends no critic_rows"):
-        receiver.expects("rollout/0", RowsClose(EDGE, 0, 1, 3, 0, (), "train"))
+        receiver.expects("rollout/0", RowsClose(EDGE, 0, 1, 3, ((), ()), "train"))
     with pytest.raises(ProtocolError, match=r"malformed rows.close: Invalid enum value 'rest'"):
-        from_wire(
-            "rows.close", {"edge": "e", "term": 0, "number": 1, "t": 0, "groups": 0, "positions": [], "then": "rest"}
-        )
+        from_wire("rows.close", {"edge": "e", "term": 0, "number": 1, "t": 0, "dealt": [[], []], "then": "rest"})
 
 
 def test_rows_of_a_later_step_wait_for_room_and_those_of_the_next_one_do_not() -> None:
     """Room for 100 bytes, and a training step may take 80 of them."""
     senders = {name: RowsSender(EDGE, 0, ["critic/0"], 0) for name in ("trainer/0", "trainer/1")}
-    receiver = RowsReceiver(EDGE, 0, list(senders), 0, 100, 80)
+    receiver = RowsReceiver(EDGE, 0, list(senders), 0, 100, 80, 0)
 
     def said(name: str, now: float) -> list[tuple[str, int]]:
         """What a sender sends, which arrives and is acknowledged."""
@@ -213,14 +223,14 @@ def test_rows_of_a_later_step_wait_for_room_and_those_of_the_next_one_do_not() -
             senders[ack.to].handle("critic/0", ack.message)
 
     for name, sender in senders.items():
-        sender.send("critic/0", [int(name[-1])], 35)
+        sender.send("critic/0", {int(name[-1]): (1,)}, 35)
         sender.close("train")
-        sender.send("critic/0", [2 + int(name[-1])], 35)
+        sender.send("critic/0", {2 + int(name[-1]): (1,)}, 35)
     assert said("trainer/0", 0.0) == [("RowsSent", 0), ("RowsClose", 0)], "20 bytes are left for step 1, 10 for each"
     assert said("trainer/1", 0.0) == [("RowsSent", 0), ("RowsClose", 0)]
     hear(receiver.acks(list(senders)))
     assert [said(name, 0.0) for name in senders] == [[], []], "30 bytes are left, now that the step is whole"
-    assert receiver.take() == ("train", [0, 1])
+    assert receiver.take() == ("train", {0: Offer(0, (1,)), 1: Offer(0, (1,))})
     hear(receiver.acks(list(senders)))
     assert [said(name, 0.0) for name in senders] == [[], []], "and while it is trained on"
     assert [said(name, 1.0) for name in senders] == [[("RowsClose", 0)]] * 2, "asks again: what was said may be lost"
@@ -231,21 +241,38 @@ def test_rows_of_a_later_step_wait_for_room_and_those_of_the_next_one_do_not() -
     assert receiver.held == 70
 
 
-def test_dealing_balances_costs() -> None:
+def test_groups_that_stream_in_are_dealt_to_all() -> None:
+    """Over a whole training step, and also where owners deal one group at a time."""
+    sender = RowsSender(EDGE, 0, ["critic/0", "critic/1"], 0)
+    assert [sender.deal({position: (10,)}, RULE, {}) for position in (1, 3, 5)] == [
+        {"critic/0": [], "critic/1": [1]},
+        {"critic/0": [3], "critic/1": []},
+        {"critic/0": [], "critic/1": [5]},
+    ]
+    sender.close("train")
+    assert sender.deal({7: (10,)}, RULE, {}) == {"critic/0": [], "critic/1": [7]}, "nothing is kept of the last step"
     costs = dict(enumerate([9, 1, 1, 1, 5, 5, 7, 1]))
-    shares = RowsSender(EDGE, 0, ["critic/0", "critic/1"], 0).deal(costs)
-    assert sorted(position for share in shares.values() for position in share) == sorted(costs)
-    loads = [sum(costs[position] for position in share) for share in shares.values()]
+    sender.close("train")
+    shares = sender.deal({position: (cost,) for position, cost in costs.items()}, RULE, {}).values()
+    assert sorted(position for share in shares for position in share) == sorted(costs)
+    loads = [sum(costs[position] for position in share) for share in shares]
     assert abs(loads[0] - loads[1]) <= 2
 
 
-def test_groups_that_stream_in_are_dealt_to_all() -> None:
-    """Over a whole training step, and also where owners deal one group at a time."""
-    sender = RowsSender(EDGE, 0, ["critic/1", "critic/0"], 0)
-    assert [sender.deal({position: 10}) for position in range(3)] == [
-        {"critic/1": [0], "critic/0": []},
-        {"critic/1": [], "critic/0": [1]},
-        {"critic/1": [2], "critic/0": []},
-    ]
-    sender.close("train")
-    assert sender.deal({3: 10}) == {"critic/1": [3], "critic/0": []}
+def test_owners_that_know_the_whole_step_deal_it_together() -> None:
+    """4 of them and 4 replicas; all compute about as long on each of 4 mini-batches."""
+    rng = random.Random(0)
+    lengths = {p: tuple(min(9000, 1 + int(rng.lognormvariate(7, 1))) for _ in range(4)) for p in range(256)}
+    cost = CostRule(18000, 1 / 9000)
+    rule = DealRule(256, 8, cost, minibatches=4, streamed=False, pinned=True)
+    names = [f"critic/{i}" for i in range(4)]
+    got: dict[str, list[int]] = {name: [] for name in names}
+    for owner in range(4):
+        mine = {p: n for p, n in lengths.items() if p % 8 % 4 == owner}
+        for name, dealt in RowsSender(EDGE, 0, names, 0).deal(mine, rule, lengths).items():
+            got[name] += dealt
+    assert sorted(p for some in got.values() for p in some) == [*lengths]
+    rank = ranks(lengths, 8)
+    work = sum(map(cost.group, lengths.values())) / 4
+    loads = [[sum(cost.group(lengths[p]) for p in some if rank[p] % 4 == m) for some in got.values()] for m in range(4)]
+    assert sum(map(max, loads)) <= 1.02 * work

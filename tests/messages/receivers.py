@@ -18,6 +18,7 @@ from distflow.comm.outbox import Delivery, delivered
 from distflow.config.load import load_recipe, recipe_to_mapping
 from distflow.config.yamlfile import yaml_text
 from distflow.errors import ProtocolError, RecipeMismatch
+from distflow.exchange.dealing import CostRule, DealRule
 from distflow.flow.document import Place, document_text, read_worker_document, worker_document
 from distflow.flow.planner import make_plan
 from distflow.launch.agent import agent as agent_module
@@ -51,9 +52,11 @@ class WorkerReceiver:
             inbound, self._outbound = self.session._register(build_tokenizer(setting))
         self._inbound = inbound
         if inbound is not None and self.session._replicas is not None:
-            limits = TrainingLimits.of(setting.plan)
+            batch, streamed = setting.plan.batch, TrainingLimits.of(setting.plan).streamed
+            cost = CostRule(batch.tokens_per_microbatch)
+            rule = DealRule(batch.prompts, batch.ledgers, cost, streamed=streamed, divided=False)
             ends = ports.OwnerEnds(inbound, self.session._rows_out, self.session._asking)
-            self._intake = ports.takes(self.session._base, ends, self.session._replicas, limits, None)
+            self._intake = ports.takes(self.session._base, ends, self.session._replicas, rule, None)
             self.session._replicas.contribute("a round", {"stop": False})
         self._tokenizer = build_tokenizer(setting)
         self.refused = self.taken = 0

@@ -18,6 +18,7 @@ from distflow.comm.outbox import Delivery, delivered
 from distflow.config.load import load_recipe
 from distflow.config.schema import LimitsConfig, Recipe, RunConfig
 from distflow.data.batch import Batch
+from distflow.exchange.dealing import CostRule, DealRule
 from distflow.exchange.intake_core import IntakeRule
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
@@ -192,6 +193,7 @@ class World:
             dumps=DumpWriter(self.folder, WorkerName.parse(OWNER), Disk(), 1 << 30),
             checkpoints=CheckpointWriter(self.folder, "trainer-0", "digest", Keeping(9)),
             commits=True,
+            dealing=DealRule(groups, settings.ledgers, CostRule(plan.tokens_per_microbatch)),
             metrics=self.metrics,
             writer=MetricWriter(self.folder, "trainer-0", Disk()),
             turns=turns,

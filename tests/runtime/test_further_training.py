@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 
 from distflow.comm.message import Buffer
 from distflow.comm.outbox import Delivery, delivered
-from distflow.data.batch import Batch, Ragged, group_ranges
+from distflow.data.batch import Batch, Ragged, group_ranges, row_lengths
+from distflow.data.micro_batches import micro_batches
 from distflow.errors import RunStopped
+from distflow.exchange.dealing import CostRule, DealRule
 from distflow.flow.memory import MIB
 from distflow.runtime import ports
 from distflow.runtime.assembly import build_contexts, build_tokenizer
@@ -41,6 +44,7 @@ SETTINGS = (
     "limits.no_progress_s=10",
 )
 """Each group is a micro-batch, and rows have little room."""
+RULE = DealRule(16, 4, CostRule(ROWS * TOKENS))
 
 
 class Worker:
@@ -86,8 +90,12 @@ class Critic(Worker):
 
     def receive(self) -> int:
         """The groups of the training step, after it has answered what was asked."""
+        return len(group_ranges(self.batch()))
+
+    def batch(self) -> Batch:
+        """The rows of the training step."""
         (batch,) = self.training.receive(0)
-        return len(group_ranges(batch))
+        return batch
 
 
 class Owner(Worker):
@@ -111,9 +119,15 @@ class Owner(Worker):
 
 def groups(count: int, tokens: int = TOKENS) -> Batch:
     """With all fields that the critic reads."""
+    return groups_of([tokens] * count)
+
+
+def groups_of(tokens: Sequence[int]) -> Batch:
+    """The same; `tokens` of the rows of each group."""
+    count, lengths = len(tokens), [n for n in tokens for _ in range(ROWS)]
     numbers = [position for position in range(count) for _ in range(ROWS)]
     prompts = Ragged.from_rows([[1, 2]] * len(numbers), torch.int64)
-    responses = Ragged.from_rows([[3] * (tokens - 2)] * len(numbers), torch.int64)
+    responses = Ragged.from_rows([[3] * (n - 2) for n in lengths], torch.int64)
     values = responses.like(torch.zeros(len(responses.values)))
     return Batch(
         {
@@ -158,7 +172,7 @@ def test_a_round_has_requests_of_every_replica_that_has_some(home: tuple[Owner, 
 
     def own() -> None:
         eventually(lambda: found.extend(owner.answered()) or len(found) == 9, "the answers")
-        owner.rows.send(groups(9))
+        owner.rows.send(groups(9), RULE, {})
         owner.rows.close("train")
 
     taken = at_once(*(critic.receive for critic in critics), own)[:2]
@@ -168,6 +182,27 @@ def test_a_round_has_requests_of_every_replica_that_has_some(home: tuple[Owner, 
     assert rounds == [max(asked)] * 2, f"for {asked} requests"
     idle = [critic.metrics.drain().get("lockstep/idle_rounds", 0.0) for critic in critics]
     assert idle == [max(asked) - mine for mine in asked]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["streaming", "whole"])
+def test_the_rounds_of_a_step_take_all_replicas_equally_long(home: tuple[Owner, list[Critic]], whole: bool) -> None:
+    """Each as long as its largest micro-batch: those of one number cost about the same, wherever rows come from."""
+    owner, critics = home
+    budget = 2 * ROWS * 40
+    lengths = [40, 4, 4, 4, 20, 20, 16, 12, 8, 8, 8, 8, 4, 4, 4, 4]
+    rule = replace(critics[0].training._parts.dealing, cost=CostRule(budget))
+    for critic in critics:
+        critic.training._parts = replace(critic.training._parts, dealing=rule)
+
+    def own() -> None:
+        owner.rows.send(groups_of(lengths), rule, {p: [n] * ROWS for p, n in enumerate(lengths)} if whole else {})
+        owner.rows.close("train")
+
+    found: list[Batch] = at_once(*(critic.batch for critic in critics), own)[:2]
+    assert sorted(p for batch in found for p in group_ranges(batch)) == list(range(16))
+    parts = [[int(row_lengths(part).sum()) for _, part in micro_batches(batch, budget)] for batch in found]
+    rounds = sum(map(max, zip_longest(*parts, fillvalue=0)))
+    assert rounds <= 1.1 * ROWS * sum(lengths) / 2, f"{parts}"
 
 
 def test_all_stop_behind_the_rounds_that_some_still_want(home: tuple[Owner, list[Critic]]) -> None:
@@ -198,7 +233,7 @@ def test_rows_that_have_no_room_wait_at_their_owner_and_hold_nobody_up(home: tup
 
     def own() -> None:
         for _ in range(steps):
-            owner.rows.send(sent)
+            owner.rows.send(sent, RULE, {})
             owner.rows.close("train")
         owner.rows.settle()
 
