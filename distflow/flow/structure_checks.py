@@ -99,7 +99,7 @@ def check_forward_readers(structure: Structure, problems: Problems) -> None:
                 cure = f"remove {node.name} from them: it then runs where {node.model!r} is trained"
                 problems.add(f"layout.pools.{pool.name}.steps", message, cure)
             else:
-                cure = f"a model that no step trains; for log-probs of {node.model!r}, a step with role=\"forward\""
+                cure = f'a model that no step trains; for log-probs of {node.model!r}, a step with role="forward"'
                 problems.add(f"flow.steps.{node.name}.model", message, cure)
 
 
