@@ -86,6 +86,10 @@ class Version(NamedTuple):
     term: int
     number: int
 
+    def meets(self, least: Version) -> bool:
+        """Whether what may start with `least`, or later versions, may start with this one."""
+        return self.number >= least.number and self.term >= least.term
+
     def survives(self, begins: Mapping[int, int]) -> bool:
         """Whether every later term began at or after this version. `begins`: training step by term."""
         return all(self.number <= step for term, step in begins.items() if term > self.term)

@@ -11,10 +11,12 @@ Example: handle(rollout/0, request 4), handle(rollout/1, request 9) → next(819
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from distflow.exchange.call_messages import CallAnswer, CallNotYet, CallRequest, CallReturned, OutgoingCall
+from distflow.exchange.call_targets import allows
 from distflow.types import Version
 
 
@@ -51,7 +53,7 @@ class CallServer:
             return []
         if self._leaving:
             return self._returned([key])
-        if request.version not in (None, self._version):
+        if not self._allows(request):
             return self._not_yet([key])
         self._queued[key] = request
         return []
@@ -62,7 +64,7 @@ class CallServer:
         All callers that are known hear of it: some may keep requests for it.
         """
         self._version = version
-        outdated = [key for key, request in self._queued.items() if request.version not in (None, version)]
+        outdated = [key for key, request in self._queued.items() if not self._allows(request)]
         self._forget(outdated)
         numbers = dict.fromkeys(self._incarnations.items(), ()) | _by_client(outdated)
         return [
@@ -82,15 +84,16 @@ class CallServer:
         return self._returned(queued)
 
     # -- the work
-    def next(self, budget: int) -> list[CallKey]:
-        """Begin requests of the oldest training step, in order of arrival, up to `budget` tokens.
+    def next(self, budget: int, steps: Collection[str] | None = None) -> list[CallKey]:
+        """Begin requests of the oldest training step, in order of arrival, up to `budget` tokens; of these steps only.
 
         They are of one step of the flow, and of one version. A request with more tokens is begun alone; so is every
         request at budget 0.
         """
-        if not self._queued:
+        some = [request for request in self._queued.values() if steps is None or request.step in steps]
+        if not some:
             return []
-        first = min(self._queued.values(), key=lambda request: request.t)
+        first = min(some, key=lambda request: request.t)
         alike = (first.step, first.t, first.version)
         keys: list[CallKey] = []
         for key, request in self._queued.items():
@@ -103,12 +106,15 @@ class CallServer:
         self._working |= {key: self._queued.pop(key) for key in keys}
         return keys
 
-    def done(self, keys: Sequence[CallKey]) -> list[OutgoingCall]:
-        """These have been computed: the answers for those that are still awaited, one a request, in this order."""
+    def done(self, keys: Sequence[CallKey], by: Mapping[CallKey, Version] = MappingProxyType({})) -> list[OutgoingCall]:
+        """These have been computed: the answers for those that are still awaited, one a request, in this order.
+
+        `by`: the newest versions that have computed them, where these are not the ones that were asked for.
+        """
         awaited = [(key, self._working.pop(key)) for key in keys if key in self._working]
         load = self.load
         return [
-            OutgoingCall(key.client, CallAnswer(key.incarnation, key.number, request.version, load))
+            OutgoingCall(key.client, CallAnswer(key.incarnation, key.number, by.get(key, request.version), load))
             for key, request in awaited
         ]
 
@@ -127,6 +133,10 @@ class CallServer:
         return self._leaving and not self._working
 
     # -- details
+    def _allows(self, request: CallRequest) -> bool:
+        """Whether the version of the model is one that may answer."""
+        return allows(request.version, self._version, request.at_least)
+
     def _keys(self) -> list[CallKey]:
         return [*self._queued, *self._working]
 

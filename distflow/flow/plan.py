@@ -92,6 +92,11 @@ class StepPlan:
         """These fields by the names that the step itself knows them by."""
         return tuple(field.removeprefix(f"{self.prefix}/") if self.prefix else field for field in fields)
 
+    def as_it_sees(self) -> StepPlan:
+        """The same with the names that the step itself knows its fields by."""
+        fields = {name: self.own(getattr(self, name)) for name in ("reads", "writes", "may_write")}
+        return dataclasses.replace(self, **fields) if self.prefix else self
+
     def allows(self, what: str) -> bool:
         """Whether its samples may be treated so (`replay`, `repeatable`): without an environment, always."""
         return self.environment is None or what in self.environment

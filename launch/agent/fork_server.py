@@ -37,8 +37,15 @@ from typing import Any
 
 from distflow.comm.processes import name_process
 from distflow.errors import UserError
-from distflow.launch.agent.interpreters import become, code_folder, environment_of
-from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
+from distflow.launch.agent.start import (
+    LIMIT,
+    agent_command,
+    agent_lives,
+    become,
+    code_folder,
+    environment_of,
+    start_agent,
+)
 from distflow.launch.run.exit_status import Exit, conclude, exit_of, failure_file
 from distflow.launch.run.record import read_record
 from distflow.runtime.process_record import note_end, note_start, read_process

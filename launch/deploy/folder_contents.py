@@ -115,7 +115,7 @@ class RunContents:
                     w.threads,
                     hosts[str(w.name)],
                     w.python or "",
-                    generates=plan.primary in w.generates,
+                    generates=self.plan.primary in w.generates,
                 )
                 for w in self.plan.workers
             ),

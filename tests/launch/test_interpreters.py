@@ -23,7 +23,7 @@ from distflow.flow.planner import make_plan
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.agent import host_facts
 from distflow.launch.agent.host_facts import PythonFacts, ask_python
-from distflow.launch.agent.interpreters import code_folder, environment_of
+from distflow.launch.agent.start import code_folder, environment_of
 from distflow.launch.cli import run as distflow
 from distflow.launch.deploy.host_checks import needs_of_workers, problems_here
 from distflow.launch.deploy.interpreter_check import BESIDE, WORKER, Interpreter, needed
