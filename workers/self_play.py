@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch, Column, Ragged
 from distflow.flow.step import step
 from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS
@@ -32,7 +32,7 @@ def propose(batch: Batch, ctx: StepContext) -> Batch:
     for row in (row for row, fine in enumerate(valid) if fine):
         prompts[row], tasks[row] = f"{written[row]}=", json.dumps({"answer": written[row]})
         ids[row] = ctx.tokenizer.encode(prompts[row])
-    columns = {
+    columns: dict[str, Column] = {
         "solver/prompt_ids": Ragged.from_rows(ids, torch.int64),
         "solver/prompt_text": Ragged.from_texts(prompts),
         "solver/task": Ragged.from_texts(tasks),

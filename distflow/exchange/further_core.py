@@ -5,10 +5,10 @@ Its groups come from leases of the same worker, or from calls of others; here th
 oldest that a group allows on may start it, so that nobody waits for a particular one. Nothing here knows an engine, a
 clock or a socket, and weights are values, as in `rollout_core.py`.
 
-The life of a group: queued (no room, no weights that are new enough, or a group of the same position runs: another
-caller's, whose random numbers are the same) → running → whole (`collect` returns its key). Or cancelled.
+The life of a group: queued (no room, no weights that are new enough, or a group of the same position runs for another
+caller: its random numbers are the same) → running → whole (`collect` returns its key). Or cancelled.
 
-Example: ask(Wanted("a", 12, samples=8, t=3, least=(0, 2))) → turn(16, (0, 3), …) = start ["a"] → collect(outputs) = ["a"].
+Example: ask(Wanted("a", 12, samples=8, t=3, least=(0, 2))) → turn(16, (0, 3), …) = start ["a"] → collect(…) = ["a"].
 """
 
 from __future__ import annotations

@@ -257,6 +257,11 @@ class HolderCore:
         """Positions that are still to be generated."""
         return [position for link in self._links for position in link.unfinished()]
 
+    def least(self, position: int) -> Version | None:
+        """The oldest version that may start a sample of a group that is held; None: its lease is gone."""
+        held = self._find(position)
+        return None if held is None else Version(held.lease.term, held.lease.min_version)
+
     def closed(self, step: int) -> bool:
         """Whether every owner has closed this training step (`announce_closed`) or has no more work."""
         return all(link.finished or link.closed >= step for link in self._links)

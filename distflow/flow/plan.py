@@ -94,8 +94,8 @@ class StepPlan:
 
     def as_it_sees(self) -> StepPlan:
         """The same with the names that the step itself knows its fields by."""
-        fields = {name: self.own(getattr(self, name)) for name in ("reads", "writes", "may_write")}
-        return dataclasses.replace(self, **fields) if self.prefix else self
+        reads, writes, may_write = map(self.own, (self.reads, self.writes, self.may_write))
+        return dataclasses.replace(self, reads=reads, writes=writes, may_write=may_write)
 
     def allows(self, what: str) -> bool:
         """Whether its samples may be treated so (`replay`, `repeatable`): without an environment, always."""

@@ -77,8 +77,9 @@ class Calls:
         key = (step, position)
         self._rows[key] = asked
         tokens = rows.rows * max(1, int(row_lengths(asked).max()))
-        need = Version(self._term, t) if self._edges[step].version == "exact" else least
-        call = Call(step, key, t, need, asked.nbytes, tokens, at_least=least is not None)
+        version = self._edges[step].version
+        need = Version(self._term, t) if version == "exact" else least if version == "at least" else None
+        call = Call(step, key, t, need, asked.nbytes, tokens, at_least=version == "at least")
         self._post(self._core.ask(call, time.monotonic()))
 
     def deliver(self, step: str, handler: Deliver) -> None:
@@ -193,10 +194,11 @@ class Calls:
 
 
 class Asking:
-    """Whole groups of a generating worker on which other pools, or further engines here, run steps before they are sent.
+    """Whole groups of a generating worker on which other pools, or engines here, run steps before they are sent.
 
     `further`: those engines, by step; `training_step` gives the one that groups are asked for now; `least` the oldest
-    version that may start samples of a position, None if its lease is gone; `leave_s` is how long a leaving worker waits.
+    version that may start samples of a position, None if its lease is gone; `leave_s` is how long a leaving worker
+    waits.
     """
 
     def __init__(

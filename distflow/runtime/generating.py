@@ -27,7 +27,7 @@ from torch import Tensor
 from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.data.batch import Batch
-from distflow.errors import UserError
+from distflow.errors import ProtocolError, UserError
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.sample_channel import OWNER_KINDS, InboundSamples, OutboundSamples
 from distflow.flow.edges import Edge
@@ -78,7 +78,7 @@ class Generating:
         self._asking: Asking | None = None
 
     def asks_by(self, asking: Asking) -> None:
-        """Set how other pools are asked for steps."""
+        """Set how other pools, and further engines here, are asked for steps."""
         self._asking = asking
         self.loop.accompanied_by(asking)
 
@@ -98,7 +98,7 @@ class Generating:
             yield None if groups is None else self._samples.batch([group.lease.position for group in groups])
 
     def ask(self, step: str, source: Iterator[Batch | None]) -> Iterator[Batch | None]:
-        """Yield the groups of `source` once another pool has run a step on them."""
+        """Yield the groups of `source` once another pool, or a further engine here, has run a step on them."""
         asking = self._asking
         assert asking is not None, f"{step!r} is asked for, so there is a port for it"
         yield from asking.through(step, source)
@@ -296,8 +296,10 @@ def build_turns(
 def build_trajectories(setting: Setting, step: GenerateStep, tokenizer: Tokenizer) -> Trajectories:
     """The samples under way at this worker: none yet."""
     plan, recipe = setting.plan, setting.recipe
-    dtype = torch.float64 if recipe.models[plan.primary].dtype == "float64" else torch.float32
-    return Trajectories(step, recipe.batch.samples_per_prompt, plan.response_tokens, tokenizer, dtype)
+    model, longest = str(step.plan.model), recipe.data.max_prompt_tokens
+    dtype = torch.float64 if recipe.models[model].dtype == "float64" else torch.float32
+    most = plan.longest_sample(model) - longest
+    return Trajectories(step, recipe.batch.samples_per_prompt, most, tokenizer, dtype, longest)
 
 
 def build_outbound(
@@ -374,13 +376,19 @@ def _follow_terms(
     node.on_tick(look)
 
 
-def build_inbox(node: Node, reader: WeightReader | Stage, far: Callable[[], Stage]) -> WeightInbox:
-    """Receive announcements of weights. `far` makes a reader for weights from the network."""
-    inbox = WeightInbox(reader, far)
+def build_inboxes(
+    node: Node, readers: Mapping[str, WeightReader | Stage], far: Callable[[], Stage]
+) -> dict[str, WeightInbox]:
+    """Receive announcements of weights, by model. `far` makes a reader for weights from the network."""
+    inboxes = {model: WeightInbox(reader, far) for model, reader in readers.items()}
 
     def on_weights(message: Message) -> None:
-        inbox.announce(Manifest.from_wire(message.body))
-        node.facts[ANNOUNCED] = inbox.newest
+        manifest = Manifest.from_wire(message.body)
+        if manifest.model not in inboxes:
+            known = ", ".join(inboxes)
+            raise ProtocolError(f"{manifest.title} from {message.sender}: this worker generates with {known}")
+        inboxes[manifest.model].announce(manifest)
+        node.facts[ANNOUNCED] = {model: list(one.newest) for model, one in inboxes.items() if one.newest is not None}
 
     node.on(WEIGHTS, on_weights)
-    return inbox
+    return inboxes

@@ -28,11 +28,22 @@ log = logger(__name__)
 
 
 class Meanwhile(Protocol):
-    """What other workers do for whole groups before they are sent."""
+    """What other workers, or further engines here, do for whole groups before they are sent."""
 
     @property
     def news(self) -> bool:
         """Whether something has come back."""
+
+    @property
+    def something(self) -> bool:
+        """Whether a further engine has something to do."""
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of weights that further engines have received so far."""
+
+    def advance(self) -> None:
+        """Decode a token with the further engines."""
 
     def waiting(self) -> tuple[str, tuple[str, ...]] | None:
         """What is still to come, and from whom; None: nothing."""
@@ -120,6 +131,8 @@ class RolloutLoop:
         while self.open():
             self.prepare()
             finished = self.decode()
+            if self._meanwhile is not None:
+                self._meanwhile.advance()
             if finished:
                 return finished
             if self._news():
@@ -167,6 +180,8 @@ class RolloutLoop:
         if self._core.running and self._inbox.loaded is not None:
             return
         with self._board.condition:
+            if self._meanwhile is not None and self._meanwhile.something:
+                return
             kind, name, _ = self._reason()
         with self._metrics.timed(f"timing_s/wait_{kind}"):
             self._board.until(
@@ -251,7 +266,7 @@ class RolloutLoop:
     def _something(self) -> bool | None:
         if self._core.something(self._inbox.loaded, self._inbox.waiting) or self._stops():
             return True
-        return self._news() or None
+        return self._news() or (self._meanwhile is not None and self._meanwhile.something) or None
 
     def _news(self) -> bool:
         return self._meanwhile is not None and self._meanwhile.news
@@ -270,4 +285,5 @@ class RolloutLoop:
 
     def _signs_of_life(self) -> object:
         """A value that changes as long as peers make progress or weights arrive."""
-        return self._inbox.chunks, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
+        chunks = self._inbox.chunks + (0 if self._meanwhile is None else self._meanwhile.chunks)
+        return chunks, [(p.progress, p.facts) for p in self._node.membership.peers.values()]

@@ -6,11 +6,16 @@
 Requests of all callers are joined into batches by the server's core (`distflow/exchange/call_server.py`). A service
 trains nothing: it goes on until every training worker has left in order, or it is asked to leave itself. It then
 finishes what it has begun, and the rest goes back to the callers.
+
+What a further model is asked to generate is begun as slots become free, and answered group by group:
+
+    for groups in w.generate("solve", w.requests("solve")):
+        w.answer(groups)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import NamedTuple
@@ -23,11 +28,13 @@ from distflow.data.fields import complaint
 from distflow.errors import ProtocolError, StepError, UserError
 from distflow.exchange.call_messages import CallAnswer, CallRequest, OutgoingCall, from_wire, kind_of, to_wire
 from distflow.exchange.call_server import CallKey, CallServer
+from distflow.flow.edges import Edge
 from distflow.flow.plan import Plan, Port
+from distflow.runtime.further_generating import FurtherGenerating
 from distflow.runtime.metrics import REQUESTS, MetricStore
 from distflow.runtime.node import Node
-from distflow.runtime.weight_publisher import OWNERS, TERM
-from distflow.types import Version, written
+from distflow.runtime.weight_publisher import BEGINS, OWNERS, SERVES, TERM
+from distflow.types import Version, prefixed, written
 
 REQUEST = "call.request"
 
@@ -35,6 +42,7 @@ REQUEST = "call.request"
 class _Asked(NamedTuple):
     step: str
     t: int
+    version: Version | None
     rows: Batch
 
 
@@ -57,6 +65,10 @@ class Answering:
         self._begun: list[tuple[CallKey, _Asked]] = []
         """The requests of the batch that the script has."""
         self._on_step: Callable[[int], None] = lambda t: None
+        self._on_term: Callable[[int, Mapping[int, int]], None] = lambda term, begins: None
+        self._further: FurtherGenerating | None = None
+        self._asked: dict[CallKey, _Asked] = {}
+        """What the engine makes."""
         self._term, self._members = term, tuple(members)
         self._left: set[str] = set()
         """Training workers that have left in order."""
@@ -69,22 +81,100 @@ class Answering:
 
     def version(self, version: Version) -> None:
         """Answer with this version from now on. Called under the worker's lock."""
+        self._node.facts[SERVES] = list(version)
         self._post(self._core.version(version))
         self._forget()
 
     @property
     def asked(self) -> bool:
-        """Whether there is something to answer. Called under the worker's lock."""
-        return bool(self._queued)
+        """Whether there is something to answer, or to generate. Called under the worker's lock."""
+        return any(not self._makes(asked.step) for asked in self._queued.values()) or self._generates()
 
     def turn(self, run: Callable[[str, Batch], Batch]) -> bool:
-        """Answer one batch of requests, if there are any; `run` runs a step. Returns whether there were."""
+        """Answer one batch of requests, if there are any, and generate a token; `run` runs a step.
+
+        Returns whether there was anything to do.
+        """
         with self._board.condition:
-            self._begun = self._next()
+            self._begun = self._next([step for step in self._edges if not self._makes(step)])
+            generates = self._generates()
         if self._begun:
             self.answer(run(self._begun[0][1].step, self._joined()))
-            return True
-        return False
+        if generates and (groups := self._made()) is not None:
+            self.answer(groups)
+        return bool(self._begun) or generates
+
+    # -- what is generated
+
+    @property
+    def steps(self) -> Collection[str]:
+        """The steps that it runs for others."""
+        return self._edges.keys()
+
+    def generates_by(self, further: FurtherGenerating) -> None:
+        """Set the engine by which the steps are run that generate."""
+        self._further = further
+
+    def groups(self, step: str) -> Iterator[Batch]:
+        """Yield the groups that are asked for, when they are whole, until training is over or this worker leaves."""
+        further = self._further
+        if further is None or not self._makes(step):
+            made = "nothing" if further is None else repr(further.plan.name)
+            raise UserError(f"script of {self._node.endpoint.name}: w.generate({step!r}, …); this worker makes {made}")
+        self._node.facts |= {"state": "generating"}
+        while not self.over:
+            self._board.raise_if_over()
+            if (groups := self._made()) is not None:
+                yield groups
+            elif not further.busy:
+                self._await_work(further)
+
+    def _makes(self, step: str) -> bool:
+        return self._further is not None and self._further.plan.name == step
+
+    def _generates(self) -> bool:
+        """Whether there is something to generate, or to take for it."""
+        further = self._further
+        return further is not None and (
+            further.something or any(self._makes(one.step) for one in self._queued.values())
+        )
+
+    def _made(self) -> Batch | None:
+        """Begin what there is room for, decode a token, and return the groups that are whole: they are in hand."""
+        further = self._further
+        assert further is not None, "only called where a model generates"
+        with self._board.condition:
+            while further.has_room(self._plan.batch.samples_per_prompt) and (
+                begun := self._next([further.plan.name], 0)
+            ):
+                for key, asked in begun:
+                    assert asked.version is not None, f"a request for {asked.step!r} says with which version"
+                    self._asked[key] = asked
+                    further.ask(key, asked.rows, asked.t, asked.version)
+        further.advance()
+        with self._board.condition:
+            gone = [key for key in self._asked if key not in self._core]
+            further.cancel(gone)
+            for key in gone:
+                del self._asked[key]
+            whole = [(key, answer) for key, answer in further.take() if isinstance(key, CallKey)]
+            self._begun = [(key, self._asked.pop(key)) for key, _ in whole]
+        if not whole:
+            return None
+        return Batch.concat([answer for _, answer in whole])
+
+    def _await_work(self, further: FurtherGenerating) -> None:
+        with self._metrics.timed(REQUESTS):
+            self._board.until(
+                lambda: True if self._queued or further.something or self.over else None,
+                name=lambda: (further.waiting() or (f"requests of {further.plan.name}", ()))[0],
+                peers=lambda: (further.waiting() or ("", ()))[1],
+                limit_s=self._plan.recipe.limits.no_progress_s,
+                progress=lambda: (
+                    further.chunks,
+                    [(p.progress, p.facts) for p in self._node.membership.peers.values()],
+                ),
+            )
 
     # -- called by the script
 
@@ -119,14 +209,19 @@ class Answering:
         answers = batch.only([name for name in batch.columns if written(name, edge.back)])
         ends = list(accumulate(request.rows.rows for _, request in begun))
         parts = {key: answers.slice(a, b) for (key, _), (a, b) in zip(begun, pairwise([0, *ends]), strict=True)}
+        by = {key: newest for key, part in parts.items() if (newest := self._newest(edge, part)) is not None}
         with self._board.condition:
-            self._post(self._core.done(list(parts)), parts)
+            self._post(self._core.done(list(parts), by), parts)
         self._metrics.add("calls/answered", len(parts))
         self._node.work_done()
 
     def on_step(self, handler: Callable[[int], None]) -> None:
         """Call `handler` with the training step that each batch is for, before the script gets it."""
         self._on_step = handler
+
+    def on_term(self, handler: Callable[[int, Mapping[int, int]], None]) -> None:
+        """Call `handler` with each later term and the training steps at which terms began."""
+        self._on_term = handler
 
     # -- how it ends
 
@@ -175,9 +270,17 @@ class Answering:
                 progress=lambda: [(peer.progress, peer.facts) for peer in self._node.membership.peers.values()],
             )
 
-    def _next(self) -> list[tuple[CallKey, _Asked]]:
-        budget = 0 if self._plan.recipe.run.deterministic else self._plan.batch.tokens_per_microbatch
-        return [(key, self._queued.pop(key)) for key in self._core.next(budget)]
+    def _next(self, steps: Collection[str] | None = None, budget: int | None = None) -> list[tuple[CallKey, _Asked]]:
+        if budget is None:
+            budget = 0 if self._plan.recipe.run.deterministic else self._plan.batch.tokens_per_microbatch
+        return [(key, self._queued.pop(key)) for key in self._core.next(budget, steps)]
+
+    def _newest(self, edge: Edge, rows: Batch) -> Version | None:
+        """Of what was generated, the newest version of any token."""
+        if edge.version != "at least":
+            return None
+        field = prefixed("policy_versions", self._plan.generate_step_of(str(edge.model)).prefix)
+        return max(Version(term, number) for term, number, _, _ in rows.ragged(field).values.tolist())
 
     def _joined(self) -> Batch:
         """The rows of the batch in hand."""
@@ -192,7 +295,7 @@ class Answering:
         rows = None if key in self._core else self._read(request, message)
         out = self._core.handle(message.sender, message.incarnation, request)
         if rows is not None and key in self._core:
-            self._queued[key] = _Asked(request.step, request.t, rows)
+            self._queued[key] = _Asked(request.step, request.t, request.version, rows)
         self._forget()
         self._post(out)
 
@@ -230,6 +333,7 @@ class Answering:
         for facts in [peers[name].facts for name in self._members if name in peers and OWNERS in peers[name].facts]:
             if facts[TERM] > self._term:
                 self._term, self._members = facts[TERM], tuple(facts[OWNERS])
+                self._on_term(self._term, dict(facts[BEGINS]))
 
     def _post(self, out: Sequence[OutgoingCall], answers: Mapping[CallKey, Batch] = MappingProxyType({})) -> None:
         for item in out:
@@ -240,3 +344,18 @@ class Answering:
                 self._node.endpoint.send(item.to, kind_of(said), body, payload)
             else:
                 self._node.send(item.to, kind_of(said), to_wire(said))
+
+
+class Requests:
+    """What other workers ask a worker for: batches to answer, or what is to be generated."""
+
+    def __init__(self, serving: Answering, step: str) -> None:
+        self._serving = serving
+        self._step = step
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch for _, batch in self._serving.requests([self._step]))
+
+    def generated(self, step: str) -> Iterator[Batch]:
+        """The groups that are asked for, when they are whole."""
+        return self._serving.groups(step)
