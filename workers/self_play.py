@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import torch
 
@@ -14,20 +15,19 @@ from distflow.types import FINISH_REASONS
 
 @step(
     role="score",
-    reads=["response_text", "finish_reason", "prompt_ids", "prompt_text", "task"],
+    reads=["response_text", "finish_reason", "prompt_ids", "prompt_text", "task", "group"],
     writes=["solver/prompt_ids", "solver/prompt_text", "solver/task", "rewards/valid"],
-    scope="sample",
+    scope="group",
 )
 def propose(batch: Batch, ctx: StepContext) -> Batch:
-    """Write the solver's prompt, `407=` to be answered by `407`, from digits that the proposer has written and ended.
+    """Write the solver's prompt, `407=` to be answered by `407`, from what the proposer has written.
 
-    Anything else is no task: `rewards/valid` [B] is 0 there, and the solver gets the task of the data instead.
+    A valid task is nothing but digits, ended by the proposer, and no other one of its group is the same: else all would
+    soon be one and the same. `rewards/valid` [B] is 0 for anything else, and the solver gets the task of the data instead.
     """
     assert ctx.tokenizer is not None, "every worker has a tokenizer"
-    ended = (batch.dense("finish_reason") == FINISH_REASONS.index("stop")).tolist()
-    written = batch.texts("response_text")
-    valid = [end and text.isascii() and text.isdecimal() for end, text in zip(ended, written, strict=True)]
-    prompts, tasks = batch.texts("prompt_text"), batch.texts("task")
+    valid = _valid(batch)
+    written, prompts, tasks = (batch.texts(name) for name in ("response_text", "prompt_text", "task"))
     ids = [row.tolist() for row in batch.ragged("prompt_ids").rows()]
     for row in (row for row, fine in enumerate(valid) if fine):
         prompts[row], tasks[row] = f"{written[row]}=", json.dumps({"answer": written[row]})
@@ -41,12 +41,32 @@ def propose(batch: Batch, ctx: StepContext) -> Batch:
     return batch.with_columns(**columns)
 
 
-@step(role="score", reads=["rewards/valid", "solver/reward"], writes=["reward", "score"], scope="sample")
-def half_solved(batch: Batch, ctx: StepContext) -> Batch:
-    """Write the proposer's `reward` [B]: 0 without a valid task, else 1/2 + 2·p·(1 − p) for the share p that the solver
-    got right, which is 1 for a task that is half solved, and 1/2 for one that is too easy or too hard.
+def _valid(batch: Batch) -> list[bool]:
+    ended = (batch.dense("finish_reason") == FINISH_REASONS.index("stop")).tolist()
+    written = batch.texts("response_text")
+    valid = []
+    for first, last in pairwise(batch.group_bounds()):
+        had = set[str]()
+        for row in range(first, last):
+            text = written[row]
+            valid.append(bool(ended[row]) and text.isascii() and text.isdecimal() and text not in had)
+            had.add(text)
+    return valid
+
+
+@step(
+    role="score",
+    reads=["rewards/valid", "solver/reward", "solver/prompt_text"],
+    writes=["reward", "score"],
+    scope="sample",
+    choices={"digits": ">= 1"},
+)
+def within_reach(batch: Batch, ctx: StepContext, *, digits: int = 3) -> Batch:
+    """Write the proposer's `reward` [B]: 0 without a valid task; 1/2 for one, and up to 1/2 more for what the solver
+    gets right of it, as a share of a task of so many `digits`, so that tasks grow as far as the solver can follow.
 
     `score` [B] is 1 for a valid task.
     """
     valid, solved = batch.dense("rewards/valid"), batch.dense("solver/reward")
-    return batch.with_columns(reward=valid * (0.5 + 2 * solved * (1 - solved)), score=valid)
+    lengths = torch.tensor([len(text) - 1 for text in batch.texts("solver/prompt_text")])
+    return batch.with_columns(reward=valid * (1 + solved * lengths / digits) / 2, score=valid)

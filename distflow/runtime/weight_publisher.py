@@ -23,7 +23,7 @@ from distflow.comm.addresses import run_tag
 from distflow.comm.membership import BEAT_EVERY_S
 from distflow.config.plugins import VOCABULARY
 from distflow.data.batch import Batch, Ragged
-from distflow.data.decoding import Name, Whole, read
+from distflow.data.decoding import MAX_NAME_CHARACTERS, Name, Whole, read
 from distflow.errors import ProtocolError, UserError, WorkerFailed
 from distflow.flow.resolve import resolve
 from distflow.runtime.assembly import Setting
@@ -239,8 +239,11 @@ def build_canaries(setting: Setting, model: str) -> Canaries:
     return Canaries(canary_rows(vocabulary, setting.plan.longest_sample(model)), section.dtype)
 
 
+_ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+
+
 class _Reader(msgspec.Struct, frozen=True):
-    announced: dict[Name, tuple[Whole, Whole]] = {}
+    announced: dict[_ModelName, tuple[Whole, Whole]] = {}
     serves: tuple[Whole, Whole] | None = None
 
 
