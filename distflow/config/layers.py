@@ -61,6 +61,10 @@ class Layers:
             key = key[:-1]
         return self._origins[key] if key else None
 
+    def given(self, key: KeyPath) -> list[Origin]:
+        """Where the value under a key, or part of it, was written."""
+        return [origin for path, origin in self._origins.items() if path[: len(key)] == key]
+
     def _merge(
         self, target: dict[str, Any], layer: Mapping[str, Any], at: KeyPath, origin_of: Callable[[KeyPath], Origin]
     ) -> None:
