@@ -116,7 +116,7 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
     new_tokens = [response_tokens(settings) for settings in generating if "max_new_tokens" in settings]
     if not all(isinstance(count, int) for count in new_tokens) or len(new_tokens) < len(generating):
         return  # reported where the setting is checked
-    _check_rows_memory(recipe, wire(structure), max(new_tokens), problems)
+    _check_rows_memory(recipe, structure, max(new_tokens), problems)
     pool, batch = recipe.layout.pools[training_pool], recipe.batch
     later = later_bytes(recipe, structure)
     needed = -(-step_bytes(recipe, training_pool, max(new_tokens), later) // MIB)
@@ -124,24 +124,37 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
         return
     largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, max(new_tokens), later)
     message = (
-        f"{pool.sample_memory_mb} MiB is too little for one training step: {batch.prompts} groups of up to "
-        f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
+        f"sample_memory_mb {pool.sample_memory_mb} is too little for one training step: {batch.prompts} groups of up "
+        f"to {largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
     )
-    cure = f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
-    problems.add(f"layout.pools.{training_pool}.sample_memory_mb", message, cure)
+    cure = f"sample_memory_mb: at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
+    key = f"layout.pools.{training_pool}"
+    problems.add(f"{key}.sample_memory_mb", message, cure, others=(f"{key}.count", *_sizes(structure)))
 
 
-def _check_rows_memory(recipe: Recipe, edges: Sequence[Edge], new_tokens: int, problems: Problems) -> None:
+def _sizes(structure: Structure) -> list[str]:
+    """Keys that say how much a training step is."""
+    settings = [f"flow.steps.{node.name}.with" for node in structure.steps if node.role == "generate"]
+    return [
+        *(f"batch.{name}" for name in ("prompts", "samples_per_prompt", "ledgers", "minibatches")),
+        "data.max_prompt_tokens",
+        *(f"{key}.{name}" for key in settings for name in ("max_new_tokens", "max_tokens")),
+    ]
+
+
+def _check_rows_memory(recipe: Recipe, structure: Structure, new_tokens: int, problems: Problems) -> None:
+    edges = wire(structure)
     for edge in edges:
         given = recipe.layout.pools[edge.target].sample_memory_mb if edge.kind == "rows" else None
         needed = -(-rows_bytes(recipe, edges, edge, new_tokens) // MIB) if given is not None else 0
         if given is not None and given < needed:
             message = (
-                f"{given} MiB is too little for the rows of one training step, on which {edge.model!r} is trained: "
-                f"up to {needed} MiB at each of {recipe.layout.pools[edge.target].count} worker(s)"
+                f"sample_memory_mb {given} is too little for the rows of one training step, on which {edge.model!r} is "
+                f"trained: up to {needed} MiB at each of {recipe.layout.pools[edge.target].count} worker(s)"
             )
-            cure = f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
-            problems.add(f"layout.pools.{edge.target}.sample_memory_mb", message, cure)
+            cure = f"sample_memory_mb: at least {needed}, or fewer or shorter samples"
+            key = f"layout.pools.{edge.target}"
+            problems.add(f"{key}.sample_memory_mb", message, cure, others=(f"{key}.count", *_sizes(structure)))
 
 
 def engine_width(worker: WorkerPlan, *, on_gpu: bool) -> int:
