@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from distflow.exchange.call_client import Call, CallClient
-from distflow.exchange.call_messages import CallAnswer, CallMessage, CallNotYet, CallRequest, CallReturned, OutgoingCall
+from distflow.exchange.call_messages import (
+    CallAnswer,
+    CallMessage,
+    CallNotYet,
+    CallRequest,
+    CallReturned,
+    CallWithdrawn,
+    OutgoingCall,
+)
 from distflow.exchange.call_server import CallKey, CallServer
 from distflow.exchange.call_targets import SERVER_BYTES
 from distflow.testing.call_scenario import FROZEN, VERSIONED
@@ -120,7 +128,7 @@ class AskingWorker(SimulatedProcess):
 
     def hear(self, server: str, incarnation: int, message: CallMessage) -> None:
         """A message of a server."""
-        assert not isinstance(message, CallRequest), f"{self.name} was sent {message}"
+        assert not isinstance(message, CallRequest | CallWithdrawn), f"{self.name} was sent {message}"
         expected = self._expected(message) if isinstance(message, CallAnswer) else None
         call = None if expected is None else self._asked[expected]
         if expected is not None:
@@ -207,11 +215,16 @@ class AskingWorker(SimulatedProcess):
         step, t, _ = key
         need = Version(self._term, t) if step == VERSIONED else None
         scenario = self.network.scenario
-        self._asked[key] = Call(step, key, t, need, scenario.nbytes(self.number, *key), scenario.tokens)
+        nbytes, tokens = scenario.nbytes(self.number, *key), scenario.tokens_of(self.number, *key)
+        self._asked[key] = Call(step, key, t, need, nbytes, tokens)
         self._post(self.core.ask(self._asked[key], self.network.now))
 
     def _post(self, out: Sequence[OutgoingCall]) -> None:
         for item in out:
+            if isinstance(item.message, CallWithdrawn):
+                assert all(self.core.key_of(number) is None for number in item.message.numbers), f"{item} is open"
+                self.network.send(self, item.to, item.message)
+                continue
             assert isinstance(item.message, CallRequest), f"{self.name} sends {item}"
             key = self.core.key_of(item.message.number)
             assert isinstance(key, tuple), f"{key} is not one of ours"
@@ -276,7 +289,10 @@ class AnsweringWorker(SimulatedProcess):
             self._tell()
 
     def hear(self, client: str, incarnation: int, message: CallMessage) -> None:
-        """A request."""
+        """A request, or that some are not wanted any more."""
+        if isinstance(message, CallWithdrawn):
+            self.core.withdrawn(client, incarnation, message.numbers)
+            return
         assert isinstance(message, CallRequest), f"{self.name} was sent {message}"
         self._post(self.core.handle(client, incarnation, message))
         assert not self.core._queued.keys() & self.core._working.keys(), "what is begun already waits once more"
@@ -317,10 +333,11 @@ class AnsweringWorker(SimulatedProcess):
         record.joined.append(tokens)
         record.computed[self.name] += len(keys)
         self._busy = True
-        self.after(tokens * self.network.scenario.token_s * self.slowness, partial(self._finish, keys))
+        seconds = tokens * self.network.scenario.token_s * self.slowness
+        self.after(seconds, partial(self._finish, keys, seconds))
 
-    def _finish(self, keys: Sequence[CallKey]) -> None:
-        for item in self.core.done(keys):
+    def _finish(self, keys: Sequence[CallKey], seconds: float) -> None:
+        for item in self.core.done(keys, seconds):
             answer = item.message
             assert isinstance(answer, CallAnswer), f"{self.name} answers {answer}"
             key = next(key for key in keys if (key.client, key.number) == (item.to, answer.number))

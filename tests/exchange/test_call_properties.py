@@ -32,6 +32,7 @@ def scenarios(draw: st.DrawFn) -> CallScenario:
         ahead=draw(st.integers(0, 2)),
         largest_bytes=draw(st.sampled_from([1000, 8 * MIB, 40 * MIB])),
         ahead_bytes=draw(st.sampled_from([1, 4 * MIB, 100 * MIB])),
+        spread=draw(st.sampled_from([0.0, 1.5])),
         budget=draw(st.sampled_from([0, 250, 1000])),
         token_s=draw(st.sampled_from([0.0, 0.001, 0.01])),
         hasty=draw(st.booleans()),
