@@ -32,8 +32,9 @@ from distflow.config.paths import recipes_folder
 from distflow.config.yamlfile import KeyPath, YamlFile, dotted, read_yaml, shown
 from distflow.errors import Problem, RecipeError, did_you_mean
 
-_SHIPPED, _OWN, _BY_COMMAND = 1, 1_000_000, 2_000_000
-"""Ranks of what is written in shipped files and in the user's, plus the file's number, and of the command line's."""
+_SHIPPED, _OWN, _CHOSEN, _BY_COMMAND = 1, 1_000_000, 2_000_000, 3_000_000
+"""Ranks of what is written in shipped files and in the user's, and in files that the command line chooses, all plus the
+number of the file, and of the command line's own values."""
 
 
 def compose(source: Path, overrides: Sequence[str], problems: list[Problem], *, resolved: bool = False) -> Layers:
@@ -206,8 +207,8 @@ class _Composer:
             self.replaced.add(package)  # once: a group may be several files, one including another
             layers.delete(package)
         content = {key: value for key, value in file.value.items() if key != "defaults"}
-        rank = number + (_SHIPPED if path.is_relative_to(recipes_folder()) else _OWN)
-        rank = _BY_COMMAND if default.config_path in by_command else rank
+        rank = _SHIPPED if path.is_relative_to(recipes_folder()) else _OWN
+        rank = number + (_CHOSEN if default.config_path in by_command else rank)
         layers.lay(content, lambda key: Origin(file.where(key), path.parent, rank), package)
 
 
