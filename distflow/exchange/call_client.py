@@ -10,7 +10,7 @@ that are idle or much less loaded, and what takes long because it is long stays 
 the other server is told, and drops what it has not begun. Where there is no other, it is sent again to the same.
 
 Requests are sent in the order of their training steps. Those of the oldest one that waits for answers always fit; the
-bytes of later ones are bounded, at each server (`call_targets.py`) and in all.
+bytes of later ones are bounded at each server (`call_targets.py`).
 
 Nothing here reads a clock or a socket. The caller keeps the rows of its requests, and those of an answer once
 `take_answered` returns its number.
@@ -88,8 +88,8 @@ class _Open:
 class CallClient:
     """All calls of one worker, of this `incarnation`. `pools`: the pool that runs each step.
 
-    `ahead_bytes`: most bytes of requests for later training steps than the oldest, at all servers together, unless a
-    single one is larger.
+    `ahead_bytes`: most bytes of requests for later training steps than the oldest at one server, unless a single one is
+    larger.
     """
 
     def __init__(self, incarnation: int, pools: Mapping[str, str], ahead_bytes: int, rng: random.Random) -> None:
@@ -303,11 +303,6 @@ class CallClient:
     def _with_room(self, request: _Open, among: Iterable[CallTarget]) -> list[CallTarget]:
         """Those of these servers that may be sent a request now, for the first time."""
         call, oldest = request.call, min(self._steps)
-        ahead = call.t > oldest
-        if ahead:
-            under_way = self._targets.ahead_bytes(oldest)
-            if under_way and under_way + call.nbytes > self._ahead_bytes:
-                return []
         if self._targets.behind(self._pools[call.step], call.need):
             return []
         return [
@@ -315,7 +310,7 @@ class CallClient:
             for target in among
             if target.serves(call.need)
             and target.name not in request.at
-            and target.room(call.nbytes, ahead=ahead, oldest=oldest)
+            and target.room(call.t, call.nbytes, oldest, self._ahead_bytes)
         ]
 
     def _anybody(self, request: _Open) -> CallTarget | None:

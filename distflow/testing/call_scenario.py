@@ -43,6 +43,7 @@ class CallScenario:
     largest_bytes: int = MIB
     """Requests have between 1% and all of that."""
     ahead_bytes: int = 4 * MIB
+    """Of requests ahead of their turn at each server."""
     tokens: int = 100
     """Of a request, in the middle."""
     spread: float = 0.0

@@ -15,7 +15,7 @@ AT = st.floats(0.0, 20.0)
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> CallScenario:
-    clients, servers, shared = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.booleans())
+    clients, servers, shared = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.booleans())
     first = {0} if shared else {0, servers}
     """The first of each step: it may be away, but not for good."""
     number = st.integers(0, (servers if shared else 2 * servers) - 1)

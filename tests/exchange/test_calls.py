@@ -185,12 +185,26 @@ def test_a_training_step_older_than_all_under_way_is_not_held_back() -> None:
     assert len([item for group in range(20) for item in asking.ask(f"now {group}", 0, None, 4 * MIB)]) == 1
 
 
-def test_later_training_steps_are_bounded_over_all_servers() -> None:
+def test_of_later_training_steps_a_server_has_no_more_than_it_computes_soon() -> None:
     asking = Asking(A, B, ahead_bytes=10 * MIB)
-    asking.ask("now", 0, None, 20 * MIB)
+    asking.ask("now", 0, None, 1 * MIB)
     ahead = [item for group in range(20) for item in asking.ask(f"later {group}", 1, None, 4 * MIB)]
-    assert len(ahead) == 2
-    assert len(asking.answer(ahead[0])) == 1
+    assert Counter(item.to for item in ahead) == {A: 2, B: 2}
+    (sent,) = asking.answer(ahead[0])
+    assert sent.to == ahead[0].to
+
+
+@pytest.mark.parametrize("nbytes", [3 * MIB, 12 * MIB, 40 * MIB])
+def test_however_large_the_requests_of_later_training_steps_are_all_servers_work(nbytes: int) -> None:
+    servers = [f"reference/{number}" for number in range(8)]
+    asking = Asking(*servers, CRITIC, ahead_bytes=MIB)
+    asking.ask("now", 0, Version(0, 0))
+    ahead = [item for group in range(40) for item in asking.ask(f"later {group}", 1, None, nbytes)]
+    assert sorted(item.to for item in ahead) == servers
+    for _ in range(32):
+        (more,) = asking.answer(ahead.pop(0))
+        ahead.append(more)
+    assert sorted(item.to for item in ahead) == servers
 
 
 def test_training_steps_are_sent_in_their_order() -> None:
@@ -598,3 +612,10 @@ def test_servers_that_have_done_their_part_help_a_slow_one(seed: int) -> None:
     assert record.seconds < CallNetwork(quick).run().seconds + 20, "alone, it takes 10 s for one request"
     assert record.unused > 0
     assert computed(record) < 1.5 * len(record.answers)
+
+
+def test_large_requests_take_no_longer_than_small_ones() -> None:
+    """Whatever is ahead of its turn: all servers compute them, each one or more at a time."""
+    small = replace(QUIET, servers=8, groups=40, ahead=3, steps=4, token_s=0.01, ahead_bytes=MIB, largest_bytes=1000)
+    large = CallNetwork(replace(small, largest_bytes=40 * MIB)).run()
+    assert large.seconds < 1.1 * CallNetwork(small).run().seconds
