@@ -21,7 +21,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext
 
 
-@step(role="forward", reads=["prompt_ids", "response_ids"], writes=["values"], scope="sample")
+@step(role="forward", reads=["prompt_ids", "response_ids"], writes=["values"], scope="sample", head="value")
 def values(batch: Batch, ctx: StepContext) -> Batch:
     """Write `values`: what the step's model, which has a value head, expects before each response token."""
     responses = batch.ragged("response_ids")
@@ -119,6 +119,7 @@ def whiten(batch: Batch, ctx: StepContext) -> Batch:
     reads=["prompt_ids", "response_ids", "response_mask", "values", "return"],
     writes=[],
     scope="sample",
+    head="value",
     choices={
         "aggregate": ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm/N"],
         "clip": "> 0",

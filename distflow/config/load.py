@@ -68,9 +68,7 @@ def examine_recipe(name_or_path: str, overrides: Sequence[str] = (), *, resolved
     problems: list[Problem] = []
     layers = compose(source, overrides, problems, resolved=resolved)
 
-    def where(key: str) -> str:
-        origin = layers.origin(tuple(key.split(".")))
-        return origin.where if origin is not None else f"{shown(source)}:1"
+    where = layers.places(f"{shown(source)}:1")
 
     def folder_of(key: KeyPath) -> Path:
         origin = layers.origin(key)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -17,6 +17,8 @@ Refresh = Literal["eager", "when_idle", "at_bound"]
 UNBOUNDED = "unbounded"
 LONGEST_S = 1e9
 """Longest time that can be given (32 years), for 'never': longer waits are beyond what the system can wait."""
+Head = Literal["tokens", "value", "score"]
+HEADS: tuple[str, ...] = get_args(Head)
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -282,7 +284,7 @@ class ModelConfig(Section):
     """The optimizer, if the model is trained."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    head: Literal["tokens", "value", "score"] = "tokens"
+    head: Head = "tokens"
     """What the last layer gives: logits of the next tokens; values of the states before them, as a critic does (value);
     or one number for a whole text, as a reward model does (score; a sequence classifier, not trained)."""
 

@@ -116,7 +116,7 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
     new_tokens = [response_tokens(settings) for settings in generating if "max_new_tokens" in settings]
     if not all(isinstance(count, int) for count in new_tokens) or len(new_tokens) < len(generating):
         return  # reported where the setting is checked
-    _check_rows_memory(recipe, wire(structure), max(new_tokens), problems)
+    _check_rows_memory(recipe, structure, max(new_tokens), problems)
     pool, batch = recipe.layout.pools[training_pool], recipe.batch
     later = later_bytes(recipe, structure)
     needed = -(-step_bytes(recipe, training_pool, max(new_tokens), later) // MIB)
@@ -124,13 +124,28 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
     for key, given in _memory_given(training_pool, pool):
         if given < needed:
             message = (
-                f"{given} MiB is too little for one training step: {batch.prompts} groups of up to "
+                f"sample_memory_mb {given} is too little for one training step: {batch.prompts} groups of up to "
                 f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
             )
-            problems.add(key, message, _enough(needed))
+            cure = (
+                f"sample_memory_mb: at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
+            )
+            others = (f"layout.pools.{training_pool}.count", *_sizes(structure))
+            problems.add(key, message, cure, others=others)
 
 
-def _check_rows_memory(recipe: Recipe, edges: Sequence[Edge], new_tokens: int, problems: Problems) -> None:
+def _sizes(structure: Structure) -> list[str]:
+    """Keys that say how much a training step is."""
+    settings = [f"flow.steps.{node.name}.with" for node in structure.steps if node.role == "generate"]
+    return [
+        *(f"batch.{name}" for name in ("prompts", "samples_per_prompt", "ledgers", "minibatches")),
+        "data.max_prompt_tokens",
+        *(f"{key}.{name}" for key in settings for name in ("max_new_tokens", "max_tokens")),
+    ]
+
+
+def _check_rows_memory(recipe: Recipe, structure: Structure, new_tokens: int, problems: Problems) -> None:
+    edges = wire(structure)
     for edge in edges:
         if edge.kind != "rows":
             continue
@@ -139,10 +154,12 @@ def _check_rows_memory(recipe: Recipe, edges: Sequence[Edge], new_tokens: int, p
         for key, given in _memory_given(edge.target, pool):
             if given < needed:
                 message = (
-                    f"{given} MiB is too little for the rows of one training step, on which {edge.model!r} is trained: "
-                    f"up to {needed} MiB at each of {pool.count} worker(s)"
+                    f"sample_memory_mb {given} is too little for the rows of one training step, on which "
+                    f"{edge.model!r} is trained: up to {needed} MiB at each of {pool.count} worker(s)"
                 )
-                problems.add(key, message, _enough(needed))
+                cure = f"sample_memory_mb: at least {needed}, or fewer or shorter samples"
+                others = (f"layout.pools.{edge.target}.count", *_sizes(structure))
+                problems.add(key, message, cure, others=others)
 
 
 def _memory_given(name: str, pool: PoolConfig) -> Iterator[tuple[str, int]]:
@@ -150,10 +167,6 @@ def _memory_given(name: str, pool: PoolConfig) -> Iterator[tuple[str, int]]:
     given = {f"layout.pools.{name}": pool.sample_memory_mb}
     given |= {f"layout.pools.{name}.each.{index}": own.sample_memory_mb for index, own in pool.each.items()}
     yield from ((f"{key}.sample_memory_mb", size) for key, size in given.items() if size is not None)
-
-
-def _enough(needed: int) -> str:
-    return f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
 
 
 def engine_width(worker: WorkerPlan, *, on_gpu: bool) -> int:
