@@ -168,7 +168,7 @@ def test_too_little_memory_for_samples_is_refused_with_the_least_that_does() -> 
         planned("quickstart", long, f"{small}=1")
     planned("quickstart", long, f"{small}=24")
     own = "layout.pools.trainer.each.0.sample_memory_mb"
-    with pytest.raises(RecipeError, match=rf"{own} — sample_memory_mb 1 is too little .* — sample_memory_mb: at least 24, or lower"):
+    with pytest.raises(RecipeError, match=rf"{own} — sample_memory_mb 1 is too little .*: at least 24, or lower"):
         planned("quickstart", long, f"{small}=24", f"{own}=1")
 
 
