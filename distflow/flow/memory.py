@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distflow.config.plugins import ENGINES
+from distflow.config.plugins import ENGINES, LIBRARIES
 from distflow.config.schema import PoolConfig, Recipe
 from distflow.errors import Problems
 from distflow.flow.edges import SAMPLES, Edge
@@ -38,8 +38,6 @@ STEPS_OF_ROWS = 3
 GIB = 1 << 30
 ASSUMED_GPU = 80 * GIB
 """Assumed memory of a GPU that is not visible where the plan is made."""
-SHARES = {ENGINES["sglang"]: 0.88, ENGINES["vllm"]: 0.9}
-"""Share of a GPU's memory that an engine takes for weights and cache by default."""
 
 
 def group_bytes(samples: int, prompt_tokens: int, new_tokens: int, later: int = 0) -> int:
@@ -185,9 +183,10 @@ def cache_bytes(plan: Plan, worker: WorkerPlan, size: ModelSize, *, gpu: int | N
     options = worker.engine_options
     if "kv_cache_memory_bytes" in options and options["kv_cache_memory_bytes"] is not None:
         return int(options["kv_cache_memory_bytes"])
-    if gpu is None or worker.engine not in SHARES:
+    share = gpu_share(worker)
+    if gpu is None or share is None:
         return wanted
-    left = max(0, int(_share(worker) * gpu) - size.weights // parts)
+    left = max(0, int(share * gpu) - size.weights // parts)
     return min(wanted, left) if worker.engine == ENGINES["sglang"] and worker.models else left
 
 
@@ -196,17 +195,20 @@ def kept_cache(plan: Plan, worker: WorkerPlan, cache: int) -> int:
 
     SGLang and vLLM prefill open samples again instead, and at staleness 0 no sample is open then.
     """
-    return cache if worker.engine not in SHARES and plan.batch.max_staleness != 0 else 0
+    return cache if gpu_share(worker) is None and plan.batch.max_staleness != 0 else 0
 
 
 def staged_bytes(worker: WorkerPlan, size: ModelSize) -> int:
     """Bytes of weights that SGLang and vLLM stage in the host's memory while they load them."""
-    return size.weights if worker.engine in SHARES else 0
+    return 0 if gpu_share(worker) is None else size.weights
 
 
-def _share(worker: WorkerPlan) -> float:
+def gpu_share(worker: WorkerPlan) -> float | None:
+    """Share of a GPU's memory that the engine takes for weights and cache; None: only what its slots need."""
+    if worker.engine is None or worker.engine not in LIBRARIES:
+        return None
+    share = LIBRARIES[worker.engine].gpu_share
     for name in ("memory_fraction", "gpu_memory_utilization"):
         if name in worker.engine_options and worker.engine_options[name] is not None:
             return float(worker.engine_options[name])
-    assert worker.engine is not None, "only called for SGLang and vLLM"
-    return SHARES[worker.engine]
+    return share
