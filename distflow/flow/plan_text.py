@@ -126,7 +126,8 @@ def _staleness(plan: Plan) -> str:
 
 def _waiting(plan: Plan) -> list[str]:
     """What bounds the groups that are leased ahead, and with them staleness."""
-    owner, batch = plan.owner_plan, plan.batch
+    owners = [worker for worker in plan.workers if str(worker.name) in plan.owners]
+    owner, batch = min(owners, key=lambda worker: worker.sample_memory_mb), plan.batch
     steps = (
         owner.sample_memory_mb * MIB / step_bytes(plan.recipe, owner.name.pool, plan.response_tokens, plan.later_bytes)
     )
