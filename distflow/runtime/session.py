@@ -324,9 +324,11 @@ class Session:
     def _new_step(self, t: int) -> None:
         """This worker runs a step for others, for the first time in a training step: write what was measured before."""
         assert self._serving is not None, "only a service runs steps for others"
-        if self._version is None or t > self._version.number:
+        # A later term begins at an earlier training step, and what was waited for it belongs to none.
+        version = Version(self._serving.term, t)
+        if self._version is None or version > self._version:
             self._write_metrics()
-            self._version = Version(self._serving.term, t)
+            self._version = version
             self._node.facts |= {"step": t}
         for context in self._contexts.values():
             context.training_step, context.policy_version = t, t
