@@ -197,8 +197,13 @@ def test_a_killed_reference_costs_no_term_and_a_killed_trainer_no_service(launch
     assert [run.lives_of(name) for name in ("reward/0", "reference/0", "reference/1")] == [1, 1, 2], services
     assert run.metrics()[-1]["step"] == STEPS
     # What was measured before, and while all waited for the restart, is not taken for the new term's.
-    assert measured(run, "reference-0", 1) == measured(run, "trainer-0", 1)
-    assert measured(run, "reward-0", 1)
+    again = set(measured(run, "trainer-0", 1))
+    for stem in ("reference-0", "reward-0"):
+        found = measured(run, stem, 1)
+        assert found, f"{stem} answered nobody after the restart"
+        # The other service may have answered everything of a training step.
+        assert len(set(found)) == len(found)
+        assert again.issuperset(found)
     assert run.leftovers() == []
 
 
