@@ -23,7 +23,7 @@ def propose(batch: Batch, ctx: StepContext) -> Batch:
     """Write the solver's prompt, `407=` to be answered by `407`, from what the proposer has written.
 
     A valid task is nothing but digits, ended by the proposer, and no other one of its group is the same: else all would
-    soon be one and the same. `rewards/valid` [B] is 0 for anything else, and the solver gets the task of the data instead.
+    soon be one and the same. `rewards/valid` [B] is 0 for anything else: there the solver gets the task of the data.
     """
     assert ctx.tokenizer is not None, "every worker has a tokenizer"
     valid = _valid(batch)

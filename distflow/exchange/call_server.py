@@ -37,6 +37,8 @@ class CallServer:
         self._working: dict[CallKey, CallRequest] = {}
         self._incarnations: dict[str, int] = {}
         """The newest of each client."""
+        self._begun = 0
+        """Tokens of the batch that `next` has handed out last."""
         self._version: Version | None = None
         self._leaving = False
 
@@ -57,6 +59,14 @@ class CallServer:
             return self._not_yet([key])
         self._queued[key] = request
         return []
+
+    def withdrawn(self, client: str, incarnation: int, numbers: Iterable[int]) -> None:
+        """A caller wants no answers of these: what is not begun never will be, and what is generated ends. What comes
+        only now is computed.
+        """
+        keys = [CallKey(client, incarnation, number) for number in numbers]
+        generated = [key for key in keys if key in self._working and self._working[key].at_least]
+        self._forget([*generated, *(key for key in keys if key in self._queued)])
 
     def version(self, version: Version) -> list[OutgoingCall]:
         """The model has another version now: requests that it can no longer answer go back to their callers.
@@ -104,17 +114,31 @@ class CallServer:
                 break
             keys.append(key)
         self._working |= {key: self._queued.pop(key) for key in keys}
+        self._begun = sum(self._working[key].tokens for key in keys)
         return keys
 
-    def done(self, keys: Sequence[CallKey], by: Mapping[CallKey, Version] = MappingProxyType({})) -> list[OutgoingCall]:
-        """These have been computed: the answers for those that are still awaited, one a request, in this order.
+    def done(
+        self, keys: Sequence[CallKey], seconds: float, by: Mapping[CallKey, Version] = MappingProxyType({})
+    ) -> list[OutgoingCall]:
+        """What `next` has handed out last was computed in this time: an answer for each that is still awaited.
 
-        `by`: the newest versions that have computed them, where these are not the ones that were asked for.
+        `by`: the newest versions that have computed them, where these are not the ones that were asked for: of what is
+        generated one request at a time.
         """
         awaited = [(key, self._working.pop(key)) for key in keys if key in self._working]
-        load = self.load
+        load, took_ms = self.load, round(1000 * seconds)
         return [
-            OutgoingCall(key.client, CallAnswer(key.incarnation, key.number, by.get(key, request.version), load))
+            OutgoingCall(
+                key.client,
+                CallAnswer(
+                    key.incarnation,
+                    key.number,
+                    by.get(key, request.version),
+                    load,
+                    request.tokens if key in by else self._begun,
+                    took_ms,
+                ),
+            )
             for key, request in awaited
         ]
 
@@ -124,8 +148,8 @@ class CallServer:
 
     @property
     def load(self) -> int:
-        """Bytes of the requests that are not answered yet."""
-        return sum(request.nbytes for held in (self._queued, self._working) for request in held.values())
+        """Tokens of the requests that are not answered yet."""
+        return sum(request.tokens for held in (self._queued, self._working) for request in held.values())
 
     @property
     def drained(self) -> bool:

@@ -8,7 +8,7 @@ clock or a socket, and weights are values, as in `rollout_core.py`.
 The life of a group: queued (no room, no weights that are new enough, or a group of the same position runs for another
 caller: its random numbers are the same) → running → whole (`collect` returns its key). Or cancelled.
 
-Example: ask(Wanted("a", 12, samples=8, t=3, least=(0, 2))) → turn(16, (0, 3), …) = start ["a"] → collect(…) = ["a"].
+Example: ask(WantedGroup("a", position=12, …, least=(0, 2))) → turn(16, (0, 3), …) = start ["a"] → collect(…) = ["a"].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distflow.types import SampleOutput, Version
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedGroup:
     """A group that somebody wants."""
 
     key: Hashable
@@ -46,7 +46,7 @@ class FurtherTurn(NamedTuple):
 
 @dataclass(slots=True)
 class _RunningGroup:
-    wanted: Wanted
+    wanted: WantedGroup
     left: int
     """Samples that are not finished."""
 
@@ -56,7 +56,7 @@ class FurtherCore:
 
     def __init__(self, refresh: Refresh = "eager") -> None:
         self._refresh = refresh
-        self._queued: dict[Hashable, Wanted] = {}
+        self._queued: dict[Hashable, WantedGroup] = {}
         self._running: dict[int, _RunningGroup] = {}
         """By position."""
         self._aborted: list[int] = []
@@ -65,7 +65,7 @@ class FurtherCore:
         """Weights are taken once between two decode steps, however fast newer ones are published."""
 
     # -- what is wanted
-    def ask(self, wanted: Wanted) -> None:
+    def ask(self, wanted: WantedGroup) -> None:
         """Make this group."""
         assert wanted.key not in self, f"{wanted.key!r} is asked for already"
         self._queued[wanted.key] = wanted
@@ -138,9 +138,9 @@ class FurtherCore:
         return None if first is None or self._fresh(first, loaded) else first.least
 
     # -- details
-    def _start(self, room: int, running_on: Version | None) -> list[Wanted]:
+    def _start(self, room: int, running_on: Version | None) -> list[WantedGroup]:
         """Those for which there is room. An empty engine takes one that it has fewer slots for: samples wait."""
-        started: list[Wanted] = []
+        started: list[WantedGroup] = []
         for wanted in sorted(self._queued.values(), key=lambda wanted: wanted.t):
             if wanted.position in self._running or not self._fresh(wanted, running_on):
                 continue
@@ -156,7 +156,7 @@ class FurtherCore:
             del self._running[position]
         self._aborted += positions
 
-    def _fresh(self, wanted: Wanted, version: Version | None) -> bool:
+    def _fresh(self, wanted: WantedGroup, version: Version | None) -> bool:
         return version is not None and version.meets(wanted.least) and version.survives(self._begins)
 
     def _takes_weights(self, loaded: Version | None, newer: bool) -> bool:

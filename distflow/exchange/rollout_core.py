@@ -265,4 +265,4 @@ class RolloutCore:
 
 
 def _fresh_enough(lease: Lease, version: Version | None) -> bool:
-    return version is not None and version.meets(Version(lease.term, lease.min_version))
+    return version is not None and version.meets(lease.least)

@@ -113,29 +113,15 @@ def _check_further(node: StepNode, steps: Sequence[StepNode], models: Models, pr
         message = f"no train step trains {name!r}, which step {node.name!r} generates with: engines get their weights"
         cure = f"a train step with model: {name}, such as update with prefix: {node.prefix}"
         problems.add(key, f"{message} from training, and no others are built yet", cure)
-    config, primary = models.configs[name], models.configs[models.primary]
+    config = models.configs[name]
     if config.head != "tokens":
         message = f"step {node.name!r} generates with it, and a model with `head: {config.head}` has no next tokens"
         problems.add(f"models.{name}.head", message, "head: tokens")
-    if _vocabulary(config) != _vocabulary(primary):
-        message = f"its tokenizer may be another than that of {models.primary!r}, with which steps write its prompts"
-        cure = f"not built yet; if they are alike, models.{name}.tokenizer: {_vocabulary(primary)}"
-        problems.add(f"models.{name}.tokenizer", message, cure)
-
-
-def _vocabulary(model: ModelConfig) -> str | None:
-    """Where the tokenizer comes from."""
-    return model.tokenizer or model.path
 
 
 def _with_body_of(primary: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """A section that names no model is a copy of the primary one, with a head and an optimizer of its own."""
-    if model.path is not None or model.init is not None:
-        return model
-    copied = ["path", "init", "tokenizer", "dtype"]
-    if "gradient_checkpointing" not in model.model_fields_set:
-        copied.append("gradient_checkpointing")
-    return model.model_copy(update={name: getattr(primary, name) for name in copied})
+    """A section that names no model is a copy of the primary one, but for what it says itself."""
+    return model.model_copy(update={name: getattr(primary, name) for name in model.inherited})
 
 
 def check_files(models: Mapping[str, ModelConfig], problems: Problems) -> None:

@@ -119,7 +119,7 @@ def _rows(structure: Structure) -> Iterator[Edge]:
 
 def _described(node: StepNode, structure: Structure) -> list[str]:
     """What the metrics of a further policy's update show of its samples."""
-    if prefixed("advantage", node.prefix) not in node.reads:
+    if not node.prefix or prefixed("advantage", node.prefix) not in node.reads:
         return []
     return _known([prefixed(field, node.prefix) for field in _DESCRIBED], structure)
 

@@ -22,10 +22,12 @@ from distflow.log import logger
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
 from distflow.runtime.disk import Disk
+from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore, PrefixedMetrics
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
+from distflow.runtime.trajectories import Trajectories
 from distflow.types import Version, WorkerName
 
 log = logger(__name__)
@@ -254,6 +256,15 @@ def build_contexts(
         )
         for step in setting.me.steps
     }
+
+
+def build_trajectories(setting: Setting, step: GenerateStep, tokenizer: Tokenizer) -> Trajectories:
+    """The samples under way at this worker: none yet."""
+    plan, recipe = setting.plan, setting.recipe
+    model, longest = str(step.plan.model), recipe.data.max_prompt_tokens
+    dtype = torch.float64 if recipe.models[model].dtype == "float64" else torch.float32
+    most = plan.longest_sample(model) - longest
+    return Trajectories(step, recipe.batch.samples_per_prompt, most, tokenizer, dtype, longest)
 
 
 def _model(recipe: Recipe, name: str) -> Mapping[str, object]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from distflow.comm.membership import Lost, Member
 from distflow.comm.message import Message
@@ -18,14 +19,23 @@ from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.fields import complaint, with_fields
 from distflow.errors import NoProgressError, ProtocolError, StepError
 from distflow.exchange.call_client import Call, CallClient
-from distflow.exchange.call_messages import CallAnswer, CallRequest, OutgoingCall, from_wire, kind_of, to_wire
+from distflow.exchange.call_messages import (
+    CallAnswer,
+    CallRequest,
+    CallWithdrawn,
+    OutgoingCall,
+    from_wire,
+    kind_of,
+    to_wire,
+)
+from distflow.exchange.owner_links import Held
 from distflow.flow.memory import BYTES_PER_TOKEN
 from distflow.flow.plan import Plan, Port
 from distflow.log import logger
 from distflow.runtime.further_generating import FurtherGenerating
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
-from distflow.runtime.weight_publisher import SERVES
+from distflow.runtime.weight_publisher import LOAD, SERVES
 from distflow.types import Version, WorkerName, written
 
 ANSWERS = ("call.answer", "call.not_yet", "call.returned")
@@ -60,6 +70,8 @@ class Calls:
         """Answers that have not been taken, by step: the position of the group, and what the step wrote."""
         self._deliver: dict[str, Deliver] = {}
         self._heard: dict[str, float] = {}
+        self._facts: dict[str, Mapping[str, Any]] = {}
+        """Those of each server that were taken note of last."""
         for kind in ANSWERS:
             node.on(kind, self._on_message)
         node.on_joined(self._joined)
@@ -115,7 +127,7 @@ class Calls:
 
     def _on_message(self, message: Message) -> None:
         said = from_wire(message.kind, message.body)
-        assert not isinstance(said, CallRequest), f"{message.kind} is not a request"
+        assert not isinstance(said, CallRequest | CallWithdrawn), f"{message.kind} is not of a caller"
         answer = self._read(said, message) if isinstance(said, CallAnswer) else None
         out = self._core.handle(message.sender, message.incarnation, said, time.monotonic())
         for key, _number in self._core.take_answered():
@@ -169,17 +181,28 @@ class Calls:
             if WorkerName.parse(name).pool in self._servers and self._heard.get(name) != peer.heard_at:
                 self._heard[name] = peer.heard_at
                 self._core.heard(name, now)
-                self._hear_version(name, peer)
+                self._hear_facts(name, peer, now)
         self._post(self._core.tick(now))
 
-    def _hear_version(self, name: str, peer: Member) -> None:
-        """With each heartbeat servers say which version they have: what they said before may have been lost."""
+    def _hear_facts(self, name: str, peer: Member, now: float) -> None:
+        """With each heartbeat servers say how much they have to do, for whomever, and which version they have: what
+        they said before may have been lost.
+        """
+        if peer.facts is self._facts.get(name) or peer.state != "present":
+            return
+        self._facts[name] = peer.facts
+        if LOAD in peer.facts:
+            load = peer.facts[LOAD]
+            self._post(self._core.server(name, peer.incarnation, present=True, load=load, now=now))
         if WorkerName.parse(name).pool in self._versioned and SERVES in peer.facts:
             self._post(self._core.announced(name, peer.incarnation, Version(*peer.facts[SERVES])))
 
     def _post(self, out: Sequence[OutgoingCall]) -> None:
         for item in out:
             request = item.message
+            if isinstance(request, CallWithdrawn):
+                self._node.send(item.to, kind_of(request), to_wire(request))
+                continue
             assert isinstance(request, CallRequest), f"callers send no {kind_of(request)}"
             if self._sent.under_way(item.to, request.number):
                 continue
@@ -196,9 +219,8 @@ class Calls:
 class Asking:
     """Whole groups of a generating worker on which other pools, or engines here, run steps before they are sent.
 
-    `further`: those engines, by step; `training_step` gives the one that groups are asked for now; `least` the oldest
-    version that may start samples of a position, None if its lease is gone; `leave_s` is how long a leaving worker
-    waits.
+    `further`: those engines, by step; `training_step` gives the one that groups are asked for now; `find` what is held
+    of a position, None if its lease is gone; `leave_s` is how long a leaving worker waits for them.
     """
 
     def __init__(
@@ -207,14 +229,14 @@ class Asking:
         further: Mapping[str, FurtherGenerating],
         node: Node,
         training_step: Callable[[], int],
-        least: Callable[[int], Version | None],
+        find: Callable[[int], Held | None],
         leave_s: float,
     ) -> None:
         self._calls = calls
         self._further = further
         self._board = node.board
         self._training_step = training_step
-        self._least = least
+        self._find = find
         self._leave_s = leave_s
         self._leaves_at: float | None = None
         self._out: dict[Key, RowRange] = {}
@@ -279,15 +301,15 @@ class Asking:
         self.cancel({position for _, position in self._out})
 
     def _ask(self, step: str, position: int, rows: RowRange) -> None:
-        least = self._least(position)
-        if least is None:
-            return  # the lease is gone, and with it the group
+        held = self._find(position)
+        if held is None:
+            return  # the group is not wanted any more
         self._out[step, position] = rows
         if step in self._further:
-            self._further[step].ask(position, rows.rows, self._training_step(), least)
+            self._further[step].ask(position, rows.rows, self._training_step(), held.lease.least)
         else:
             assert self._calls is not None, f"{step!r} is asked for, so there is a port for it"
-            self._calls.ask(step, position, rows, self._training_step(), least)
+            self._calls.ask(step, position, rows, self._training_step(), held.lease.least)
 
     def _take(self, step: str) -> list[tuple[int, Batch]]:
         if step not in self._further:

@@ -15,12 +15,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from distflow.config.schema import Refresh
 from distflow.data.batch import Batch
 from distflow.data.prefixes import own_fields
+from distflow.data.randomness import step_seed
 from distflow.errors import StepError
-from distflow.exchange.further_core import FurtherCore, FurtherTurn, Wanted
+from distflow.exchange.further_core import FurtherCore, FurtherTurn, WantedGroup
 from distflow.flow.plan import StepPlan
+from distflow.runtime.assembly import Setting, build_trajectories
+from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
-from distflow.runtime.protocols import Engine
+from distflow.runtime.protocols import Engine, Tokenizer
 from distflow.runtime.trajectories import Trajectories
 from distflow.types import SampleRequest, Version, prefixed
 from distflow.weights.receiver import WeightInbox
@@ -65,7 +68,7 @@ class FurtherGenerating:
         """Make one whole group from its rows, for training step t, with this version or later ones."""
         position = int(rows.dense("group")[0])
         self._rows[key], self._position[key] = own_fields(rows, self.plan.prefix), position
-        self._core.ask(Wanted(key, position, rows.rows, t, least))
+        self._core.ask(WantedGroup(key, position, rows.rows, t, least))
 
     def cancel(self, keys: Iterable[Hashable]) -> None:
         """These groups are not wanted any more."""
@@ -193,3 +196,21 @@ class FurtherGenerating:
     def _written(self, rows: Batch) -> Batch:
         """Of whole samples, what the step writes, by the names in the flow."""
         return Batch({prefixed(name, self.plan.prefix): rows[name] for name in self.plan.as_it_sees().writes})
+
+
+def build_further(
+    setting: Setting,
+    step: GenerateStep,
+    plan: StepPlan,
+    engine: Engine,
+    inbox: WeightInbox,
+    tokenizer: Tokenizer,
+    node: Node,
+    metrics: MetricStore,
+) -> FurtherGenerating:
+    """What generates at this worker by the step of a further model: nothing runs yet."""
+    samples, recipe = build_trajectories(setting, step, tokenizer), setting.recipe
+    seed = step_seed(recipe.run.seed, plan.name)
+    further = FurtherGenerating(plan, engine, samples, inbox, node, metrics, recipe.layout.refresh, seed)
+    further.publishers = setting.home_of(str(plan.model))
+    return further

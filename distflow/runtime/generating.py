@@ -35,11 +35,10 @@ from distflow.flow.memory import MIB
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.calls import Asking, fields_of
-from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.owner_side import lease_settings
-from distflow.runtime.protocols import Backend, Engine, Measured, Tokenizer
+from distflow.runtime.protocols import Backend, Engine, Measured
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
@@ -161,8 +160,8 @@ class Turns:
     def train(self) -> None:
         """Models are about to be used, published or saved."""
 
-    def taken(self, number: int) -> None:
-        """The engine has taken the weights of version `number`."""
+    def taken(self, version: Version) -> None:
+        """The engine has taken these weights."""
 
     def settled_by(self, wait: Callable[[], None]) -> None:
         """Set what to wait for before models move: `wait` returns when no other thread reads their state."""
@@ -235,7 +234,7 @@ class OffloadTurns(Turns):
             self._engine.onload()
         self._generating = True
 
-    def taken(self, number: int) -> None:
+    def taken(self, version: Version) -> None:
         """Free what was published: the engine has it."""
         self._link.let_go()
         self._tell("generating")
@@ -291,15 +290,6 @@ def build_turns(
         return Turns()
     renewed = setting.recipe.layout.refresh == "eager"
     return OffloadTurns(engine, models, link, inbox, metrics, renewed=renewed)
-
-
-def build_trajectories(setting: Setting, step: GenerateStep, tokenizer: Tokenizer) -> Trajectories:
-    """The samples under way at this worker: none yet."""
-    plan, recipe = setting.plan, setting.recipe
-    model, longest = str(step.plan.model), recipe.data.max_prompt_tokens
-    dtype = torch.float64 if recipe.models[model].dtype == "float64" else torch.float32
-    most = plan.longest_sample(model) - longest
-    return Trajectories(step, recipe.batch.samples_per_prompt, most, tokenizer, dtype, longest)
 
 
 def build_outbound(

@@ -15,21 +15,23 @@ from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import CostRule, DealRule
 from distflow.exchange.intake_core import IntakeCall, IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
+from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, rows_bytes
-from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, model_folders
+from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, model_folders
 from distflow.runtime.calls import Calls
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.further_training import FurtherParts, FurtherTraining
-from distflow.runtime.generating import Turns, build_inboxes, build_outbound
+from distflow.runtime.generating import Generating, Turns, build_inboxes, build_outbound, build_turns
 from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Hosts, Lanes, Node
 from distflow.runtime.owner_side import build_inbound
-from distflow.runtime.protocols import Backend, Priced, Tokenizer
+from distflow.runtime.protocols import Backend, Engine, Priced, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rows import InboundRows, OutboundRows, register_rows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
@@ -121,6 +123,25 @@ def holds(
             calls.restarted(begins)
 
     return build_outbound(base.setting, base.node, base.lanes, inbound, newest, begun)
+
+
+def generates(
+    base: Base,
+    outbound: OutboundSamples,
+    inbox: WeightInbox,
+    engine: Engine,
+    models: Mapping[str, Backend],
+    steps: StepRunner,
+    tokenizer: Tokenizer,
+) -> tuple[Generating, Turns]:
+    """What makes groups of leases, with the primary model; and how it shares the device with the `models` here."""
+    setting, plan, turns = base.setting, base.setting.plan, Turns()
+    samples = build_trajectories(setting, steps.generate_step(plan.generate_step.name), tokenizer)
+    loop = RolloutLoop(engine, samples, outbound, inbox, base.node, base.metrics, setting.recipe)
+    if plan.primary in base.links:
+        turns = build_turns(setting, engine, models, base.links[plan.primary], inbox, base.metrics)
+    edge = plan.edge(SAMPLES)
+    return Generating(loop, outbound, samples, engine, base.node, edge, base.metrics, turns), turns
 
 
 def asks(base: Base) -> Calls | None:
@@ -216,7 +237,9 @@ class FurtherEnds:
     answering: Answering | None
 
 
-def trains(base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, publishing: Publishing) -> Training:
+def trains(
+    base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, publishing: Publishing, steps: StepRunner
+) -> Training:
     """The training side over the samples that arrive here."""
     setting = base.setting
     limits = TrainingLimits.of(setting.plan)
@@ -236,6 +259,7 @@ def trains(base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, pu
         checkpoints=checkpoint_writer(setting),
         folders=model_folders(setting),
         commits=base.standing.commits,
+        run=steps.call,
         metrics=base.metrics,
         writer=base.writer,
         rounds=held.rounds,
@@ -282,22 +306,24 @@ def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
 
 
 def takes(base: Base, ends: OwnerEnds, replicas: Replicas, dealt: DealRule, rounds: Rounds | None) -> Intake:
-    """What takes the groups that arrive for the open step, and those of busier replicas, once calls have answered."""
-    recipe = base.setting.recipe
-    edges = [base.setting.plan.edge(port.edge) for port in base.setting.me.port("asks")]
+    """What takes the groups that arrive for the open step, and those of busier replicas, once they are complete."""
+    recipe, plan = base.setting.recipe, base.setting.plan
+    edges = [plan.edge(port.edge) for port in base.setting.me.port("asks")]
     versioned = {edge.name for edge in edges if edge.when == "in window"}
     answers = {edge.name: edge.back for edge in edges if edge.when == "on arrival" or edge.name in versioned}
-    asked = tuple(IntakeCall(name, in_window=name in versioned) for name in answers)
-    rule = IntakeRule(dealt.cost.budget, dealt.streamed, asked)
+    asked = [IntakeCall(name, in_window=name in versioned) for name in answers]
+    here = {step.name: step.writes for step in plan.steps if step.name in plan.on_arrival}
+    asked += [IntakeCall(name, in_window=True, here=True) for name in here]
+    rule = IntakeRule(dealt.cost.budget, dealt.streamed, tuple(asked))
     rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")
     deals = replicas.size > 1 and (dealt.divided or not dealt.streamed)
     dealing = DealCore(base.name, base.setting.owners, dealt) if deals else None
     others = replicas.others if deals or recipe.layout.stealing else ()
-    intake = Intake(ends.inbound, base.node, rule, others, rng, answers, dealing)
+    intake = Intake(ends.inbound, base.node, rule, others, rng, answers | here, dealing)
     if rounds is not None:
         rounds.carry(intake.tell, intake.hear)
     if ends.calls is not None:
-        _ask_on_arrival(ends.calls, intake, dealt.prompts, versioned)
+        _ask_on_arrival(ends.calls, intake, answers, dealt.prompts, versioned)
     return intake
 
 
@@ -315,7 +341,9 @@ def _deal_rule(base: Base, limits: TrainingLimits, held: HeldModels, model: str)
     )
 
 
-def _ask_on_arrival(calls: Calls, intake: Intake, prompts: int, versioned: Collection[str]) -> None:
+def _ask_on_arrival(
+    calls: Calls, intake: Intake, asked: Collection[str], prompts: int, versioned: Collection[str]
+) -> None:
     """Ask for steps over the groups that arrive; `prompts`: groups of a training step."""
 
     def ask(wanted: Sequence[tuple[str, int]]) -> None:
@@ -325,7 +353,7 @@ def _ask_on_arrival(calls: Calls, intake: Intake, prompts: int, versioned: Colle
             t = intake.owner.version if step in versioned else max(intake.core.step, position // prompts)
             calls.ask(step, position, intake.rows_of(position), t)
 
-    for step in intake.calls:
+    for step in asked:
         calls.deliver(step, partial(intake.answered, step))
     intake.asks_by(ask, calls.waiting)
 

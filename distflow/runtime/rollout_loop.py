@@ -21,7 +21,7 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.waits import WaitBoard
-from distflow.types import SampleRequest
+from distflow.types import SampleRequest, Version
 from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
@@ -76,7 +76,7 @@ class RolloutLoop:
         # Half of it, to be done before the host agent, which counts `drain_s` too, kills this worker.
         self._drain_s = recipe.limits.drain_s / 2
         self._core = RolloutCore(channel.core, recipe.layout.refresh)
-        self._on_version: Callable[[int], None] = lambda number: None
+        self._on_version: Callable[[Version], None] = lambda version: None
         self._meanwhile: Meanwhile | None = None
 
     def until_closed(self, step: int | None) -> RolloutLoop:
@@ -90,8 +90,8 @@ class RolloutLoop:
         """Whether the loop goes on until the run is over, because this worker does nothing else."""
         return self._core.endless
 
-    def on_version(self, handler: Callable[[int], None]) -> None:
-        """Call `handler` with the number of each version that the engine has taken."""
+    def on_version(self, handler: Callable[[Version], None]) -> None:
+        """Call `handler` with each version that the engine has taken."""
         self._on_version = handler
 
     def accompanied_by(self, meanwhile: Meanwhile) -> None:
@@ -241,7 +241,7 @@ class RolloutLoop:
                 self._metrics.trace.arrive("weights", [f"{self._inbox.model}:{term}:{number}"])
         if self._inbox.loaded is not None:
             self._node.work_done()
-            self._on_version(self._inbox.loaded.number)
+            self._on_version(self._inbox.loaded)
             if self._inbox.difference is not None:
                 # After `_on_version`: what was measured before belongs to the previous version.
                 self._metrics.mean("weights/canary_diff", self._inbox.difference)

@@ -15,6 +15,7 @@ What a further model is asked to generate is begun as slots become free, and ans
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -26,17 +27,25 @@ from distflow.data.batch import Batch, RowRange, join, with_same_parts
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.fields import complaint
 from distflow.errors import ProtocolError, StepError, UserError
-from distflow.exchange.call_messages import CallAnswer, CallRequest, OutgoingCall, from_wire, kind_of, to_wire
+from distflow.exchange.call_messages import (
+    CallAnswer,
+    CallRequest,
+    CallWithdrawn,
+    OutgoingCall,
+    from_wire,
+    kind_of,
+    to_wire,
+)
 from distflow.exchange.call_server import CallKey, CallServer
 from distflow.flow.edges import Edge
 from distflow.flow.plan import Plan, Port
 from distflow.runtime.further_generating import FurtherGenerating
 from distflow.runtime.metrics import REQUESTS, MetricStore
 from distflow.runtime.node import Node
-from distflow.runtime.weight_publisher import BEGINS, OWNERS, SERVES, TERM
+from distflow.runtime.weight_publisher import BEGINS, LOAD, OWNERS, SERVES, TERM
 from distflow.types import Version, prefixed, written
 
-REQUEST = "call.request"
+REQUEST, WITHDRAWN = "call.request", "call.withdrawn"
 
 
 class _Asked(NamedTuple):
@@ -44,6 +53,8 @@ class _Asked(NamedTuple):
     t: int
     version: Version | None
     rows: Batch
+    since: float = 0.0
+    """When it was begun, if it is generated."""
 
 
 class Answering:
@@ -64,8 +75,9 @@ class Answering:
         self._queued: dict[CallKey, _Asked] = {}
         self._begun: list[tuple[CallKey, _Asked]] = []
         """The requests of the batch that the script has."""
+        self._since = 0.0
+        """When they were begun."""
         self._on_step: Callable[[int], None] = lambda t: None
-        self._on_term: Callable[[int, Mapping[int, int]], None] = lambda term, begins: None
         self._further: FurtherGenerating | None = None
         self._asked: dict[CallKey, _Asked] = {}
         """What the engine makes."""
@@ -73,9 +85,10 @@ class Answering:
         self._left: set[str] = set()
         """Training workers that have left in order."""
         node.on(REQUEST, self._on_request)
+        node.on(WITHDRAWN, self._on_withdrawn)
         node.on_lost(self._lost)
         node.on_joined(lambda name, incarnation: self._left.discard(name))
-        node.on_tick(lambda now: self._follow_term())
+        node.on_tick(self._tick)
 
     # -- for a worker that trains, too
 
@@ -98,11 +111,12 @@ class Answering:
         with self._board.condition:
             self._begun = self._next([step for step in self._edges if not self._makes(step)])
             generates = self._generates()
-        if self._begun:
+            begun = bool(self._begun)
+        if begun:
             self.answer(run(self._begun[0][1].step, self._joined()))
         if generates and (groups := self._made()) is not None:
             self.answer(groups)
-        return bool(self._begun) or generates
+        return begun or generates
 
     # -- what is generated
 
@@ -149,7 +163,7 @@ class Answering:
             ):
                 for key, asked in begun:
                     assert asked.version is not None, f"a request for {asked.step!r} says with which version"
-                    self._asked[key] = asked
+                    self._asked[key] = asked._replace(since=self._since)
                     further.ask(key, asked.rows, asked.t, asked.version)
         further.advance()
         with self._board.condition:
@@ -193,6 +207,8 @@ class Answering:
         while begun := self._await(steps):
             self._begun = begun
             first = begun[0][1]
+            with self._board.condition:
+                self._follow_term()
             self._on_step(first.t)
             yield first.step, self._joined()
 
@@ -210,18 +226,18 @@ class Answering:
         ends = list(accumulate(request.rows.rows for _, request in begun))
         parts = {key: answers.slice(a, b) for (key, _), (a, b) in zip(begun, pairwise([0, *ends]), strict=True)}
         by = {key: newest for key, part in parts.items() if (newest := self._newest(edge, part)) is not None}
+        now = time.monotonic()
         with self._board.condition:
-            self._post(self._core.done(list(parts), by), parts)
+            if not by:
+                self._post(self._core.done(list(parts), now - self._since), parts)
+            for key, request in begun if by else ():
+                self._post(self._core.done([key], now - request.since, by), parts)
         self._metrics.add("calls/answered", len(parts))
         self._node.work_done()
 
     def on_step(self, handler: Callable[[int], None]) -> None:
         """Call `handler` with the training step that each batch is for, before the script gets it."""
         self._on_step = handler
-
-    def on_term(self, handler: Callable[[int, Mapping[int, int]], None]) -> None:
-        """Call `handler` with each later term and the training steps at which terms began."""
-        self._on_term = handler
 
     # -- how it ends
 
@@ -271,6 +287,7 @@ class Answering:
             )
 
     def _next(self, steps: Collection[str] | None = None, budget: int | None = None) -> list[tuple[CallKey, _Asked]]:
+        self._since = time.monotonic()
         if budget is None:
             budget = 0 if self._plan.recipe.run.deterministic else self._plan.batch.tokens_per_microbatch
         return [(key, self._queued.pop(key)) for key in self._core.next(budget, steps)]
@@ -298,6 +315,12 @@ class Answering:
             self._queued[key] = _Asked(request.step, request.t, request.version, rows)
         self._forget()
         self._post(out)
+
+    def _on_withdrawn(self, message: Message) -> None:
+        withdrawn = from_wire(message.kind, message.body)
+        assert isinstance(withdrawn, CallWithdrawn), f"{message.kind} withdraws"
+        self._core.withdrawn(message.sender, message.incarnation, withdrawn.numbers)
+        self._forget()
 
     def _read(self, request: CallRequest, message: Message) -> Batch:
         """The rows of a request; raises ProtocolError if they are not what the step reads."""
@@ -327,13 +350,18 @@ class Answering:
         for key in [key for key in self._queued if key not in self._core]:
             del self._queued[key]
 
+    def _tick(self, now: float) -> None:
+        self._node.facts[LOAD] = self._core.load
+        self._follow_term()
+
     def _follow_term(self) -> None:
         """Learn of a later term from its members: some of those before may be missing in it."""
         peers = self._node.membership.peers
         for facts in [peers[name].facts for name in self._members if name in peers and OWNERS in peers[name].facts]:
             if facts[TERM] > self._term:
                 self._term, self._members = facts[TERM], tuple(facts[OWNERS])
-                self._on_term(self._term, dict(facts[BEGINS]))
+                if self._further is not None:
+                    self._further.begin_term(self._term, dict(facts[BEGINS]))
 
     def _post(self, out: Sequence[OutgoingCall], answers: Mapping[CallKey, Batch] = MappingProxyType({})) -> None:
         for item in out:

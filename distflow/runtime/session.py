@@ -14,12 +14,12 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
-from distflow.data.randomness import step_seed
 from distflow.errors import RunStopped, StepError
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
+from distflow.exchange.tally import Tallies
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import frame_bytes
-from distflow.flow.plan import StepPlan, digest_parts
+from distflow.flow.plan import digest_parts
 from distflow.log import logger
 from distflow.runtime import ports
 from distflow.runtime.assembly import (
@@ -34,9 +34,9 @@ from distflow.runtime.assembly import (
 )
 from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.disk import Disk
-from distflow.runtime.further_generating import FurtherGenerating
+from distflow.runtime.further_generating import FurtherGenerating, build_further
 from distflow.runtime.further_training import FurtherTraining
-from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_trajectories, build_turns
+from distflow.runtime.generating import Generating, OffloadedModels, Turns
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory
 from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
@@ -44,7 +44,6 @@ from distflow.runtime.ports import Base, HeldModels
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Engine, Tokenizer
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rows import InboundRows, OutboundRows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
@@ -100,13 +99,14 @@ class Session:
         """Version of the weights that samples come from, on workers that do not train."""
         self._owners: Callable[[], tuple[str, ...]] = lambda: setting.owners
         self._contexts: Mapping[str, StepContext] = {}
+        self._tallies = Tallies(self._owns)
         self._models: Mapping[str, Backend] = {}
         self._rounds: Rounds | None = None
         self._turns = Turns()
         self._asking: Calls | None = None
         self._rows_out: Mapping[str, OutboundRows] = {}
         self._rows_in: InboundRows | None = None
-        self._further: Mapping[str, FurtherGenerating] = {}
+        self._further: dict[str, FurtherGenerating] = {}
         """Engines for further models, by step."""
         self._training: Training | FurtherTraining | None = None
         self._generating: Generating | None = None
@@ -196,10 +196,17 @@ class Session:
         CheckpointReports(self._node, self._hosts.here)
         self._node.on_agent("drain", self._drain)
         self._node.counts = self._metrics.counts
+        self._node.on_tick(self._count_together)
         if self._trains:
             # Everything a trainer measures shows progress, each micro-batch too: generating workers wait by it.
             self._node.count_work(lambda: self._metrics.recorded)
         return inbound, outbound
+
+    def _count_together(self, now: float) -> None:
+        """Hear what others have judged, and say what is judged here."""
+        for name, peer in self._node.membership.peers.items():
+            self._tallies.hear(name, peer.incarnation, peer.facts)
+        self._node.facts |= self._tallies.facts()
 
     def _build(self) -> Worker:
         setting = self._setting
@@ -221,14 +228,14 @@ class Session:
         aside = OffloadedModels(models, wanted=setting.me.offload and device.startswith("cuda"))
         own = (device, self._incarnation, self._go_on)
         engines = {model: build_engine(setting, model, *own) for model in setting.me.generates}
-        contexts = build_contexts(setting, self._metrics, self._models, engines, tokenizer)
-        self._contexts = contexts
+        self._contexts = contexts = build_contexts(setting, self._metrics, self._models, engines, tokenizer)
+        for name, context in contexts.items():
+            context.tally = self._tallies.of(name)
         steps = StepRunner(self._name, setting.me.steps, contexts)
-        self._further = {
-            step.name: self._make_further(step, steps, engines[str(step.model)], tokenizer)
-            for step in setting.me.steps
-            if step.generates_further
-        }
+        for step in (step for step in setting.me.steps if step.generates_further):
+            model, generate = str(step.model), steps.generate_step(step.name)
+            about = (engines[model], self._inboxes[model], tokenizer, self._node, self._metrics)
+            self._further[step.name] = build_further(setting, generate, step, *about)
         if outbound is not None:
             self._generating = self._make_generating(outbound, steps, engines[setting.plan.primary], tokenizer)
             aside.restore()
@@ -241,34 +248,17 @@ class Session:
         serving = None if self._trains else self._serving
         return Worker(setting.me.name, steps, asked, self._generating, self._training, serving)
 
-    def _make_further(
-        self, step: StepPlan, steps: StepRunner, engine: Engine, tokenizer: Tokenizer
-    ) -> FurtherGenerating:
-        setting, model = self._setting, str(step.model)
-        samples = build_trajectories(setting, steps.generate_step(step.name), tokenizer)
-        seed = step_seed(setting.recipe.run.seed, step.name)
-        about = (step, engine, samples, self._inboxes[model], self._node, self._metrics)
-        further = FurtherGenerating(*about, setting.recipe.layout.refresh, seed)
-        further.publishers = setting.home_of(model)
-        return further
-
     def _make_generating(
         self, outbound: OutboundSamples, steps: StepRunner, engine: Engine, tokenizer: Tokenizer
     ) -> Generating:
-        setting, primary = self._setting, self._setting.plan.primary
-        generate, inbox = setting.plan.generate_step.name, self._inboxes[primary]
-        samples = build_trajectories(setting, steps.generate_step(generate), tokenizer)
-        loop = RolloutLoop(engine, samples, outbound, inbox, self._node, self._metrics, setting.recipe)
-        if self._owns:
-            link = self._base.links[primary]
-            self._turns = build_turns(setting, engine, self._models, link, inbox, self._metrics)
-        loop.on_version(self._turns.taken if self._owns else self._new_version)
-        edge = setting.plan.edge(SAMPLES)
-        generating = Generating(loop, outbound, samples, engine, self._node, edge, self._metrics, self._turns)
+        plan = self._setting.plan
+        sampling, inbox = self._contexts[plan.generate_step.name], self._inboxes[plan.primary]
+        about = (self._base, outbound, inbox, engine, self._models, steps, tokenizer)
+        generating, self._turns = ports.generates(*about)
+        generating.loop.on_version(self._turns.taken if self._owns else self._new_version)
         if self._asking is not None or self._further:
-            sampling, leave_s = self._contexts[generate], setting.recipe.limits.drain_s / 4
-            about = (self._asking, self._further, self._node, lambda: sampling.training_step, outbound.core.least)
-            generating.asks_by(Asking(*about, leave_s))
+            asking = (self._asking, self._further, self._node, lambda: sampling.training_step, outbound.core.find)
+            generating.asks_by(Asking(*asking, self._setting.recipe.limits.drain_s / 4))
         return generating
 
     def _serve(self, serving: Answering) -> None:
@@ -278,7 +268,6 @@ class Session:
             serving.generates_by(further)
             if not self._trains:
                 further.on_version(partial(self._new_weights, serving))
-                serving.on_term(further.begin_term)
         if not made and not self._trains:
             serving.on_step(self._new_step)
 
@@ -288,10 +277,10 @@ class Session:
         publishing = ports.publishes(self._base, held, self._inboxes)
         if inbound is not None:
             ends = ports.OwnerEnds(inbound, self._rows_out, self._asking)
-            return ports.trains(self._base, ends, replicas, held, publishing)
+            return ports.trains(self._base, ends, replicas, held, publishing, steps)
         assert self._rows_in is not None, f"{self._name} trains a further model, on rows of the owners"
-        further = ports.FurtherEnds(self._rows_in, self._serving)
-        return ports.trains_further(self._base, further, replicas, held, steps, publishing)
+        rows = ports.FurtherEnds(self._rows_in, self._serving)
+        return ports.trains_further(self._base, rows, replicas, held, steps, publishing)
 
     def _open_checkpoint(self) -> None:
         """Count what is read of the checkpoint to resume from; the first training worker of a host verifies it."""
@@ -357,29 +346,28 @@ class Session:
         )
         log.info("connected to %s", ", ".join(name for name in membership.peers if membership.present(name)))
 
-    def _new_version(self, number: int) -> None:
-        """The engine has loaded new weights: write the metrics measured with the previous ones."""
-        self._begin_version(self._inboxes[self._setting.plan.primary].loaded, number)
-
-    def _new_weights(self, serving: Answering, version: Version) -> None:
-        """The same of a worker that generates for others: it answers with this version from now on."""
-        self._begin_version(version, version.number)
-        with self._board.condition:
-            serving.version(version)
-
-    def _begin_version(self, version: Version | None, number: int) -> None:
+    def _new_version(self, version: Version) -> None:
+        """An engine has loaded new weights: write the metrics measured with the previous ones."""
         self._write_metrics()
-        self._version = version
+        self._version, number = version, version.number
         self._node.facts |= {"version": number, "step": number}
         for context in self._contexts.values():
             context.training_step, context.policy_version = number, number
 
+    def _new_weights(self, serving: Answering, version: Version) -> None:
+        """The same of a worker that generates for others: it answers with this version from now on."""
+        self._new_version(version)
+        with self._board.condition:
+            serving.version(version)
+
     def _new_step(self, t: int) -> None:
         """This worker runs a step for others, for the first time in a training step: write what was measured before."""
         assert self._serving is not None, "only a service runs steps for others"
-        if self._version is None or t > self._version.number:
+        # A later term begins at an earlier training step, and what was waited for it belongs to none.
+        version = Version(self._serving.term, t)
+        if self._version is None or version > self._version:
             self._write_metrics()
-            self._version = Version(self._serving.term, t)
+            self._version = version
             self._node.facts |= {"step": t}
         for context in self._contexts.values():
             context.training_step, context.policy_version = t, t

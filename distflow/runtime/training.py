@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distflow.comm.fact_exchange import Fact
@@ -56,6 +56,8 @@ class TrainingParts:
     """This replica writes COMMIT for its host."""
     dealing: DealRule
     """How groups are dealt to replicas, here and to other homes."""
+    run: Callable[[str, Batch], Batch]
+    """Runs a step of the flow over a batch."""
     metrics: MetricStore
     writer: MetricWriter
     rounds: Rounds | None = None
@@ -86,12 +88,14 @@ class Training:
         """Whether all training steps are done and the other workers know it."""
         self.receives = SAMPLES
         """The edge on which it gets what it trains on."""
+        self.complete_with = parts.intake.calls
+        """The steps whose fields samples have when they are received."""
         self._dumped = -1
         self._closed = True
         """Whether the other homes know what to do with the rows of the open training step."""
         self._recovery = parts.recovery
         self._receiving = Receiving(
-            parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.rounds
+            parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.run, parts.rounds
         )
         saved = SavingParts(
             home=WorkerName.parse(parts.replicas.me).pool,

@@ -32,7 +32,7 @@ from distflow.exchange.messages import Lease
 from distflow.exchange.partials import clipped
 from distflow.runtime.generate_step import GenerateStep, Returned, Wanted
 from distflow.runtime.protocols import Tokenizer
-from distflow.runtime.trajectory import Origin, Segment, TokenSequence, Trajectory, assemble
+from distflow.runtime.trajectory import SampleOrigin, Segment, TokenSequence, Trajectory, assemble
 from distflow.types import (
     REWARD,
     BegunSample,
@@ -81,7 +81,7 @@ class Trajectories:
         wanted: list[SampleRequest] = []
         for lease in leases:
             had = {sample.sample: sample for sample in lease.begun}
-            origin = Origin(lease.uid, lease.prompt_ids, lease.prompt_text, lease.task, lease.seed)
+            origin = SampleOrigin(lease.uid, lease.prompt_ids, lease.prompt_text, lease.task, lease.seed)
             wanted += self._begin([origin] * self._samples, had)
         return wanted
 
@@ -100,7 +100,7 @@ class Trajectories:
             [tuple(row.tolist()) for row in rows.ragged("prompt_ids").rows()],
         )
         texts = zip(rows.texts("prompt_text"), rows.texts("task"), strict=True)
-        origins = [Origin(uid, tokens, *about, seed) for uid, tokens, about in zip(uids, ids, texts, strict=True)]
+        origins = [SampleOrigin(uid, tokens, *about, seed) for uid, tokens, about in zip(uids, ids, texts, strict=True)]
         for origin in origins:
             if not 0 < len(origin.prompt_ids) <= self._longest:
                 raise StepError(
@@ -109,7 +109,7 @@ class Trajectories:
                 )
         return self._begin(origins, {})
 
-    def _begin(self, origins: Sequence[Origin], had: Mapping[int, BegunSample]) -> list[SampleRequest]:
+    def _begin(self, origins: Sequence[SampleOrigin], had: Mapping[int, BegunSample]) -> list[SampleRequest]:
         """Begin all samples of a group."""
         wanted: list[SampleRequest | None] = []
         tasks = {origin.task: json.loads(origin.task) for origin in origins}

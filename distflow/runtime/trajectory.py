@@ -26,7 +26,7 @@ from distflow.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SampleOrigin:
     """What a sample begins with: the prompt of its lease or, of a further model, the one that a step has written."""
 
     uid: Uid
@@ -81,7 +81,7 @@ class Trajectory:
     """One sample, as far as it is. It begins with an empty sequence, which has the data's prompt."""
 
     key: SampleKey
-    origin: Origin
+    origin: SampleOrigin
     episode: Episode
     call: Call
     begun: BegunSample | None

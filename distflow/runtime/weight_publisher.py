@@ -46,6 +46,8 @@ SERVES = "serves"
 """The fact in which a worker that answers calls says with which version of its model."""
 OWNERS, TERM, BEGINS = "owners", "term", "begins"
 """Facts of a training worker once its pool has restarted: its members, its term, and where all terms began."""
+LOAD = "load"
+"""The fact in which a worker that answers calls says how many tokens it has to compute for them."""
 WHAT = "facts of a worker"
 
 
@@ -245,6 +247,9 @@ _ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARA
 class _Reader(msgspec.Struct, frozen=True):
     announced: dict[_ModelName, tuple[Whole, Whole]] = {}
     serves: tuple[Whole, Whole] | None = None
+    load: Whole = 0
+    judged: dict[str, tuple[Whole, Whole]] = {}
+    judged_by_all: dict[str, tuple[Whole, Whole]] = {}
 
 
 class _Pool(msgspec.Struct, frozen=True):

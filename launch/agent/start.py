@@ -1,15 +1,15 @@
-"""How processes of a run are started, whoever does it: the agent of a host, by `launch` or by who notices that the one
-before is gone; and a worker by another Python (`layout.pools.NAME.python`).
+"""How processes are started that are not forked: the agent of a host, and workers of another Python.
 
-On each host of a run one agent at a time holds the lock `hosts/<number>.lock` for as long as it lives. Two starters
-need not agree with each other: of two agents the one without the lock leaves at once.
+An agent is started by `launch`, or by who notices that the one before is gone. On each host of a run one agent at a
+time holds the lock `hosts/<number>.lock` for as long as it lives. Two starters need not agree with each other: of two
+agents the one without the lock leaves at once.
 
 How often that may be, or anything else be started again, is a `RestartLimit`: so many times within a window of time, so
 that rare deaths never add up to a failed run.
 
-Another Python runs this very code, installed there or not. A folder that contains only a link to our package goes first
-on PYTHONPATH. The package's own parent folder would not do: where distflow is installed, it contains all packages of
-that environment.
+A worker of another Python (`layout.pools.NAME.python`) runs this very code, installed there or not: a folder that
+contains only a link to our package goes first on PYTHONPATH. The package's own parent folder would not do: where
+distflow is installed, it contains all packages of that environment.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ LIMIT = RestartLimit(8, 600.0)
 LOCK_S = 1.0
 """To get the lock: others may hold it for an instant, to see whether an agent does."""
 POLL_S = 0.02
+OF_ANOTHER = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""Variables that would make the Python use the libraries of the current environment."""
 
 
 def agent_lock(run_dir: Path, host: int) -> Path:
@@ -123,10 +125,6 @@ def start_agent(run_dir: Path, command: list[str], host: int = 0, lock: int | No
         )
 
 
-OF_ANOTHER = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-"""Variables that would make the Python use the libraries of the current environment."""
-
-
 def code_folder(run_dir: Path, host: int = 0) -> Path:
     """The folder in which Python finds our package and nothing else, one per host of a run; created if missing."""
     folder = run_dir / HOSTS / f"{host}.code"
@@ -140,12 +138,11 @@ def code_folder(run_dir: Path, host: int = 0) -> Path:
     return folder
 
 
-def environment_of(python: str, given: Mapping[str, str], code: Path | None = None) -> dict[str, str]:
-    """The variables for a process of `python`, with its virtual environment activated; `code`: from `code_folder`."""
+def environment_of(python: str, given: Mapping[str, str], run_dir: Path, host: int = 0) -> dict[str, str]:
+    """The variables for a process of `python`, with its virtual environment activated and our package in reach."""
     found = {name: value for name, value in given.items() if name not in OF_ANOTHER}
-    if code is not None:
-        before = [path for name, path in given.items() if name == "PYTHONPATH" and path]
-        found["PYTHONPATH"] = os.pathsep.join([str(code), *before])
+    before = [path for name, path in given.items() if name == "PYTHONPATH" and path]
+    found["PYTHONPATH"] = os.pathsep.join([str(code_folder(run_dir, host)), *before])
     folder = Path(python).parent
     if (folder.parent / "pyvenv.cfg").is_file():
         found["VIRTUAL_ENV"] = str(folder.parent)

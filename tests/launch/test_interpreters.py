@@ -220,7 +220,7 @@ def test_workers_import_nothing_that_is_not_asked_for():
 def test_this_very_code_and_nothing_else_is_handed_over(bare, tmp_path):
     code = code_folder(tmp_path / "run", 3)
     assert code_folder(tmp_path / "run", 3) == code
-    given = environment_of(str(bare), {"PATH": "/bin", "PYTHONHOME": "/usr", "HOME": "/"}, code)
+    given = environment_of(str(bare), {"PATH": "/bin", "PYTHONHOME": "/usr", "HOME": "/"}, tmp_path / "run", 3)
     assert given["PATH"] == f"{bare.parent}:/bin"
     assert given["VIRTUAL_ENV"] == str(bare.parents[1])
     assert "PYTHONHOME" not in given
