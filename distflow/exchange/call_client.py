@@ -37,7 +37,7 @@ from distflow.exchange.call_messages import (
     ServerMessage,
 )
 from distflow.exchange.call_pace import Paces
-from distflow.exchange.call_targets import CallTarget, CallTargets
+from distflow.exchange.call_targets import CallTarget, CallTargets, allows
 from distflow.types import Version
 
 SLOW_S = 1.0
@@ -156,9 +156,8 @@ class CallClient:
         return [request.call.key for request in lost] + [call.key for call in stale]
 
     def restarted(self, begins: Mapping[int, int]) -> None:
-        """Training has restarted (`begins`: training steps by term): what versions answer that are gone does not count.
-
-        Requests that any later version may answer stay open, as the groups do for which they are.
+        """Training has restarted (`begins`: training steps by term): what versions answer that are gone counts for
+        nothing. Requests that any later version may answer stay open, as the groups do for which they are.
         """
         self._begins = dict(begins)
 
@@ -260,8 +259,7 @@ class CallClient:
             self.unused += 1
         elif not self._counts(request.call, answer.version):
             self.unused += 1
-            target = self._targets.get(server)
-            if request.call.at_least and target is not None:
+            if request.call.at_least and (target := self._targets.get(server)) is not None:
                 self._take_back(target, [request.number])
         else:
             if server in request.at:
@@ -271,9 +269,8 @@ class CallClient:
 
     def _counts(self, call: Call, version: Version | None) -> bool:
         """Whether an answer of this version is one: of several, it is the newest, and all others were new enough."""
-        if call.need is None or not call.at_least:
-            return version == call.need
-        return version is not None and version.meets(call.need) and version.survives(self._begins)
+        gone = call.at_least and version is not None and not version.survives(self._begins)
+        return not gone and allows(call.need, version, call.at_least)
 
     def _close(self, request: _Open, answered_by: str | None = None) -> None:
         for name in request.at:
