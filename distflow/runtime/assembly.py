@@ -261,10 +261,10 @@ def build_contexts(
 def build_trajectories(setting: Setting, step: GenerateStep, tokenizer: Tokenizer) -> Trajectories:
     """The samples under way at this worker: none yet."""
     plan, recipe = setting.plan, setting.recipe
-    model, longest = str(step.plan.model), recipe.data.max_prompt_tokens
+    model = str(step.plan.model)
     dtype = torch.float64 if recipe.models[model].dtype == "float64" else torch.float32
-    most = plan.longest_sample(model) - longest
-    return Trajectories(step, recipe.batch.samples_per_prompt, most, tokenizer, dtype, longest)
+    most = plan.longest_sample(model) - recipe.data.max_prompt_tokens
+    return Trajectories(step, recipe.batch.samples_per_prompt, most, tokenizer, dtype)
 
 
 def _model(recipe: Recipe, name: str) -> Mapping[str, object]:

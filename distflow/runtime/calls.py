@@ -32,7 +32,7 @@ from distflow.exchange.owner_links import Held
 from distflow.flow.memory import BYTES_PER_TOKEN
 from distflow.flow.plan import Plan, Port
 from distflow.log import logger
-from distflow.runtime.further_generating import FurtherGenerating
+from distflow.runtime.further_generating import FurtherGenerating, wrong_prompts
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.weight_publisher import LOAD, SERVES
@@ -228,6 +228,7 @@ class Asking:
         calls: Calls | None,
         further: Mapping[str, FurtherGenerating],
         node: Node,
+        plan: Plan,
         training_step: Callable[[], int],
         find: Callable[[int], Held | None],
         leave_s: float,
@@ -235,6 +236,8 @@ class Asking:
         self._calls = calls
         self._further = further
         self._board = node.board
+        self._plan = plan
+        self._generated = {step.name for step in plan.further_generation}
         self._training_step = training_step
         self._find = find
         self._leave_s = leave_s
@@ -304,6 +307,8 @@ class Asking:
         held = self._find(position)
         if held is None:
             return  # the group is not wanted any more
+        if step in self._generated and (wrong := wrong_prompts(self._plan, step, rows.rows)) is not None:
+            raise StepError(f"step {step!r} gets a group, of prompt position {position}, that {wrong}")
         self._out[step, position] = rows
         if step in self._further:
             self._further[step].ask(position, rows.rows, self._training_step(), held.lease.least)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from distflow.config.schema import Refresh
 from distflow.data.batch import Batch
-from distflow.data.prefixes import own_fields
+from distflow.data.prefixes import own_fields, prompts_complaint
 from distflow.data.randomness import step_seed
 from distflow.errors import StepError
 from distflow.exchange.further_core import FurtherCore, FurtherTurn, WantedGroup
-from distflow.flow.plan import StepPlan
+from distflow.flow.plan import Plan, StepPlan
 from distflow.runtime.assembly import Setting, build_trajectories
 from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
@@ -27,6 +27,14 @@ from distflow.runtime.protocols import Engine, Tokenizer
 from distflow.runtime.trajectories import Trajectories
 from distflow.types import SampleRequest, Version, prefixed
 from distflow.weights.receiver import WeightInbox
+
+
+def wrong_prompts(plan: Plan, step: str, rows: Batch) -> str | None:
+    """What is wrong with a group that a further model is to generate for; None: nothing."""
+    prefix = next(one.prefix for one in plan.further_generation if one.name == step)
+    return prompts_complaint(
+        own_fields(rows, prefix), plan.batch.samples_per_prompt, plan.recipe.data.max_prompt_tokens
+    )
 
 
 class FurtherGenerating:
@@ -65,7 +73,10 @@ class FurtherGenerating:
     # -- called under the worker's lock
 
     def ask(self, key: Hashable, rows: Batch, t: int, least: Version) -> None:
-        """Make one whole group from its rows, for training step t, with this version or later ones."""
+        """Make one whole group from its rows, for training step t, with this version or later ones.
+
+        The rows have been checked (`wrong_prompts`).
+        """
         position = int(rows.dense("group")[0])
         self._rows[key], self._position[key] = own_fields(rows, self.plan.prefix), position
         self._core.ask(WantedGroup(key, position, rows.rows, t, least))

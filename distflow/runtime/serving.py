@@ -39,7 +39,7 @@ from distflow.exchange.call_messages import (
 from distflow.exchange.call_server import CallKey, CallServer
 from distflow.flow.edges import Edge
 from distflow.flow.plan import Plan, Port
-from distflow.runtime.further_generating import FurtherGenerating
+from distflow.runtime.further_generating import FurtherGenerating, wrong_prompts
 from distflow.runtime.metrics import REQUESTS, MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.weight_publisher import BEGINS, LOAD, OWNERS, SERVES, TERM
@@ -334,6 +334,8 @@ class Answering:
             raise ProtocolError(f"a request for {request.step!r} without {', '.join(missing)}")
         read = [name for name in rows.columns if written(name, self._edges[request.step].fields)]
         wrong = complaint(rows, read)
+        if wrong is None and self._makes(request.step):
+            wrong = wrong_prompts(self._plan, request.step, rows)
         if wrong is not None or not rows.rows:
             raise ProtocolError(f"a request for {request.step!r} that {wrong or 'has no rows'}")
         # What else came would keep it from being joined with others.

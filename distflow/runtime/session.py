@@ -257,7 +257,7 @@ class Session:
         generating, self._turns = ports.generates(*about)
         generating.loop.on_version(self._turns.taken if self._owns else self._new_version)
         if self._asking is not None or self._further:
-            asking = (self._asking, self._further, self._node, lambda: sampling.training_step, outbound.core.find)
+            asking = (self._asking, self._further, self._node, plan, lambda: sampling.training_step, outbound.core.find)
             generating.asks_by(Asking(*asking, self._setting.recipe.limits.drain_s / 4))
         return generating
 

@@ -51,7 +51,7 @@ class Trajectories:
     """All samples of one worker that are not yet part of a batch, on its main thread.
 
     `most`: tokens that a sample may have behind the data's prompt, an environment's and the prompts of later sequences
-    included: so much was reserved for it. `longest`: tokens of the longest prompt that a row may bring.
+    included: so much was reserved for it.
     """
 
     def __init__(
@@ -61,12 +61,10 @@ class Trajectories:
         most: int,
         tokenizer: Tokenizer,
         dtype: torch.dtype,
-        longest: int = 0,
     ) -> None:
         self.step = step
         self._samples = samples_per_prompt
         self._most = most
-        self._longest = longest
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._open: dict[SampleKey, Trajectory] = {}
@@ -86,27 +84,14 @@ class Trajectories:
         return wanted
 
     def begin_rows(self, rows: Batch, seed: int) -> list[SampleRequest]:
-        """Begin the samples of one whole group, each from the prompt of its row; the same otherwise.
+        """Begin all samples of one group, each from the prompt of its row; the same otherwise.
 
-        Raises StepError for a group that has other samples than the flow's, or a prompt without tokens.
+        `rows` have been checked (`prompts_complaint`).
         """
-        numbers = rows.dense("sample").tolist()
-        if numbers != list(range(self._samples)):
-            raise StepError(
-                f"{self.step.where} got the samples {numbers} of a group; expected {self._samples}, in order"
-            )
-        uids, ids = (
-            map(Uid._make, rows.dense("uid").tolist()),
-            [tuple(row.tolist()) for row in rows.ragged("prompt_ids").rows()],
-        )
+        uids = map(Uid._make, rows.dense("uid").tolist())
+        ids = (tuple(row.tolist()) for row in rows.ragged("prompt_ids").rows())
         texts = zip(rows.texts("prompt_text"), rows.texts("task"), strict=True)
         origins = [SampleOrigin(uid, tokens, *about, seed) for uid, tokens, about in zip(uids, ids, texts, strict=True)]
-        for origin in origins:
-            if not 0 < len(origin.prompt_ids) <= self._longest:
-                raise StepError(
-                    f"{self.step.where} got a prompt of {len(origin.prompt_ids)} tokens (uid {tuple(origin.uid)}); "
-                    f"steps write 1 to {self._longest} into prompt_ids (data.max_prompt_tokens)"
-                )
         return self._begin(origins, {})
 
     def _begin(self, origins: Sequence[SampleOrigin], had: Mapping[int, BegunSample]) -> list[SampleRequest]:

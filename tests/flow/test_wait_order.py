@@ -21,6 +21,9 @@ OWN_POOLS = {
     "judge": ["+layout.pools.judge.steps=[reward]"],
     "critic": ["+layout.pools.critic.steps=[values,critic_update]"],
     "reference": ["+layout.pools.reference.steps=[reference]"],
+    "solver": ["+layout.pools.solver.steps=[solve,solver_old_logprobs,solver_update]"],
+    "solver_rollout": ["+layout.pools.solver.steps=[solve]"],
+    "solver_trainer": ["+layout.pools.solver.steps=[solver_old_logprobs,solver_update]"],
 }
 
 
@@ -42,9 +45,10 @@ def test_no_shipped_flow_on_any_layout_stands_still(flow: str, layout: str, stal
 @pytest.mark.parametrize("pool", list(OWN_POOLS))
 @pytest.mark.parametrize("layout", ["split", "colocated"])
 def test_neither_does_one_with_a_pool_for_some_steps(pool: str, layout: str) -> None:
-    flow = "grpo_kl" if pool == "reference" else "ppo"
+    flow = "self_play" if pool.startswith("solver") else "grpo_kl" if pool == "reference" else "ppo"
     structure = structure_of("quickstart", [f"flow={flow}", f"layout={layout}", *OWN_POOLS[pool]])
-    assert find_cycle(wait_order(structure, wire(structure), 0)) == []
+    for staleness in (0, 1):
+        assert find_cycle(wait_order(structure, wire(structure), staleness)) == []
 
 
 def test_a_reward_elsewhere_that_reads_what_owners_write_waits_for_itself(folder: Folder) -> None:
@@ -57,6 +61,17 @@ def test_a_reward_elsewhere_that_reads_what_owners_write_waits_for_itself(folder
     [problem] = problems
     for event in ("judge has run reward of", "trainer has run values of", "the samples of training step"):
         assert event in str(problem)
+
+
+def test_a_further_model_generates_with_a_version_of_its_own() -> None:
+    structure = structure_of("quickstart", ["flow=self_play", "layout=self_play"])
+    graph = wait_order(structure, wire(structure), 1)
+    event = "solver_rollout has run solve of training step 2"
+    assert graph[event] == {
+        "rollout has run propose of training step 2",
+        "rollout has run sample of training step 2",
+        "solver_trainer has trained on training step 0",
+    }
 
 
 def test_a_later_training_step_waits_for_the_version_that_its_staleness_asks_for() -> None:

@@ -32,6 +32,7 @@ from distflow.types import WorkerName
 from distflow.weights.prefetch import Stage
 
 WITH_CRITIC = ("flow=ppo", "layout=critic", "layout.pools.trainer.count=2")
+WITH_SOLVER = ("flow=self_play", "layout=self_play", "layout.pools.trainer.count=2", "batch.samples_per_prompt=2")
 OVERRIDES = ("layout=async", "layout.pools.trainer.count=2", "layout.partial_rollouts=true", "batch.prompts=16")
 
 

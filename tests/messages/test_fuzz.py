@@ -23,9 +23,17 @@ from distflow.errors import ProtocolError, ReplicaLost
 from distflow.weights.swarm import Reply, Request
 from tests.messages.corpus import FOLDER, Example, examples
 from tests.messages.mutations import garbled, mutated
-from tests.messages.receivers import OVERRIDES, WITH_CRITIC, AgentReceiver, WorkerReceiver, no_processes, setting_of
+from tests.messages.receivers import (
+    OVERRIDES,
+    WITH_CRITIC,
+    WITH_SOLVER,
+    AgentReceiver,
+    WorkerReceiver,
+    no_processes,
+    setting_of,
+)
 
-RECEIVERS = ("trainer/0", "rollout/0", "trainer/0 of critics", "critic/0", "agent/0")
+RECEIVERS = ("trainer/0", "rollout/0", "trainer/0 of critics", "critic/0", "solver_rollout/0", "agent/0")
 """Those of critics are of a run in which a critic is trained by workers of its own."""
 AMONG_TRAINERS = ("agree", "agree.heard", "agree.missing", "store.ask", "store.answer")
 """What a worker of another home rightly refuses."""
@@ -43,17 +51,24 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+def _for_others(example: Example) -> bool:
+    """Whether it is of a step, or a model, that those who generate with a further one know nothing of."""
+    return example.kind == "weights" or (example.kind == "call.request" and example.body["step"] != "solve")
+
+
 class Bench:
     """Hands mutated messages of the corpus to one kind of receiver."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._folder = folder
-        critics, name = "critic" in name, name.partition(" ")[0]
-        overrides = WITH_CRITIC if critics else OVERRIDES
+        overrides = WITH_CRITIC if "critic" in name else WITH_SOLVER if "solver" in name else OVERRIDES
+        name = name.partition(" ")[0]
         self._setting = None if name.startswith("agent") else setting_of(name, folder, overrides)
         endpoint = "agent" if self._setting is None else "worker"
         known = [example for example in examples(endpoint) if example.sender != name]
         self.examples = [one for one in known if name != "critic/0" or one.kind not in AMONG_TRAINERS]
+        if name == "solver_rollout/0":
+            self.examples = [one for one in self.examples if not _for_others(one)]
         self.receiver = self.fresh()
 
     def fresh(self) -> WorkerReceiver | AgentReceiver:
