@@ -52,13 +52,14 @@ class Alerts:
     def of_workers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """From the workers' status rows: the first failure of a reward function, on any worker."""
         for row in rows:
-            counts = row.get("counts", {})
             for name, what in FAILURES.items():
-                if counts.get(name) and name not in self._said:
+                failed = _of_all_models(row, name)
+                if failed and name not in self._said:
                     self._said.add(name)
+                    judged = _of_all_models(row, SAMPLES)
                     yield (
-                        f"warning: the reward function {what} on {row['name']}: {counts[name]:.0f} of "
-                        f"{counts.get(SAMPLES, 0):.0f} samples so far — see its log; `distflow status` counts them"
+                        f"warning: the reward function {what} on {row['name']}: {failed:.0f} of {judged:.0f} samples "
+                        "so far — see its log; `distflow status` counts them"
                     )
 
     def of_disk(self, rows: Iterable[Mapping[str, Any]], where: str, now: float) -> Iterator[str]:
@@ -100,10 +101,15 @@ class Alerts:
 
 def counted_rewards(rows: Iterable[Mapping[str, Any]]) -> str:
     """For `status`: `rewards: 512 judged, 12 timed out`; empty while nothing failed."""
-    counts = [row.get("counts", {}) for row in rows]
-    totals = {name: sum(one.get(name, 0) for one in counts) for name in (SAMPLES, *FAILURES)}
+    known = list(rows)
+    totals = {name: sum(_of_all_models(row, name) for row in known) for name in (SAMPLES, *FAILURES)}
     failed = [f"{totals[name]:.0f} {what}" for name, what in FAILURES.items() if totals[name]]
     return f"rewards: {', '.join([f'{totals[SAMPLES]:.0f} judged', *failed])}" if failed else ""
+
+
+def _of_all_models(row: Mapping[str, Any], name: str) -> float:
+    """A counter of the policy's samples, with that of further models' (`solver/…`)."""
+    return sum(value for found, value in counted(row).items() if found == name or found.endswith(f"/{name}"))
 
 
 def counted(row: Mapping[str, Any]) -> Mapping[str, float]:

@@ -85,7 +85,7 @@ def test_both_take_the_same_steps_on_any_layout(launch: Launch, layouts: list[st
         assert all("solver/score/mean" in line for line in run.metrics()), layout
 
 
-@pytest.mark.parametrize("layout", ["own pools", "both colocated"])
+@pytest.mark.parametrize("layout", ["own pools", pytest.param("both colocated", marks=pytest.mark.long)])
 def test_neither_model_lags_behind_further_than_it_may(launch: Launch, layout: str) -> None:
     run = launch("quickstart", *PLAY, *LAYOUTS[layout], "layout.max_staleness=1", f"run.training_steps={STEPS}")
     assert run.wait() == 0, run.output
@@ -111,7 +111,7 @@ def test_one_of_two_that_generate_for_others_dies(launch: Launch) -> None:
     assert run.leftovers() == []
 
 
-@pytest.mark.parametrize("victim", ["solver_trainer/0", "trainer/0"])
+@pytest.mark.parametrize("victim", ["solver_trainer/0", pytest.param("trainer/0", marks=pytest.mark.long)])
 def test_whoever_trains_dies_both_homes_go_back_to_one_step(launch: Launch, victim: str) -> None:
     settings = [*SLOW, f"run.training_steps={STEPS}", "run.save_every=5", "layout.max_staleness=1"]
     run = launch("quickstart", *settings)
@@ -130,6 +130,7 @@ def test_whoever_trains_dies_both_homes_go_back_to_one_step(launch: Launch, vict
     assert run.leftovers() == []
 
 
+@pytest.mark.long
 def test_more_workers_that_generate_for_others_join_and_leave(launch: Launch) -> None:
     run = launch("quickstart", *SLOW, f"run.training_steps={4 * STEPS}")
     run.until(lambda: run.steps_done() >= 3, "the third training step")
@@ -143,7 +144,7 @@ def test_more_workers_that_generate_for_others_join_and_leave(launch: Launch) ->
     assert run.leftovers() == []
 
 
-@pytest.mark.parametrize("layout", ["colocated", "own pools"])
+@pytest.mark.parametrize("layout", [pytest.param("colocated", marks=pytest.mark.long), "own pools"])
 def test_a_resumed_run_equals_an_undisturbed_one(launch: Launch, layout: str) -> None:
     """Both models, their optimizers and their samples, to the last bit."""
     settings = [*PLAY, *LAYOUTS[layout], "run.deterministic=true", "run.training_steps=6"]

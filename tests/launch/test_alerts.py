@@ -42,6 +42,8 @@ def test_status_counts_rewards_that_failed_over_all_workers():
     rows = [row("rollout/0", samples=100, timeouts=3), row("rollout/1", samples=20, timeouts=1, errors=0), {}]
     assert counted_rewards(rows) == "rewards: 120 judged, 4 timed out"
     assert counted_rewards([row("rollout/0", samples=100, timeouts=0)]) == ""
+    further = {"name": "rollout/0", "counts": {"solver/reward/samples": 9.0, "solver/reward/errors": 2.0}}
+    assert counted_rewards([further, row("rollout/1", samples=3)]) == "rewards: 12 judged, 2 raised an error"
 
 
 def test_gradients_that_stay_at_0_are_told():
