@@ -49,6 +49,7 @@ _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
         "max_error_rate": ">= 0, <= 1",
         "processes": ">= 1",
     },
+    only_with={"processes": "timeout_s"},
 )
 def verify(
     batch: Batch,

@@ -115,6 +115,8 @@ class Answering:
         while begun := self._await(steps):
             self._begun = begun
             first = begun[0][1]
+            with self._board.condition:
+                self._follow_term()
             self._on_step(first.t)
             yield first.step, self._joined()
 

@@ -256,7 +256,7 @@ class Session:
     ) -> Training | FurtherTraining:
         if inbound is not None:
             ends = ports.OwnerEnds(inbound, self._rows_out, self._asking)
-            return ports.trains(self._base, ends, replicas, held, self._inbox)
+            return ports.trains(self._base, ends, replicas, held, self._inbox, steps)
         assert self._rows_in is not None, f"{self._name} trains a further model, on rows of the owners"
         return ports.trains_further(self._base, self._rows_in, self._serving, replicas, held, steps)
 
@@ -335,9 +335,11 @@ class Session:
     def _new_step(self, t: int) -> None:
         """This worker runs a step for others, for the first time in a training step: write what was measured before."""
         assert self._serving is not None, "only a service runs steps for others"
-        if self._version is None or t > self._version.number:
+        # A later term begins at an earlier training step, and what was waited for it belongs to none.
+        version = Version(self._serving.term, t)
+        if self._version is None or version > self._version:
             self._write_metrics()
-            self._version = Version(self._serving.term, t)
+            self._version = version
             self._node.facts |= {"step": t}
         for context in self._contexts.values():
             context.training_step, context.policy_version = t, t

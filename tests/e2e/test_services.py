@@ -175,6 +175,12 @@ def test_services_and_rollouts_that_join_and_leave(launch: Launch) -> None:
         assert "stacks" not in log(run, name)
 
 
+def measured(run: Run, stem: str, term: int) -> list[int]:
+    """Training steps of which a worker has written metrics in a term."""
+    lines = map(json.loads, (run.folder / "metrics" / f"{stem}.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["term"] == term]
+
+
 def test_a_killed_reference_costs_no_term_and_a_killed_trainer_no_service(launch: Launch) -> None:
     small = [*SMALL, "layout.pools.reference.count=2", "layout.pools.trainer.count=2", "run.save_every=2"]
     pace = "flow.steps.update.with.loss=" + PACED[-1].partition("=")[2]
@@ -190,6 +196,14 @@ def test_a_killed_reference_costs_no_term_and_a_killed_trainer_no_service(launch
     assert run.wait() == 0, run.output
     assert [run.lives_of(name) for name in ("reward/0", "reference/0", "reference/1")] == [1, 1, 2], services
     assert run.metrics()[-1]["step"] == STEPS
+    # What was measured before, and while all waited for the restart, is not taken for the new term's.
+    again = set(measured(run, "trainer-0", 1))
+    for stem in ("reference-0", "reward-0"):
+        found = measured(run, stem, 1)
+        assert found, f"{stem} answered nobody after the restart"
+        # The other service may have answered everything of a training step.
+        assert len(set(found)) == len(found)
+        assert again.issuperset(found)
     assert run.leftovers() == []
 
 
