@@ -1,4 +1,4 @@
-"""A generate step of two turns, and a step over all sequences of a sample, used by two_turns.yaml beside this file."""
+"""A generate step of two turns, used by two_turns.yaml beside this file, and a step over all sequences of a sample."""
 
 from __future__ import annotations
 
