@@ -48,6 +48,8 @@ from distflow.types import WorkerName
 
 TICK_S = 0.1
 WAIT_S = 10.0
+LATE = 3.0
+"""How much longer than usual a message may take."""
 SMALLEST = (
     "models.policy.init.hidden_size=16",
     "models.policy.init.intermediate_size=16",
@@ -81,13 +83,13 @@ class Network:
         self._rng = random.Random(self.seed)
 
     def copies(self, sender: str, to: str, kind: str) -> list[float]:
-        """The delays of all copies of a message that arrive. That a worker leaves is said once, and is not lost."""
+        """The delays of all copies of a message that arrive. That a worker leaves is said once, at last."""
         if self.cut(sender, to, kind):
             return []
         with self.lock:
             if kind == "left":
-                return [0.0]
-            drawn, late = self._rng.random(), 3.0 if self._rng.random() < 0.02 else 1.0
+                return [LATE * self.delay_s]
+            drawn, late = self._rng.random(), LATE if self._rng.random() < 0.02 else 1.0
             count = 0 if drawn < self.loss else 2 if drawn < 1.5 * self.loss else 1
             return [late * self.delay_s * self._rng.random() for _ in range(count)]
 
