@@ -25,7 +25,7 @@ from benchmarks.generation import SHAPES, model_section
 from distflow.config.plugins import BACKENDS
 from distflow.flow.resolve import resolve
 from distflow.runtime.protocols import Backend, BackendSpec, Reducer
-from distflow.runtime.training import Canaries
+from distflow.runtime.weight_publisher import Canaries
 from distflow.testing.backend_contract import tiny_model
 from distflow.types import Version
 from distflow.weights.canary import canary_rows

@@ -38,6 +38,8 @@ A_TOKEN = (
 """Fields with one value per response token: rows as long as those of `response_ids`."""
 DROP_REASON = "drop_reason"
 """Text column that a score step may write: a group with a reason in any of its rows is dropped, not trained on."""
+IDENTITY = ("uid", "group", "sample", SEQUENCE, DROP_REASON)
+"""Fields that a step with a `prefix` knows by the names that they have in the flow."""
 ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")
 SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
 
@@ -48,6 +50,16 @@ MOST_WORKERS = 4096
 def written(field: str, fields: Iterable[str]) -> bool:
     """Whether `field` is among `fields`, which may hold patterns such as `rewards/*`."""
     return any(fnmatchcase(field, pattern) for pattern in fields)
+
+
+def prefixed(field: str, prefix: str) -> str:
+    """The name in the flow of what a step with this `prefix` reads or writes as `field`; "" leaves it as it is."""
+    return f"{prefix}/{field}" if prefix and field not in IDENTITY else field
+
+
+def is_reward_part(field: str) -> bool:
+    """Whether a field is a part of the reward, `rewards/<name>`, of any model's samples."""
+    return field.startswith(REWARD_PARTS) or f"/{REWARD_PARTS}" in field
 
 
 class Uid(NamedTuple):
@@ -73,6 +85,10 @@ class Version(NamedTuple):
 
     term: int
     number: int
+
+    def meets(self, least: Version) -> bool:
+        """Whether what may start with `least`, or later versions, may start with this one."""
+        return self.number >= least.number and self.term >= least.term
 
     def survives(self, begins: Mapping[int, int]) -> bool:
         """Whether every later term began at or after this version. `begins`: training step by term."""

@@ -126,6 +126,9 @@ class StepConfig(Section):
     """The step function: `module:name`, or `./file.py:name` beside the recipe."""
     model: str | None = None
     """The model (a key of `models`) that the step uses."""
+    prefix: str | None = Field(default=None, pattern=r"^[a-z][a-z0-9_]*$")
+    """What precedes the names of the fields that the step reads and writes, so that a further model's samples have
+    fields of their own: with `solver`, its `response_ids` is `solver/response_ids` in the flow."""
     with_: dict[str, Any] = Field(default={}, alias="with")
     """Settings, by the names of the function's keyword-only parameters."""
 

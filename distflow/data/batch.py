@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from distflow.types import REWARD_PARTS
+from distflow.types import is_reward_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +172,11 @@ class Batch:
             raise TypeError(f"field {name!r} is dense, one entry a row; use batch.dense({name!r})")
         return column
 
+    def of_all_models(self, name: str) -> list[Ragged]:
+        """The ragged columns of this name that are there, with and without a prefix."""
+        columns = [column for field, column in self.columns.items() if field.rpartition("/")[2] == name]
+        return [column for column in columns if isinstance(column, Ragged)]
+
     def texts(self, name: str) -> list[str]:
         """A text column as strings."""
         return self.ragged(name).texts()
@@ -268,7 +273,7 @@ def group_ranges(batch: Batch) -> dict[int, RowRange]:
 def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
     """Fill missing parts of the reward with NaN, so that the ranges can be joined: not every sample has all parts."""
     batches = {id(piece.batch): piece.batch for piece in ranges}
-    parts = {name for batch in batches.values() for name in batch.columns if name.startswith(REWARD_PARTS)}
+    parts = {name for batch in batches.values() for name in batch.columns if is_reward_part(name)}
     for key, batch in batches.items():
         lacking = {name: torch.full((batch.rows,), torch.nan) for name in sorted(parts - batch.columns.keys())}
         batches[key] = batch.with_columns(**lacking) if lacking else batch
@@ -276,5 +281,8 @@ def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
 
 
 def row_lengths(batch: Batch) -> Tensor:
-    """[B] int64: tokens of each row, prompt and response."""
-    return batch.ragged("prompt_ids").lengths + batch.ragged("response_ids").lengths
+    """[B] int64: tokens of each row, prompt and response; with those of further models, as far as they are there."""
+    lengths = torch.zeros(batch.rows, dtype=torch.int64)
+    for name in ("prompt_ids", "response_ids"):
+        lengths += sum(column.lengths for column in batch.of_all_models(name))
+    return lengths

@@ -35,6 +35,11 @@ def sample_stream(seed: int, position: int, ordinal: int = 0) -> bytes:
     return stream_key(seed, f"sample/{ordinal}" if ordinal else "sample", position)
 
 
+def step_seed(seed: int, step: str) -> int:
+    """The seed of the samples that a generate step of a further model makes, in a run of this seed: below 2⁶³."""
+    return int.from_bytes(stream_key(seed, f"generate:{step}", 0)[:8], "little") >> 1
+
+
 def uniforms(seed: int, kind: str, position: int, samples: int, tokens: int) -> NDArray[np.float64]:
     """[samples, tokens] numbers in [0, 1) with 53 random bits; entry (i, t) does not depend on the shape asked for."""
     key = stream_key(seed, kind, position)

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from distflow.exchange.call_messages import (
     CallAnswer,
@@ -36,7 +37,7 @@ from distflow.exchange.call_messages import (
     ServerMessage,
 )
 from distflow.exchange.call_pace import Paces
-from distflow.exchange.call_targets import CallTarget, CallTargets
+from distflow.exchange.call_targets import CallTarget, CallTargets, allows
 from distflow.types import Version
 
 SLOW_S = 1.0
@@ -65,6 +66,16 @@ class Call:
     """Version of the model that must answer; None: it is frozen, or there is none."""
     nbytes: int
     tokens: int
+    at_least: bool = False
+    """Whether a later version may answer, too."""
+
+
+class _Queue(NamedTuple):
+    """Requests that the same servers may answer."""
+
+    pool: str
+    need: Version | None
+    at_least: bool
 
 
 @dataclass(slots=True)
@@ -104,8 +115,10 @@ class CallClient:
         self._number_of: dict[Hashable, int] = {}
         self._steps: Counter[int] = Counter()
         """Open requests by training step."""
-        self._queues: dict[tuple[str, Version | None], list[tuple[int, int]]] = {}
-        """Heaps of what is queued, by pool and needed version; what is not queued any more is removed at the top."""
+        self._queues: dict[_Queue, list[tuple[int, int]]] = {}
+        """Heaps of what is queued; what is not queued any more is removed at the top."""
+        self._begins: Mapping[int, int] = {}
+        """Training steps at which terms began, by number of the term."""
         self._paces = Paces()
         self._answered: list[tuple[Call, int]] = []
         self._withdrawn: dict[str, list[int]] = {}
@@ -142,6 +155,12 @@ class CallClient:
         self._answered = [(call, number) for call, number in self._answered if not _older(call, term)]
         return [request.call.key for request in lost] + [call.key for call in stale]
 
+    def restarted(self, begins: Mapping[int, int]) -> None:
+        """Training has restarted (`begins`: training steps by term): what versions answer that are gone counts for
+        nothing. Requests that any later version may answer stay open, as the groups do for which they are.
+        """
+        self._begins = dict(begins)
+
     def take_answered(self) -> list[tuple[Hashable, int]]:
         """The keys that were answered since the last call, each with the number of the request: once each."""
         answered, self._answered = self._answered, []
@@ -156,12 +175,13 @@ class CallClient:
         request = min(self._open.values(), key=lambda request: request.order, default=None)
         if request is None:
             return None
-        step, need = request.call.step, request.call.need
-        there = self._targets.of(self._pools[step])
+        step, (pool, need, at_least) = request.call.step, self._queue_of(request.call)
+        there = self._targets.of(pool)
         if not there:
-            return f"a worker of pool {self._pools[step]!r}, which runs {step!r}", ()
-        behind = self._targets.behind(self._pools[step], need)
-        if need is not None and ((behind and not request.at) or not any(target.serves(need) for target in there)):
+            return f"a worker of pool {pool!r}, which runs {step!r}", ()
+        behind = self._targets.behind(pool, need, at_least=at_least)
+        serving = any(target.serves(need, at_least=at_least) for target in there)
+        if need is not None and ((behind and not request.at) or not serving):
             return f"version {need.number} for {step!r}", behind or tuple(target.name for target in there)
         return f"answers of {step!r}", tuple(request.at) or tuple(target.name for target in there)
 
@@ -235,13 +255,22 @@ class CallClient:
     # -- details
     def _on_answer(self, server: str, answer: CallAnswer) -> None:
         request = self._open.get(answer.number)
-        if request is None or answer.version != request.call.need:
+        if request is None:
             self.unused += 1
+        elif not self._counts(request.call, answer.version):
+            self.unused += 1
+            if request.call.at_least and (target := self._targets.get(server)) is not None:
+                self._take_back(target, [request.number])
         else:
             if server in request.at:
                 self._paces.note(server, request.call.step, answer.tokens, answer.took_ms / 1000)
             self._close(request, server)
             self._answered.append((request.call, request.number))
+
+    def _counts(self, call: Call, version: Version | None) -> bool:
+        """Whether an answer of this version is one: of several, it is the newest, and all others were new enough."""
+        gone = call.at_least and version is not None and not version.survives(self._begins)
+        return not gone and allows(call.need, version, call.at_least)
 
     def _close(self, request: _Open, answered_by: str | None = None) -> None:
         for name in request.at:
@@ -268,14 +297,16 @@ class CallClient:
 
     def _queue(self, request: _Open) -> None:
         request.wait = 0.0
-        queue = (self._pools[request.call.step], request.call.need)
-        heapq.heappush(self._queues.setdefault(queue, []), request.order)
+        heapq.heappush(self._queues.setdefault(self._queue_of(request.call), []), request.order)
+
+    def _queue_of(self, call: Call) -> _Queue:
+        return _Queue(self._pools[call.step], call.need, call.at_least)
 
     def _send(self) -> list[OutgoingCall]:
         """Send what is withdrawn, and what is queued, in order, as far as it fits."""
         sent = [OutgoingCall(name, CallWithdrawn(tuple(numbers))) for name, numbers in self._withdrawn.items()]
         self._withdrawn.clear()
-        full: set[tuple[str, Version | None]] = set()
+        full: set[_Queue] = set()
         while heads := [(heap[0], queue) for queue, heap in self._waiting_queues() if queue not in full]:
             (_, number), queue = min(heads, key=lambda head: head[0])
             request = self._open[number]
@@ -287,7 +318,7 @@ class CallClient:
             sent.append(self._put(request, target))
         return sent
 
-    def _waiting_queues(self) -> Iterator[tuple[tuple[str, Version | None], list[tuple[int, int]]]]:
+    def _waiting_queues(self) -> Iterator[tuple[_Queue, list[tuple[int, int]]]]:
         """Those that are not empty; the first of each is queued."""
         for queue, heap in list(self._queues.items()):
             while heap and not self._is_queued(heap[0][1]):
@@ -303,12 +334,12 @@ class CallClient:
     def _with_room(self, request: _Open, among: Iterable[CallTarget]) -> list[CallTarget]:
         """Those of these servers that may be sent a request now, for the first time."""
         call, oldest = request.call, min(self._steps)
-        if self._targets.behind(self._pools[call.step], call.need):
+        if self._targets.behind(self._pools[call.step], call.need, at_least=call.at_least):
             return []
         return [
             target
             for target in among
-            if target.serves(call.need)
+            if target.serves(call.need, at_least=call.at_least)
             and target.name not in request.at
             and target.room(call.t, call.nbytes, oldest, self._ahead_bytes)
         ]
@@ -357,7 +388,7 @@ class CallClient:
         request.wait = min(LONGEST_RESEND_S, max(2 * request.wait, slow_s, RESEND_S))
         request.due = clock + request.wait
         request.at[target.name] = request.at.pop(target.name, clock)
-        message = CallRequest(call.step, request.number, call.t, call.need, call.tokens)
+        message = CallRequest(call.step, request.number, call.t, call.need, call.tokens, call.at_least)
         return OutgoingCall(target.name, message)
 
 
@@ -366,4 +397,4 @@ def _newest_first(request: _Open) -> tuple[int, int]:
 
 
 def _older(call: Call, term: int) -> bool:
-    return call.need is not None and call.need.term < term
+    return call.need is not None and not call.at_least and call.need.term < term

@@ -38,6 +38,8 @@ class CallRequest(Form, frozen=True):
     """Version of the step's model that must answer; None: the model is frozen, or there is none."""
     tokens: Whole
     """Padded tokens of the rows: what it costs to compute."""
+    at_least: bool = False
+    """Whether a later version may answer, too: of a step that generates."""
     batch: Any = None
     """Description of the rows."""
 
@@ -69,7 +71,7 @@ class CallAnswer(Form, frozen=True):
     """Of the caller, as in every message of a server."""
     number: Whole
     version: Version | None
-    """Version of the model that computed it; None: the model is frozen, or there is none."""
+    """Version of the model that computed it, of several the newest; None: the model is frozen, or there is none."""
     load: Whole
     """Tokens of all requests that the server has not answered, as in every message of a server."""
     tokens: Whole

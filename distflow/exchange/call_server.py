@@ -11,10 +11,12 @@ Example: handle(rollout/0, request 4), handle(rollout/1, request 9) → next(819
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from distflow.exchange.call_messages import CallAnswer, CallNotYet, CallRequest, CallReturned, OutgoingCall
+from distflow.exchange.call_targets import allows
 from distflow.types import Version
 
 
@@ -53,15 +55,18 @@ class CallServer:
             return []
         if self._leaving:
             return self._returned([key])
-        if request.version not in (None, self._version):
+        if not self._allows(request):
             return self._not_yet([key])
         self._queued[key] = request
         return []
 
     def withdrawn(self, client: str, incarnation: int, numbers: Iterable[int]) -> None:
-        """A caller wants no answers of these: what is not begun never will be. What comes only now is computed."""
+        """A caller wants no answers of these: what is not begun never will be, and what is generated ends. What comes
+        only now is computed.
+        """
         keys = [CallKey(client, incarnation, number) for number in numbers]
-        self._forget([key for key in keys if key in self._queued])
+        generated = [key for key in keys if key in self._working and self._working[key].at_least]
+        self._forget([*generated, *(key for key in keys if key in self._queued)])
 
     def version(self, version: Version) -> list[OutgoingCall]:
         """The model has another version now: requests that it can no longer answer go back to their callers.
@@ -69,7 +74,7 @@ class CallServer:
         All callers that are known hear of it: some may keep requests for it.
         """
         self._version = version
-        outdated = [key for key, request in self._queued.items() if request.version not in (None, version)]
+        outdated = [key for key, request in self._queued.items() if not self._allows(request)]
         self._forget(outdated)
         numbers = dict.fromkeys(self._incarnations.items(), ()) | _by_client(outdated)
         return [
@@ -89,15 +94,16 @@ class CallServer:
         return self._returned(queued)
 
     # -- the work
-    def next(self, budget: int) -> list[CallKey]:
-        """Begin requests of the oldest training step, in order of arrival, up to `budget` tokens.
+    def next(self, budget: int, steps: Collection[str] | None = None) -> list[CallKey]:
+        """Begin requests of the oldest training step, in order of arrival, up to `budget` tokens; of these steps only.
 
         They are of one step of the flow, and of one version. A request with more tokens is begun alone; so is every
         request at budget 0.
         """
-        if not self._queued:
+        some = [request for request in self._queued.values() if steps is None or request.step in steps]
+        if not some:
             return []
-        first = min(self._queued.values(), key=lambda request: request.t)
+        first = min(some, key=lambda request: request.t)
         alike = (first.step, first.t, first.version)
         keys: list[CallKey] = []
         for key, request in self._queued.items():
@@ -111,13 +117,27 @@ class CallServer:
         self._begun = sum(self._working[key].tokens for key in keys)
         return keys
 
-    def done(self, keys: Sequence[CallKey], seconds: float) -> list[OutgoingCall]:
-        """What `next` has handed out last was computed in this time: an answer for each that is still awaited."""
+    def done(
+        self, keys: Sequence[CallKey], seconds: float, by: Mapping[CallKey, Version] = MappingProxyType({})
+    ) -> list[OutgoingCall]:
+        """What `next` has handed out last was computed in this time: an answer for each that is still awaited.
+
+        `by`: the newest versions that have computed them, where these are not the ones that were asked for: of what is
+        generated one request at a time.
+        """
         awaited = [(key, self._working.pop(key)) for key in keys if key in self._working]
         load, took_ms = self.load, round(1000 * seconds)
         return [
             OutgoingCall(
-                key.client, CallAnswer(key.incarnation, key.number, request.version, load, self._begun, took_ms)
+                key.client,
+                CallAnswer(
+                    key.incarnation,
+                    key.number,
+                    by.get(key, request.version),
+                    load,
+                    request.tokens if key in by else self._begun,
+                    took_ms,
+                ),
             )
             for key, request in awaited
         ]
@@ -137,6 +157,10 @@ class CallServer:
         return self._leaving and not self._working
 
     # -- details
+    def _allows(self, request: CallRequest) -> bool:
+        """Whether the version of the model is one that may answer."""
+        return allows(request.version, self._version, request.at_least)
+
     def _keys(self) -> list[CallKey]:
         return [*self._queued, *self._working]
 

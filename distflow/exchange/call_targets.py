@@ -54,9 +54,10 @@ class CallTarget:
         """Tokens that it has to answer, as far as known here."""
         return max(self.load + self.sent_since, self.tokens)
 
-    def serves(self, need: Version | None) -> bool:
-        """Whether it may have this version; None: of a frozen model, which it always has."""
-        return self.present and not self.leaving and (need is None or not self.announced or self.version == need)
+    def serves(self, need: Version | None, *, at_least: bool = False) -> bool:
+        """Whether it may have this version, or a later one if that is `at_least`; None: of a frozen model, which it
+        always has."""
+        return self.present and not self.leaving and (not self.announced or allows(need, self.version, at_least))
 
     def room(self, call_t: int, nbytes: int, oldest: int, ahead_bytes: int) -> bool:
         """Whether a request fits. `ahead_bytes`: most that it has for training steps after `oldest`, but for one."""
@@ -136,14 +137,14 @@ class CallTargets:
         """The servers of a pool that are there and take requests."""
         return [target for target in self._targets.values() if target.pool == pool and target.serves(None)]
 
-    def behind(self, pool: str, need: Version | None) -> tuple[str, ...]:
+    def behind(self, pool: str, need: Version | None, *, at_least: bool = False) -> tuple[str, ...]:
         """The servers of a pool, as far as they are heard, that have yet to take a version."""
         if need is None:
             return ()
         return tuple(
             target.name
             for target in self.of(pool)
-            if target.announced and not self.silent(target) and (target.version is None or target.version < need)
+            if target.announced and not self.silent(target) and _behind(target.version, need, at_least=at_least)
         )
 
     def least_loaded(self, pool: str) -> list[CallTarget]:
@@ -157,3 +158,14 @@ class CallTargets:
         found = [target for target in found if not self.silent(target)] or found
         two = self._rng.sample(found, min(2, len(found)))
         return min(two, key=lambda target: target.estimate, default=None)
+
+
+def allows(need: Version | None, has: Version | None, at_least: bool) -> bool:
+    """Whether a model of version `has` may answer what needs `need`: just this version, or also a later one."""
+    if need is None or not at_least:
+        return need in (None, has)
+    return has is not None and has.meets(need)
+
+
+def _behind(has: Version | None, need: Version, *, at_least: bool) -> bool:
+    return has is None or (not has.meets(need) if at_least else has < need)

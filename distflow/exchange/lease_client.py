@@ -99,7 +99,7 @@ class HolderCore:
 
     def report(self, position: int, tokens: int, version: int) -> None:
         """Progress of a running group: tokens so far (all samples), and the version its first sample started on."""
-        held = self._find(position)
+        held = self.find(position)
         if held is not None:
             held.tokens = tokens
             held.version = version if held.version < 0 else held.version
@@ -107,7 +107,7 @@ class HolderCore:
     def produced(self, outputs: Iterable[SampleOutput]) -> None:
         """The current samples of unfinished groups, finished ones too; the others have finish reason `abort`."""
         for output in outputs if self._settings.partial_rollouts else ():
-            held = self._find(output.position)
+            held = self.find(output.position)
             if held is not None and held.result is None:
                 held.outputs[output.sample] = output
 
@@ -116,7 +116,7 @@ class HolderCore:
 
         If the group was cancelled in the meantime, nothing is sent and its payload is acknowledged at once.
         """
-        held = self._find(position)
+        held = self.find(position)
         if held is None:
             self._acked.append(position)
             return []
@@ -135,7 +135,7 @@ class HolderCore:
 
     def not_sent(self, positions: Iterable[int]) -> None:
         """Results for which the outbox had no room: send them again with the next tick."""
-        for held in filter(None, map(self._find, positions)):
+        for held in filter(None, map(self.find, positions)):
             held.due, held.wait = 0.0, self._settings.resend_s
 
     def hand_back(self, now: float) -> list[Outgoing]:
@@ -356,10 +356,10 @@ class HolderCore:
             return [self._ask()]
         # The ask moves on or is no longer needed: withdraw it, so that this owner does not answer it later.
         out = [] if old.finished else [Outgoing(old.name, Ask(self._report(old), walk.number, 0, False, False))]
-        if owners and self._wanted:
-            return [*out, self._ask()]
-        walk.end()
-        return out
+        if not (owners and self._wanted):
+            walk.end()
+            return out
+        return [*out, self._ask()]
 
     def _hand_back_again(self, now: float) -> list[Outgoing]:
         out = []
@@ -393,6 +393,6 @@ class HolderCore:
     def _link_of(self, position: int) -> Link:
         return self._links[self._settings.owner_of(position, len(self._links))]
 
-    def _find(self, position: int) -> Held | None:
+    def find(self, position: int) -> Held | None:
         """The lease of a position, unless the worker has not taken it yet."""
         return None if position in self._granted else self._link_of(position).held.get(position)

@@ -73,6 +73,11 @@ class Lease(msgspec.Struct, frozen=True):
         """Global prompt position."""
         return self.uid.position
 
+    @property
+    def least(self) -> Version:
+        """The oldest version that may start a sample."""
+        return Version(self.term, self.min_version)
+
 
 class Report(Row, frozen=True):
     """A holder's state with respect to one owner; part of every Ask, Progress and HandBack.

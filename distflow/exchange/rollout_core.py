@@ -265,4 +265,4 @@ class RolloutCore:
 
 
 def _fresh_enough(lease: Lease, version: Version | None) -> bool:
-    return version is not None and version.number >= lease.min_version and version.term >= lease.term
+    return version is not None and version.meets(lease.least)

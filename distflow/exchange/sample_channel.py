@@ -30,7 +30,7 @@ from distflow.exchange.lease_settings import MESSAGE_BYTES
 from distflow.exchange.lease_wire import check_sender, kind_of, lease_message, to_wire
 from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Result, merge_acks
 from distflow.exchange.owner import OwnerCore
-from distflow.types import Version
+from distflow.types import TOKENS, Version
 
 Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], Delivery]
 """`post(to, kind, body, payload)`: hands a message to the endpoint; never blocks."""
@@ -146,10 +146,16 @@ def _by_size(results: Iterable[Result]) -> Iterator[list[Result]]:
 
 
 def _oldest(batch: Batch) -> list[Version | None]:
-    """The oldest version of each row's tokens; None for a row without any."""
-    spans = batch.ragged("policy_versions")
-    versions = [Version(term, number) for term, number, _, _ in spans.values.tolist()]
-    return [min(versions[a:b], default=None) for a, b in pairwise(spans.offsets.tolist())]
+    """The oldest version of each row's tokens, of any model; None for a row without any.
+
+    All models count the same training steps: the bound of their staleness is that of the oldest.
+    """
+    found: list[Version | None] = [None] * batch.rows
+    for spans in batch.of_all_models("policy_versions"):
+        versions = [Version(term, number) for term, number, _, _ in spans.values.tolist()]
+        of_rows = (versions[a:b] for a, b in pairwise(spans.offsets.tolist()))
+        found = [min(filter(None, (had, *row)), default=None) for had, row in zip(found, of_rows, strict=True)]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +255,8 @@ class InboundSamples:
         """The result as it counts here, with the fields that it will have."""
         if not self._later_bytes:
             return result
-        bounds = rows.batch.ragged("response_ids").offsets
-        tokens = int(bounds[rows.stop] - bounds[rows.start])
+        responses = [column.offsets for column in rows.batch.of_all_models(TOKENS)]
+        tokens = sum(int(offsets[rows.stop] - offsets[rows.start]) for offsets in responses)
         return structs.replace(result, nbytes=result.nbytes + tokens * self._later_bytes)
 
     def _on_results(self, message: Envelope, now: float) -> None:

@@ -62,7 +62,7 @@ def _of_models(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str,
     used: dict[str, None] = {}
     for planned in structure.pools:
         pool = pools[planned.name]
-        torch_engine = planned.generates is not None and full_name(pool.engine, ENGINES) == ENGINES["torch"]
+        torch_engine = bool(planned.generates) and full_name(pool.engine, ENGINES) == ENGINES["torch"]
         if pool.device == "cpu" or torch_engine:
             used |= {node.model: None for node in structure.on(planned.name) if node.model is not None}
     for name in used:
@@ -77,7 +77,7 @@ def _of_scoring(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str
     """Scoring on a GPU by generating workers, which score groups in batches as they finish."""
     for planned in structure.pools:
         pool = recipe.layout.pools[planned.name]
-        if planned.homes or planned.generates is None or not pool.device.startswith("cuda"):
+        if planned.homes or not planned.generates or not pool.device.startswith("cuda"):
             continue  # a pool that neither trains nor generates computes each group by itself
         for node in structure.on(planned.name):
             if node.role == "forward":

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from distflow.config.schema import RunConfig
 from distflow.flow.graph import StepNode
 from distflow.flow.step import SEQUENCES
-from distflow.types import DROP_REASON, REWARD_PARTS
+from distflow.types import DROP_REASON, IDENTITY, is_reward_part, prefixed
 
 EdgeKind = Literal["lease", "call", "rows", "weights"]
 """lease: prompts there, groups back; call: one step for some rows; rows: what a further model is trained on; weights:
@@ -41,6 +41,8 @@ DUMPED = (
     "score",
 )
 """Fields that the owner always writes to rollouts/."""
+_NOT_SHOWN = (*IDENTITY, "response_mask", "finish_reason")
+"""Of these, what a line of the dumps says once a sample, or in its own way."""
 _OURS = "distflow."
 _GENERATED = ("prompt_ids", "task", "rollout_logprobs")
 """Fields that every generate step writes: dumped only when asked for."""
@@ -73,17 +75,27 @@ class Edge:
     """weights: what takes them."""
 
 
-def dump_fields(run: RunConfig, steps: Iterable[StepNode]) -> tuple[str, ...]:
-    """Names or patterns (`stats/*`) of further fields in the dumps: by default what the user's own steps write."""
+def dump_fields(run: RunConfig, steps: Sequence[StepNode]) -> tuple[str, ...]:
+    """Names or patterns (`stats/*`) of further fields in the dumps: by default what the user's own steps write.
+
+    Those of further models' samples are always among them.
+    """
     if not run.dump_rollouts:
         return ()
     wanted = run.dump_fields
     if wanted is None:
         own = (node for node in steps if not node.declaration.call.startswith(_OURS))
         wanted = [field for node in own for field in node.writes if field not in _GENERATED]
-    kept = [name for name in wanted if not _always(name)]
+    further = of_further_models((name for name in DUMPED if name not in _NOT_SHOWN), steps)
+    kept = [name for name in (*further, *wanted) if not _always(name)]
     return tuple(dict.fromkeys(kept))
 
 
+def of_further_models(fields: Iterable[str], steps: Iterable[StepNode]) -> list[str]:
+    """These fields of the samples of further models that the steps generate with."""
+    prefixes = [node.prefix for node in steps if node.generates_further]
+    return [prefixed(field, prefix) for field in fields for prefix in prefixes]
+
+
 def _always(name: str) -> bool:
-    return name in DUMPED or name.startswith(REWARD_PARTS) or name == DROP_REASON
+    return name in DUMPED or is_reward_part(name) or name == DROP_REASON

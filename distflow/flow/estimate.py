@@ -102,9 +102,8 @@ class Tokens:
 
 def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = ASSUMED_GPU) -> Estimate:
     """Estimate one worker of the plan, with its models on a GPU of `gpu_bytes`, or in the host's memory."""
-    named = {*worker.models, worker.generates, plan.primary}
     try:
-        sizes = {name: model_size(plan.recipe.models[name]) for name in named if name is not None}
+        sizes = {name: model_size(plan.recipe.models[name]) for name in _named(plan, worker)}
     except UserError as error:
         return Estimate(str(worker.name), unknown=str(error))
     held = _models(plan, worker, sizes)
@@ -114,14 +113,14 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = A
     here = {what: 0 if what in away else size for what, size in held.items()}
     models, engines = sum(here.values()), engine["engine"] + engine["kv"]
     elsewhere = sum(held.values()) - models
-    both = worker.generates is not None and bool(worker.models)
-    gathered = _published(worker, sizes[plan.primary], on_gpu=on_gpu) if both else 0
+    handed_over = [name for name in worker.generates if name in worker.models]
+    gathered = sum(_published(worker, sizes[name], on_gpu=on_gpu) for name in handed_over)
     generating, training = _phases(
         worker, models, here["gradients"], engines, engine["drawing"], sum(work.values()), gathered, on_gpu=on_gpu
     )
     samples = _samples(plan, worker)
     moved = models + kept_cache(plan, worker, engine["kv"]) if worker.offload and on_gpu else 0
-    staged = 0 if worker.generates is None else staged_bytes(worker, sizes[worker.generates])
+    staged = sum(staged_bytes(worker, sizes[name]) for name in worker.generates)
     return Estimate(
         worker=str(worker.name),
         weights=held["weights"],
@@ -141,6 +140,12 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = A
         loading=PROCESS + staged + _loading(plan, worker, sizes, on_gpu=on_gpu),
         shared=_shared(plan, sizes),
     )
+
+
+def _named(plan: Plan, worker: WorkerPlan) -> set[str]:
+    """The models that a worker's memory depends on."""
+    published = (edge.model for edge in plan.edges if edge.kind == "weights")
+    return {*worker.models, *worker.generates, plan.primary, *(name for name in published if name is not None)}
 
 
 def _models(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> dict[str, int]:
@@ -199,25 +204,32 @@ def _zero(worker: WorkerPlan) -> int | None:
     return (stage if isinstance(stage, int) else 2) if worker.backend == BACKENDS["deepspeed"] else None
 
 
-def _longest(plan: Plan) -> tuple[int, int]:
-    """Tokens of the longest prompt and the longest response."""
-    return plan.recipe.data.max_prompt_tokens, plan.response_tokens
+def _longest(plan: Plan, model: str) -> tuple[int, int]:
+    """Tokens of the longest prompt and the longest response on which a model is trained: its own, if it generates."""
+    longest = plan.recipe.data.max_prompt_tokens
+    generates = any(step.model == model for step in plan.further_generation)
+    return longest, plan.longest_sample(model if generates else plan.primary) - longest
 
 
 def _engine(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, gpu: int | None) -> dict[str, int]:
-    """The engine's weights, its cache at the bounds, and memory to sample a token for all slots, on each device.
+    """The weights of all engines, their caches at the bounds, and memory to sample a token for all slots."""
+    found = {"engine": 0, "kv": 0, "drawing": 0}
+    for model in worker.generates:
+        for what, size in _engine_of(plan, worker, model, sizes[model], gpu=gpu).items():
+            found[what] += size
+    return found
 
-    On a CPU the torch engine keeps a copy of the weights in the layout of the kernels.
+
+def _engine_of(plan: Plan, worker: WorkerPlan, model: str, size: ModelSize, *, gpu: int | None) -> dict[str, int]:
+    """The same of one engine, on each device. On a CPU the torch engine keeps a copy of the weights in the layout of
+    the kernels.
     """
-    if worker.generates is None:
-        return {"engine": 0, "kv": 0, "drawing": 0}
-    size = sizes[worker.generates]
     own = worker.engine == ENGINES["torch"]
     reorders = own and size.gated and gpu is None and size.dtype_bytes <= WIDE
     large = size.width * size.feed_forward >= REORDERED_FROM
     return {
         "engine": size.weights * (2 if reorders and large else 1) // engine_width(worker, on_gpu=gpu is not None),
-        "kv": cache_bytes(plan, worker, size, gpu=gpu),
+        "kv": cache_bytes(plan, worker, model, size, gpu=gpu),
         "drawing": worker.slots * size.vocabulary * (size.dtype_bytes + (DRAWN_BYTES if own else WIDE)),
     }
 
@@ -234,8 +246,8 @@ def _phases(
     on_gpu: bool,
 ) -> tuple[int, int]:
     """What is on the device while the worker generates, and while it trains."""
-    if worker.generates is None or not worker.models:
-        return engines + drawing if worker.generates is not None else 0, models + working if worker.models else 0
+    if not worker.generates or not worker.models:
+        return engines + drawing if worker.generates else 0, models + working if worker.models else 0
     if worker.offload and on_gpu:
         # What the engine reads from is assembled after the backward pass, and freed before a token is sampled.
         whole = gathered if divides(worker) else 0
@@ -282,14 +294,14 @@ def _loading(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, 
             other = max(other, whole)
         else:
             other = max(other, whole + size.weights if whole > size.weights else whole)
-    if worker.engine == ENGINES["torch"] and worker.generates is not None:
-        other = max(other, sizes[worker.generates].weights)
+    if worker.engine == ENGINES["torch"]:
+        other = max([other, *(sizes[name].weights for name in worker.generates)])
     return divided + other
 
 
-def micro_batch(plan: Plan, worker: WorkerPlan, size: ModelSize) -> Tokens:
-    """The tokens of a micro-batch under `batch.tokens_per_microbatch`, which counts padded tokens."""
-    prompt, new = _longest(plan)
+def micro_batch(plan: Plan, worker: WorkerPlan, model: str, size: ModelSize) -> Tokens:
+    """The tokens of a model's micro-batch under `batch.tokens_per_microbatch`, which counts padded tokens."""
+    prompt, new = _longest(plan, model)
     batch = plan.batch
     most = -(-batch.samples // len(plan.owners))
     rows = min(most, max(1, batch.tokens_per_microbatch // (prompt + new)))
@@ -303,7 +315,7 @@ def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize
     work = {"activations": 0, "logits": 0}
     for name in worker.models:
         size = sizes[name]
-        tokens = micro_batch(plan, worker, size)
+        tokens = micro_batch(plan, worker, name, size)
         trained = name in plan.trained_models
         layers = _activations(size, tokens.computed, plan.recipe.models[name], trained=trained)
         work["activations"] = max(work["activations"], layers + _gathered(worker, size))
@@ -342,7 +354,7 @@ def divides(worker: WorkerPlan) -> bool:
 
 def _samples(plan: Plan, worker: WorkerPlan) -> int:
     """What is reserved for results and rows, up to what can be leased, or be ahead, at once."""
-    prompt, new = _longest(plan)
+    prompt, new = plan.recipe.data.max_prompt_tokens, plan.response_tokens
     if str(worker.name) not in plan.owners:
         sizes = (rows_bytes(plan.recipe, plan.edges, plan.edge(port.edge), new) for port in worker.port("receives"))
         return sum(min(worker.sample_memory_mb * MIB, STEPS_OF_ROWS * size) for size in sizes)
@@ -353,6 +365,6 @@ def _samples(plan: Plan, worker: WorkerPlan) -> int:
 
 
 def _shared(plan: Plan, sizes: Mapping[str, ModelSize]) -> int:
-    """Published weights of the policy, if other workers read them."""
-    read = any(e.kind == "weights" and e.model == plan.primary and e.source != e.target for e in plan.edges)
-    return PUBLISHED * sizes[plan.primary].weights if read and plan.primary in sizes else 0
+    """Published weights, of the models that other workers read."""
+    read = {e.model for e in plan.edges if e.kind == "weights" and e.source != e.target}
+    return sum(PUBLISHED * sizes[name].weights for name in read if name is not None)

@@ -10,10 +10,10 @@ from distflow.config.plugins import SUPPLIERS
 from distflow.config.schema import FlowConfig, StepConfig
 from distflow.errors import PluginError, Problem, Problems, did_you_mean, nearest
 from distflow.flow.chosen_function import ChosenFunction, chosen_function
-from distflow.flow.step import SEVERAL_UPDATES
+from distflow.flow.step import SEVERAL_UPDATES, reads_of, writes_of
 from distflow.flow.step_declaration import StepDeclaration, read_declaration
 from distflow.flow.step_settings import complaints, merged
-from distflow.types import written
+from distflow.types import prefixed, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,23 @@ class StepNode:
     """Fields read only because of a setting, and that setting."""
     reads_if_there: tuple[str, ...] = ()
     """Fields read only if another step writes them."""
+    prefix: str = ""
+    """What precedes the names of its fields: all names here are those in the flow."""
 
     @property
     def writes(self) -> tuple[str, ...]:
         """Fields it writes."""
-        return self.declaration.spec.writes
+        return writes_of(self.declaration.spec, self.prefix)
 
     @property
     def may_write(self) -> tuple[str, ...]:
         """Fields that it writes sometimes."""
-        return self.declaration.spec.may_write
+        return tuple(prefixed(field, self.prefix) for field in self.declaration.spec.may_write)
+
+    @property
+    def generates_further(self) -> bool:
+        """Whether it generates from prompts that other steps write."""
+        return self.role == "generate" and bool(self.prefix)
 
     @property
     def role(self) -> str:
@@ -102,15 +109,24 @@ def read_step(
             problems.append(Problem(f"{declaration.file}:{declaration.line}", f"{key}.call", message))
         elif settings.get(setting):
             conditions.update(dict.fromkeys((f for f in fields if f not in spec.reads), setting))
+    prefix = config.prefix or ""
+    conditions = {prefixed(field, prefix): setting for field, setting in conditions.items()}
     return StepNode(
         name,
         config.model,
         declaration,
         settings,
-        (*spec.reads, *conditions),
+        (*reads_of(spec, prefix), *conditions),
         conditions,
-        () if function is None else function.reads_if_there,
+        () if function is None else tuple(prefixed(field, prefix) for field in function.reads_if_there),
+        prefix,
     )
+
+
+def generate_settings(steps: Iterable[StepNode]) -> list[Mapping[str, Any]]:
+    """The settings of the generate steps: those of the primary model's first, then those of further models."""
+    generating = sorted((node for node in steps if node.role == "generate"), key=lambda node: bool(node.prefix))
+    return [node.settings for node in generating]
 
 
 def _function(declaration: StepDeclaration, config: StepConfig, key: str, problems: Problems) -> ChosenFunction | None:
@@ -157,7 +173,8 @@ def _producers(steps: Sequence[StepNode], problems: Problems) -> dict[str, StepN
     producers: dict[str, StepNode] = {}
     for node in steps:
         for field in node.writes:
-            if field in producers:
+            # Two that generate are reported once, not for each of their fields.
+            if field in producers and {node.role, producers[field].role} != {"generate"}:
                 other = producers[field].name
                 key = problems.where.newest([f"flow.steps.{node.name}.call", f"flow.steps.{other}.call"])
                 one, two = (node.name, other) if key == f"flow.steps.{node.name}.call" else (other, node.name)
@@ -173,9 +190,9 @@ def _report_missing(node: StepNode, field: str, known: set[str], problems: Probl
         why = " because batch.minibatches × batch.epochs is more than 1"
     else:
         why = "" if setting is None else f" because {setting} is {node.settings[setting]!r}"
-    close = nearest(field, known)
-    if field in SUPPLIERS:
-        cure = f"add to flow.steps:  {SUPPLIERS[field]}"
+    close, plain = nearest(field, known), field.removeprefix(f"{node.prefix}/")
+    if plain in SUPPLIERS:
+        cure = f"add to flow.steps:  {SUPPLIERS[plain]}" + (f", with prefix: {node.prefix}" if node.prefix else "")
     elif close is not None:
         cure = f"did you mean {close!r}? Or add a step that writes {field!r}"
     else:

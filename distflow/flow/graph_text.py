@@ -73,9 +73,7 @@ def mermaid(plan: Plan) -> str:
 
 
 def _uses(pool: PoolPlan) -> Iterator[str]:
-    if pool.generates is not None:
-        yield f"generates with {pool.generates}"
-    for verb, models in (("home of", pool.homes), ("runs frozen", pool.frozen)):
+    for verb, models in (("generates with", pool.generates), ("home of", pool.homes), ("runs frozen", pool.frozen)):
         if models:
             yield f"{verb} {', '.join(models)}"
 

@@ -13,9 +13,10 @@ from distflow.config.schema import PoolConfig, Recipe
 from distflow.errors import Problems
 from distflow.flow.edges import SAMPLES, Edge
 from distflow.flow.gpus import width
+from distflow.flow.graph import generate_settings
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import ModelSize
-from distflow.flow.step import response_tokens
+from distflow.flow.step import reserved_tokens, response_tokens
 from distflow.flow.structure import Structure
 from distflow.flow.wiring import wire
 
@@ -110,15 +111,16 @@ def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int, later:
 def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse a training worker that cannot hold the largest groups, or rows, of one training step."""
     training_pool = structure.home.name
-    generating = [node.settings for node in structure.steps if node.role == "generate"]
-    new_tokens = [response_tokens(settings) for settings in generating if "max_new_tokens" in settings]
-    if not all(isinstance(count, int) for count in new_tokens) or len(new_tokens) < len(generating):
+    generating = generate_settings(structure.steps)
+    counts = [response_tokens(settings) for settings in generating if "max_new_tokens" in settings]
+    if not all(isinstance(count, int) for count in counts) or len(counts) < len(generating):
         return  # reported where the setting is checked
-    _check_rows_memory(recipe, structure, max(new_tokens), problems)
+    new_tokens = reserved_tokens(generating, recipe.data.max_prompt_tokens)
+    _check_rows_memory(recipe, structure, new_tokens, problems)
     pool, batch = recipe.layout.pools[training_pool], recipe.batch
     later = later_bytes(recipe, structure)
-    needed = -(-step_bytes(recipe, training_pool, max(new_tokens), later) // MIB)
-    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, max(new_tokens), later)
+    needed = -(-step_bytes(recipe, training_pool, new_tokens, later) // MIB)
+    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens, later)
     for key, given in _memory_given(training_pool, pool):
         if given < needed:
             message = (
@@ -172,14 +174,14 @@ def engine_width(worker: WorkerPlan, *, on_gpu: bool) -> int:
     return width(worker) if on_gpu else 1
 
 
-def cache_bytes(plan: Plan, worker: WorkerPlan, size: ModelSize, *, gpu: int | None) -> int:
-    """Bytes of the KV cache on each device: for all slots with samples of the greatest length, or what the engine's
-    share of the GPU leaves for it. vLLM always fills that share, SGLang if it is alone on the GPU.
+def cache_bytes(plan: Plan, worker: WorkerPlan, model: str, size: ModelSize, *, gpu: int | None) -> int:
+    """Bytes of the KV cache of one model on each device: for all slots with samples of the greatest length, or what the
+    engine's share of the GPU leaves for it. vLLM always fills that share, SGLang if it is alone on the GPU.
 
     `gpu`: memory of the GPU; None: the cache is in the host's memory.
     """
     parts = engine_width(worker, on_gpu=gpu is not None)
-    wanted = worker.slots * plan.longest_sample * size.kv_bytes // parts
+    wanted = worker.slots * plan.longest_sample(model) * size.kv_bytes // parts
     options = worker.engine_options
     if "kv_cache_memory_bytes" in options and options["kv_cache_memory_bytes"] is not None:
         return int(options["kv_cache_memory_bytes"])

@@ -46,39 +46,77 @@ class Models:
 
 def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], problems: Problems) -> Models | None:
     """Fill in models that the recipe leaves out; None, with reasons in `problems`, if there is no policy to copy."""
-    generate = next((node for node in steps if node.role == "generate"), None)
-    if generate is None:
+    generate = _primary_step(steps, given, problems)
+    if generate is None or generate.model is None:
         return None
-    key = f"flow.steps.{generate.name}.model"
-    if generate.model is None:
-        problems.add(key, "a generate step needs a model", f"add model: {next(iter(given))}")
-        return None
-    if generate.model not in given:
-        cure = did_you_mean(generate.model, given)
-        problems.add(key, f"models has no {generate.model!r}", cure)
-        return None
-    if given[generate.model].path is None and given[generate.model].init is None:
-        problems.add(f"models.{generate.model}", "neither `path` nor `init` is given", "give exactly one of them")
-    if given[generate.model].head != "tokens":
-        head = given[generate.model].head
-        message = f"step {generate.name!r} generates with it, and a model with `head: {head}` has no next tokens"
-        problems.add(f"models.{generate.model}.head", message, "head: tokens")
     trained = tuple(dict.fromkeys(n.model for n in steps if n.role == "train" and n.model is not None))
+    _check_primary(generate, given[generate.model], trained, problems)
     for name in trained:
         if name in given and given[name].head == "score":
             step = next(node.name for node in steps if node.role == "train" and node.model == name)
             message = f"step {step!r} trains it, and a model with `head: score` is only run frozen"
             problems.add(f"models.{name}.head", message, "head: value for a critic, head: tokens for a policy")
-    if generate.model not in trained:
-        message = f"no train step trains {generate.model!r}, which the flow generates with"
-        problems.add("flow.steps", message, f"give a train step model: {generate.model}")
     copied = tuple(dict.fromkeys(n.model for n in steps if n.model is not None and n.model not in given))
     for node in steps:
         _check_spelling(node, given, problems)
     configs = {name: _with_body_of(given[generate.model], model) for name, model in given.items()}
     configs |= {name: given[generate.model] for name in copied}
     used = {node.model for node in steps}
-    return Models(configs, generate.model, trained, copied, tuple(name for name in given if name not in used))
+    models = Models(configs, generate.model, trained, copied, tuple(name for name in given if name not in used))
+    for node in steps:
+        if node.generates_further:
+            _check_further(node, steps, models, problems)
+    return models
+
+
+def _primary_step(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], problems: Problems) -> StepNode | None:
+    """The step that generates with the policy, from prompts of the data; None, with a reason, if its model is none."""
+    generating = [node for node in steps if node.role == "generate"]
+    generate = next((node for node in generating if not node.prefix), None)
+    if generate is None:
+        for node in generating[:1]:
+            message = "the policy's samples come from prompts of the data, and this step's from prompts of other steps"
+            problems.add(f"flow.steps.{node.name}.prefix", message, "a generate step without `prefix`")
+        return None
+    key = f"flow.steps.{generate.name}.model"
+    if generate.model is None:
+        problems.add(key, "a generate step needs a model", f"add model: {next(iter(given))}")
+    elif generate.model not in given:
+        problems.add(key, f"models has no {generate.model!r}", did_you_mean(generate.model, given))
+    else:
+        return generate
+    return None
+
+
+def _check_primary(generate: StepNode, model: ModelConfig, trained: Sequence[str], problems: Problems) -> None:
+    if model.path is None and model.init is None:
+        problems.add(f"models.{generate.model}", "neither `path` nor `init` is given", "give exactly one of them")
+    if model.head != "tokens":
+        message = f"step {generate.name!r} generates with it, and a model with `head: {model.head}` has no next tokens"
+        problems.add(f"models.{generate.model}.head", message, "head: tokens")
+    if generate.model not in trained:
+        message = f"no train step trains {generate.model!r}, which the flow generates with"
+        problems.add("flow.steps", message, f"give a train step model: {generate.model}")
+
+
+def _check_further(node: StepNode, steps: Sequence[StepNode], models: Models, problems: Problems) -> None:
+    """Refuse what no further model generates with."""
+    key, name = f"flow.steps.{node.name}.model", node.model
+    if name is None:
+        problems.add(key, "a generate step needs a model", f"add model: {node.prefix}")
+        return
+    other = next((n for n in steps if n.role == "generate" and n is not node and n.model == name), None)
+    if other is not None:
+        message = f"generates with {name!r}, as step {other.name!r} does: one model in two steps is not built yet"
+        problems.add(key, message, "a model of another name, which may be a copy: it is one if `models` lacks it")
+    if name not in models.trained:
+        message = f"no train step trains {name!r}, which step {node.name!r} generates with: engines get their weights"
+        cure = f"a train step with model: {name}, such as update with prefix: {node.prefix}"
+        problems.add(key, f"{message} from training, and no others are built yet", cure)
+    config = models.configs[name]
+    if config.head != "tokens":
+        message = f"step {node.name!r} generates with it, and a model with `head: {config.head}` has no next tokens"
+        problems.add(f"models.{name}.head", message, "head: tokens")
 
 
 def _with_body_of(primary: ModelConfig, model: ModelConfig) -> ModelConfig:

@@ -16,7 +16,7 @@ from typing import Any
 
 from distflow.config.schema import Recipe
 from distflow.flow.edges import Edge, EdgeKind, End
-from distflow.flow.step import response_tokens
+from distflow.flow.step import reserved_tokens, response_tokens
 from distflow.types import Role, Scope, WorkerName
 
 _ABSOLUTE = re.compile(r"^/(?:[^/]*/)*([^/]+)$")
@@ -31,8 +31,8 @@ class PoolPlan:
     """Workers. May change while the run goes on, unless the pool trains."""
     steps: tuple[str, ...]
     """Shared steps that run here."""
-    generates: str | None
-    """The model that it generates with."""
+    generates: tuple[str, ...]
+    """The models that it generates with."""
     homes: tuple[str, ...]
     """Models that it trains: it is their home."""
     frozen: tuple[str, ...]
@@ -46,7 +46,7 @@ class PoolPlan:
     @property
     def takes_turns(self) -> bool:
         """Whether it generates and trains, in turn."""
-        return self.generates is not None and bool(self.homes)
+        return bool(self.generates and self.homes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,22 @@ class StepPlan:
     """Fields that it writes sometimes, beside those."""
     environment: tuple[str, ...] | None = None
     """Of a generate step: what its environment allows; None: it has none."""
+    prefix: str = ""
+    """What precedes the names of its fields: all names here are those in the flow."""
+
+    @property
+    def generates_further(self) -> bool:
+        """Whether it generates with a further model, from prompts that other steps write."""
+        return self.role == "generate" and bool(self.prefix)
+
+    def own(self, fields: Iterable[str]) -> tuple[str, ...]:
+        """These fields by the names that the step itself knows them by."""
+        return tuple(field.removeprefix(f"{self.prefix}/") if self.prefix else field for field in fields)
+
+    def as_it_sees(self) -> StepPlan:
+        """The same with the names that the step itself knows its fields by."""
+        reads, writes, may_write = map(self.own, (self.reads, self.writes, self.may_write))
+        return dataclasses.replace(self, reads=reads, writes=writes, may_write=may_write)
 
     def allows(self, what: str) -> bool:
         """Whether its samples may be treated so (`replay`, `repeatable`): without an environment, always."""
@@ -127,8 +143,8 @@ class WorkerPlan:
     """The Python that runs it; None: the one that starts it."""
     models: tuple[str, ...]
     """Held by backends."""
-    generates: str | None
-    """The model it generates with."""
+    generates: tuple[str, ...]
+    """The models it generates with, each by an engine of its own."""
     ports: tuple[Port, ...] = ()
     """In the order of the edges."""
 
@@ -221,12 +237,24 @@ class Plan:
     def serves(self, pool: str) -> bool:
         """Whether a pool answers calls and does nothing else."""
         found = next((one for one in self.pools if one.name == pool), None)
-        return found is not None and found.generates is None and not found.homes
+        return found is not None and self.primary not in found.generates and not found.homes
 
     @property
     def home(self) -> PoolPlan:
         """The home of the primary model."""
         return next(pool for pool in self.pools if self.primary in pool.homes)
+
+    def home_of(self, model: str) -> PoolPlan:
+        """The pool that trains a model; raises LookupError for one that is frozen."""
+        for pool in self.pools:
+            if model in pool.homes:
+                return pool
+        raise LookupError(f"no pool trains {model!r}")
+
+    @property
+    def generating(self) -> tuple[str, ...]:
+        """The models that are generated with, the primary one first: all are trained."""
+        return tuple(str(step.model) for step in self.generate_steps)
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -253,18 +281,35 @@ class Plan:
 
     @property
     def generate_step(self) -> StepPlan:
-        """The flow's generate step."""
-        return next(step for step in self.steps if step.role == "generate")
+        """The generate step of the primary model."""
+        return next(step for step in self.steps if step.role == "generate" and not step.prefix)
+
+    @property
+    def further_generation(self) -> tuple[StepPlan, ...]:
+        """The generate steps of further models."""
+        return tuple(step for step in self.steps if step.generates_further)
+
+    def generate_step_of(self, model: str) -> StepPlan:
+        """The one that generates with a model; raises LookupError if none does."""
+        for step in self.steps:
+            if step.role == "generate" and step.model == model:
+                return step
+        raise LookupError(f"no step generates with {model!r}")
 
     @property
     def response_tokens(self) -> int:
-        """Tokens of the longest response, with those of an environment."""
-        return int(response_tokens(self.generate_step.settings))
+        """Tokens behind the prompt of the data of the longest sample: its response, with those of an environment, and
+        prompts and responses of further models."""
+        return reserved_tokens([step.settings for step in self.generate_steps], self.recipe.data.max_prompt_tokens)
 
     @property
-    def longest_sample(self) -> int:
-        """Tokens of the longest prompt and response together."""
-        return self.recipe.data.max_prompt_tokens + self.response_tokens
+    def generate_steps(self) -> tuple[StepPlan, ...]:
+        """That of the primary model, then those of further ones."""
+        return (self.generate_step, *self.further_generation)
+
+    def longest_sample(self, model: str) -> int:
+        """Tokens of the longest prompt and response of a model that generates."""
+        return self.recipe.data.max_prompt_tokens + int(response_tokens(self.generate_step_of(model).settings))
 
     @property
     def owner_plan(self) -> WorkerPlan:

@@ -23,6 +23,8 @@ from distflow.flow.wait_order import check_waits
 from distflow.types import written
 
 Check = Callable[[Recipe, Structure, Problems], None]
+ONE_A_PROCESS = (ENGINES["sglang"], ENGINES["vllm"])
+"""Engines of which a process can have only one."""
 _STAGE = 2
 """ZeRO stage of backend deepspeed where its options name none."""
 
@@ -91,6 +93,20 @@ def _check_engines(pool_key: str, pool: PoolConfig, problems: Problems) -> None:
             problems.add(key, message, cure, others=(f"{pool_key}.backend", f"{pool_key}.count"))
 
 
+def check_several_engines(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse several models on engines of which a process can have only one."""
+    for planned in structure.pools:
+        if len(planned.generates) < 2:
+            continue
+        key, pool = f"layout.pools.{planned.name}", recipe.layout.pools[planned.name]
+        named = {f"{key}.engine": pool.engine}
+        named |= {f"{key}.each.{n}.engine": own.engine for n, own in pool.each.items() if own.engine is not None}
+        for at, engine in named.items():
+            if full_name(engine, ENGINES) in ONE_A_PROCESS:
+                message = f"{engine} with {' and '.join(planned.generates)} in one worker is not built yet"
+                problems.add(at, message, "engine torch, or a pool of its own for each model")
+
+
 def check_offload(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse `offload` on pools whose device is not shared by two sides, or where something cannot leave it."""
     for planned in structure.pools:
@@ -108,6 +124,9 @@ def _offload_complaints(planned: PoolPlan, pool: PoolConfig, structure: Structur
             "remove it, or give all roles to one pool, as in layout=colocated",
         )
         return
+    if len(planned.generates) > 1:
+        models = " and ".join(planned.generates)
+        yield f"it generates with {models}: not built yet for several engines", "a pool of its own for one of them"
     here = [node for node in structure.on(planned.name) if node in structure.before_custody]
     for node in (*here, *structure.private.all):
         if node.model is not None and node.role != "generate":
@@ -183,6 +202,7 @@ CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_sharding, "if sound"),
     (check_options, "if sound"),
     (check_grouping, "if sound"),
+    (check_several_engines, "if sound"),
     (check_offload, "if sound"),
     (check_dumps, "always"),
     (check_shared_gpus, "if sound"),

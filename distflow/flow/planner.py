@@ -10,7 +10,7 @@ from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import LayoutConfig, PoolConfig, Recipe
 from distflow.errors import Problems, RecipeError
 from distflow.flow.edges import dump_fields
-from distflow.flow.graph import StepNode
+from distflow.flow.graph import StepNode, generate_settings
 from distflow.flow.left_out import left_out_notes
 from distflow.flow.memory import later_bytes, rows_bytes, rows_memory_mb, sample_memory_mb
 from distflow.flow.model_roles import check_files
@@ -18,12 +18,12 @@ from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan,
 from distflow.flow.plan_checks import check_plan
 from distflow.flow.resolve import find_source
 from distflow.flow.sharding import divided_notes, divides_models
-from distflow.flow.step import SEVERAL_UPDATES, response_tokens
+from distflow.flow.step import SEVERAL_UPDATES, reserved_tokens
 from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure, check_data
 from distflow.flow.structure_checks import check_structure
 from distflow.flow.wiring import ports_of, wire
-from distflow.types import WorkerName, written
+from distflow.types import WorkerName, prefixed, written
 
 REFILLS_PER_GROUP = 10
 
@@ -77,7 +77,7 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
     dumped = dump_fields(recipe.run, (*ordered, *structure.private.all))
     steps_ahead = batch.training_steps if batch.max_staleness is None else 1 + batch.max_staleness
     most_slots = batch.samples * steps_ahead  # no more samples are ever leased at once
-    new_tokens = next(int(response_tokens(node.settings)) for node in ordered if node.role == "generate")
+    new_tokens = reserved_tokens(generate_settings(ordered), recipe.data.max_prompt_tokens)
     later = later_bytes(recipe, structure)
     sample_memory = sample_memory_mb(recipe, structure.home.name, new_tokens, later)
     edges = wire(structure, dumped)
@@ -137,7 +137,7 @@ def _models(structure: Structure) -> tuple[ModelPlan, ...]:
         ModelPlan(
             name=name,
             home=next((pool.name for pool in pools if name in pool.homes), None),
-            generated_by=tuple(pool.name for pool in pools if pool.generates == name),
+            generated_by=tuple(pool.name for pool in pools if name in pool.generates),
             held_by=tuple(pool.name for pool in pools if name in pool.frozen),
         )
         for name in dict.fromkeys((*structure.models.trained, *used))
@@ -157,7 +157,7 @@ def step_plan(node: StepNode) -> StepPlan:
     """A step of the graph as workers run it."""
     spec, call = node.declaration.spec, node.declaration.call
     about = (node.name, call, spec.role, spec.scope, node.model, node.settings)
-    return StepPlan(*about, node.reads, node.writes, node.may_write, spec.environment)
+    return StepPlan(*about, node.reads, node.writes, node.may_write, spec.environment, node.prefix)
 
 
 def _worker(
@@ -169,12 +169,12 @@ def _worker(
     after = [node for node in structure.after_custody if structure.sites[node.name] == name.pool]
     nodes = [*before, *private, *after]
     models = tuple(dict.fromkeys(n.model for n in nodes if n.role != "generate" and n.model is not None))
-    generates = next((n.model for n in nodes if n.role == "generate"), None)
+    generates = tuple(n.model for n in nodes if n.role == "generate" and n.model is not None)
     return WorkerPlan(
         name=name,
         roles=tuple(dict.fromkeys(n.declaration.spec.role for n in nodes)),
         steps=tuple(map(step_plan, nodes)),
-        engine=full_name(own.engine or pool.engine, ENGINES) if generates is not None else None,
+        engine=full_name(own.engine or pool.engine, ENGINES) if generates else None,
         engine_options=pool.engine_options_of(own),
         backend=full_name(pool.backend, BACKENDS) if models else None,
         backend_options=pool.backend_options_of(own),
@@ -225,7 +225,9 @@ def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:
     ]
     names = [node.name for node in (*structure.steps, *structure.unread)]
     # What is read with several updates a step only is in every shipped flow: no news.
-    awaited = {f for n in structure.steps for f in n.declaration.spec.reads_when.get(SEVERAL_UPDATES, ())}
+    awaited = {
+        prefixed(f, n.prefix) for n in structure.steps for f in n.declaration.spec.reads_when.get(SEVERAL_UPDATES, ())
+    }
     unread = [node for node in structure.unread if not set(node.writes) <= awaited]
     notes += left_out_notes(unread, names, structure.sites, layout)
     notes += [f"no step uses model {name!r}" for name in structure.models.unused]

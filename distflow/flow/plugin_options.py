@@ -48,8 +48,8 @@ def check_options(recipe: Recipe, structure: Structure, problems: Problems) -> N
 
 def _engines(recipe: Recipe, structure: Structure) -> Iterator[_Used]:
     for planned in structure.pools:
-        if planned.generates is not None:
-            yield from _engines_of(recipe, structure, planned, planned.generates)
+        for model in planned.generates:
+            yield from _engines_of(recipe, structure, planned, model)
 
 
 def _engines_of(recipe: Recipe, structure: Structure, planned: PoolPlan, model: str) -> Iterator[_Used]:
@@ -61,7 +61,7 @@ def _engines_of(recipe: Recipe, structure: Structure, planned: PoolPlan, model: 
         pool=planned.name,
         offload=pool.offload and planned.takes_turns,
         deterministic=recipe.run.deterministic,
-        longest=_longest(recipe, structure),
+        longest=_longest(recipe, structure, model),
         heads=attention_heads(config),
     )
     for at, own in _settings(pool):
@@ -114,6 +114,8 @@ def _settings(pool: PoolConfig) -> Iterator[tuple[str, WorkerSettings]]:
         yield f".each.{index}", own
 
 
-def _longest(recipe: Recipe, structure: Structure) -> int:
-    new = [response_tokens(node.settings) for node in structure.steps if node.role == "generate"]
+def _longest(recipe: Recipe, structure: Structure, model: str) -> int:
+    """Tokens of the longest sample that a model generates; 0: not known."""
+    nodes = (node for node in structure.steps if node.role == "generate" and node.model == model)
+    new = [response_tokens(node.settings) for node in nodes]
     return recipe.data.max_prompt_tokens + max(new) if all(isinstance(count, int) for count in new) else 0

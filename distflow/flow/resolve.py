@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from distflow.errors import PluginError, UserError, did_you_mean, nearest
-from distflow.flow.step import ATTRIBUTE, StepSpec
+from distflow.flow.step import ATTRIBUTE, StepSpec, reads_of, writes_of
+from distflow.types import prefixed
 
 if TYPE_CHECKING:
     # Child processes that only need a function start twice as fast without the schema of recipes.
@@ -45,11 +46,12 @@ def check_step(function: object, plan: StepPlan) -> None:
     if not hasattr(function, ATTRIBUTE):
         raise PluginError(f"step {plan.name!r}: {plan.call} lacks @step (is it wrapped by another decorator?)")
     spec: StepSpec = getattr(function, ATTRIBUTE)
-    conditional = {field for fields in spec.reads_when.values() for field in fields}
-    same = (spec.role, spec.scope, spec.writes) == (plan.role, plan.scope, plan.writes)
-    further = set(plan.reads) - set(spec.reads) - conditional
+    reads = reads_of(spec, plan.prefix)
+    conditional = {prefixed(field, plan.prefix) for fields in spec.reads_when.values() for field in fields}
+    same = (spec.role, spec.scope, writes_of(spec, plan.prefix)) == (plan.role, plan.scope, plan.writes)
+    further = set(plan.reads) - set(reads) - conditional
     # A function that the settings choose may read any further field.
-    if not same or set(spec.reads) - set(plan.reads) or (further and not spec.arguments):
+    if not same or set(reads) - set(plan.reads) or (further and not spec.arguments):
         raise PluginError(
             f"step {plan.name!r}: {plan.call} was imported with a declaration that differs from its source"
         )

@@ -53,7 +53,8 @@ def _indented(lines: Sequence[str], depth: int) -> list[str]:
 def _generating(plan: Plan, worker: WorkerPlan, lease: Edge, leases_of: str) -> list[str]:
     shared = {step.name for step in plan.steps}
     own = [step.name for step in worker.steps if step.name in lease.steps or step.name not in shared]
-    asked = [port.edge for port in worker.port("asks") if port.edge in lease.steps]
+    further = [step.name for step in worker.steps if step.generates_further]
+    asked = [*further, *(port.edge for port in worker.port("asks") if port.edge in lease.steps)]
     first, *others = [name for name in lease.steps if name in (*own, *asked)]
     others += [name for name in own if name not in lease.steps]
     # Steps of this worker that an asked one follows run on the stream; those behind the last one in the loop.
@@ -71,6 +72,8 @@ def _generating(plan: Plan, worker: WorkerPlan, lease: Edge, leases_of: str) -> 
 
 def _serving(worker: WorkerPlan) -> list[str]:
     steps = [port.edge for port in worker.port("answers")]
+    if worker.generates:
+        return [f'for groups in w.generate("{steps[0]}", w.requests("{steps[0]}")):', f"{_INDENT}w.answer(groups)"]
     if len(steps) == 1:
         return [f'for batch in w.requests("{steps[0]}"):', f'{_INDENT}w.answer(w.call("{steps[0]}", batch))']
     names = ", ".join(f'"{name}"' for name in steps)
@@ -95,7 +98,9 @@ def _training(plan: Plan, pool: PoolPlan) -> list[str]:
         updates = [step for step in steps if _accumulates(step)]
         lines = [receive, *_indented(_lines(_dealing(plan, steps), "batch"), 1)]
         lines += _indented(_parts(plan, pool, updates), 1)
-    return [*lines, f'w.publish("{plan.primary}", t + 1)', "w.save(t + 1)"]
+    # That of the primary model comes last: it opens the next training step for leasing.
+    published = [*(model for model in plan.generating[1:] if model in pool.homes), plan.primary]
+    return [*lines, *(f'w.publish("{model}", t + 1)' for model in published), "w.save(t + 1)"]
 
 
 def _further(plan: Plan, pool: PoolPlan) -> list[str]:
@@ -109,7 +114,8 @@ def _further(plan: Plan, pool: PoolPlan) -> list[str]:
         lines = [receive, *_indented(_lines(updates, "batch"), 1), *_applies(pool)]
     else:
         lines = [receive, *_indented(_parts(plan, pool, updates), 1)]
-    return [*lines, "w.save(t + 1)"]
+    published = [model for model in pool.homes if model in plan.generating]
+    return [*lines, *(f'w.publish("{model}", t + 1)' for model in published), "w.save(t + 1)"]
 
 
 def _parts(plan: Plan, pool: PoolPlan, updates: Sequence[StepPlan]) -> list[str]:

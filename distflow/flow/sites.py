@@ -102,7 +102,7 @@ def _pool(
         name=name,
         count=layout.pools[name].count,
         steps=tuple(node.name for node in here),
-        generates=next((node.model for node in _with_role("generate", here)), None),
+        generates=tuple(node.model for node in _with_role("generate", here) if node.model is not None),
         homes=tuple(model for model in models.trained if model in homes),
         frozen=tuple(model for model in held if model not in homes),
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from distflow.types import DROP_REASON, SEQUENCE, Role, Scope, written
+from distflow.types import DROP_REASON, SEQUENCE, Role, Scope, prefixed, written
 
 ATTRIBUTE = "__distflow_step__"
 SEVERAL_UPDATES = "several_updates"
@@ -28,10 +28,14 @@ GENERATED = (
     "finish_reason",
 )
 """Fields that the runtime writes for every generate step."""
+GIVEN = ("uid", "group", "sample", "prompt_ids", "prompt_text", "task")
+"""Of these, what a generate step of a further model (`prefix`) gets from other steps."""
 SEQUENCES = (SEQUENCE, "sequence_prompt")
 """Fields that it writes too where an environment is declared: only then a sample can have several sequences."""
 ENVIRONMENT = ("replay", "repeatable")
 """What the environment of a generate step may allow."""
+SAMPLE_TOKENS = 22
+"""How many tokens have as many bytes as what a sample has besides (`flow/memory.py`)."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Arguments = Mapping[str, str | Mapping[str, str] | None]
 """Arguments that a plug-in may take, by name, each with the field that is read for it, or for its attributes."""
@@ -154,6 +158,27 @@ def response_tokens(settings: Mapping[str, Any]) -> Any:
     `max_tokens`, which counts an environment's too, or else `max_new_tokens`.
     """
     return settings["max_tokens" if "max_tokens" in settings else "max_new_tokens"]
+
+
+def reserved_tokens(settings: Sequence[Mapping[str, Any]], longest_prompt: int) -> int:
+    """Tokens behind the prompt of the data for which each sample's memory is reserved.
+
+    `settings`: of the primary model's generate step, then of those of further models, which have prompts of their own.
+    """
+    first, *further = (int(response_tokens(each)) for each in settings)
+    return first + sum(longest_prompt + tokens + SAMPLE_TOKENS for tokens in further)
+
+
+def reads_of(spec: StepSpec, prefix: str) -> tuple[str, ...]:
+    """The fields that a step always reads, by their names in the flow."""
+    given = GIVEN if prefix and spec.role == "generate" else ()
+    return tuple(prefixed(field, prefix) for field in dict.fromkeys((*given, *spec.reads)))
+
+
+def writes_of(spec: StepSpec, prefix: str) -> tuple[str, ...]:
+    """The fields that a step always writes, by their names in the flow."""
+    given = GIVEN if prefix and spec.role == "generate" else ()
+    return tuple(prefixed(field, prefix) for field in spec.writes if field not in given)
 
 
 def is_range(text: object) -> bool:

@@ -141,7 +141,13 @@ def _check_roles(steps: list[StepNode], problems: Problems) -> None:
 
 
 def _check_generate(steps: list[StepNode], problems: Problems) -> None:
+    by_prefix: dict[str, StepNode] = {}
     for node in steps:
+        first = by_prefix.setdefault(node.prefix, node) if node.role == "generate" else node
+        if first is not node:
+            message = f"generates, as step {first.name!r} does, and both write the same fields"
+            cure = "remove one of them, or give one a `prefix` of its own, if it generates with a further model"
+            problems.add(f"flow.steps.{node.name}.prefix", message, cure)
         lacking = [name for name in _NEEDED if node.role == "generate" and name not in node.settings]
         if lacking:
             key = f"flow.steps.{node.name}"

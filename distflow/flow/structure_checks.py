@@ -28,12 +28,44 @@ def check_structure(structure: Structure, problems: Problems) -> None:
     problems += found
 
 
-def check_one_generating_pool(structure: Structure, problems: Problems) -> None:
-    """Refuse a second generate step."""
-    names = [node.name for node in structure.steps if node.role == "generate"]
-    if len(names) > 1:
-        message = f"two steps generate, {' and '.join(names)}; this is not built yet"
-        problems.add("flow.steps", message, "keep one of them")
+def check_further_generation(structure: Structure, problems: Problems) -> None:
+    """Refuse where, and beside what, further models do not generate."""
+    by_name = {pool.name: pool for pool in structure.pools}
+    for node in structure.steps:
+        if not node.generates_further:
+            continue
+        key, pool = f"layout.pools.{structure.sites[node.name]}.steps", by_name[structure.sites[node.name]]
+        for message, cure in _further_complaints(node, pool, structure):
+            problems.add(key, f"step {node.name!r} generates with {node.model!r} {message}: not built yet", cure)
+    several = [node for node in structure.steps if node.role == "generate" and _has_environment(node)]
+    if several and any(node.generates_further for node in structure.steps):
+        message = (
+            "has an environment, and beside a further model that generates samples have one sequence: not built yet"
+        )
+        problems.add(
+            f"flow.steps.{several[0].name}", message, "generate steps of one turn, or one model that generates"
+        )
+
+
+def _has_environment(node: StepNode) -> bool:
+    return node.declaration.spec.environment is not None
+
+
+def _further_complaints(node: StepNode, pool: PoolPlan, structure: Structure) -> Iterator[tuple[str, str]]:
+    if structure.models.primary in pool.generates:
+        return
+    if pool == structure.home:
+        yield f"on pool {pool.name!r}, which trains and does not generate", f"leave it to {structure.rollout.name!r}"
+        return
+    others = [name for name in pool.steps if name != node.name and not _at_home(name, pool, structure)]
+    if others:
+        yield f"on a pool that runs {', '.join(others)} for others too", "give it a pool of its own"
+
+
+def _at_home(name: str, pool: PoolPlan, structure: Structure) -> bool:
+    """Whether a step computes with a model that its pool trains."""
+    node = next(node for node in structure.steps if node.name == name)
+    return node.model in pool.homes and node.role != "generate"
 
 
 def check_homes(structure: Structure, problems: Problems) -> None:
@@ -51,7 +83,7 @@ def check_homes(structure: Structure, problems: Problems) -> None:
 
 
 def check_further_homes(structure: Structure, problems: Problems) -> None:
-    """Refuse to generate, or to hold frozen models, on the pool of a further trained model."""
+    """Refuse to generate with other models, or to hold frozen ones, on the pool of a further trained model."""
     for pool in structure.pools:
         if not pool.homes or pool.name == structure.home.name:
             continue
@@ -67,7 +99,7 @@ def check_further_homes(structure: Structure, problems: Problems) -> None:
 
 def _strange(node: StepNode, pool: PoolPlan) -> bool:
     """Whether the home of further models does not run such a step."""
-    return node.role not in ("forward", "train") or node.model not in pool.homes
+    return node.role == "score" or node.model not in pool.homes
 
 
 def check_asked(structure: Structure, problems: Problems) -> None:
@@ -150,7 +182,7 @@ def check_private_steps(structure: Structure, problems: Problems) -> None:
     """Check that private steps are on generating workers, and that they read only fields of the shared steps there."""
     names = {node.name for node in structure.steps}
     there = [field for node in structure.before_custody for field in node.writes]
-    generating = [pool.name for pool in structure.pools if pool.generates is not None]
+    generating = [pool.name for pool in structure.pools if structure.models.primary in pool.generates]
     for (pool, index), nodes in structure.private.by_worker.items():
         key = f"layout.pools.{pool}" + (f".each.{index}.steps" if index != EVERY else ".steps")
         if pool not in generating:
@@ -168,7 +200,7 @@ def check_private_steps(structure: Structure, problems: Problems) -> None:
 
 
 STRUCTURE_CHECKS: tuple[tuple[StructureCheck, Literal["always", "if sound"]], ...] = (
-    (check_one_generating_pool, "always"),
+    (check_further_generation, "if sound"),
     (check_homes, "always"),
     (check_further_homes, "if sound"),
     (check_forward_readers, "always"),

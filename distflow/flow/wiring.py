@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distflow.flow.edges import DUMPED, ENDS, SAMPLES, Asked, Edge
+from distflow.flow.edges import DUMPED, ENDS, SAMPLES, Asked, Edge, of_further_models
 from distflow.flow.graph import StepNode
 from distflow.flow.plan import Port
 from distflow.flow.structure import Structure
-from distflow.types import A_TOKEN, REWARD_PARTS, SEQUENCE, TOKENS, written
+from distflow.types import A_TOKEN, REWARD_PARTS, SEQUENCE, TOKENS, is_reward_part, prefixed, written
 
 _REWARDS = f"{REWARD_PARTS}*"
+_DESCRIBED = ("reward", "score", "finish_reason")
+"""Of the samples that a policy is trained on, what metrics show besides what its update reads."""
 _IDENTITY = ("uid", "sample", SEQUENCE)
 """What a failing step names its rows by, and which of them are one sample: goes wherever a step runs."""
 
@@ -42,13 +44,12 @@ def _leases(structure: Structure, dumped: Sequence[str]) -> Iterator[Edge]:
     there = [*dict.fromkeys(field for node in before for field in node.writes), *private]
     read = {field for node in structure.after_custody for field in node.reads}
     wanted = {*read, *DUMPED, *(field for field in there if written(field, dumped) or _meant(field, dumped))}
-    wanted |= {field for field in there if field.startswith(REWARD_PARTS)}
+    wanted |= {*of_further_models(DUMPED, before), *(field for field in there if is_reward_part(field))}
     fields = [field for field in there if field in wanted]
     fields += [field for field in sorted(read) if field not in fields and written(field, there)]
-    if any(node.role == "score" for node in before):
-        fields.append(_REWARDS)
+    fields += [prefixed(_REWARDS, node.prefix) for node in before if node.role == "score"]
     for pool in structure.pools:
-        if pool.generates == structure.models.primary:
+        if structure.models.primary in pool.generates:
             yield Edge(
                 name=SAMPLES,
                 kind="lease",
@@ -67,7 +68,7 @@ def _meant(pattern: str, names: Sequence[str]) -> bool:
 
 def _calls(structure: Structure) -> Iterator[Edge]:
     """Whoever has the samples asks the pool that runs a step, if that is another one."""
-    rollouts = [pool.name for pool in structure.pools if pool.generates == structure.models.primary]
+    rollouts = [pool.name for pool in structure.pools if structure.models.primary in pool.generates]
     for node in structure.before_custody:
         if structure.sites[node.name] not in rollouts:
             yield _call(structure, node, structure.rollout.name, "before custody")
@@ -80,7 +81,8 @@ def _calls(structure: Structure) -> Iterator[Edge]:
 def _call(structure: Structure, node: StepNode, asker: str, when: Asked) -> Edge:
     trained, generates = node.model in structure.models.trained, node.role == "generate"
     # Whoever runs the step must be able to see whether it writes one value for each of them.
-    lengths = [TOKENS] if any(written(field, node.writes) for field in A_TOKEN) else []
+    a_token = any(written(prefixed(field, node.prefix), node.writes) for field in A_TOKEN)
+    lengths = [prefixed(TOKENS, node.prefix)] if a_token and not generates else []
     groups = _known(["group"], structure) if node.declaration.spec.scope == "group" else []
     return Edge(
         name=node.name,
@@ -102,15 +104,24 @@ def _rows(structure: Structure) -> Iterator[Edge]:
         if not pool.homes or pool.name == structure.home.name:
             continue
         nodes = [node for node in structure.on(pool.name) if node.role == "train"]
+        read = [*_known([SEQUENCE], structure), *(field for node in nodes for field in node.reads)]
+        read += [field for node in nodes for field in _described(node, structure)]
         yield Edge(
             name=f"{pool.homes[0]}_rows",
             kind="rows",
             source=structure.home.name,
             target=pool.name,
-            fields=tuple(dict.fromkeys((*_known([SEQUENCE], structure), *(f for node in nodes for f in node.reads)))),
+            fields=tuple(dict.fromkeys(read)),
             model=pool.homes[0] if len(pool.homes) == 1 else None,
             steps=tuple(node.name for node in nodes),
         )
+
+
+def _described(node: StepNode, structure: Structure) -> list[str]:
+    """What the metrics of a further policy's update show of its samples."""
+    if not node.prefix or prefixed("advantage", node.prefix) not in node.reads:
+        return []
+    return _known([prefixed(field, node.prefix) for field in _DESCRIBED], structure)
 
 
 def _known(names: Sequence[str], structure: Structure) -> list[str]:
@@ -123,7 +134,7 @@ def _weights(structure: Structure) -> Iterator[Edge]:
     for home in structure.pools:
         for model in home.homes:
             for pool in structure.pools:
-                if pool.generates == model:
+                if model in pool.generates:
                     yield Edge(model, "weights", home.name, pool.name, model=model, reader="engine")
                 if model in pool.frozen:
                     yield Edge(model, "weights", home.name, pool.name, model=model, reader="forward")

@@ -16,16 +16,18 @@ from distflow.errors import PluginError, UserError
 from distflow.flow.document import WorkerDocument
 from distflow.flow.gpus import first_gpu, width
 from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
-from distflow.flow.plan import Plan, StepPlan, WorkerPlan, leaders_of
+from distflow.flow.plan import Plan, WorkerPlan, leaders_of
 from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
 from distflow.runtime.disk import Disk
-from distflow.runtime.metrics import MetricStore
+from distflow.runtime.generate_step import GenerateStep
+from distflow.runtime.metrics import MetricStore, PrefixedMetrics
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
+from distflow.runtime.trajectories import Trajectories
 from distflow.types import Version, WorkerName
 
 log = logger(__name__)
@@ -80,7 +82,7 @@ class Setting:
         return Standing(
             ledgers=tuple(range(owners.index(name), self.plan.batch.ledgers, len(owners))) if name in owners else (),
             gradients=dict.fromkeys(pool.homes, home) if name in members else {},
-            publishes=tuple(m for m in pool.homes if m in read and (first or self.me.generates == m)),
+            publishes=tuple(m for m in pool.homes if m in read and (first or m in self.me.generates)),
             commits=name in leaders_of(members, host_of).values(),
             members=members if name in members else (),
         )
@@ -95,10 +97,10 @@ class Setting:
         """Training steps at which terms began since the run was launched, by number of the term."""
         return {number: step for number, step in self.document.begins}
 
-    @property
-    def generate_step(self) -> StepPlan:
-        """The flow's generate step."""
-        return self.plan.generate_step
+    def home_of(self, model: str) -> tuple[str, ...]:
+        """The workers of this term that train a model."""
+        pool = self.plan.home_of(model).name
+        return tuple(name for name in self.members if WorkerName.parse(name).pool == pool)
 
 
 def device_of(setting: Setting) -> str:
@@ -121,7 +123,7 @@ def device_of(setting: Setting) -> str:
 
 
 def build_tokenizer(setting: Setting) -> Tokenizer:
-    """The primary model's tokenizer."""
+    """The primary model's tokenizer, which all models that generate have in common."""
     builder = resolve(TOKENIZER)
     tokenizer = builder(_model(setting.recipe, setting.plan.primary))
     if not isinstance(tokenizer, Tokenizer):
@@ -140,16 +142,15 @@ def build_trace(setting: Setting, incarnation: int, disk: Disk) -> TraceSink:
     return Tracer(path, {**about, "term": document.term}, disk, file_bytes=limit // 2)
 
 
-def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], None]) -> Engine:
-    """The engine of a generating worker, without weights. `go_on` raises when the run is over."""
+def build_engine(setting: Setting, model: str, device: str, life: int, go_on: Callable[[], None]) -> Engine:
+    """An engine of a generating worker, without weights. `go_on` raises when the run is over."""
     me, recipe = setting.me, setting.recipe
     assert me.engine is not None, f"{me.name} generates, so the plan names its engine"
-    assert me.generates is not None, f"{me.name} generates, so the plan names its model"
     spec = EngineSpec(
-        model=_model(recipe, me.generates),
+        model=_model(recipe, model),
         device=device,
         slots=me.slots,
-        max_tokens=setting.plan.longest_sample,
+        max_tokens=setting.plan.longest_sample(model),
         seed=recipe.run.seed,
         options=me.engine_options,
         offload=me.offload,
@@ -223,12 +224,18 @@ def join_models(setting: Setting, models: Mapping[str, Backend]) -> None:
 
 
 def build_contexts(
-    setting: Setting, metrics: MetricStore, models: Mapping[str, Backend], engine: Engine | None, tokenizer: Tokenizer
+    setting: Setting,
+    metrics: MetricStore,
+    models: Mapping[str, Backend],
+    engines: Mapping[str, Engine],
+    tokenizer: Tokenizer,
 ) -> dict[str, StepContext]:
-    """One context for each of the worker's steps, with `ctx.state` as saved in the checkpoint."""
+    """One context for each of the worker's steps, with `ctx.state` as saved in the checkpoint. `engines`: by model."""
     recipe = setting.recipe
     states = setting.resumed.worker(setting.me.name.pool)["steps"] if setting.resumed is not None else {}
     answered = {port.edge for port in setting.me.port("answers")}
+    sampled = {step.prefix: step for step in setting.plan.generate_steps}
+    of_policy = setting.plan.generate_step
     return {
         step.name: (ServedContext if step.name in answered else StepContext)(
             step_name=step.name,
@@ -236,19 +243,28 @@ def build_contexts(
             seed=recipe.run.seed,
             samples_per_prompt=recipe.batch.samples_per_prompt,
             tokens_per_microbatch=recipe.batch.tokens_per_microbatch,
-            temperature=float(setting.generate_step.settings["temperature"]),
-            metrics=metrics,
+            temperature=float(sampled.get(step.prefix, of_policy).settings["temperature"]),
+            metrics=PrefixedMetrics(metrics, step.prefix) if step.prefix else metrics,
             state=states.get(step.name, {}),
             models=models,
             model=step.model,
-            reads=step.reads,
-            engine=engine,
+            reads=step.own(step.reads),
+            engine=engines.get(str(step.model if step.role == "generate" else setting.plan.primary)),
             tokenizer=tokenizer,
             gather=None,
-            dtype=recipe.models[setting.plan.primary].dtype,
+            dtype=recipe.models[str(sampled.get(step.prefix, of_policy).model)].dtype,
         )
         for step in setting.me.steps
     }
+
+
+def build_trajectories(setting: Setting, step: GenerateStep, tokenizer: Tokenizer) -> Trajectories:
+    """The samples under way at this worker: none yet."""
+    plan, recipe = setting.plan, setting.recipe
+    model, longest = str(step.plan.model), recipe.data.max_prompt_tokens
+    dtype = torch.float64 if recipe.models[model].dtype == "float64" else torch.float32
+    most = plan.longest_sample(model) - longest
+    return Trajectories(step, recipe.batch.samples_per_prompt, most, tokenizer, dtype, longest)
 
 
 def _model(recipe: Recipe, name: str) -> Mapping[str, object]:

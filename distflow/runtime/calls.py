@@ -28,12 +28,14 @@ from distflow.exchange.call_messages import (
     kind_of,
     to_wire,
 )
+from distflow.exchange.owner_links import Held
 from distflow.flow.memory import BYTES_PER_TOKEN
 from distflow.flow.plan import Plan, Port
 from distflow.log import logger
+from distflow.runtime.further_generating import FurtherGenerating
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
-from distflow.runtime.weight_publisher import LOAD
+from distflow.runtime.weight_publisher import LOAD, SERVES
 from distflow.types import Version, WorkerName, written
 
 ANSWERS = ("call.answer", "call.not_yet", "call.returned")
@@ -57,8 +59,10 @@ class Calls:
         self._core = CallClient(node.endpoint.incarnation, pools, ahead_bytes, rng)
         self._servers = frozenset(pools.values())
         self._term = term
-        self._versioned = {edge.target for edge in self._edges.values() if edge.version == "exact"}
+        self._versioned = {edge.target for edge in self._edges.values() if edge.version in ("exact", "at least")}
         """Pools whose workers say which version they answer with."""
+        self.newest: Version | None = None
+        """The newest version that has generated an answer."""
         self._sent = SentOnce()
         self._rows: dict[Key, Batch] = {}
         """What the open calls are about."""
@@ -74,18 +78,20 @@ class Calls:
         node.on_lost(self._lost)
         node.on_tick(self._tick)
 
-    def ask(self, step: str, position: int, group: RowRange, t: int) -> None:
+    def ask(self, step: str, position: int, group: RowRange, t: int, least: Version | None = None) -> None:
         """Ask for a step over a group, in training step t; raises StepError if it lacks a field.
 
-        What computes with a trained model is answered by version t of it, and by no other.
+        What computes with a trained model is answered by version t of it, and by no other; what generates with one, by
+        version `least` or a later one.
         """
         rows = group.rows
         asked = rows.only(fields_of(rows, self._edges[step].fields, f"step {step!r}"))
         key = (step, position)
         self._rows[key] = asked
-        tokens = rows.rows * int(row_lengths(rows).max())
-        need = Version(self._term, t) if self._edges[step].version == "exact" else None
-        call = Call(step, key, t, need, asked.nbytes, tokens)
+        tokens = rows.rows * max(1, int(row_lengths(asked).max()))
+        version = self._edges[step].version
+        need = Version(self._term, t) if version == "exact" else least if version == "at least" else None
+        call = Call(step, key, t, need, asked.nbytes, tokens, at_least=version == "at least")
         self._post(self._core.ask(call, time.monotonic()))
 
     def deliver(self, step: str, handler: Deliver) -> None:
@@ -109,6 +115,10 @@ class Calls:
             self._answered[step] = [(position, batch) for position, batch in answered if (step, position) not in keys]
         self._post(self._core.cancel(keys))
 
+    def restarted(self, begins: Mapping[int, int]) -> None:
+        """Training has restarted (`begins`: training steps by term)."""
+        self._core.restarted(begins)
+
     def waiting(self) -> tuple[str, tuple[str, ...]] | None:
         """What the oldest open call waits for, and the workers that could help; None if nothing is open."""
         return self._core.waiting()
@@ -125,6 +135,8 @@ class Calls:
             assert answer is not None, "only an answer answers a call"
             step, position = key
             del self._rows[step, position]
+            if isinstance(said, CallAnswer) and said.version is not None:
+                self.newest = said.version if self.newest is None else max(self.newest, said.version)
             if step in self._deliver:
                 self._deliver[step](position, answer)
             else:
@@ -182,9 +194,8 @@ class Calls:
         if LOAD in peer.facts:
             load = peer.facts[LOAD]
             self._post(self._core.server(name, peer.incarnation, present=True, load=load, now=now))
-        if WorkerName.parse(name).pool in self._versioned and peer.facts.get("version", -1) >= 0:
-            version = Version(self._term, peer.facts["version"])
-            self._post(self._core.announced(name, peer.incarnation, version))
+        if WorkerName.parse(name).pool in self._versioned and SERVES in peer.facts:
+            self._post(self._core.announced(name, peer.incarnation, Version(*peer.facts[SERVES])))
 
     def _post(self, out: Sequence[OutgoingCall]) -> None:
         for item in out:
@@ -206,15 +217,26 @@ class Calls:
 
 
 class Asking:
-    """Whole groups of a generating worker on which other pools run steps before they are sent.
+    """Whole groups of a generating worker on which other pools, or engines here, run steps before they are sent.
 
-    `training_step` gives the one that groups are asked for now; `leave_s` is how long a leaving worker waits for them.
+    `further`: those engines, by step; `training_step` gives the one that groups are asked for now; `find` what is held
+    of a position, None if its lease is gone; `leave_s` is how long a leaving worker waits for them.
     """
 
-    def __init__(self, calls: Calls, node: Node, training_step: Callable[[], int], leave_s: float) -> None:
+    def __init__(
+        self,
+        calls: Calls | None,
+        further: Mapping[str, FurtherGenerating],
+        node: Node,
+        training_step: Callable[[], int],
+        find: Callable[[int], Held | None],
+        leave_s: float,
+    ) -> None:
         self._calls = calls
+        self._further = further
         self._board = node.board
         self._training_step = training_step
+        self._find = find
         self._leave_s = leave_s
         self._leaves_at: float | None = None
         self._out: dict[Key, RowRange] = {}
@@ -228,8 +250,7 @@ class Asking:
         for groups in source:
             with self._board.condition:
                 for position, rows in ({} if groups is None else group_ranges(groups)).items():
-                    self._out[step, position] = rows
-                    self._calls.ask(step, position, rows, self._training_step())
+                    self._ask(step, position, rows)
             yield from self._back(step)
 
     def rest(self, step: str) -> Iterator[Batch | None]:
@@ -240,27 +261,65 @@ class Asking:
     @property
     def news(self) -> bool:
         """Whether answers have come. Called under the worker's lock."""
-        return self._calls.has_answers()
+        return (self._calls is not None and self._calls.has_answers()) or any(
+            further.has_answers for further in self._further.values()
+        )
+
+    def advance(self) -> None:
+        """Decode a token with the further engines here."""
+        for further in self._further.values():
+            further.advance()
+
+    @property
+    def something(self) -> bool:
+        """Whether a further engine has something to do. Called under the worker's lock."""
+        return any(further.something for further in self._further.values())
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of weights that further engines have received so far."""
+        return sum(further.chunks for further in self._further.values())
 
     def waiting(self) -> tuple[str, tuple[str, ...]] | None:
         """What the oldest group that is asked for waits for, and the workers that could help; None: none is."""
-        return self._calls.waiting()
+        waits = [] if self._calls is None else [self._calls.waiting()]
+        waits += [further.waiting() for further in self._further.values()]
+        return next((wait for wait in waits if wait is not None), None)
 
     def cancel(self, positions: Collection[int]) -> None:
         """These groups are not wanted any more. Called under the worker's lock."""
         gone = [key for key in self._out if key[1] in positions]
         for key in gone:
             del self._out[key]
-        self._calls.cancel(gone)
+        for further in self._further.values():
+            further.cancel(positions)
+        if self._calls is not None:
+            self._calls.cancel(gone)
 
     def cancel_all(self) -> None:
         """No group is wanted any more. Called under the worker's lock."""
         self.cancel({position for _, position in self._out})
 
+    def _ask(self, step: str, position: int, rows: RowRange) -> None:
+        held = self._find(position)
+        if held is None:
+            return  # the group is not wanted any more
+        self._out[step, position] = rows
+        if step in self._further:
+            self._further[step].ask(position, rows.rows, self._training_step(), held.lease.least)
+        else:
+            assert self._calls is not None, f"{step!r} is asked for, so there is a port for it"
+            self._calls.ask(step, position, rows, self._training_step(), held.lease.least)
+
+    def _take(self, step: str) -> list[tuple[int, Batch]]:
+        if step not in self._further:
+            return [] if self._calls is None else self._calls.take(step)
+        return [(position, answer) for position, answer in self._further[step].take() if isinstance(position, int)]
+
     def _back(self, step: str) -> Iterator[Batch | None]:
         """The groups with answers, in batches of equal columns; None if there are none."""
         with self._board.condition:
-            groups = [(self._out.pop((step, position)), answer) for position, answer in self._calls.take(step)]
+            groups = [(self._out.pop((step, position)), answer) for position, answer in self._take(step)]
         if not groups:
             yield None
         alike: dict[frozenset[str], list[Batch]] = {}
@@ -275,11 +334,15 @@ class Asking:
         """Wait for answers; returns whether there are any."""
         now = time.monotonic()
         self._leaves_at = now + self._leave_s if self._leaves_at is None else self._leaves_at
+        if step in self._further:
+            return self._made(self._further[step], self._leaves_at)
+        calls = self._calls
+        assert calls is not None, f"{step!r} is asked for, so there is a port for it"
         try:
             return self._board.until(
-                lambda: self._calls.has_answers(step) or None,
+                lambda: calls.has_answers(step) or None,
                 name=f"answers of {step!r} before this worker leaves",
-                peers=lambda: (self._calls.waiting() or ("", ()))[1],
+                peers=lambda: (calls.waiting() or ("", ()))[1],
                 limit_s=max(0.0, self._leaves_at - now),
                 limit="limits.drain_s",
                 progress=lambda: None,
@@ -288,6 +351,12 @@ class Asking:
         except NoProgressError as error:
             log.warning("%s; the samples are handed back", error)
             return False
+
+    def _made(self, further: FurtherGenerating, until: float) -> bool:
+        """Whether the engine here has made a group by then."""
+        while not further.has_answers and further.busy and time.monotonic() < until:
+            further.advance()
+        return further.has_answers
 
 
 def fields_of(batch: Batch, wanted: Sequence[str], reader: str) -> list[str]:

@@ -166,7 +166,7 @@ def _nbytes(jobs: Iterable[_Job]) -> int:
 
 def dumped(batch: Batch, further: Sequence[str]) -> Batch:
     """The fields for the dumps: standard fields, parts of the reward, and `further` ones (or patterns)."""
-    patterns = (*DUMPED, f"{REWARD_PARTS}*", *further)
+    patterns = (*DUMPED, f"{REWARD_PARTS}*", f"*/{REWARD_PARTS}*", *further)
     return batch.only([name for name in batch.columns if written(name, patterns)])
 
 

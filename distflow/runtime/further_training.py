@@ -28,6 +28,7 @@ from distflow.runtime.rows import InboundRows, ReceivedRows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.updates import Updates
+from distflow.runtime.weight_publisher import Publishing
 from distflow.types import Version, WorkerName
 
 
@@ -50,6 +51,8 @@ class FurtherParts:
     writer: MetricWriter
     answering: Answering | None
     """Calls for the models of this home; None where nobody asks."""
+    publishing: Publishing
+    """Those that are generated with."""
     run: Callable[[str, Batch], Batch]
     """Runs a step."""
     rounds: Rounds | None = None
@@ -57,7 +60,7 @@ class FurtherParts:
 
 
 class FurtherTraining:
-    """Holder of trained models that no engine reads. All methods run on the worker's main thread."""
+    """Holder of further trained models. All methods run on the worker's main thread."""
 
     def __init__(self, parts: FurtherParts, limits: TrainingLimits, node: Node, start: Version) -> None:
         self._parts = parts
@@ -73,7 +76,8 @@ class FurtherTraining:
         self._began = 0.0
         self.finished = False
         """Whether all training steps are done."""
-        self._updates = Updates(parts.models, parts.trained, None, parts.contexts, parts.metrics, limits.batch)
+        policies = parts.publishing.models
+        self._updates = Updates(parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
         saved = SavingParts(
             home=WorkerName.parse(parts.replicas.me).pool,
             core=None,
@@ -94,6 +98,8 @@ class FurtherTraining:
     def steps(self) -> Iterator[int]:
         """Yield the training steps t, counted from 0."""
         self._parts.replicas.finishes_step = True
+        for model in self._parts.publishing.models:
+            self.publish(model, self._number)
         self._tell(self._number)
         self._saving.prepare()
         run = self._limits.run
@@ -115,7 +121,7 @@ class FurtherTraining:
         while (received := self._next(t)) is None:
             answering, rounds = self._parts.answering, self._parts.rounds
             answered = answering is not None and answering.turn(self._parts.run)
-            if not answered and rounds is not None:
+            if not answered and rounds is not None and self._called():
                 rounds.answer()
         if received.then == "stop":
             if self._parts.rounds is not None:
@@ -139,8 +145,16 @@ class FurtherTraining:
 
     def apply(self, model: str) -> None:
         """Optimizer step over everything accumulated, divided by the exact global denominator."""
-        self._updates.apply(model, self._agree, self._saving.wait_for_copy)
-        self._node.work_done()
+        if not self._updates.resting(model):
+            self._updates.apply(model, self._agree, self._saving.wait_for_copy)
+            self._node.work_done()
+
+    def publish(self, model: str, number: int) -> None:
+        """Make version `number` available to the engines."""
+        manifest = self._parts.publishing.make(model, Version(self._term, number))
+        with self._board.condition:
+            self._parts.publishing.announce(manifest)
+            self._board.condition.notify_all()
 
     def save(self, number: int) -> None:
         """Begin a checkpoint if one is due, as the owners do at the same step."""
@@ -161,6 +175,7 @@ class FurtherTraining:
 
     def close(self) -> None:
         """Give everything back."""
+        self._parts.publishing.close()
         for backend in self._parts.models.values():
             backend.close()
 
@@ -174,8 +189,7 @@ class FurtherTraining:
             if (rows := parts.rows.take()) is not None:
                 return (rows,)
             asked = parts.answering is not None and parts.answering.asked
-            called = parts.rounds is not None and parts.rounds.called
-            return (None,) if asked or called else None
+            return (None,) if asked or self._called() else None
 
         with parts.metrics.timed(ROWS):
             return self._board.until(
@@ -186,6 +200,11 @@ class FurtherTraining:
                 progress=lambda: self._node.membership.news,
                 even_when_stopping=True,
             )[0]
+
+    def _called(self) -> bool:
+        """Whether another replica wants a round."""
+        with self._board.condition:
+            return self._parts.rounds is not None and self._parts.rounds.called
 
     def _in_rounds(self, batch: Batch, groups: Mapping[int, Offer]) -> Batch:
         """The rows with their micro-batches, where replicas compute in rounds: what each has is known to all."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.data.batch import Batch
-from distflow.errors import UserError
+from distflow.errors import ProtocolError, UserError
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.sample_channel import OWNER_KINDS, InboundSamples, OutboundSamples
 from distflow.flow.edges import Edge
@@ -35,11 +35,10 @@ from distflow.flow.memory import MIB
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.calls import Asking, fields_of
-from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.owner_side import lease_settings
-from distflow.runtime.protocols import Backend, Engine, Measured, Tokenizer
+from distflow.runtime.protocols import Backend, Engine, Measured
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
@@ -78,7 +77,7 @@ class Generating:
         self._asking: Asking | None = None
 
     def asks_by(self, asking: Asking) -> None:
-        """Set how other pools are asked for steps."""
+        """Set how other pools, and further engines here, are asked for steps."""
         self._asking = asking
         self.loop.accompanied_by(asking)
 
@@ -98,7 +97,7 @@ class Generating:
             yield None if groups is None else self._samples.batch([group.lease.position for group in groups])
 
     def ask(self, step: str, source: Iterator[Batch | None]) -> Iterator[Batch | None]:
-        """Yield the groups of `source` once another pool has run a step on them."""
+        """Yield the groups of `source` once another pool, or a further engine here, has run a step on them."""
         asking = self._asking
         assert asking is not None, f"{step!r} is asked for, so there is a port for it"
         yield from asking.through(step, source)
@@ -161,8 +160,8 @@ class Turns:
     def train(self) -> None:
         """Models are about to be used, published or saved."""
 
-    def taken(self, number: int) -> None:
-        """The engine has taken the weights of version `number`."""
+    def taken(self, version: Version) -> None:
+        """The engine has taken these weights."""
 
     def settled_by(self, wait: Callable[[], None]) -> None:
         """Set what to wait for before models move: `wait` returns when no other thread reads their state."""
@@ -235,7 +234,7 @@ class OffloadTurns(Turns):
             self._engine.onload()
         self._generating = True
 
-    def taken(self, number: int) -> None:
+    def taken(self, version: Version) -> None:
         """Free what was published: the engine has it."""
         self._link.let_go()
         self._tell("generating")
@@ -291,13 +290,6 @@ def build_turns(
         return Turns()
     renewed = setting.recipe.layout.refresh == "eager"
     return OffloadTurns(engine, models, link, inbox, metrics, renewed=renewed)
-
-
-def build_trajectories(setting: Setting, step: GenerateStep, tokenizer: Tokenizer) -> Trajectories:
-    """The samples under way at this worker: none yet."""
-    plan, recipe = setting.plan, setting.recipe
-    dtype = torch.float64 if recipe.models[plan.primary].dtype == "float64" else torch.float32
-    return Trajectories(step, recipe.batch.samples_per_prompt, plan.response_tokens, tokenizer, dtype)
 
 
 def build_outbound(
@@ -374,13 +366,19 @@ def _follow_terms(
     node.on_tick(look)
 
 
-def build_inbox(node: Node, reader: WeightReader | Stage, far: Callable[[], Stage]) -> WeightInbox:
-    """Receive announcements of weights. `far` makes a reader for weights from the network."""
-    inbox = WeightInbox(reader, far)
+def build_inboxes(
+    node: Node, readers: Mapping[str, WeightReader | Stage], far: Callable[[], Stage]
+) -> dict[str, WeightInbox]:
+    """Receive announcements of weights, by model. `far` makes a reader for weights from the network."""
+    inboxes = {model: WeightInbox(reader, far) for model, reader in readers.items()}
 
     def on_weights(message: Message) -> None:
-        inbox.announce(Manifest.from_wire(message.body))
-        node.facts[ANNOUNCED] = inbox.newest
+        manifest = Manifest.from_wire(message.body)
+        if manifest.model not in inboxes:
+            known = ", ".join(inboxes)
+            raise ProtocolError(f"{manifest.title} from {message.sender}: this worker generates with {known}")
+        inboxes[manifest.model].announce(manifest)
+        node.facts[ANNOUNCED] = {model: list(one.newest) for model, one in inboxes.items() if one.newest is not None}
 
     node.on(WEIGHTS, on_weights)
-    return inbox
+    return inboxes

@@ -160,6 +160,64 @@ class MetricStore:
         return out
 
 
+class PrefixedMetrics(MetricStore):
+    """The metrics of steps with a prefix: `actor/loss` and `critic/score/mean` are `solver/loss`, `solver/score/mean`.
+
+    Times keep their names. What is told goes to `inner`, which alone is drained.
+    """
+
+    def __init__(self, inner: MetricStore, prefix: str) -> None:
+        super().__init__(inner.trace)
+        self._inner = inner
+        self._prefix = prefix
+
+    def named(self, name: str) -> str:
+        """The name in the metrics of the worker."""
+        if name.startswith(TIMING):
+            return name
+        return f"{self._prefix}/{name.removeprefix('actor/').removeprefix('critic/')}"
+
+    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Add `value` with `weight` to a mean."""
+        self._inner.mean(self.named(name), value, weight)
+
+    def explained(self, name: str, sums: tuple[float, float, float, float, float]) -> None:
+        """Add to an explained variance."""
+        self._inner.explained(self.named(name), sums)
+
+    def mean_so_far(self, name: str) -> tuple[float, float]:
+        """Sum and weight of a mean."""
+        return self._inner.mean_so_far(self.named(name))
+
+    def counts(self) -> dict[str, float]:
+        """The sums of these steps."""
+        lead = f"{self._prefix}/"
+        found = self._inner.counts().items()
+        return {name.removeprefix(lead): value for name, value in found if name.startswith(lead)}
+
+    def max(self, name: str, value: float) -> None:
+        """Keep the largest."""
+        self._inner.max(self.named(name), value)
+
+    def min(self, name: str, value: float) -> None:
+        """Keep the smallest."""
+        self._inner.min(self.named(name), value)
+
+    def add(self, name: str, value: float) -> None:
+        """Add to a sum."""
+        self._inner.add(self.named(name), value)
+
+    def set(self, name: str, value: float) -> None:
+        """Set a value."""
+        self._inner.set(self.named(name), value)
+
+    @contextmanager
+    def timed(self, name: str, category: str = "runtime") -> Iterator[None]:
+        """Add the seconds spent inside."""
+        with self._inner.timed(self.named(name), category):
+            yield
+
+
 # -- utilization
 
 STEP = "timing_s/step"

@@ -308,7 +308,10 @@ class Hosts:
         """Address of every worker by name; "" while it is unknown."""
         self.here = document.host
         self.address = document.address
-        self._leaders = leaders_of(setting.owners, document.placement)
+        self._leaders = {
+            model: leaders_of(setting.home_of(model), document.placement) for model in setting.plan.generating
+        }
+        """The workers that publish each model, by host."""
 
     @property
     def keys(self) -> Keys | None:
@@ -321,14 +324,13 @@ class Hosts:
         keys = self.keys
         return None if self.address is None or keys is None else NetworkListener(self.address, keys)
 
-    @property
-    def trains_here(self) -> bool:
-        """Whether an owner is on this host, so that weights come through shared memory."""
-        return self.here in self._leaders
+    def publishes_here(self, model: str) -> bool:
+        """Whether a worker that trains a model is on this host, so that its weights come through shared memory."""
+        return self.here in self._leaders[model]
 
-    def publisher_for(self, host: int) -> str:
-        """The worker that publishes weights for a host: its own training worker, else one of the others in turn."""
-        return publisher_for(host, self._leaders)
+    def publisher_for(self, host: int, model: str) -> str:
+        """The worker that publishes a model's weights for a host: one of its own, else one of the others in turn."""
+        return publisher_for(host, self._leaders[model])
 
 
 class CheckpointReports:

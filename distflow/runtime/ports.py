@@ -15,33 +15,35 @@ from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import CostRule, DealRule
 from distflow.exchange.intake_core import IntakeCall, IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
+from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, rows_bytes
-from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, model_folders
+from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, model_folders
 from distflow.runtime.calls import Calls
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.further_training import FurtherParts, FurtherTraining
-from distflow.runtime.generating import Turns, build_inbox, build_outbound
+from distflow.runtime.generating import Generating, Turns, build_inboxes, build_outbound, build_turns
 from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Hosts, Lanes, Node
 from distflow.runtime.owner_side import build_inbound
-from distflow.runtime.protocols import Backend, Priced, Tokenizer
+from distflow.runtime.protocols import Backend, Engine, Priced, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rows import InboundRows, OutboundRows, register_rows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.training import Training, TrainingParts, build_canaries
-from distflow.runtime.weight_publisher import Announcer
+from distflow.runtime.training import Training, TrainingParts
+from distflow.runtime.weight_publisher import Announcer, Publishing, build_canaries
 from distflow.types import Version, WorkerName
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import ShmReader
 from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.transport import InprocLink, WeightPublisher
+from distflow.weights.transport import InprocLink, WeightPublisher, WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,8 @@ class Base:
     disk: Disk
     metrics: MetricStore
     writer: MetricWriter
-    link: InprocLink
-    """Hands weights from the training side of this worker to its generating side."""
+    links: Mapping[str, InprocLink]
+    """Hand the weights of each model that is trained and generated with here from one side to the other."""
 
     @property
     def name(self) -> str:
@@ -84,12 +86,16 @@ def owns(base: Base, tokenizer: Tokenizer) -> InboundSamples:
     return build_inbound(base.setting, base.node, base.lanes, tokenizer)
 
 
-def reads(base: Base) -> WeightInbox:
-    """The reader's end of the weights: from this process, from this host's memory or from the network."""
+def reads(base: Base) -> dict[str, WeightInbox]:
+    """The reader's ends of the weights, by model: from this process, from this host's memory or from the network."""
     stage = partial(far_reader, base)
-    if base.standing.ledgers:
-        return build_inbox(base.node, base.link, stage)
-    return build_inbox(base.node, ShmReader() if base.hosts.trains_here else stage(), stage)
+    readers: dict[str, WeightReader | Stage] = {}
+    for model in base.setting.me.generates:
+        if model in base.links:
+            readers[model] = base.links[model]
+        else:
+            readers[model] = ShmReader() if base.hosts.publishes_here(model) else stage()
+    return build_inboxes(base.node, readers, stage)
 
 
 def far_reader(base: Base) -> Stage:
@@ -97,13 +103,45 @@ def far_reader(base: Base) -> Stage:
     return Stage(SwarmReader(base.hosts.keys, base.setting.recipe.limits.no_progress_s), base.node.board.wake)
 
 
-def holds(base: Base, inbox: WeightInbox, inbound: InboundSamples | None) -> OutboundSamples:
+def holds(
+    base: Base, inboxes: Mapping[str, WeightInbox], inbound: InboundSamples | None, calls: Calls | None
+) -> OutboundSamples:
     """The holder's end of the leases. With `inbound`, the worker is its own owner."""
+    primary = inboxes[base.setting.plan.primary]
 
-    def loaded() -> Version | None:
-        return inbox.loaded
+    def newest() -> Version | None:
+        """The newest version from which any sample here comes, of any model."""
+        if primary.loaded is None:
+            return None
+        answered = None if calls is None else calls.newest
+        return max(filter(None, (answered, *(inbox.loaded for inbox in inboxes.values()))))
 
-    return build_outbound(base.setting, base.node, base.lanes, inbound, loaded, inbox.begin_term)
+    def begun(term: int, begins: Mapping[int, int]) -> None:
+        for inbox in inboxes.values():
+            inbox.begin_term(term, begins)
+        if calls is not None:
+            calls.restarted(begins)
+
+    return build_outbound(base.setting, base.node, base.lanes, inbound, newest, begun)
+
+
+def generates(
+    base: Base,
+    outbound: OutboundSamples,
+    inbox: WeightInbox,
+    engine: Engine,
+    models: Mapping[str, Backend],
+    steps: StepRunner,
+    tokenizer: Tokenizer,
+) -> tuple[Generating, Turns]:
+    """What makes groups of leases, with the primary model; and how it shares the device with the `models` here."""
+    setting, plan, turns = base.setting, base.setting.plan, Turns()
+    samples = build_trajectories(setting, steps.generate_step(plan.generate_step.name), tokenizer)
+    loop = RolloutLoop(engine, samples, outbound, inbox, base.node, base.metrics, setting.recipe)
+    if plan.primary in base.links:
+        turns = build_turns(setting, engine, models, base.links[plan.primary], inbox, base.metrics)
+    edge = plan.edge(SAMPLES)
+    return Generating(loop, outbound, samples, engine, base.node, edge, base.metrics, turns), turns
 
 
 def asks(base: Base) -> Calls | None:
@@ -165,17 +203,21 @@ def is_peer(setting: Setting, name: str) -> bool:
     return train or linked or (serves and not {name, me}.isdisjoint(setting.owners))
 
 
-Publishing = tuple[Callable[[Manifest], None], WeightPublisher | None]
-
-
-def publishes(base: Base, inbox: WeightInbox | None) -> Publishing:
-    """How a new version is announced: to the engine of this process, to all readers, or not by this worker."""
-    if inbox is not None:
-        return inbox.announce, base.link
-    if base.setting.plan.primary not in base.standing.publishes:
-        return lambda manifest: None, None
-    announcer = Announcer(base.setting, base.hosts, base.node)
-    return announcer.announce, announcer
+def publishes(base: Base, held: HeldModels, inboxes: Mapping[str, WeightInbox]) -> Publishing:
+    """How new versions are announced: to the engine of this process, to all readers, or not by this worker."""
+    setting, plan = base.setting, base.setting.plan
+    further = [model for model in plan.generating[1:] if model in base.standing.gradients]
+    models = [*further, *(model for model in plan.generating[:1] if model in base.standing.gradients)]
+    publishers: dict[str, WeightPublisher] = {}
+    announce: dict[str, Callable[[Manifest], None]] = {}
+    for model in models:
+        if model in base.links:
+            publishers[model], announce[model] = base.links[model], inboxes[model].announce
+        elif model in base.standing.publishes:
+            announcer = Announcer(setting, model, base.hosts, base.node)
+            publishers[model], announce[model] = announcer, announcer.announce
+    canaries = {model: build_canaries(setting, model) for model in models}
+    return Publishing(models, held.models, publishers, announce, canaries, base.metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +229,21 @@ class OwnerEnds:
     calls: Calls | None
 
 
+@dataclass(frozen=True, slots=True)
+class FurtherEnds:
+    """What the home of a further model has registered before its endpoint started."""
+
+    rows: InboundRows
+    answering: Answering | None
+
+
 def trains(
-    base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, inbox: WeightInbox | None, steps: StepRunner
+    base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, publishing: Publishing, steps: StepRunner
 ) -> Training:
     """The training side over the samples that arrive here."""
     setting = base.setting
     limits = TrainingLimits.of(setting.plan)
     _introduce(base, replicas, held)
-    announce, publisher = publishes(base, inbox)
     dealing = _deal_rule(base, limits, held, setting.plan.primary)
     parts = TrainingParts(
         inbound=ends.inbound,
@@ -205,8 +254,7 @@ def trains(
         replicas=replicas,
         intake=takes(base, ends, replicas, dealing, held.rounds),
         dealing=dealing,
-        publishers={} if publisher is None else {setting.plan.primary: publisher},
-        announce=announce,
+        publishing=publishing,
         dumps=_dumps(base),
         checkpoints=checkpoint_writer(setting),
         folders=model_folders(setting),
@@ -214,7 +262,6 @@ def trains(
         run=steps.call,
         metrics=base.metrics,
         writer=base.writer,
-        canaries={setting.plan.primary: build_canaries(setting)},
         rounds=held.rounds,
         turns=held.turns,
         rows=ends.rows,
@@ -224,14 +271,14 @@ def trains(
 
 
 def trains_further(
-    base: Base, rows: InboundRows, answering: Answering | None, replicas: Replicas, held: HeldModels, steps: StepRunner
+    base: Base, ends: FurtherEnds, replicas: Replicas, held: HeldModels, steps: StepRunner, publishing: Publishing
 ) -> FurtherTraining:
     """The training side over rows that owners send."""
     setting = base.setting
     limits = TrainingLimits.of(setting.plan)
     _introduce(base, replicas, held)
     parts = FurtherParts(
-        rows=rows,
+        rows=ends.rows,
         models=held.models,
         trained={name: setting.plan.metrics_of(name) for name in base.standing.gradients},
         contexts=held.contexts,
@@ -241,7 +288,8 @@ def trains_further(
         commits=base.standing.commits,
         metrics=base.metrics,
         writer=base.writer,
-        answering=answering,
+        answering=ends.answering,
+        publishing=publishing,
         run=steps.call,
         rounds=held.rounds,
     )

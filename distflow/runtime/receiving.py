@@ -249,9 +249,10 @@ class Receiving:
         tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
         tally.samples += len(sample_bounds(batch)) - 1
         tally.tokens += int(batch.ragged("prompt_ids").offsets[-1] + batch.ragged("response_ids").offsets[-1])
-        lags = [t - oldest for oldest in _oldest_versions(batch)]
-        self._metrics.mean("staleness/mean", sum(lags) / len(lags), len(lags))
-        self._metrics.max("staleness/max", max(lags))
+        for prefix in ("", *(f"{name}/" for name in self._limits.prefixes)):
+            lags = [t - oldest for oldest in _oldest_versions(batch, f"{prefix}policy_versions")]
+            self._metrics.mean(f"{prefix}staleness/mean", sum(lags) / len(lags), len(lags))
+            self._metrics.max(f"{prefix}staleness/max", max(lags))
         return batch
 
 
@@ -263,9 +264,9 @@ def _in_long_runs(groups: Sequence[ArrivedGroup]) -> list[ArrivedGroup]:
     return sorted(groups, key=lambda group: (first[id(group.rows.batch)], group.rows.start))
 
 
-def _oldest_versions(batch: Batch) -> list[int]:
-    """The oldest policy version of each group."""
-    spans = batch.ragged("policy_versions")
+def _oldest_versions(batch: Batch, field: str) -> list[int]:
+    """The oldest version of each group, of one model."""
+    spans = batch.ragged(field)
     versions, bounds = spans.values[:, 1].tolist(), spans.offsets.tolist()
     return [min(versions[bounds[a] : bounds[b]]) for a, b in pairwise(batch.group_bounds())]
 
@@ -281,9 +282,13 @@ class TrainingLimits:
     waits: LimitsConfig
     dump_fields: tuple[str, ...] = ()
     """Further fields of the dumps; may hold patterns."""
+    prefixes: tuple[str, ...] = ()
+    """Of further models that generate."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """The limits that the plan and its recipe set."""
         run = plan.recipe.run
-        return cls(plan.batch, plan.streamed and not run.deterministic, run, plan.recipe.limits, plan.dump_fields)
+        prefixes = tuple(step.prefix for step in plan.further_generation)
+        streamed = plan.streamed and not run.deterministic
+        return cls(plan.batch, streamed, run, plan.recipe.limits, plan.dump_fields, prefixes)

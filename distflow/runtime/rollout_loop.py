@@ -21,18 +21,29 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.waits import WaitBoard
-from distflow.types import SampleRequest
+from distflow.types import SampleRequest, Version
 from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
 
 
 class Meanwhile(Protocol):
-    """What other workers do for whole groups before they are sent."""
+    """What other workers, or further engines here, do for whole groups before they are sent."""
 
     @property
     def news(self) -> bool:
         """Whether something has come back."""
+
+    @property
+    def something(self) -> bool:
+        """Whether a further engine has something to do."""
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of weights that further engines have received so far."""
+
+    def advance(self) -> None:
+        """Decode a token with the further engines."""
 
     def waiting(self) -> tuple[str, tuple[str, ...]] | None:
         """What is still to come, and from whom; None: nothing."""
@@ -65,7 +76,7 @@ class RolloutLoop:
         # Half of it, to be done before the host agent, which counts `drain_s` too, kills this worker.
         self._drain_s = recipe.limits.drain_s / 2
         self._core = RolloutCore(channel.core, recipe.layout.refresh)
-        self._on_version: Callable[[int], None] = lambda number: None
+        self._on_version: Callable[[Version], None] = lambda version: None
         self._meanwhile: Meanwhile | None = None
 
     def until_closed(self, step: int | None) -> RolloutLoop:
@@ -79,8 +90,8 @@ class RolloutLoop:
         """Whether the loop goes on until the run is over, because this worker does nothing else."""
         return self._core.endless
 
-    def on_version(self, handler: Callable[[int], None]) -> None:
-        """Call `handler` with the number of each version that the engine has taken."""
+    def on_version(self, handler: Callable[[Version], None]) -> None:
+        """Call `handler` with each version that the engine has taken."""
         self._on_version = handler
 
     def accompanied_by(self, meanwhile: Meanwhile) -> None:
@@ -120,6 +131,8 @@ class RolloutLoop:
         while self.open():
             self.prepare()
             finished = self.decode()
+            if self._meanwhile is not None:
+                self._meanwhile.advance()
             if finished:
                 return finished
             if self._news():
@@ -167,6 +180,8 @@ class RolloutLoop:
         if self._core.running and self._inbox.loaded is not None:
             return
         with self._board.condition:
+            if self._meanwhile is not None and self._meanwhile.something:
+                return
             kind, name, _ = self._reason()
         with self._metrics.timed(f"timing_s/wait_{kind}"):
             self._board.until(
@@ -226,7 +241,7 @@ class RolloutLoop:
                 self._metrics.trace.arrive("weights", [f"{self._inbox.model}:{term}:{number}"])
         if self._inbox.loaded is not None:
             self._node.work_done()
-            self._on_version(self._inbox.loaded.number)
+            self._on_version(self._inbox.loaded)
             if self._inbox.difference is not None:
                 # After `_on_version`: what was measured before belongs to the previous version.
                 self._metrics.mean("weights/canary_diff", self._inbox.difference)
@@ -251,7 +266,7 @@ class RolloutLoop:
     def _something(self) -> bool | None:
         if self._core.something(self._inbox.loaded, self._inbox.waiting) or self._stops():
             return True
-        return self._news() or None
+        return self._news() or (self._meanwhile is not None and self._meanwhile.something) or None
 
     def _news(self) -> bool:
         return self._meanwhile is not None and self._meanwhile.news
@@ -270,4 +285,5 @@ class RolloutLoop:
 
     def _signs_of_life(self) -> object:
         """A value that changes as long as peers make progress or weights arrive."""
-        return self._inbox.chunks, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
+        chunks = self._inbox.chunks + (0 if self._meanwhile is None else self._meanwhile.chunks)
+        return chunks, [(p.progress, p.facts) for p in self._node.membership.peers.values()]

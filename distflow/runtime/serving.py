@@ -6,12 +6,17 @@
 Requests of all callers are joined into batches by the server's core (`distflow/exchange/call_server.py`). A service
 trains nothing: it goes on until every training worker has left in order, or it is asked to leave itself. It then
 finishes what it has begun, and the rest goes back to the callers.
+
+What a further model is asked to generate is begun as slots become free, and answered group by group:
+
+    for groups in w.generate("solve", w.requests("solve")):
+        w.answer(groups)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import NamedTuple
@@ -32,11 +37,13 @@ from distflow.exchange.call_messages import (
     to_wire,
 )
 from distflow.exchange.call_server import CallKey, CallServer
+from distflow.flow.edges import Edge
 from distflow.flow.plan import Plan, Port
+from distflow.runtime.further_generating import FurtherGenerating
 from distflow.runtime.metrics import REQUESTS, MetricStore
 from distflow.runtime.node import Node
-from distflow.runtime.weight_publisher import LOAD, OWNERS, TERM
-from distflow.types import Version, written
+from distflow.runtime.weight_publisher import BEGINS, LOAD, OWNERS, SERVES, TERM
+from distflow.types import Version, prefixed, written
 
 REQUEST, WITHDRAWN = "call.request", "call.withdrawn"
 
@@ -44,7 +51,10 @@ REQUEST, WITHDRAWN = "call.request", "call.withdrawn"
 class _Asked(NamedTuple):
     step: str
     t: int
+    version: Version | None
     rows: Batch
+    since: float = 0.0
+    """When it was begun, if it is generated."""
 
 
 class Answering:
@@ -68,6 +78,9 @@ class Answering:
         self._since = 0.0
         """When they were begun."""
         self._on_step: Callable[[int], None] = lambda t: None
+        self._further: FurtherGenerating | None = None
+        self._asked: dict[CallKey, _Asked] = {}
+        """What the engine makes."""
         self._term, self._members = term, tuple(members)
         self._left: set[str] = set()
         """Training workers that have left in order."""
@@ -81,22 +94,101 @@ class Answering:
 
     def version(self, version: Version) -> None:
         """Answer with this version from now on. Called under the worker's lock."""
+        self._node.facts[SERVES] = list(version)
         self._post(self._core.version(version))
         self._forget()
 
     @property
     def asked(self) -> bool:
-        """Whether there is something to answer. Called under the worker's lock."""
-        return bool(self._queued)
+        """Whether there is something to answer, or to generate. Called under the worker's lock."""
+        return any(not self._makes(asked.step) for asked in self._queued.values()) or self._generates()
 
     def turn(self, run: Callable[[str, Batch], Batch]) -> bool:
-        """Answer one batch of requests, if there are any; `run` runs a step. Returns whether there were."""
+        """Answer one batch of requests, if there are any, and generate a token; `run` runs a step.
+
+        Returns whether there was anything to do.
+        """
         with self._board.condition:
-            self._begun = self._next()
-        if self._begun:
+            self._begun = self._next([step for step in self._edges if not self._makes(step)])
+            generates = self._generates()
+            begun = bool(self._begun)
+        if begun:
             self.answer(run(self._begun[0][1].step, self._joined()))
-            return True
-        return False
+        if generates and (groups := self._made()) is not None:
+            self.answer(groups)
+        return begun or generates
+
+    # -- what is generated
+
+    @property
+    def steps(self) -> Collection[str]:
+        """The steps that it runs for others."""
+        return self._edges.keys()
+
+    def generates_by(self, further: FurtherGenerating) -> None:
+        """Set the engine by which the steps are run that generate."""
+        self._further = further
+
+    def groups(self, step: str) -> Iterator[Batch]:
+        """Yield the groups that are asked for, when they are whole, until training is over or this worker leaves."""
+        further = self._further
+        if further is None or not self._makes(step):
+            made = "nothing" if further is None else repr(further.plan.name)
+            raise UserError(f"script of {self._node.endpoint.name}: w.generate({step!r}, …); this worker makes {made}")
+        self._node.facts |= {"state": "generating"}
+        while not self.over:
+            self._board.raise_if_over()
+            if (groups := self._made()) is not None:
+                yield groups
+            elif not further.busy:
+                self._await_work(further)
+
+    def _makes(self, step: str) -> bool:
+        return self._further is not None and self._further.plan.name == step
+
+    def _generates(self) -> bool:
+        """Whether there is something to generate, or to take for it."""
+        further = self._further
+        return further is not None and (
+            further.something or any(self._makes(one.step) for one in self._queued.values())
+        )
+
+    def _made(self) -> Batch | None:
+        """Begin what there is room for, decode a token, and return the groups that are whole: they are in hand."""
+        further = self._further
+        assert further is not None, "only called where a model generates"
+        with self._board.condition:
+            while further.has_room(self._plan.batch.samples_per_prompt) and (
+                begun := self._next([further.plan.name], 0)
+            ):
+                for key, asked in begun:
+                    assert asked.version is not None, f"a request for {asked.step!r} says with which version"
+                    self._asked[key] = asked._replace(since=self._since)
+                    further.ask(key, asked.rows, asked.t, asked.version)
+        further.advance()
+        with self._board.condition:
+            gone = [key for key in self._asked if key not in self._core]
+            further.cancel(gone)
+            for key in gone:
+                del self._asked[key]
+            whole = [(key, answer) for key, answer in further.take() if isinstance(key, CallKey)]
+            self._begun = [(key, self._asked.pop(key)) for key, _ in whole]
+        if not whole:
+            return None
+        return Batch.concat([answer for _, answer in whole])
+
+    def _await_work(self, further: FurtherGenerating) -> None:
+        with self._metrics.timed(REQUESTS):
+            self._board.until(
+                lambda: True if self._queued or further.something or self.over else None,
+                name=lambda: (further.waiting() or (f"requests of {further.plan.name}", ()))[0],
+                peers=lambda: (further.waiting() or ("", ()))[1],
+                limit_s=self._plan.recipe.limits.no_progress_s,
+                progress=lambda: (
+                    further.chunks,
+                    [(p.progress, p.facts) for p in self._node.membership.peers.values()],
+                ),
+            )
 
     # -- called by the script
 
@@ -133,8 +225,13 @@ class Answering:
         answers = batch.only([name for name in batch.columns if written(name, edge.back)])
         ends = list(accumulate(request.rows.rows for _, request in begun))
         parts = {key: answers.slice(a, b) for (key, _), (a, b) in zip(begun, pairwise([0, *ends]), strict=True)}
+        by = {key: newest for key, part in parts.items() if (newest := self._newest(edge, part)) is not None}
+        now = time.monotonic()
         with self._board.condition:
-            self._post(self._core.done(list(parts), time.monotonic() - self._since), parts)
+            if not by:
+                self._post(self._core.done(list(parts), now - self._since), parts)
+            for key, request in begun if by else ():
+                self._post(self._core.done([key], now - request.since, by), parts)
         self._metrics.add("calls/answered", len(parts))
         self._node.work_done()
 
@@ -189,10 +286,18 @@ class Answering:
                 progress=lambda: [(peer.progress, peer.facts) for peer in self._node.membership.peers.values()],
             )
 
-    def _next(self) -> list[tuple[CallKey, _Asked]]:
+    def _next(self, steps: Collection[str] | None = None, budget: int | None = None) -> list[tuple[CallKey, _Asked]]:
         self._since = time.monotonic()
-        budget = 0 if self._plan.recipe.run.deterministic else self._plan.batch.tokens_per_microbatch
-        return [(key, self._queued.pop(key)) for key in self._core.next(budget)]
+        if budget is None:
+            budget = 0 if self._plan.recipe.run.deterministic else self._plan.batch.tokens_per_microbatch
+        return [(key, self._queued.pop(key)) for key in self._core.next(budget, steps)]
+
+    def _newest(self, edge: Edge, rows: Batch) -> Version | None:
+        """Of what was generated, the newest version of any token."""
+        if edge.version != "at least":
+            return None
+        field = prefixed("policy_versions", self._plan.generate_step_of(str(edge.model)).prefix)
+        return max(Version(term, number) for term, number, _, _ in rows.ragged(field).values.tolist())
 
     def _joined(self) -> Batch:
         """The rows of the batch in hand."""
@@ -207,7 +312,7 @@ class Answering:
         rows = None if key in self._core else self._read(request, message)
         out = self._core.handle(message.sender, message.incarnation, request)
         if rows is not None and key in self._core:
-            self._queued[key] = _Asked(request.step, request.t, rows)
+            self._queued[key] = _Asked(request.step, request.t, request.version, rows)
         self._forget()
         self._post(out)
 
@@ -255,6 +360,8 @@ class Answering:
         for facts in [peers[name].facts for name in self._members if name in peers and OWNERS in peers[name].facts]:
             if facts[TERM] > self._term:
                 self._term, self._members = facts[TERM], tuple(facts[OWNERS])
+                if self._further is not None:
+                    self._further.begin_term(self._term, dict(facts[BEGINS]))
 
     def _post(self, out: Sequence[OutgoingCall], answers: Mapping[CallKey, Batch] = MappingProxyType({})) -> None:
         for item in out:
@@ -265,3 +372,18 @@ class Answering:
                 self._node.endpoint.send(item.to, kind_of(said), body, payload)
             else:
                 self._node.send(item.to, kind_of(said), to_wire(said))
+
+
+class Requests:
+    """What other workers ask a worker for: batches to answer, or what is to be generated."""
+
+    def __init__(self, serving: Answering, step: str) -> None:
+        self._serving = serving
+        self._step = step
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch for _, batch in self._serving.requests([self._step]))
+
+    def generated(self, step: str) -> Iterator[Batch]:
+        """The groups that are asked for, when they are whole."""
+        return self._serving.groups(step)

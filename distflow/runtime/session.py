@@ -34,16 +34,16 @@ from distflow.runtime.assembly import (
 )
 from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.disk import Disk
+from distflow.runtime.further_generating import FurtherGenerating, build_further
 from distflow.runtime.further_training import FurtherTraining
-from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_trajectories, build_turns
+from distflow.runtime.generating import Generating, OffloadedModels, Turns
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory
 from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
 from distflow.runtime.ports import Base, HeldModels
 from distflow.runtime.process_record import note_term
-from distflow.runtime.protocols import Alone, Backend, Tokenizer
+from distflow.runtime.protocols import Alone, Backend, Engine, Tokenizer
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rows import InboundRows, OutboundRows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
@@ -68,7 +68,7 @@ class Session:
         self._standing = setting.standing
         self._trains = bool(self._standing.members)
         self._owns = bool(self._standing.ledgers)
-        self._generates = setting.me.generates is not None
+        self._leases = setting.plan.primary in setting.me.generates
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
         most = frame_bytes(setting.recipe, setting.plan.response_tokens)
@@ -78,7 +78,7 @@ class Session:
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, ports.peers(setting), process_alive, read_facts), self._board)
         self._disk = Disk()
-        service = None if self._owns or self._generates else setting.me.name.pool
+        service = None if self._owns or self._leases else setting.me.name.pool
         self._metrics = MetricStore(build_trace(setting, incarnation, self._disk), service)
         self._disk.count = self._metrics.add
         self._replicas = self._make_replicas() if self._trains else None
@@ -92,9 +92,9 @@ class Session:
             self._disk,
             self._metrics,
             self._writer,
-            InprocLink(setting.plan.primary),
+            {name: InprocLink(name) for name in setting.me.generates if name in self._standing.gradients},
         )
-        self._inbox: WeightInbox | None = None
+        self._inboxes: Mapping[str, WeightInbox] = {}
         self._version: Version | None = None
         """Version of the weights that samples come from, on workers that do not train."""
         self._owners: Callable[[], tuple[str, ...]] = lambda: setting.owners
@@ -106,6 +106,8 @@ class Session:
         self._asking: Calls | None = None
         self._rows_out: Mapping[str, OutboundRows] = {}
         self._rows_in: InboundRows | None = None
+        self._further: dict[str, FurtherGenerating] = {}
+        """Engines for further models, by step."""
         self._training: Training | FurtherTraining | None = None
         self._generating: Generating | None = None
         self._serving: Answering | None = None
@@ -175,16 +177,17 @@ class Session:
         setting = self._setting
         inbound = ports.owns(self._base, tokenizer) if self._owns else None
         outbound = None
-        if self._generates:
-            self._inbox = ports.reads(self._base)
-            outbound = ports.holds(self._base, self._inbox, inbound)
+        self._asking, self._serving = ports.asks(self._base), ports.answers(self._base)
+        if setting.me.generates:
+            self._inboxes = ports.reads(self._base)
+        if self._leases:
+            outbound = ports.holds(self._base, self._inboxes, inbound, self._asking)
         if outbound is not None and not self._owns:
             core = outbound.core
             self._owners = lambda: core.owners
         if self._owns and setting.document.members is not None:
             begins = list(setting.begins.items())
             self._node.facts |= {OWNERS: list(setting.owners), TERM: setting.document.term, BEGINS: begins}
-        self._asking, self._serving = ports.asks(self._base), ports.answers(self._base)
         if self._owns:
             self._rows_out = ports.sends(self._base)
         elif self._trains:
@@ -223,42 +226,61 @@ class Session:
             self._rounds = Rounds(models, self._replicas, self._board, self._metrics, no_progress_s)
         self._models = models if self._rounds is None else self._rounds.models
         aside = OffloadedModels(models, wanted=setting.me.offload and device.startswith("cuda"))
-        engine = build_engine(setting, device, self._incarnation, self._go_on) if outbound is not None else None
-        contexts = build_contexts(setting, self._metrics, self._models, engine, tokenizer)
-        self._contexts = contexts
+        own = (device, self._incarnation, self._go_on)
+        engines = {model: build_engine(setting, model, *own) for model in setting.me.generates}
+        self._contexts = contexts = build_contexts(setting, self._metrics, self._models, engines, tokenizer)
         for name, context in contexts.items():
             context.tally = self._tallies.of(name)
         steps = StepRunner(self._name, setting.me.steps, contexts)
-        if outbound is not None and engine is not None and self._inbox is not None:
-            samples = build_trajectories(setting, steps.generate_step(), tokenizer)
-            loop = RolloutLoop(engine, samples, outbound, self._inbox, self._node, self._metrics, setting.recipe)
-            if self._owns:
-                self._turns = build_turns(setting, engine, self._models, self._base.link, self._inbox, self._metrics)
-                aside.restore()
-            loop.on_version(self._turns.taken if self._owns else self._new_version)
-            edge = setting.plan.edge(SAMPLES)
-            self._generating = Generating(loop, outbound, samples, engine, self._node, edge, self._metrics, self._turns)
-            if self._asking is not None:
-                sampling = contexts[setting.generate_step.name]
-                leave_s = setting.recipe.limits.drain_s / 4
-                self._generating.asks_by(Asking(self._asking, self._node, lambda: sampling.training_step, leave_s))
-        if self._serving is not None and not self._trains:
-            self._serving.on_step(self._new_step)
+        for step in (step for step in setting.me.steps if step.generates_further):
+            model, generate = str(step.model), steps.generate_step(step.name)
+            about = (engines[model], self._inboxes[model], tokenizer, self._node, self._metrics)
+            self._further[step.name] = build_further(setting, generate, step, *about)
+        if outbound is not None:
+            self._generating = self._make_generating(outbound, steps, engines[setting.plan.primary], tokenizer)
+            aside.restore()
+        if self._serving is not None:
+            self._serve(self._serving)
         if self._replicas is not None:
             held = HeldModels(self._models, contexts, self._rounds, self._turns)
             self._training = self._make_training(inbound, self._replicas, held, steps)
-        asked = [port.edge for port in setting.me.port("asks")]
+        asked = [*self._further, *(port.edge for port in setting.me.port("asks"))]
         serving = None if self._trains else self._serving
         return Worker(setting.me.name, steps, asked, self._generating, self._training, serving)
+
+    def _make_generating(
+        self, outbound: OutboundSamples, steps: StepRunner, engine: Engine, tokenizer: Tokenizer
+    ) -> Generating:
+        plan = self._setting.plan
+        sampling, inbox = self._contexts[plan.generate_step.name], self._inboxes[plan.primary]
+        about = (self._base, outbound, inbox, engine, self._models, steps, tokenizer)
+        generating, self._turns = ports.generates(*about)
+        generating.loop.on_version(self._turns.taken if self._owns else self._new_version)
+        if self._asking is not None or self._further:
+            asking = (self._asking, self._further, self._node, lambda: sampling.training_step, outbound.core.find)
+            generating.asks_by(Asking(*asking, self._setting.recipe.limits.drain_s / 4))
+        return generating
+
+    def _serve(self, serving: Answering) -> None:
+        """Connect what this worker answers with what it counts its steps by, and with the engine that makes it."""
+        made = [further for further in self._further.values() if further.plan.name in serving.steps]
+        for further in made:
+            serving.generates_by(further)
+            if not self._trains:
+                further.on_version(partial(self._new_weights, serving))
+        if not made and not self._trains:
+            serving.on_step(self._new_step)
 
     def _make_training(
         self, inbound: InboundSamples | None, replicas: Replicas, held: HeldModels, steps: StepRunner
     ) -> Training | FurtherTraining:
+        publishing = ports.publishes(self._base, held, self._inboxes)
         if inbound is not None:
             ends = ports.OwnerEnds(inbound, self._rows_out, self._asking)
-            return ports.trains(self._base, ends, replicas, held, self._inbox, steps)
+            return ports.trains(self._base, ends, replicas, held, publishing, steps)
         assert self._rows_in is not None, f"{self._name} trains a further model, on rows of the owners"
-        return ports.trains_further(self._base, self._rows_in, self._serving, replicas, held, steps)
+        rows = ports.FurtherEnds(self._rows_in, self._serving)
+        return ports.trains_further(self._base, rows, replicas, held, steps, publishing)
 
     def _open_checkpoint(self) -> None:
         """Count what is read of the checkpoint to resume from; the first training worker of a host verifies it."""
@@ -324,13 +346,19 @@ class Session:
         )
         log.info("connected to %s", ", ".join(name for name in membership.peers if membership.present(name)))
 
-    def _new_version(self, number: int) -> None:
-        """The engine has loaded new weights: write the metrics measured with the previous ones."""
+    def _new_version(self, version: Version) -> None:
+        """An engine has loaded new weights: write the metrics measured with the previous ones."""
         self._write_metrics()
-        self._version = self._inbox.loaded if self._inbox is not None else None
+        self._version, number = version, version.number
         self._node.facts |= {"version": number, "step": number}
         for context in self._contexts.values():
             context.training_step, context.policy_version = number, number
+
+    def _new_weights(self, serving: Answering, version: Version) -> None:
+        """The same of a worker that generates for others: it answers with this version from now on."""
+        self._new_version(version)
+        with self._board.condition:
+            serving.version(version)
 
     def _new_step(self, t: int) -> None:
         """This worker runs a step for others, for the first time in a training step: write what was measured before."""
@@ -355,8 +383,10 @@ class Session:
             self._generating.leave()
         if self._training is None:
             self._write_metrics()
-        if self._inbox is not None:
-            self._inbox.close()
+        for further in self._further.values():
+            further.close()
+        for inbox in self._inboxes.values():
+            inbox.close()
         if self._training is not None:
             # While this worker still answers: others wait by its progress.
             self._training.finish_saving()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.data.fields import changed, complaint, with_fields
+from distflow.data.prefixes import own_fields, with_own
 from distflow.data.randomness import generator
 from distflow.data.samples import last_rows, on_all_rows
 from distflow.errors import DistflowError, StepError, UserError
@@ -160,7 +161,8 @@ class StepRunner:
 
     def __init__(self, worker: str, steps: Sequence[StepPlan], contexts: Mapping[str, StepContext]) -> None:
         self._worker = worker
-        self._plans = {step.name: step for step in steps}
+        self._plans = {step.name: step.as_it_sees() for step in steps}
+        """With their fields by the names that they know them by."""
         self._contexts = contexts
         self._functions: dict[str, Callable[..., Any]] = {}
         self._told: set[tuple[str, str]] = set()
@@ -173,18 +175,19 @@ class StepRunner:
     def call(self, name: str, batch: Batch) -> Batch:
         """Run a step over a batch; raises StepError with the user's frames first, UserError for wrong settings."""
         plan, context = self._plans[name], self._contexts[name]
+        seen = own_fields(batch, plan.prefix)
         # What it writes belongs to the samples, unless it looks at their sequences itself.
-        given = last_rows(batch) if plan.role == "score" and SEQUENCE not in plan.reads else batch
+        given = last_rows(seen) if plan.role == "score" and SEQUENCE not in plan.reads else seen
         with self._reported(plan, batch), context.metrics.timed(f"timing_s/{name}", plan.role):
             result = self._functions[name](given, context, **plan.settings)
         checked = self._checked(plan, given, result)
-        if given is not batch:
+        if given is not seen:
             self._check_of_samples(plan, given, checked)
-        return on_all_rows(batch, given, checked)
+        return with_own(batch, seen, on_all_rows(seen, given, checked), plan.prefix)
 
-    def generate_step(self) -> GenerateStep:
-        """The step of role generate; a worker that generates has one."""
-        plan = next(plan for plan in self._plans.values() if plan.role == "generate")
+    def generate_step(self, name: str) -> GenerateStep:
+        """A step of role generate."""
+        plan = self._plans[name]
         context, function = self._contexts[plan.name], self._functions[plan.name]
 
         def failed(error: Exception | SystemExit, episode: Episode) -> Exception:

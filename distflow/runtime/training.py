@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from msgspec import structs
-
 from distflow.comm.fact_exchange import Fact
-from distflow.config.plugins import VOCABULARY
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch
 from distflow.data.micro_batches import minibatch_rows
-from distflow.errors import NoProgressError, UserError, WorkerFailed
+from distflow.errors import NoProgressError, UserError
 from distflow.exchange.dealing import DealRule
 from distflow.exchange.rows_messages import Then
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.edges import SAMPLES
-from distflow.flow.resolve import resolve
 from distflow.log import logger
-from distflow.runtime.assembly import Setting
 from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
 from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.generating import Turns
 from distflow.runtime.intake import Intake
-from distflow.runtime.lockstep import STEP, LockstepModel, Rounds
+from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
@@ -36,10 +29,8 @@ from distflow.runtime.replicas import Replicas
 from distflow.runtime.rows import OutboundRows
 from distflow.runtime.steps import StepContext
 from distflow.runtime.updates import Updates
+from distflow.runtime.weight_publisher import Publishing
 from distflow.types import Version, WorkerName
-from distflow.weights.canary import Canary, Rows, canary_rows
-from distflow.weights.manifest import Manifest
-from distflow.weights.transport import WeightPublisher
 
 log = logger(__name__)
 
@@ -53,14 +44,12 @@ class TrainingParts:
     trained: Mapping[str, str]
     """The trained ones among them, which are saved, each with what its metrics' names begin with."""
     primary: str
-    """The one that generates: it is published, and each of its versions opens a training step for leasing."""
+    """The one whose samples the ledgers lease: each of its versions opens a training step."""
     contexts: Mapping[str, StepContext]
     replicas: Replicas
     intake: Intake
-    publishers: Mapping[str, WeightPublisher]
-    """By model; empty where another replica of this host publishes for all of them."""
-    announce: Callable[[Manifest], None]
-    """Announce a new version to the generating workers."""
+    publishing: Publishing
+    """The models that are generated with."""
     dumps: DumpWriter
     checkpoints: CheckpointWriter
     commits: bool
@@ -71,8 +60,6 @@ class TrainingParts:
     """Runs a step of the flow over a batch."""
     metrics: MetricStore
     writer: MetricWriter
-    canaries: Mapping[str, Canaries] = field(default_factory=dict)
-    """By model, where versions are compared with what engines compute with them."""
     rounds: Rounds | None = None
     """Only where models are divided over the replicas."""
     folders: ModelFolders | None = None
@@ -95,7 +82,8 @@ class Training:
         self._board = node.board
         self._term = start.term
         self._number = start.number
-        self._updates = Updates(parts.models, parts.trained, parts.primary, parts.contexts, parts.metrics, limits.batch)
+        policies = parts.publishing.models
+        self._updates = Updates(parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
         self.finished = False
         """Whether all training steps are done and the other workers know it."""
         self.receives = SAMPLES
@@ -131,7 +119,8 @@ class Training:
 
     def steps(self) -> Iterator[int]:
         """Yield the training steps t, counted from 0; afterwards tell the generating workers that the run is over."""
-        self.publish(self._parts.primary, self._number)
+        for model in self._parts.publishing.models:
+            self.publish(model, self._number)
         self._saving.prepare()
         run = self._limits.run
         for t in range(self._number, min(run.training_steps, run.stop_after or run.training_steps)):
@@ -182,19 +171,16 @@ class Training:
             self._node.work_done()
 
     def publish(self, model: str, number: int) -> None:
-        """Make version `number` available to the engines, and open the next training step for leasing."""
+        """Make version `number` available to the engines; that of the primary model opens the next step for leasing."""
         parts = self._parts
-        with parts.metrics.timed("timing_s/publish"):
-            manifest = self._publish(model, Version(self._term, number))
-            if manifest is not None:
-                parts.metrics.trace.depart("weights", [f"{model}:{self._term}:{number}"])
+        manifest = parts.publishing.make(model, Version(self._term, number))
         with self._board.condition:
-            self._number = number
-            self._node.facts |= {"version": number, "step": number}
-            if manifest is not None:
-                parts.announce(manifest)
-            if number > parts.inbound.core.version:
-                parts.inbound.send(parts.inbound.core.advance(number, time.monotonic()))
+            parts.publishing.announce(manifest)
+            if model == parts.primary:
+                self._number = number
+                self._node.facts |= {"version": number, "step": number}
+                if number > parts.inbound.core.version:
+                    parts.inbound.send(parts.inbound.core.advance(number, time.monotonic()))
             self._board.condition.notify_all()
 
     def save(self, number: int) -> None:
@@ -237,32 +223,13 @@ class Training:
 
     def close(self) -> None:
         """Withdraw published weights, finish the dumps."""
-        for publisher in self._parts.publishers.values():
-            publisher.close()
+        self._parts.publishing.close()
         for backend in self._parts.models.values():
             backend.close()
         # Last, because it raises errors of writing.
         self._parts.dumps.close()
 
     # -- details
-
-    def _publish(self, model: str, version: Version) -> Manifest | None:
-        """The manifest to announce; None where another replica publishes. All replicas of a divided model take part in
-        its canary and in putting every parameter together, whichever one publishes it."""
-        parts, backend = self._parts, self._parts.models[model]
-        publishes = model in parts.publishers
-        if not publishes and not backend.lockstep:
-            return None
-        canary = parts.canaries[model].compute(backend) if model in parts.canaries else None
-        if canary is not None and not canary.finite:
-            raise WorkerFailed(
-                f"the weights of version {version.number} of {model} contain NaN or inf: training has diverged — "
-                f"resume from a checkpoint before that with a smaller models.{model}.optimizer.lr or max_grad_norm"
-            )
-        if publishes:
-            return structs.replace(parts.publishers[model].publish(version, backend.named_shards()), canary=canary)
-        deque(backend.named_shards(), maxlen=0)
-        return None
 
     def _record(self) -> None:
         """Pass the samples of the last finished training step to the dumps."""
@@ -341,38 +308,3 @@ class Training:
         self.dismiss()
         self.finished = True
         self._node.facts |= {"state": "finished"}
-
-
-class Canaries:
-    """Canaries of one model: log-probs of the same rows with every version, for engines to compare.
-
-    `precision` is the type that the model computes in.
-    """
-
-    def __init__(self, rows: Rows, precision: str) -> None:
-        self._rows = tuple(map(tuple, rows))
-        self._precision = precision
-        self._batch = Batch(
-            {
-                "prompt_ids": Ragged.from_rows([row[:1] for row in rows], torch.int64),
-                "response_ids": Ragged.from_rows([row[1:] for row in rows], torch.int64),
-            }
-        )
-
-    def compute(self, model: Backend | LockstepModel) -> Canary:
-        """The canary of the present weights; all replicas of a divided model call this at the same point."""
-        if isinstance(model, LockstepModel):
-            scores = model.score_together(self._batch)
-        else:
-            scores = model.score(self._batch, temperature=1.0, grad=False, entropy=False)
-        found = scores.logprobs_BT.double().tolist()
-        logprobs = tuple(tuple(line[: len(row) - 1]) for line, row in zip(found, self._rows, strict=True))
-        return Canary(self._rows, logprobs, self._precision)
-
-
-def build_canaries(setting: Setting) -> Canaries:
-    """Canaries of the primary model; rows are no longer than a sample, so every engine has room for them."""
-    plan = setting.plan
-    section = plan.recipe.models[plan.primary]
-    vocabulary = int(resolve(VOCABULARY)(section.model_dump()))
-    return Canaries(canary_rows(vocabulary, plan.longest_sample), section.dtype)

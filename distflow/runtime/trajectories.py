@@ -32,7 +32,7 @@ from distflow.exchange.messages import Lease
 from distflow.exchange.partials import clipped
 from distflow.runtime.generate_step import GenerateStep, Returned, Wanted
 from distflow.runtime.protocols import Tokenizer
-from distflow.runtime.trajectory import Segment, TokenSequence, Trajectory, assemble
+from distflow.runtime.trajectory import SampleOrigin, Segment, TokenSequence, Trajectory, assemble
 from distflow.types import (
     REWARD,
     BegunSample,
@@ -43,6 +43,7 @@ from distflow.types import (
     SampleOutput,
     SampleRequest,
     SamplingParams,
+    Uid,
 )
 
 
@@ -50,15 +51,22 @@ class Trajectories:
     """All samples of one worker that are not yet part of a batch, on its main thread.
 
     `most`: tokens that a sample may have behind the data's prompt, an environment's and the prompts of later sequences
-    included: so much was reserved for it.
+    included: so much was reserved for it. `longest`: tokens of the longest prompt that a row may bring.
     """
 
     def __init__(
-        self, step: GenerateStep, samples_per_prompt: int, most: int, tokenizer: Tokenizer, dtype: torch.dtype
+        self,
+        step: GenerateStep,
+        samples_per_prompt: int,
+        most: int,
+        tokenizer: Tokenizer,
+        dtype: torch.dtype,
+        longest: int = 0,
     ) -> None:
         self.step = step
         self._samples = samples_per_prompt
         self._most = most
+        self._longest = longest
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._open: dict[SampleKey, Trajectory] = {}
@@ -70,16 +78,47 @@ class Trajectories:
 
     def begin(self, leases: Iterable[Lease]) -> list[SampleRequest]:
         """Begin all samples of these leases; returns what the engine is to be asked for."""
-        wanted: list[SampleRequest | None] = []
+        wanted: list[SampleRequest] = []
         for lease in leases:
-            task, had = json.loads(lease.task), {sample.sample: sample for sample in lease.begun}
-            for number in range(self._samples):
-                episode = Episode(lease.uid, number, lease.prompt_ids, lease.prompt_text, task)
-                key = (lease.position, number)
-                sequences = [TokenSequence(lease.prompt_ids)]
-                sample = Trajectory(key, lease, episode, self.step.begin(episode), had.get(number), sequences)
-                self._open[key] = sample
-                wanted.append(self._go_on(sample, None))
+            had = {sample.sample: sample for sample in lease.begun}
+            origin = SampleOrigin(lease.uid, lease.prompt_ids, lease.prompt_text, lease.task, lease.seed)
+            wanted += self._begin([origin] * self._samples, had)
+        return wanted
+
+    def begin_rows(self, rows: Batch, seed: int) -> list[SampleRequest]:
+        """Begin the samples of one whole group, each from the prompt of its row; the same otherwise.
+
+        Raises StepError for a group that has other samples than the flow's, or a prompt without tokens.
+        """
+        numbers = rows.dense("sample").tolist()
+        if numbers != list(range(self._samples)):
+            raise StepError(
+                f"{self.step.where} got the samples {numbers} of a group; expected {self._samples}, in order"
+            )
+        uids, ids = (
+            map(Uid._make, rows.dense("uid").tolist()),
+            [tuple(row.tolist()) for row in rows.ragged("prompt_ids").rows()],
+        )
+        texts = zip(rows.texts("prompt_text"), rows.texts("task"), strict=True)
+        origins = [SampleOrigin(uid, tokens, *about, seed) for uid, tokens, about in zip(uids, ids, texts, strict=True)]
+        for origin in origins:
+            if not 0 < len(origin.prompt_ids) <= self._longest:
+                raise StepError(
+                    f"{self.step.where} got a prompt of {len(origin.prompt_ids)} tokens (uid {tuple(origin.uid)}); "
+                    f"steps write 1 to {self._longest} into prompt_ids (data.max_prompt_tokens)"
+                )
+        return self._begin(origins, {})
+
+    def _begin(self, origins: Sequence[SampleOrigin], had: Mapping[int, BegunSample]) -> list[SampleRequest]:
+        """Begin all samples of a group."""
+        wanted: list[SampleRequest | None] = []
+        tasks = {origin.task: json.loads(origin.task) for origin in origins}
+        for number, origin in enumerate(origins):
+            episode = Episode(origin.uid, number, origin.prompt_ids, origin.prompt_text, tasks[origin.task])
+            key, sequences = (origin.uid.position, number), [TokenSequence(origin.prompt_ids)]
+            sample = Trajectory(key, origin, episode, self.step.begin(episode), had.get(number), sequences)
+            self._open[key] = sample
+            wanted.append(self._go_on(sample, None))
         return [request for request in wanted if request is not None]
 
     def take(self, outputs: Sequence[SampleOutput]) -> tuple[list[SampleRequest], list[SampleOutput]]:
@@ -201,12 +240,12 @@ class Trajectories:
 
     def _request(self, sample: Trajectory, wanted: Wanted) -> SampleRequest:
         """What to ask the engine for; notes what the sample has before that."""
-        lease, prefix = sample.lease, wanted.prompt_ids
+        origin, prefix = sample.origin, wanted.prompt_ids
         sample.train, sample.aside = wanted.train, wanted.aside
         behind, params = 0, wanted.params
-        if sample.written or wanted.aside or prefix is not lease.prompt_ids:
+        if sample.written or wanted.aside or prefix is not origin.prompt_ids:
             self._extend(sample, prefix)
-            behind = max(0, len(prefix) - len(lease.prompt_ids)) if wanted.aside else sample.tokens
+            behind = max(0, len(prefix) - len(origin.prompt_ids)) if wanted.aside else sample.tokens
         room = self._most - behind
         if room < 1:
             raise StepError(
@@ -217,7 +256,7 @@ class Trajectories:
             params = replace(params, max_new_tokens=room)
         again = sample.asked.count(prefix)
         sample.asked.append(prefix)
-        return SampleRequest(*sample.key, prefix, lease.seed, params, None, behind, again)
+        return SampleRequest(*sample.key, prefix, origin.seed, params, None, behind, again)
 
     def _extend(self, sample: Trajectory, prefix: tuple[int, ...]) -> None:
         """Note the tokens that the environment has put behind the model's, or the prompt of a new sequence."""

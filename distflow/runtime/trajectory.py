@@ -10,10 +10,31 @@ import torch
 
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.samples import PROMPT_TEXT
-from distflow.exchange.messages import Lease
 from distflow.runtime.generate_step import Call
 from distflow.runtime.protocols import Tokenizer
-from distflow.types import FINISH_REASONS, SEQUENCE, BegunSample, Episode, FinishReason, SampleKey, SampleOutput, Span
+from distflow.types import (
+    FINISH_REASONS,
+    SEQUENCE,
+    BegunSample,
+    Episode,
+    FinishReason,
+    SampleKey,
+    SampleOutput,
+    Span,
+    Uid,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrigin:
+    """What a sample begins with: the prompt of its lease or, of a further model, the one that a step has written."""
+
+    uid: Uid
+    prompt_ids: tuple[int, ...]
+    prompt_text: str
+    task: str
+    """As JSON text."""
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +81,7 @@ class Trajectory:
     """One sample, as far as it is. It begins with an empty sequence, which has the data's prompt."""
 
     key: SampleKey
-    lease: Lease
+    origin: SampleOrigin
     episode: Episode
     call: Call
     begun: BegunSample | None
@@ -84,7 +105,7 @@ class Trajectory:
     @property
     def tokens(self) -> int:
         """Tokens of all sequences behind the data's prompt."""
-        return sum(map(len, self.sequences)) - len(self.lease.prompt_ids)
+        return sum(map(len, self.sequences)) - len(self.origin.prompt_ids)
 
     def go_on_behind(self, prefix: tuple[int, ...]) -> None:
         """Continue the newest sequence whose tokens this prefix begins with, by what it has behind them; if there is
@@ -137,17 +158,17 @@ def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.d
     """
     rows = [sequence for sample in samples for sequence in sample.sequences if sequence.segments]
     whose = samples if not several else [sample for sample in samples for s in sample.sequences if s.segments]
-    leases = [sample.lease for sample in whose]
+    origins = [sample.origin for sample in whose]
     ids = [row.response_ids for row in rows]
     response_ids = Ragged.from_rows(ids, torch.int64)
     batch = Batch(
         {
-            "uid": torch.tensor([lease.uid for lease in leases], dtype=torch.int64),
-            "group": torch.tensor([lease.position for lease in leases], dtype=torch.int64),
+            "uid": torch.tensor([origin.uid for origin in origins], dtype=torch.int64),
+            "group": torch.tensor([origin.uid.position for origin in origins], dtype=torch.int64),
             "sample": torch.tensor([sample.episode.sample for sample in whose], dtype=torch.int64),
             "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
-            PROMPT_TEXT: Ragged.from_texts([lease.prompt_text for lease in leases]),
-            "task": Ragged.from_texts([lease.task for lease in leases]),
+            PROMPT_TEXT: Ragged.from_texts([origin.prompt_text for origin in origins]),
+            "task": Ragged.from_texts([origin.task for origin in origins]),
             "response_ids": response_ids,
             "response_mask": response_ids.like(_mask(rows, response_ids)),
             "response_text": Ragged.from_texts(_texts(rows, ids, tokenizer)),
@@ -167,10 +188,10 @@ def _told_apart(rows: Sequence[TokenSequence], whose: Sequence[Trajectory], toke
     numbers = [0] * len(rows)
     for n in range(1, len(rows)):
         numbers[n] = numbers[n - 1] + 1 if whose[n] is whose[n - 1] else 0
-    own = [n for n, row in enumerate(rows) if numbers[n] or row.prompt_ids != whose[n].lease.prompt_ids]
+    own = [n for n, row in enumerate(rows) if numbers[n] or row.prompt_ids != whose[n].origin.prompt_ids]
     texts = tokenizer.decode_batch([rows[n].prompt_ids for n in own], skip_special=False)
     decoded = dict(zip(own, texts, strict=True))
-    prompts = ["" if n else sample.lease.prompt_text for n, sample in zip(numbers, whose, strict=True)]
+    prompts = ["" if n else sample.origin.prompt_text for n, sample in zip(numbers, whose, strict=True)]
     return {
         SEQUENCE: torch.tensor(numbers, dtype=torch.int64),
         "sequence_prompt": Ragged.from_texts([decoded.get(n, "") for n in range(len(rows))]),

@@ -16,21 +16,21 @@ from distflow.runtime.steps import StepContext
 class Updates:
     """The models of one home, `trained` each with what its metrics' names begin with.
 
-    `policy`: the one that rests during `batch.critic_warmup` and after `batch.target_kl`; None: it has another home.
+    `policies`: those that generate. They rest during `batch.critic_warmup`, and each after `batch.target_kl`.
     """
 
     def __init__(
         self,
         models: Mapping[str, Backend],
         trained: Mapping[str, str],
-        policy: str | None,
+        policies: Sequence[str],
         contexts: Mapping[str, StepContext],
         metrics: MetricStore,
         batch: BatchPlan,
     ) -> None:
         self._models = models
         self._trained = trained
-        self._policy = policy
+        self._policies = tuple(policies)
         self._contexts = contexts
         self._metrics = metrics
         self._batch = batch
@@ -39,37 +39,36 @@ class Updates:
         self._done: dict[str, int] = {}
         """Optimizer steps of each model in this training step, and below the sum of their gradient norms."""
         self._norms: dict[str, float] = {}
-        self._moved: float | None = None
-        """How far all updates of the policy in this epoch have moved it, as a mean over the tokens of all replicas.
-
-        None: no step has said."""
-        self._rests = False
+        self._moved: dict[str, float] = {}
+        """How far all updates of a policy in this epoch have moved it, as a mean over the tokens of all replicas; it is
+        missing where no step has said."""
+        self._resting: set[str] = set()
 
     def begin(self, t: int, version: int) -> None:
-        """Open training step t, with this version of the policy."""
+        """Open training step t, with this version of the policies."""
         self._step = t
         self._totals = {}
         self._done = dict.fromkeys(self._trained, 0)
         self._norms = dict.fromkeys(self._trained, 0.0)
-        self._rests = False
+        self._resting = set()
         for context in self._contexts.values():
             context.training_step, context.policy_version = t, version
             context.update_epoch, context.rests, context.moved = 0, False, [0.0, 0.0]
         if t < self._batch.critic_warmup:
-            self._rest()
+            self._rest(self._policies)
 
     def epochs(self, parts: Sequence[Batch]) -> Iterator[Batch]:
-        """The mini-batches of a training step, once in every epoch; the policy rests when it has moved far enough."""
+        """The mini-batches of a training step, once in every epoch; a policy rests when it has moved far enough."""
         plan = self._batch
         for epoch in range(plan.epochs):
-            if epoch and plan.target_kl is not None and self._policy is not None and not self._rests:
+            if epoch and plan.target_kl is not None:
                 self._rest_beyond(plan.target_kl)
             for context in self._contexts.values():
                 context.update_epoch, context.moved = epoch, [0.0, 0.0]
             yield from parts
-        if plan.epochs > 1 and self._policy is not None:
-            done = sum(self._done[self._policy] > m for m in range(0, plan.updates, plan.minibatches))
-            self._metrics.set("actor/epochs", done)
+        for policy in self._policies if plan.epochs > 1 else ():
+            done = sum(self._done[policy] > m for m in range(0, plan.updates, plan.minibatches))
+            self._metrics.set(f"{self._trained[policy]}/epochs", done)
 
     def account(self) -> Fact:
         """What this replica has accumulated since the last agreement."""
@@ -79,12 +78,15 @@ class Updates:
             for model, value in context.denominators.items():
                 sums[model] = sums.get(model, 0.0) + value
             fixed |= context.fixed_denominators
-        moved = [sum(column) for column in zip(*(c.moved for c in self._contexts.values()), strict=True)]
+        moved = {}
+        for policy in self._policies:
+            found = [context.moved for context in self._contexts.values() if context.model == policy]
+            moved[policy] = [sum(column) for column in zip(*found, strict=True)]
         return {"sums": sums, "fixed": fixed, "moved": moved}
 
     def resting(self, model: str) -> bool:
         """Whether a model is left as it is now; raises UserError if a step accumulated a loss for it."""
-        if not self._rests or model != self._policy:
+        if model not in self._resting:
             return False
         for context in self._contexts.values():
             if model in context.denominators or model in context.fixed_denominators:
@@ -123,8 +125,11 @@ class Updates:
         for context in self._contexts.values():
             context.denominators.clear()
             context.fixed_denominators.clear()
-        moved, tokens = (sum(column) for column in zip(*(fact["moved"] for fact in facts), strict=True))
-        self._moved = moved / tokens if tokens else None
+        self._moved = {}
+        for policy in self._policies:
+            moved, tokens = (sum(column) for column in zip(*(fact["moved"][policy] for fact in facts), strict=True))
+            if tokens:
+                self._moved[policy] = moved / tokens
         totals: dict[str, float] = {}
         for fact in facts:
             for model, value in fact["sums"].items():
@@ -132,16 +137,20 @@ class Updates:
         return totals | {model: float(value) for fact in facts for model, value in fact["fixed"].items()}
 
     def _rest_beyond(self, target_kl: float) -> None:
-        if self._moved is None:
-            raise UserError(
-                f"batch.target_kl: no step that trains {self._policy!r} has said how far it moved — call "
-                "ctx.report_moved(sum, tokens) with the sum of r - 1 - log r over its tokens, or remove batch.target_kl"
-            )
-        if self._moved > target_kl:
-            self._rest()
+        for policy in self._policies:
+            if policy in self._resting:
+                continue
+            if policy not in self._moved:
+                raise UserError(
+                    f"batch.target_kl: no step that trains {policy!r} has said how far it moved — call "
+                    "ctx.report_moved(sum, tokens) with the sum of r - 1 - log r over its tokens, or remove "
+                    "batch.target_kl"
+                )
+            if self._moved[policy] > target_kl:
+                self._rest([policy])
 
-    def _rest(self) -> None:
-        """Leave the policy as it is until the end of the training step, if it is one of the models here."""
-        self._rests = self._policy is not None
+    def _rest(self, policies: Sequence[str]) -> None:
+        """Leave these as they are until the end of the training step."""
+        self._resting.update(policies)
         for context in self._contexts.values():
-            context.rests = self._rests and context.model == self._policy
+            context.rests = context.model in self._resting

@@ -1,7 +1,7 @@
-"""The publishing side of the weights: one training worker of each host makes every version available.
+"""The publishing side of the weights: one worker of a model's home on each host makes every version available.
 
-Engines on its host map the segment; engines on hosts without a training worker fetch chunks of it over the network.
-With each heartbeat readers say which version was announced to them last; a lost announcement is sent again.
+Engines on its host map the segment; engines on hosts without such a worker fetch chunks of it over the network.
+With each heartbeat readers say which versions were announced to them last; a lost announcement is sent again.
 
 A worker sends facts about itself in its hello and with every heartbeat; `read_facts` checks them.
 """
@@ -10,27 +10,40 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
+import torch
+from msgspec import structs
 from torch import Tensor
 
 from distflow.comm.addresses import run_tag
 from distflow.comm.membership import BEAT_EVERY_S
-from distflow.data.decoding import Name, Whole, read
-from distflow.errors import ProtocolError
+from distflow.config.plugins import VOCABULARY
+from distflow.data.batch import Batch, Ragged
+from distflow.data.decoding import MAX_NAME_CHARACTERS, Name, Whole, read
+from distflow.errors import ProtocolError, UserError, WorkerFailed
+from distflow.flow.resolve import resolve
 from distflow.runtime.assembly import Setting
+from distflow.runtime.lockstep import LockstepModel
+from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Hosts, Node
+from distflow.runtime.protocols import Backend
 from distflow.types import Version, WorkerName
+from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.shm import ShmPublisher
 from distflow.weights.swarm_server import SwarmServer
+from distflow.weights.transport import WeightPublisher
 
 WEIGHTS = "weights"
 TELL_AGAIN_S = 2 * BEAT_EVERY_S
 ANNOUNCED = "announced"
-"""The fact in which a reader says which version of the weights was announced to it last."""
+"""The fact in which a reader says which version of each model's weights was announced to it last."""
+SERVES = "serves"
+"""The fact in which a worker that answers calls says with which version of its model."""
 OWNERS, TERM, BEGINS = "owners", "term", "begins"
 """Facts of a training worker once its pool has restarted: its members, its term, and where all terms began."""
 LOAD = "load"
@@ -39,15 +52,15 @@ WHAT = "facts of a worker"
 
 
 class Announcer:
-    """A WeightPublisher that also tells the generating workers.
+    """A WeightPublisher of one model that also tells those who generate with it.
 
     `announce` is called under the worker's lock.
     """
 
-    def __init__(self, setting: Setting, hosts: Hosts, node: Node) -> None:
+    def __init__(self, setting: Setting, model: str, hosts: Hosts, node: Node) -> None:
         self._name = str(setting.me.name)
-        plan = setting.plan
-        edges = [edge for edge in plan.edges if edge.kind == "weights" and edge.model == plan.primary]
+        self._model = model
+        edges = [edge for edge in setting.plan.edges if edge.kind == "weights" and edge.model == model]
         self._readers_in = {edge.target for edge in edges} - {setting.me.name.pool}
         self._hosts = hosts
         self._node = node
@@ -56,7 +69,7 @@ class Announcer:
             self._server = SwarmServer(hosts.address, hosts.keys if setting.recipe.security.encrypt == "all" else None)
         pinned = None if self._server is None else self._server.pinned
         tag = run_tag(setting.run_dir, hosts.here)
-        self._publisher = ShmPublisher(tag, setting.plan.primary, setting.document.term, pinned)
+        self._publisher = ShmPublisher(tag, model, setting.document.term, pinned)
         self._newest: Manifest | None = None
         self._described: Manifest | None = None
         self._told_at: dict[str, float] = {}
@@ -99,7 +112,7 @@ class Announcer:
                 self._tell([name for name in readers if self._missed(name, manifest, now)], manifest)
 
     def _missed(self, name: str, manifest: Manifest, now: float) -> bool:
-        heard = self._node.membership.peers[name].facts.get(ANNOUNCED)
+        heard = self._node.membership.peers[name].facts.get(ANNOUNCED, {}).get(self._model)
         return heard != list(manifest.version) and now - self._told_at.get(name, -math.inf) > TELL_AGAIN_S
 
     def _tell(self, readers: Sequence[str], manifest: Manifest) -> None:
@@ -124,13 +137,116 @@ class Announcer:
         membership = self._node.membership
         for name, peer in membership.peers.items():
             reads = WorkerName.parse(name).pool in self._readers_in and membership.present(name)
-            if reads and self._hosts.publisher_for(peer.host) == self._name:
+            if reads and self._hosts.publisher_for(peer.host, self._model) == self._name:
                 (near if peer.host == self._hosts.here else far).append(name)
         return near, far
 
 
+class Publishing:
+    """The models trained here that are generated with, by this worker or others. All but `announce` on the main thread.
+
+    `publishers` and `announce` are empty for a model that another replica of this host publishes. `canaries`: where
+    versions are compared with what engines compute with them. `models`: all that are generated with, in the order in
+    which they are published; the primary one comes last, since it opens the next training step for leasing.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str],
+        backends: Mapping[str, Backend],
+        publishers: Mapping[str, WeightPublisher],
+        announce: Mapping[str, Callable[[Manifest], None]],
+        canaries: Mapping[str, Canaries],
+        metrics: MetricStore,
+    ) -> None:
+        self.models = tuple(models)
+        self._backends = backends
+        self._publishers = publishers
+        self._announce = announce
+        self._canaries = canaries
+        self._metrics = metrics
+
+    def make(self, model: str, version: Version) -> Manifest | None:
+        """Make a version available; returns what to announce, None where another replica publishes.
+
+        All replicas of a divided model take part in its canary and in putting every parameter together, whichever one
+        publishes it. Raises UserError for a model that nobody generates with, WorkerFailed for weights that diverged.
+        """
+        if model not in self.models:
+            published = ", ".join(self.models) or "none"
+            raise UserError(f"w.publish({model!r}): nobody generates with it; models to publish here: {published}")
+        with self._metrics.timed("timing_s/publish"):
+            manifest = self._make(model, version)
+            if manifest is not None:
+                self._metrics.trace.depart("weights", [f"{model}:{version.term}:{version.number}"])
+            return manifest
+
+    def announce(self, manifest: Manifest | None) -> None:
+        """Announce what `make` has returned. Called under the worker's lock."""
+        if manifest is not None:
+            self._announce[manifest.model](manifest)
+
+    def close(self) -> None:
+        """Withdraw all versions."""
+        for publisher in self._publishers.values():
+            publisher.close()
+
+    def _make(self, model: str, version: Version) -> Manifest | None:
+        backend, publishes = self._backends[model], model in self._publishers
+        if not publishes and not backend.lockstep:
+            return None
+        canary = self._canaries[model].compute(backend) if model in self._canaries else None
+        if canary is not None and not canary.finite:
+            raise WorkerFailed(
+                f"the weights of version {version.number} of {model} contain NaN or inf: training has diverged — "
+                f"resume from a checkpoint before that with a smaller models.{model}.optimizer.lr or max_grad_norm"
+            )
+        if publishes:
+            return structs.replace(self._publishers[model].publish(version, backend.named_shards()), canary=canary)
+        deque(backend.named_shards(), maxlen=0)
+        return None
+
+
+class Canaries:
+    """Canaries of one model: log-probs of the same rows with every version, for engines to compare.
+
+    `precision` is the type that the model computes in.
+    """
+
+    def __init__(self, rows: Rows, precision: str) -> None:
+        self._rows = tuple(map(tuple, rows))
+        self._precision = precision
+        self._batch = Batch(
+            {
+                "prompt_ids": Ragged.from_rows([row[:1] for row in rows], torch.int64),
+                "response_ids": Ragged.from_rows([row[1:] for row in rows], torch.int64),
+            }
+        )
+
+    def compute(self, model: Backend | LockstepModel) -> Canary:
+        """The canary of the present weights; all replicas of a divided model call this at the same point."""
+        if isinstance(model, LockstepModel):
+            scores = model.score_together(self._batch)
+        else:
+            scores = model.score(self._batch, temperature=1.0, grad=False, entropy=False)
+        found = scores.logprobs_BT.double().tolist()
+        logprobs = tuple(tuple(line[: len(row) - 1]) for line, row in zip(found, self._rows, strict=True))
+        return Canary(self._rows, logprobs, self._precision)
+
+
+def build_canaries(setting: Setting, model: str) -> Canaries:
+    """Canaries of a model that generates; rows are no longer than a sample, so every engine has room for them."""
+    section = setting.plan.recipe.models[model]
+    vocabulary = int(resolve(VOCABULARY)(section.model_dump()))
+    return Canaries(canary_rows(vocabulary, setting.plan.longest_sample(model)), section.dtype)
+
+
+_ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+
+
 class _Reader(msgspec.Struct, frozen=True):
-    announced: tuple[Whole, Whole] | None = None
+    announced: dict[_ModelName, tuple[Whole, Whole]] = {}
+    serves: tuple[Whole, Whole] | None = None
     load: Whole = 0
     judged: dict[str, tuple[Whole, Whole]] = {}
     judged_by_all: dict[str, tuple[Whole, Whole]] = {}

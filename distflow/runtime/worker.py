@@ -20,7 +20,7 @@ from distflow.flow.edges import SAMPLES
 from distflow.runtime.further_training import FurtherTraining
 from distflow.runtime.generating import Generating
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.serving import Answering
+from distflow.runtime.serving import Answering, Requests
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training
 from distflow.types import WorkerName
@@ -40,7 +40,7 @@ class Stream:
 class Worker:
     """One worker as its script sees it. Its ports decide which of `generating`, `training` and `serving` it has.
 
-    `asked`: the steps that other pools run for it.
+    `asked`: the steps that other pools, or further engines here, run for it.
     """
 
     def __init__(
@@ -73,19 +73,21 @@ class Worker:
         """Leases to generate for: until the run is over, or until every owner has its set for training step t."""
         return self._generates().loop.until_closed(t)
 
-    def generate(self, step: str, leases: RolloutLoop) -> Stream:
-        """The finished groups, as they come."""
+    def generate(self, step: str, source: RolloutLoop | Requests) -> Stream:
+        """The finished groups, as they come: of leases, or of what others ask this worker for."""
         self._receives = False
-        return Stream(self._generates().generate(step, leases))
+        if isinstance(source, Requests):
+            return Stream(source.generated(step))
+        return Stream(self._generates().generate(step, source))
 
     def ask(self, step: str, groups: Stream) -> Stream:
-        """The same groups with what a step writes, once another pool has run it on them.
+        """The same groups with what a step writes, once another pool, or a further engine here, has run it on them.
 
         Samples that were received have it already: it was asked for when they arrived.
         """
         if step not in self._asked:
             asked = ", ".join(self._asked) or "none"
-            raise UserError(f"script of {self.name}: no other pool runs {step!r} for it; steps to ask for: {asked}")
+            raise UserError(f"script of {self.name}: nobody else runs {step!r} for it; steps to ask for: {asked}")
         return groups if self._receives else Stream(self._generates().ask(step, groups.source))
 
     def each(self, step: str, groups: Stream) -> Stream:
@@ -97,9 +99,9 @@ class Worker:
             return groups
         return Stream(None if batch is None else self.call(step, batch) for batch in groups.source)
 
-    def requests(self, step: str) -> Iterator[Batch]:
-        """Yield batches that other workers ask a step for; each is to be answered before the next one."""
-        return (batch for _, batch in self._serves().requests([step]))
+    def requests(self, step: str) -> Requests:
+        """Batches that other workers ask a step for; each is to be answered before the next one."""
+        return Requests(self._serves(), step)
 
     def requests_of(self, *steps: str) -> Iterator[tuple[str, Batch]]:
         """The same for several steps: yield which one, and the batch."""
@@ -138,7 +140,7 @@ class Worker:
 
     def publish(self, model: str, version: int) -> None:
         """Make the new weights available to all engines."""
-        self._owns().publish(model, version)
+        self._trains().publish(model, version)
 
     def save(self, step: int) -> None:
         """Write a checkpoint if one is due after this many training steps."""
@@ -157,7 +159,7 @@ class Worker:
     def _owns(self) -> Training:
         training = self._trains()
         if isinstance(training, FurtherTraining):
-            raise UserError(f"script of {self.name}: this worker owns no samples, and nobody reads its weights")
+            raise UserError(f"script of {self.name}: this worker owns no samples")
         return training
 
     def _trains(self) -> Training | FurtherTraining:

@@ -37,6 +37,8 @@ class CallNetwork:
         self.now = 0.0
         self.record = CallRecord()
         self.version = Version(0, 0)
+        self.begins: dict[int, int] = {}
+        """Training steps at which terms began."""
         home = FROZEN if scenario.shared else VERSIONED
         self.pools = {FROZEN: FROZEN, VERSIONED: home}
         self.clients = {f"trainer/{i}": AskingWorker(self, i) for i in range(scenario.clients)}
@@ -127,6 +129,7 @@ class CallNetwork:
         self.look()
 
     def _renew(self) -> None:
+        self.begins[self.version.term + 1] = self.version.number
         self._publish(Version(self.version.term + 1, self.version.number))
         for client in self.clients.values():
             client.after(self._rng.random(), partial(client.begin_term, self.version.term))

@@ -52,6 +52,8 @@ class CallScenario:
     """Tokens that a server joins."""
     token_s: float = 0.001
     """Seconds that a server takes for a token."""
+    generated: bool = False
+    """`values` is a step that generates: any version from the one before its training step on may answer."""
     hasty: bool = False
     """Servers take a new version while they compute, and say so (to test that the caller notices)."""
     slowness: Sequence[float] = ()

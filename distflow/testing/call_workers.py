@@ -24,7 +24,7 @@ from distflow.exchange.call_messages import (
     OutgoingCall,
 )
 from distflow.exchange.call_server import CallKey, CallServer
-from distflow.exchange.call_targets import SERVER_BYTES
+from distflow.exchange.call_targets import SERVER_BYTES, allows
 from distflow.testing.call_scenario import FROZEN, VERSIONED
 from distflow.testing.lease_scenario import Crash, Pause
 from distflow.types import Version
@@ -142,7 +142,8 @@ class AskingWorker(SimulatedProcess):
         assert [key for key, _ in answered] == ([] if expected is None else [expected]), f"{answered}, not {expected}"
         if expected is not None and call is not None and isinstance(message, CallAnswer):
             self.wanted.discard(expected)
-            self.network.answered((self.number, *expected), call.need, message)
+            by = message.version if call.at_least else call.need
+            self.network.answered((self.number, *expected), by, message)
 
     def hear_beat(self, server: str, incarnation: int, version: Version | None, load: int) -> None:
         """A server's heartbeat."""
@@ -163,7 +164,8 @@ class AskingWorker(SimulatedProcess):
     def begin_term(self, term: int) -> None:
         """What was asked of the versions before is asked of the new ones."""
         self._term = max(term, self._term)
-        older = [key for key, call in self._asked.items() if call.need is not None and call.need.term < self._term]
+        self.core.restarted(self.network.begins)
+        older = [key for key, call in self._asked.items() if not call.at_least and _older(call.need, self._term)]
         ended = self.core.begin_term(self._term)
         assert (len(ended), set(ended)) == (len(older), set(older)), "a term ends all calls of those before"
         for key in older:
@@ -187,7 +189,8 @@ class AskingWorker(SimulatedProcess):
         key = self._key_of.get(answer.number) if answer.incarnation == self.incarnation else None
         if key is None or key not in self._asked or self._numbers.get(key) != answer.number:
             return None
-        return key if answer.version == self._asked[key].need else None
+        call = self._asked[key]
+        return key if allows(call.need, answer.version, call.at_least) else None
 
     def _not_taken(self, server: str, incarnation: int, message: CallNotYet | CallReturned) -> None:
         """A server does not keep some requests: does it speak of what it was asked as it is, by us as we are?"""
@@ -213,10 +216,11 @@ class AskingWorker(SimulatedProcess):
         if key not in self.wanted or key in self._asked:
             return
         step, t, _ = key
-        need = Version(self._term, t) if step == VERSIONED else None
         scenario = self.network.scenario
+        generated = step == VERSIONED and scenario.generated
+        need = Version(self._term, max(0, t - generated)) if step == VERSIONED else None
         nbytes, tokens = scenario.nbytes(self.number, *key), scenario.tokens_of(self.number, *key)
-        self._asked[key] = Call(step, key, t, need, nbytes, tokens)
+        self._asked[key] = Call(step, key, t, need, nbytes, tokens, at_least=generated)
         self._post(self.core.ask(self._asked[key], self.network.now))
 
     def _post(self, out: Sequence[OutgoingCall]) -> None:
@@ -257,13 +261,14 @@ class AskingWorker(SimulatedProcess):
         oldest = min((call.t for call in self._asked.values()), default=0)
         under_way = set[Key]().union(*self._has.values())
         for key, call in self._asked.items():
-            behind = self.core._targets.behind(self.network.pools[call.step], call.need)
+            behind = self.core._targets.behind(self.network.pools[call.step], call.need, at_least=call.at_least)
             if key in under_way or behind:
                 continue
             for target in self.core._targets.of(self.network.pools[call.step]):
                 works = any(call.t > oldest or other[1] == oldest for other in self._has[target.name])
                 silent = self.core._targets.silent(target)
-                assert works or silent or not target.serves(call.need), f"{self.name}: {key} could go to {target.name}"
+                serves = target.serves(call.need, at_least=call.at_least)
+                assert works or silent or not serves, f"{self.name}: {key} could go to {target.name}"
 
 
 class AnsweringWorker(SimulatedProcess):
@@ -329,17 +334,19 @@ class AnsweringWorker(SimulatedProcess):
         assert not self.draining, f"{self.name} begins something while it drains"
         begun = [self.core._working[key] for key in keys]
         assert len({(request.step, request.t, request.version) for request in begun}) == 1, f"{begun} are joined"
-        assert begun[0].version in (None, self.version), f"{begun[0]} begins at {self.version}"
+        assert allows(begun[0].version, self.version, begun[0].at_least), f"{begun[0]} begins at {self.version}"
         tokens = sum(request.tokens for request in begun)
         assert len(keys) == 1 or tokens <= self.network.scenario.budget, f"{tokens} tokens are joined"
         record.joined.append(tokens)
         record.computed[self.name] += len(keys)
         self._busy = True
         seconds = tokens * self.network.scenario.token_s * self.slowness
-        self.after(seconds, partial(self._finish, keys, seconds))
+        generated = [key for key, request in zip(keys, begun, strict=True) if request.at_least]
+        self.after(seconds, partial(self._finish, keys, generated, seconds))
 
-    def _finish(self, keys: Sequence[CallKey], seconds: float) -> None:
-        for item in self.core.done(keys, seconds):
+    def _finish(self, keys: Sequence[CallKey], generated: Sequence[CallKey], seconds: float) -> None:
+        by = {key: self.version for key in generated if self.version is not None}
+        for item in self.core.done(keys, seconds, by):
             answer = item.message
             assert isinstance(answer, CallAnswer), f"{self.name} answers {answer}"
             key = next(key for key in keys if (key.client, key.number) == (item.to, answer.number))
@@ -368,3 +375,7 @@ class AnsweringWorker(SimulatedProcess):
     def _post(self, out: Iterable[OutgoingCall]) -> None:
         for item in out:
             self.network.send(self, item.to, item.message)
+
+
+def _older(need: Version | None, term: int) -> bool:
+    return need is not None and need.term < term

@@ -240,7 +240,7 @@ class Scaling:
             document = rewritten(document, shipped)
             (record.path / "workers" / f"{name.file_stem}.yaml").write_text(yaml_text(document))
             planned = plan.worker(name)
-            generates = planned.generates is not None
+            generates = plan.primary in planned.generates
             entries.append(WorkerEntry(str(name), False, planned.threads, host, planned.python or "", generates))
         return entries
 

@@ -115,7 +115,7 @@ class RunContents:
                     w.threads,
                     hosts[str(w.name)],
                     w.python or "",
-                    generates=w.generates is not None,
+                    generates=self.plan.primary in w.generates,
                 )
                 for w in self.plan.workers
             ),

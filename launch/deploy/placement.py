@@ -91,14 +91,18 @@ def device_of(worker: WorkerPlan, place: WorkerSlot, gpus: int) -> str:
 
 def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
     """One line per host: number, name, workers, and the source of weights if not shared memory."""
-    leaders = leaders_of(plan.owners, {name: place.host for name, place in placement.places.items()})
-    generating = {str(worker.name) for worker in plan.workers if worker.generates is not None}
+    host_of = {name: place.host for name, place in placement.places.items()}
+    read = [(model, leaders_of(plan.home_of(model).members, host_of)) for model in plan.generating]
     lines = []
     for number, host in enumerate(placement.hosts):
         workers = [_shown(plan, name, placement.places[name]) for name in placement.on(number)]
         text = ", ".join(workers) or "no workers — leave this host out"
-        if number not in leaders and generating & {*placement.on(number)}:
-            text += f"; weights over the network, from {publisher_for(number, leaders)}"
+        here = {
+            model for worker in plan.workers if str(worker.name) in placement.on(number) for model in worker.generates
+        }
+        far = [publisher_for(number, leaders) for model, leaders in read if model in here and number not in leaders]
+        if far:
+            text += f"; weights over the network, from {' and '.join(dict.fromkeys(far))}"
         lines.append(f"{number}  {host.name}  {len(workers)} of {len(host.slots)} slots  {text}")
     return lines
 
@@ -190,19 +194,19 @@ def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
     """What the workers on one host need."""
     names = set(placement.on(host))
     workers = [worker for worker in plan.workers if str(worker.name) in names]
-    trains = any("train" in worker.roles for worker in workers)
-    sizes = {name: _size(model) for name, model in plan.recipe.models.items()}
-    published = sizes[plan.primary]
+    homes = {worker.name.pool for worker in workers}
+    published = {model: plan.home_of(model).name in homes for model in plan.generating}
+    weights = {model: _weights(plan.recipe.models[model]) for model in published}
     # Without a publisher on the host, each worker holds the weights that it fetches in memory of its own.
-    fetched = 0 if trains or published is None else published.weights
-    fetching = fetched * sum(worker.generates == plan.primary for worker in workers)
+    fetching = sum(weights[model] for worker in workers for model in worker.generates if not published[model])
+    kept = sum(weights[model] for model, here in published.items() if here)
     beside_gpus = fetching + sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers)
     return replace(
         needs_of_workers(plan, names),
         memory=at_least(fetching + sum(_memory(worker, plan, on_gpu=False) for worker in workers)),
         memory_beside_gpus=at_least(beside_gpus),
         disk=disk_for(plan, placement, host, frozenset(range(len(placement.hosts)))),
-        shm=at_least((PUBLISHED + PINNED) * published.weights if trains and published is not None else 0),
+        shm=at_least((PUBLISHED + PINNED) * kept),
         paths=tuple(dict.fromkeys(path for worker in workers for path in _paths(worker, plan))),
     )
 
@@ -219,6 +223,12 @@ def _size(model: ModelConfig) -> ModelSize | None:
         return model_size(model)
     except UserError:
         return None
+
+
+def _weights(model: ModelConfig) -> int:
+    """Bytes of a model's weights, as far as they are known here."""
+    size = _size(model)
+    return 0 if size is None else size.weights
 
 
 def disk_for(
@@ -268,9 +278,7 @@ def _dumped(plan: Plan, owners: int) -> int:
 
 
 def _paths(worker: WorkerPlan, plan: Plan) -> Iterable[str]:
-    for name in (*worker.models, worker.generates):
-        if name is None:
-            continue
+    for name in (*worker.models, *worker.generates):
         model = plan.recipe.models[name]
         for path in (model.path, model.tokenizer):
             if path is not None and not path.startswith("chars:") and looks_like_path(path):

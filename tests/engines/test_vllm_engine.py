@@ -17,7 +17,7 @@ import torch
 
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.protocols import BackendSpec, Engine, EngineSpec
-from distflow.runtime.training import Canaries
+from distflow.runtime.weight_publisher import Canaries
 from distflow.testing.backend_contract import tiny_model
 from distflow.testing.engine_contract import SECOND, EngineContract
 from distflow.testing.engine_harness import WholeGroup, by_sample, run_until_done, submit

@@ -35,6 +35,7 @@ def scenarios(draw: st.DrawFn) -> CallScenario:
         spread=draw(st.sampled_from([0.0, 1.5])),
         budget=draw(st.sampled_from([0, 250, 1000])),
         token_s=draw(st.sampled_from([0.0, 0.001, 0.01])),
+        generated=draw(st.booleans()),
         hasty=draw(st.booleans()),
         slowness=[1.0, *(draw(st.sampled_from([1.0, 20.0])) for _ in range(servers - 1))],
         crashes=[crash for crash in crashes if crash.restart_s is not None or crash.worker not in first],

@@ -110,7 +110,7 @@ def test_activations_and_logits_follow_the_micro_batch() -> None:
     assert recomputed.activations < padded.activations / 9
     plan = planned("flow.steps.sample.with.max_new_tokens=4096", "batch.tokens_per_microbatch=100000")
     size = model_size(plan.recipe.models["policy"])
-    tokens = micro_batch(plan, plan.workers[2], size)
+    tokens = micro_batch(plan, plan.workers[2], "policy", size)
     # 24 rows, of three prompts of 16 tokens.
     assert (tokens.scored, tokens.computed) == (24 * 4096, 24 * 4096 + 3 * 16)
     assert one(plan, 2).logits == (1 << 26) * 22 + 2 * size.vocabulary * size.width * 2, "computed in pieces"
@@ -206,7 +206,7 @@ def test_activations_of_experts_are_those_that_a_token_is_given_to(
     ]
     size = model_size(plan.recipe.models["policy"])
     assert size.active == width
-    tokens = micro_batch(plan, plan.workers[2], size).computed
+    tokens = micro_batch(plan, plan.workers[2], "policy", size).computed
     kept = 6 * 2048 + 4 * (size.query + size.key_value + width)
     assert one(plan, 2).activations == tokens * kept * 4 * 49
 
@@ -353,7 +353,7 @@ def test_a_head_of_one_value_has_neither_logits_nor_an_output_layer() -> None:
     assert sizes["policy"].parameters - sizes["critic"].parameters == (152064 - 1) * 3584
     pool = next(number for number, worker in enumerate(plan.workers) if worker.name.pool == "critic")
     found = one(plan, pool)
-    values = micro_batch(plan, plan.workers[pool], sizes["critic"]).scored
+    values = micro_batch(plan, plan.workers[pool], "critic", sizes["critic"]).scored
     embeddings = (152064 + 1) * 3584 * sizes["critic"].dtype_bytes
     assert found.logits == values * (sizes["critic"].dtype_bytes + 20) + embeddings
 

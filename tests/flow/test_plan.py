@@ -61,9 +61,9 @@ def test_scripts_are_the_golden_ones(name: str, overrides: list[str]) -> None:
 def test_workers_of_the_split_layout() -> None:
     plan = planned("quickstart", "flow=grpo_kl")
     rollout, trainer = plan.worker(WorkerName("rollout", 1)), plan.worker(WorkerName("trainer", 0))
-    assert (rollout.generates, rollout.models, rollout.backend) == ("policy", (), None)
+    assert (rollout.generates, rollout.models, rollout.backend) == (("policy",), (), None)
     assert rollout.engine == "distflow.workers.engines.torch_engine:TorchEngine"
-    assert (trainer.generates, trainer.engine) == (None, None)
+    assert (trainer.generates, trainer.engine) == ((), None)
     assert set(trainer.models) == {"policy", "reference"}
     assert plan.trained_models == ("policy",)
     assert plan.generate_step.settings["max_new_tokens"] == 4

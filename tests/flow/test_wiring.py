@@ -144,8 +144,6 @@ def test_what_the_runtime_cannot_do_yet_is_refused_by_name(folder: Folder, refus
     message = "step 'reward' of role 'score' on the pool that trains critic: not built yet — leave it to 'rollout'"
     steps = "layout.pools.critic.steps=[values,critic_update,reward]"
     assert f"layout.pools.critic.steps — {message}" in refused(*OWN_CRITIC, steps)
-    again = "flow.steps.again={call: ./steps.py:sample, model: policy}"
-    assert "flow.steps — two steps generate, sample and again; this is not built yet" in refused(again)
 
 
 def test_a_model_has_one_home(folder: Folder, refused: Callable[..., str]) -> None:

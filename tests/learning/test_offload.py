@@ -168,7 +168,7 @@ def test_both_sides_take_turns_on_a_gpu(allocated: Callable[[], int]) -> None:
         inbox.announce(link.publish(Version(0, number), backend.named_shards()))
         turns.generate()
         inbox.load(engine)
-        turns.taken(number)
+        turns.taken(Version(0, number))
         held = turns.held()
         assert held["policy/weights"] == held["policy/optimizer"] == 0
         if number == 0:

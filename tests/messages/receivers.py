@@ -100,8 +100,8 @@ class WorkerReceiver:
 
     def close(self) -> None:
         """Let go of threads and descriptors."""
-        if self.session._inbox is not None:
-            self.session._inbox.close()
+        for inbox in self.session._inboxes.values():
+            inbox.close()
         self.node.endpoint.close(0.0)
 
 

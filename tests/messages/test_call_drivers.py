@@ -16,6 +16,7 @@ from distflow.data.batch import Batch, Ragged, RowRange
 from distflow.data.batch_wire import encode_batch
 from distflow.exchange.call_messages import CallAnswer, CallMessage, CallRequest, kind_of, to_wire
 from distflow.runtime import ports
+from distflow.testing.fakes import FakeBackend
 from distflow.types import Version
 from tests.messages.corpus import Example, examples
 from tests.messages.receivers import WorkerReceiver, setting_of
@@ -173,12 +174,15 @@ def test_weights_are_announced_to_those_that_read_them(tmp_path: Path) -> None:
     trainer = receiver("trainer/0", tmp_path)
     present = [name for name in trainer.node.membership.peers if trainer.node.membership.present(name)]
     assert sorted(present) == ["reward/0", "rollout/0"]
-    announce, publisher = ports.publishes(trainer.session._base, None)
-    assert publisher is not None
+    session, backend = trainer.session, FakeBackend()
+    held = ports.HeldModels({"policy": backend}, {}, None, session._turns)
+    publisher = ports.publishes(session._base, held, {})
+    publisher._canaries = {}
     try:
         trainer.said.clear()
+        manifest = publisher.make("policy", Version(0, 1))
         with trainer.node.board.condition:
-            announce(publisher.publish(Version(0, 1), [("weight", torch.zeros(2))]))
+            publisher.announce(manifest)
         kinds = [decode(bytes(frames[0]), [], b"").kind for frames in trainer.said]
         assert kinds == ["weights"], "one worker generates"
     finally:

@@ -44,6 +44,7 @@ from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.waits import WaitBoard
+from distflow.runtime.weight_publisher import Canaries, Publishing
 from distflow.testing.fakes import FakeBackend, FakeEngine
 from distflow.types import Uid, Version, WorkerName
 from distflow.weights.manifest import Manifest
@@ -97,7 +98,7 @@ def generate_step() -> GenerateStep:
     settings = {"max_new_tokens": TOKENS}
     plan = StepPlan("sample", "distflow.workers.rollout:sample", "generate", "sample", None, settings, (), GENERATED)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
-    return StepRunner(HOLDER, [plan], {"sample": context}).generate_step()
+    return StepRunner(HOLDER, [plan], {"sample": context}).generate_step("sample")
 
 
 class Wire:
@@ -188,8 +189,7 @@ class World:
             primary="policy",
             replicas=Replicas(OWNER, [OWNER], [OWNER], self.node, waits, LOOPBACK),
             intake=Intake(self.inbound, self.node, IntakeRule(plan.tokens_per_microbatch, streamed)),
-            publishers={"policy": self.link},
-            announce=self._announce,
+            publishing=self.publishing(),
             dumps=DumpWriter(self.folder, WorkerName.parse(OWNER), Disk(), 1 << 30),
             checkpoints=CheckpointWriter(self.folder, "trainer-0", "digest", Keeping(9)),
             commits=True,
@@ -209,6 +209,12 @@ class World:
         self.samples = Trajectories(generate_step(), GROUP, TOKENS, TOKENIZER, torch.float32)
         node, metrics = self.holder_node, MetricStore()
         return RolloutLoop(self.engine, self.samples, self.outbound, self.inbox, node, metrics, recipe)
+
+    def publishing(self, *, publishes: bool = True, canaries: Mapping[str, Canaries] | None = None) -> Publishing:
+        """How the policy is published: in this process, unless another replica does."""
+        publishers = {"policy": self.link} if publishes else {}
+        announce = {"policy": self._announce}
+        return Publishing(["policy"], {"policy": self.backend}, publishers, announce, canaries or {}, self.metrics)
 
     def _announce(self, manifest: Manifest) -> None:
         self.inbox.announce(manifest)

@@ -73,10 +73,12 @@ class Critic(Worker):
         self.serving, self.rows = serving, rows
         self.model = Divided("critic", together, self.seen)
         rounds = Rounds({"critic": self.model}, replicas, self.node.board, self.metrics, WAIT_S)
-        contexts = build_contexts(session._setting, self.metrics, rounds.models, None, self.tokenizer)
+        contexts = build_contexts(session._setting, self.metrics, rounds.models, {}, self.tokenizer)
         steps = StepRunner(name, session._setting.me.steps, contexts)
         held = ports.HeldModels(rounds.models, contexts, rounds, session._turns)
-        self.training: FurtherTraining = ports.trains_further(session._base, rows, serving, replicas, held, steps)
+        publishing = ports.publishes(session._base, held, {})
+        ends = ports.FurtherEnds(rows, serving)
+        self.training: FurtherTraining = ports.trains_further(session._base, ends, replicas, held, steps, publishing)
 
     @property
     def asked(self) -> int:

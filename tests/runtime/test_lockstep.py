@@ -23,8 +23,8 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import TokenScores, TokenValues
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.training import Canaries
 from distflow.runtime.waits import WaitBoard
+from distflow.runtime.weight_publisher import Canaries
 from distflow.testing.fakes import FakeBackend
 from distflow.weights.canary import canary_rows
 

@@ -49,7 +49,7 @@ def test_a_lease_waits_for_its_version_of_the_weights(tmp_path: Path) -> None:
     made.training.publish("policy", 1)
     made.loop.wait_if_idle()
     assert made.submit() == [4, 5, 6, 7]
-    assert announced == [1]
+    assert announced == [Version(0, 1)]
     groups = [group for _ in range(TOKENS) for group in made.decode()]
     assert {sample.spans for group in groups for sample in group.samples} == {(Span(0, 1, 0, TOKENS),)}
 

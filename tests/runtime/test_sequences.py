@@ -102,7 +102,7 @@ def trajectories(file: Path, name: str = "wander", samples: int = 2, most: int =
     writes, allowed = (*GENERATED, *(SEQUENCES if declared else ())), ("replay",) if declared else None
     plan = StepPlan("sample", f"{file}:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
-    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step()
+    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
     return Trajectories(step, samples, most, TOKENIZER, torch.float32)
 
 

@@ -243,7 +243,7 @@ EPISODE = Episode(Uid(0, 12, 7), 1, (4, 5), "23=", {})
 
 def test_a_generate_step_makes_one_sample_turn_by_turn(file: Path) -> None:
     steps, _ = runner(file, "drawn", role="generate", temperature=0.5)
-    step = steps.generate_step()
+    step = steps.generate_step("judge")
     call = step.begin(EPISODE)
     wanted = step.go_on(call, EPISODE, None)
     assert isinstance(wanted, Wanted)
@@ -253,7 +253,7 @@ def test_a_generate_step_makes_one_sample_turn_by_turn(file: Path) -> None:
 
 def test_what_a_generate_step_raises_is_told_with_its_prompt(file: Path) -> None:
     steps, _ = runner(file, "drawn", role="generate")
-    step = steps.generate_step()
+    step = steps.generate_step("judge")
     call = step.begin(EPISODE)
     step.go_on(call, EPISODE, None)
     message = (
@@ -265,7 +265,7 @@ def test_what_a_generate_step_raises_is_told_with_its_prompt(file: Path) -> None
 
 
 def test_a_generate_step_awaits_tokens_and_nothing_else(file: Path) -> None:
-    step = runner(file, "astray", role="generate")[0].generate_step()
+    step = runner(file, "astray", role="generate")[0].generate_step("judge")
     with pytest.raises(
         StepError, match=r"step 'judge' .*:astray\) on rollout/1 awaited a NoneType; .* awaits generate"
     ):

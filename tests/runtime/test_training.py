@@ -16,7 +16,7 @@ from distflow.exchange.ledger import RefillsExhausted
 from distflow.flow.plan import StepPlan
 from distflow.runtime.protocols import TokenScores
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.training import Canaries
+from distflow.runtime.weight_publisher import Canaries
 from distflow.runtime.worker import Worker
 from distflow.types import WorkerName
 from distflow.weights.canary import Canary, canary_rows
@@ -124,8 +124,9 @@ def test_every_version_is_published_with_its_canary(make: Make, publishes: bool,
     world = make()
     world.backend.lockstep = divided
     training = world.training
-    parts = replace(training._parts, canaries={"policy": Canaries(canary_rows(13, 20), "float32")})
-    training._parts = parts if publishes else replace(parts, publishers={})
+    canaries = {"policy": Canaries(canary_rows(13, 20), "float32")}
+    publishing = world.publishing(publishes=publishes, canaries=canaries)
+    training._parts = replace(training._parts, publishing=publishing)
     training.publish("policy", 0)
     scored = [event for event in world.backend.events if event[0] == "score"]
     assert scored == [("score", 4)] * (publishes or divided)
@@ -144,7 +145,8 @@ def test_weights_that_are_not_finite_are_not_published(make: Make) -> None:
 
     world.backend.score = diverged
     training = world.training
-    training._parts = replace(training._parts, canaries={"policy": Canaries(canary_rows(13, 20), "float32")})
+    canaries = {"policy": Canaries(canary_rows(13, 20), "float32")}
+    training._parts = replace(training._parts, publishing=world.publishing(canaries=canaries))
     message = "the weights of version 3 of policy contain NaN or inf: training has diverged — .*models.policy.optimizer"
     with pytest.raises(WorkerFailed, match=message):
         training.publish("policy", 3)

@@ -128,7 +128,7 @@ def trajectories(
     allowed = None if environment is None else tuple(environment)
     plan = StepPlan("sample", f"{folder}/mine.py:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
-    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step()
+    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
     return Trajectories(step, samples, MOST, TOKENIZER, torch.float32)
 
 
@@ -328,7 +328,7 @@ def test_a_baseline_needs_others_to_be_the_baseline_of(tmp_path: Path) -> None:
     call = "distflow.workers.rollout:sample_with_baseline"
     plan = StepPlan("sample", call, "generate", "sample", None, {}, (), GENERATED)
     context = StepContext("sample", tokenizer=EndlessTokenizer(), samples_per_prompt=1)
-    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step()
+    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
     samples = Trajectories(step, 1, MOST, TOKENIZER, torch.float32)
     with pytest.raises(UserError, match=r"rollout/0: batch.samples_per_prompt is 1: .* none is trained on — 2 or more"):
         samples.begin([lease()])

@@ -21,7 +21,7 @@ def epochs_done(divergence: float | None, target_kl: float | None) -> int:
     backend, metrics = FakeBackend(), MetricStore()
     context = StepContext("update", model="policy", models={"policy": backend}, metrics=metrics)
     plan = dataclasses.replace(BATCH, epochs=3, target_kl=target_kl)
-    updates = Updates({"policy": backend}, {"policy": "actor"}, "policy", {"update": context}, metrics, plan)
+    updates = Updates({"policy": backend}, {"policy": "actor"}, ["policy"], {"update": context}, metrics, plan)
     updates.begin(0, 0)
     for _ in updates.epochs([Batch({"reward": torch.zeros(1)})]):
         if not context.rests:

@@ -1,0 +1,216 @@
+"""Generates with a further model at one worker: its engine, its weights, and the groups that it makes.
+
+    for groups in w.ask("solve", w.generate("sample", w.leases())): …      # for the groups of the same worker
+    for groups in w.generate("solve", w.requests("solve")): w.answer(groups)   # for those of others
+
+Which groups start, and when weights are taken, is decided by `FurtherCore` (`distflow/exchange/further_core.py`).
+Whoever has the worker's main thread advances the engine by a decode step at a time: the loop of the primary model's
+engine, the loop over requests, or a training worker that waits for rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+
+from distflow.config.schema import Refresh
+from distflow.data.batch import Batch
+from distflow.data.prefixes import own_fields
+from distflow.data.randomness import step_seed
+from distflow.errors import StepError
+from distflow.exchange.further_core import FurtherCore, FurtherTurn, WantedGroup
+from distflow.flow.plan import StepPlan
+from distflow.runtime.assembly import Setting, build_trajectories
+from distflow.runtime.generate_step import GenerateStep
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.node import Node
+from distflow.runtime.protocols import Engine, Tokenizer
+from distflow.runtime.trajectories import Trajectories
+from distflow.types import SampleRequest, Version, prefixed
+from distflow.weights.receiver import WeightInbox
+
+
+class FurtherGenerating:
+    """The step `plan`, with its fields as they are named in the flow. `seed`: of its samples.
+
+    `publishers`: the workers that weights may come from.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        engine: Engine,
+        samples: Trajectories,
+        inbox: WeightInbox,
+        node: Node,
+        metrics: MetricStore,
+        refresh: Refresh,
+        seed: int,
+    ) -> None:
+        self.plan = plan
+        self.publishers: tuple[str, ...] = ()
+        self._engine = engine
+        self._samples = samples
+        self._inbox = inbox
+        self._node = node
+        self._board = node.board
+        self._metrics = metrics
+        self._seed = seed
+        self._core = FurtherCore(refresh)
+        self._rows: dict[Hashable, Batch] = {}
+        """What the open groups are made from."""
+        self._position: dict[Hashable, int] = {}
+        self._answers: list[tuple[Hashable, Batch]] = []
+        self._on_version: Callable[[Version], None] = lambda version: None
+
+    # -- called under the worker's lock
+
+    def ask(self, key: Hashable, rows: Batch, t: int, least: Version) -> None:
+        """Make one whole group from its rows, for training step t, with this version or later ones."""
+        position = int(rows.dense("group")[0])
+        self._rows[key], self._position[key] = own_fields(rows, self.plan.prefix), position
+        self._core.ask(WantedGroup(key, position, rows.rows, t, least))
+
+    def cancel(self, keys: Iterable[Hashable]) -> None:
+        """These groups are not wanted any more."""
+        gone = set(keys)
+        self._core.cancel(gone)
+        for key in gone:
+            self._rows.pop(key, None)
+            self._position.pop(key, None)
+        self._answers = [(key, answer) for key, answer in self._answers if key not in gone]
+
+    def take(self) -> list[tuple[Hashable, Batch]]:
+        """The groups that are whole since the last call, each with what the step writes, by the names in the flow."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether there are groups to take."""
+        return bool(self._answers)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has samples to decode."""
+        return bool(self._core.running) and self._inbox.loaded is not None
+
+    @property
+    def something(self) -> bool:
+        """Whether an idle worker has something to do here."""
+        return self.busy or self._core.something(self._inbox.loaded, self._inbox.waiting)
+
+    def has_room(self, samples: int) -> bool:
+        """Whether so many samples could start now."""
+        free = self._engine.free_slots - self._core.queued
+        return free >= samples or not (self._core.running or self._core.queued)
+
+    def waiting(self) -> tuple[str, tuple[str, ...]] | None:
+        """What the next group waits for, and from whom; None: nothing."""
+        awaited = self._core.awaited(self._inbox.loaded)
+        if awaited is None:
+            return None
+        return f"weights of version {awaited.number} of {self.plan.model!r} or newer", self.publishers
+
+    @property
+    def loaded(self) -> Version | None:
+        """The version in the engine."""
+        return self._inbox.loaded
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of weights received over the network so far."""
+        return self._inbox.chunks
+
+    def begin_term(self, term: int, begins: Mapping[int, int]) -> None:
+        """Training has restarted (`begins`: training steps by term)."""
+        self._inbox.begin_term(term, begins)
+        self._core.begin_term(begins, self._inbox.loaded)
+
+    # -- on the main thread
+
+    def on_version(self, handler: Callable[[Version], None]) -> None:
+        """Call `handler` with each version that the engine has taken."""
+        self._on_version = handler
+
+    def advance(self) -> None:
+        """Take newer weights, abort and start groups, and decode a token of all that run."""
+        turn = self._turn()
+        while turn.load or turn.abort:
+            if turn.load:
+                self._load()
+            if turn.abort:
+                self._engine.abort(turn.abort)
+                self._samples.forget(turn.abort)
+            turn = self._turn()
+        for key in turn.start:
+            if (rows := self._rows.get(key)) is not None:
+                self._submit(self._samples.begin_rows(rows, self._seed))
+        if self._core.running:
+            self._decode()
+
+    def close(self) -> None:
+        """Give the engine back."""
+        self._engine.close()
+
+    # -- details
+
+    def _turn(self) -> FurtherTurn:
+        engine, inbox = self._engine, self._inbox
+        with self._board.condition:
+            return self._core.turn(engine.free_slots, engine.version, inbox.loaded, inbox.waiting)
+
+    def _load(self) -> None:
+        with self._metrics.timed("timing_s/weight_sync"):
+            self._inbox.load(self._engine)
+        loaded = self._inbox.loaded
+        if loaded is not None:
+            self._metrics.trace.arrive("weights", [f"{self._inbox.model}:{loaded.term}:{loaded.number}"])
+            self._node.work_done()
+            self._on_version(loaded)
+            if self._inbox.difference is not None:
+                self._metrics.mean(f"weights/canary_diff/{self.plan.model}", self._inbox.difference)
+
+    def _submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Raises StepError for what the generate step has asked for and the engine cannot do."""
+        try:
+            self._engine.submit(requests)
+        except ValueError as error:
+            raise StepError(f"{self._samples.step.where}: {error}") from error
+
+    def _decode(self) -> None:
+        with self._metrics.timed("timing_s/gen"):
+            outputs = self._engine.poll()
+        further, done = self._samples.take(outputs)
+        if further:
+            self._submit(further)
+        with self._board.condition:
+            whole = [(key, self._position[key]) for key in self._core.collect(done)]
+        for key, position in whole:
+            answer = self._written(self._samples.batch([position]))
+            with self._board.condition:
+                if self._rows.pop(key, None) is not None:
+                    del self._position[key]
+                    self._answers.append((key, answer))
+        self._node.work_done()
+
+    def _written(self, rows: Batch) -> Batch:
+        """Of whole samples, what the step writes, by the names in the flow."""
+        return Batch({prefixed(name, self.plan.prefix): rows[name] for name in self.plan.as_it_sees().writes})
+
+
+def build_further(
+    setting: Setting,
+    step: GenerateStep,
+    plan: StepPlan,
+    engine: Engine,
+    inbox: WeightInbox,
+    tokenizer: Tokenizer,
+    node: Node,
+    metrics: MetricStore,
+) -> FurtherGenerating:
+    """What generates at this worker by the step of a further model: nothing runs yet."""
+    samples, recipe = build_trajectories(setting, step, tokenizer), setting.recipe
+    seed = step_seed(recipe.run.seed, plan.name)
+    further = FurtherGenerating(plan, engine, samples, inbox, node, metrics, recipe.layout.refresh, seed)
+    further.publishers = setting.home_of(str(plan.model))
+    return further
