@@ -124,9 +124,11 @@ def _offload_complaints(planned: PoolPlan, pool: PoolConfig, structure: Structur
             "remove it, or give all roles to one pool, as in layout=colocated",
         )
         return
+    models = " and ".join(planned.generates)
     if len(planned.generates) > 1:
-        models = " and ".join(planned.generates)
         yield f"it generates with {models}: not built yet for several engines", "a pool of its own for one of them"
+    elif structure.models.primary not in planned.generates:
+        yield f"it generates with {models}, a further model: not built yet", "remove it, or a pool that only generates"
     here = [node for node in structure.on(planned.name) if node in structure.before_custody]
     for node in (*here, *structure.private.all):
         if node.model is not None and node.role != "generate":

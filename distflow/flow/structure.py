@@ -20,6 +20,7 @@ from distflow.flow.sharding import check_zero
 from distflow.flow.sites import find_home, find_sites, generating_pools, plan_pools, steps_before_custody
 from distflow.flow.step_declaration import read_parameters
 from distflow.flow.step_settings import complaints
+from distflow.types import REWARD_PARTS
 
 _NEEDED = ("temperature", "max_new_tokens")
 """Settings of a generate step that the runtime needs."""
@@ -143,6 +144,9 @@ def _check_roles(steps: list[StepNode], problems: Problems) -> None:
 def _check_generate(steps: list[StepNode], problems: Problems) -> None:
     by_prefix: dict[str, StepNode] = {}
     for node in steps:
+        if f"{node.prefix}/" == REWARD_PARTS:
+            message = f"fields {REWARD_PARTS}… are parts of the reward"
+            problems.add(f"flow.steps.{node.name}.prefix", message, "another name, such as that of the step's model")
         first = by_prefix.setdefault(node.prefix, node) if node.role == "generate" else node
         if first is not node:
             message = f"generates, as step {first.name!r} does, and both write the same fields"
