@@ -3,8 +3,9 @@
 A sender numbers what it sends to each receiver, keeps it until it is acknowledged, and sends it again until then: a cut
 link loses seconds of traffic without any death. Behind the last rows of a training step it sends `close` to every
 receiver: the groups that this sender has dealt to each of them, with their lengths, and what to do with them. All
-senders say the same of that. A receiver has a step once every sender has closed it and its groups are there; what all
-senders have closed gives each group's rank, wherever it was dealt, and the rounds of a divided model.
+senders say the same of that. A receiver has a step once every sender has closed it and everything numbered before that
+is there, also a message without groups, which tells what the rows are; what all senders have closed gives each group's
+rank, wherever it was dealt, and the rounds of a divided model.
 
 Groups are dealt as at the senders' own home (`dealing.py`). Where senders wait for the whole step, they know all its
 groups and deal them alike. Where rows stream, each deals its own, by what each receiver has got from it.
@@ -190,8 +191,6 @@ class _Sender:
     seen: set[int] = field(default_factory=set)
     """Numbers received above `low`, below which there is no gap."""
     low: int = 0
-    groups: dict[int, int] = field(default_factory=dict)
-    """Groups received, by training step."""
     closes: dict[int, RowsClose] = field(default_factory=dict)
 
     def note(self, number: int) -> bool:
@@ -255,7 +254,6 @@ class RowsReceiver:
         if isinstance(message, RowsClose):
             known.closes[message.t] = message
         else:
-            known.groups[message.t] = known.groups.get(message.t, 0) + len(message.groups)
             self._bytes[message.t] += nbytes
         return True
 
@@ -283,8 +281,6 @@ class RowsReceiver:
         assert self.released == self.taken, f"the rows of training step {self.taken} are still held"
         self.taken += 1
         closes = [sender.closes.pop(self.taken) for sender in self._senders.values()]
-        for sender in self._senders.values():
-            sender.groups.pop(self.taken, None)
         said = {close.then for close in closes}
         assert len(said) == 1, f"senders disagree on training step {self.taken}: {sorted(said)}"
         dealt = [(replica, group) for close in closes for replica, some in enumerate(close.dealt) for group in some]
@@ -306,4 +302,4 @@ class RowsReceiver:
 
     def _has_all(self, sender: _Sender) -> bool:
         close = sender.closes.get(self.taken + 1)
-        return close is not None and sender.groups.get(close.t, 0) == len(close.dealt[self._rank])
+        return close is not None and sender.low >= close.number

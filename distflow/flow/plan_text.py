@@ -102,13 +102,19 @@ def _batch(plan: Plan) -> list[str]:
     return [
         f"{batch.prompts} prompts × {batch.samples_per_prompt} samples = {batch.samples} samples a training step",
         f"{batch.ledgers} ledgers of {batch.groups_per_ledger} groups a step, owned by {owners} training worker(s)",
-        f"micro-batches of up to {batch.tokens_per_microbatch} padded tokens, "
-        + ("computed while samples arrive" if plan.streamed else "computed when the whole batch has arrived"),
+        f"micro-batches of up to {batch.tokens_per_microbatch} padded tokens, " + _computed(plan),
         *_waiting(plan),
         *_rows_waiting(plan),
         f"{_staleness(plan)}; up to {batch.max_refills} refills a ledger and step",
         f"whole run: {batch.training_steps * batch.prompts} prompts, {batch.training_steps * batch.samples} samples",
     ]
+
+
+def _computed(plan: Plan) -> str:
+    if plan.streamed:
+        return "computed while samples arrive"
+    early = f"; {', '.join(plan.on_arrival)} while they arrive" if plan.on_arrival else ""
+    return f"computed when the whole batch has arrived{early}"
 
 
 def _staleness(plan: Plan) -> str:

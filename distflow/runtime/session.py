@@ -245,7 +245,7 @@ class Session:
     ) -> Training | FurtherTraining:
         if inbound is not None:
             ends = ports.OwnerEnds(inbound, self._rows_out, self._asking)
-            return ports.trains(self._base, ends, replicas, held, self._inbox)
+            return ports.trains(self._base, ends, replicas, held, self._inbox, steps)
         assert self._rows_in is not None, f"{self._name} trains a further model, on rows of the owners"
         return ports.trains_further(self._base, self._rows_in, self._serving, replicas, held, steps)
 

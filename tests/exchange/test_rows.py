@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Collection
 from itertools import pairwise
 
 import pytest
@@ -20,6 +21,11 @@ GROUP_BYTES = WINDOW_BYTES // 3
 RULE = DealRule(12, 4, CostRule(8), minibatches=2)
 
 
+def bytes_of(groups: Collection[int]) -> int:
+    """Of the rows of one message; one without groups tells which fields there are."""
+    return sum(GROUP_BYTES - group % 3 for group in groups)
+
+
 class Network:
     """Owners and replicas of a critic, each a program that goes through the training steps as it can."""
 
@@ -28,6 +34,7 @@ class Network:
     ) -> None:
         self.rng = random.Random(seed)
         self.loss, self.steps, self.whole = loss, steps, whole
+        self.prompts = 12
         self.longest = 5
         self.owners = {f"trainer/{i}": i for i in range(owners)}
         names = [f"critic/{i}" for i in range(critics)]
@@ -42,6 +49,9 @@ class Network:
         """Training steps of which one receiver held rows at once."""
         self.wire: list[tuple[str, OutgoingRows]] = []
         self.got: dict[str, dict[int, list[int]]] = {name: defaultdict(list) for name in names}
+        self.sent: dict[str, Counter[int]] = {name: Counter() for name in names}
+        """Messages with rows for each receiver, by training step, and those of them that have arrived."""
+        self.here: dict[str, Counter[int]] = {name: Counter() for name in names}
         self.taken: dict[str, list[tuple[str, dict[int, Offer]]]] = {name: [] for name in names}
         self.now = 0.0
         self.cut_until = 0.0
@@ -66,8 +76,10 @@ class Network:
             step = [self._groups(owner, sender.step) for owner in self.owners]
             window = {p: lengths for some in step for p, lengths in some.items()} if self.whole else {}
             for to, dealt in sender.deal(groups, RULE, window).items():
-                for group in dealt if not stops else ():
-                    sender.send(to, {group: groups[group]}, GROUP_BYTES - group % 3)
+                pieces = [{group: groups[group]} for group in dealt] or [{}]
+                for piece in pieces if not stops else ():
+                    self.sent[to][sender.step] += 1
+                    sender.send(to, piece, bytes_of(piece))
             sender.close("stop" if stops else "train")
         self._post(name, sender.due(self.now))
 
@@ -75,7 +87,7 @@ class Network:
         first, count = self.owners[name], len(self.owners)
         return {
             position: (1 + position % self.longest,)
-            for position in range(t * 12, t * 12 + 12)
+            for position in range(t * self.prompts, (t + 1) * self.prompts)
             if position % count == first
         }
 
@@ -88,6 +100,8 @@ class Network:
         elif not self.training[name] and not receiver.missing and len(self.taken[name]) <= self.steps:
             self.training[name] = True
             self.taken[name].append(receiver.take())
+            t = receiver.taken
+            assert self.here[name][t] == self.sent[name][t], "also those without groups"
             self._post(name, receiver.acks(receiver.senders))
 
     def _post(self, sender: str, out: list[OutgoingRows]) -> None:
@@ -107,17 +121,18 @@ class Network:
             receiver = self.receivers[outgoing.to]
             if receiver.expects(sender, message):
                 assert isinstance(message, (RowsSent, RowsClose))
-                sent = isinstance(message, RowsSent)
-                new = receiver.handle(sender, message, GROUP_BYTES - message.groups[0] % 3 if sent else 0)
+                nbytes = bytes_of(message.groups) if isinstance(message, RowsSent) else 0
+                new = receiver.handle(sender, message, nbytes)
                 assert receiver.held <= self.memory, "more than is reserved"
                 self.most_steps = max(self.most_steps, len(receiver._bytes))
                 if new and isinstance(message, RowsSent):
+                    self.here[outgoing.to][message.t] += 1
                     self.got[outgoing.to][message.t] += message.groups
                 self._post(outgoing.to, receiver.acks([sender], [message.number]))
 
     def check(self) -> None:
         for t in range(self.steps):
-            window = list(range(t * 12, t * 12 + 12))
+            window = list(range(t * self.prompts, (t + 1) * self.prompts))
             assert sorted(group for got in self.got.values() for group in got[t]) == window, "each once, at one replica"
             where = {position: rank for rank, got in enumerate(self.got.values()) for position in got[t]}
             groups = {position: Offer(where[position], (1 + position % self.longest,)) for position in window}
@@ -135,12 +150,15 @@ class Network:
     cut=st.booleans(),
     room=st.sampled_from([1.0, 1.2, 1.6, 3.0]),
     whole=st.booleans(),
+    prompts=st.sampled_from([3, 12]),
 )
 def test_every_group_reaches_one_replica_once(
-    owners: int, critics: int, seed: int, loss: float, cut: bool, room: float, whole: bool
+    owners: int, critics: int, seed: int, loss: float, cut: bool, room: float, whole: bool, prompts: int
 ) -> None:
-    """Whatever is lost, and with memory for just one training step of the largest groups or for more."""
+    """Whatever is lost, with memory for just one training step of the largest groups or for more, and with fewer groups
+    than replicas."""
     network = Network(owners, critics, 4, seed, loss, room, whole)
+    network.prompts = prompts
     network.cut_until = 10.0 if cut else 0.0
     stray = RowsSender(EDGE, 0, list(network.receivers), 0)
     stray.send("critic/0", {5: (1,)}, 1)

@@ -226,6 +226,34 @@ def test_all_stop_behind_the_rounds_that_some_still_want(home: tuple[Owner, list
     assert lost.is_set()
 
 
+@pytest.mark.parametrize("rows", [0, 1], ids=["all of none", "a part"])
+def test_a_replica_without_groups_waits_for_what_was_sent_before_the_close(
+    home: tuple[Owner, list[Critic]], rows: int
+) -> None:
+    """One group for two replicas: the other one learns from a batch without rows which fields it has none of."""
+    owner, critics = home
+    send, lost = owner.node.endpoint.send, list[str]()
+
+    def late(to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
+        if kind == "rows" and len(body["groups"]) == rows and not lost:
+            lost.append(to)
+            return delivered()
+        return send(to, kind, body, payload)
+
+    owner.node.endpoint.send = late  # type: ignore[method-assign]
+    owner.rows.send(groups(1), RULE, {})
+    owner.rows.close("train")
+    found: list[Batch] = at_once(*(critic.batch for critic in critics))
+    assert lost, "something is sent again"
+    assert sorted(len(batch) for batch in found) == [0, ROWS]
+    assert found[0].columns.keys() == found[1].columns.keys()
+    for critic in critics:
+        assert not critic.rows._kept
+        with critic.node.board.condition:
+            critic.rows.release()
+        assert critic.rows.held == 0
+
+
 def test_rows_that_have_no_room_wait_at_their_owner_and_hold_nobody_up(home: tuple[Owner, list[Critic]]) -> None:
     """There is room for one training step, and a little of the next one."""
     owner, critics = home
