@@ -46,6 +46,7 @@ def values(batch: Batch, ctx: StepContext) -> Batch:
         "kl": ["distflow.algorithms.kl:k1", "distflow.algorithms.kl:k2", "distflow.algorithms.kl:k3"],
         "kl_coef": ">= 0",
     },
+    only_with={"kl": "kl_coef"},
 )
 def token_rewards(batch: Batch, ctx: StepContext, *, kl_coef: float = 0.0, kl: str = "k1") -> Batch:
     """Write `token_rewards`: the reward at the last token trained on, minus `kl_coef` times the KL at each of them.

@@ -221,6 +221,7 @@ def _with_advantage(batch: Batch, function: str, given: object) -> Batch:
         "tis": "> 0",
         "cap": "> 0",
     },
+    only_with={"kl": "kl_coef"},
 )
 def update(
     batch: Batch,

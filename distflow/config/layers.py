@@ -100,6 +100,10 @@ class Layers:
         if origin is not None:
             self._removed[key] = origin
 
+    def given(self, key: KeyPath) -> list[Origin]:
+        """Where the value under a key, or part of it, was written."""
+        return [origin for path, origin in self._origins.items() if path[: len(key)] == key]
+
     def _merge(
         self, target: dict[str, Any], layer: Mapping[str, Any], at: KeyPath, origin_of: Callable[[KeyPath], Origin]
     ) -> None:

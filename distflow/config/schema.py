@@ -288,6 +288,14 @@ class ModelConfig(Section):
     """What the last layer gives: logits of the next tokens; values of the states before them, as a critic does (value);
     or one number for a whole text, as a reward model does (score; a sequence classifier, not trained)."""
 
+    @property
+    def inherited(self) -> tuple[str, ...]:
+        """What this section takes from the policy's: if it names no model it is a copy, but for what it says itself."""
+        if self.path is not None or self.init is not None:
+            return ()
+        own = self.model_fields_set
+        return ("path", "init", "tokenizer", *(key for key in ("dtype", "gradient_checkpointing") if key not in own))
+
 
 class DataConfig(Section):
     """Where prompts come from."""
@@ -351,7 +359,8 @@ class Recipe(Section):
     layout: LayoutConfig
     """Where it runs."""
     models: dict[str, ModelConfig] = Field(min_length=1)
-    """Models by name. Further models that the flow names default to copies of `policy`."""
+    """Models by name. Further models that the flow names are copies of `policy` unless they have a `path` or `init`; a
+    section may then still give a head, an optimizer, dtype and gradient_checkpointing of their own."""
     data: DataConfig
     """Where prompts come from."""
     limits: LimitsConfig = LimitsConfig()

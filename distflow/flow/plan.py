@@ -268,7 +268,7 @@ class Plan:
 
     @property
     def owner_plan(self) -> WorkerPlan:
-        """The plan of the first owner; all owners have the same settings for samples."""
+        """The plan of the first owner."""
         return self.worker(WorkerName.parse(self.owners[0]))
 
 

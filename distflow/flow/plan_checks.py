@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from distflow.config.plugins import BACKENDS, ENGINES, full_name
+from distflow.config.plugins import BACKENDS, ENGINES, LIBRARIES, full_name
 from distflow.config.schema import PoolConfig, Recipe
 from distflow.errors import Problems, did_you_mean
 from distflow.flow.deterministic import check_deterministic
@@ -23,8 +23,6 @@ from distflow.flow.wait_order import check_waits
 from distflow.types import written
 
 Check = Callable[[Recipe, Structure, Problems], None]
-MAKES_GROUP = (ENGINES["vllm"],)
-"""Engines that create torch's default process group for themselves, whatever else their worker does."""
 _STAGE = 2
 """ZeRO stage of backend deepspeed where its options name none."""
 
@@ -87,7 +85,8 @@ def _check_engines(pool_key: str, pool: PoolConfig, problems: Problems) -> None:
     cure = "engine torch or sglang, or a pool of its own for generation, as in layout=split"
     group = f"the process group that {pool.backend!r} on {pool.count} worker(s) trains in"
     for key, engine in engines.items():
-        if full_name(engine, ENGINES) in MAKES_GROUP:
+        name = full_name(engine, ENGINES)
+        if name in LIBRARIES and LIBRARIES[name].makes_group:
             message = f"{engine} cannot share a worker with {group}: each creates torch's default one"
             problems.add(key, message, cure, others=(f"{pool_key}.backend", f"{pool_key}.count"))
 

@@ -205,6 +205,11 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
         if "advantage" in node.writes
         and (node.declaration.spec.scope == "group" or node.settings.get("function") == "grpo")
     ]
+    if recipe.batch.critic_warmup >= recipe.run.training_steps:
+        yield (
+            f"warning: batch.critic_warmup is {recipe.batch.critic_warmup}, and run.training_steps "
+            f"{recipe.run.training_steps}: the policy is never trained"
+        )
     if recipe.batch.samples_per_prompt == 1 and relative:
         yield (
             f"warning: batch.samples_per_prompt is 1, and step {relative[0]!r} compares the samples of a prompt with "

@@ -63,6 +63,7 @@ class StepSpec:
     may_write: tuple[str, ...] = ()
     environment: tuple[str, ...] | None = None
     head: str | None = None
+    only_with: Mapping[str, str] = field(default_factory=dict)
 
 
 class SomeSteps(TypedDict, total=False):
@@ -72,6 +73,7 @@ class SomeSteps(TypedDict, total=False):
     may_write: Sequence[str]
     environment: Sequence[str] | None
     head: str | None
+    only_with: Mapping[str, str] | None
 
 
 def step(
@@ -102,10 +104,11 @@ def step(
     function `name`; a text is the range of a number: `{"top_p": "> 0, <= 1"}`. `may_write`: fields that a
     score step does not always write, for example `["rewards/*"]`; `drop_reason` is always among them. `head`: what the
     last layer of the step's model has to give (`models.NAME.head`); a call of `ctx.backend.score`, `.values` or
-    `.score_texts` in the function itself tells it too.
+    `.score_texts` in the function itself tells it too. `only_with`: settings that have an effect only while another one
+    is truthy, for example `{"kl": "kl_coef"}`.
     """
     named, functions = choices or {}, plugins or {}
-    fills, may_write, environment, head = _of_some(**of_some)
+    fills, may_write, environment, head, only_with = _of_some(**of_some)
     if role == "score" and not written(DROP_REASON, (*writes, *may_write)):
         may_write = (*may_write, DROP_REASON)
     always = (*(GENERATED if role == "generate" else ()), *(() if environment is None else SEQUENCES))
@@ -123,6 +126,7 @@ def step(
         may_write=may_write,
         environment=environment,
         head=head,
+        only_with=only_with,
     )
 
     def attach(function: _Function) -> _Function:
@@ -138,8 +142,10 @@ def _of_some(
     may_write: Sequence[str] = (),
     environment: Sequence[str] | None = None,
     head: str | None = None,
-) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...] | None, str | None]:
-    return dict(fills or {}), tuple(may_write), None if environment is None else tuple(environment), head
+    only_with: Mapping[str, str] | None = None,
+) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...] | None, str | None, dict[str, str]]:
+    allowed = None if environment is None else tuple(environment)
+    return dict(fills or {}), tuple(may_write), allowed, head, dict(only_with or {})
 
 
 def response_tokens(settings: Mapping[str, Any]) -> Any:

@@ -19,8 +19,9 @@ _KNOWN = (
     *SomeSteps.__annotations__,
 )
 
+_MAPPINGS = ("reads_when", "fills", "plugins", "choices", "only_with")
 _DEFAULTS: Mapping[str, Any] = {
-    **{name: {} for name in ("reads_when", "fills", "plugins", "choices")},
+    **{name: {} for name in _MAPPINGS},
     **{"scope": "sample", "may_write": (), "head": None},
 }
 _ASKED_BY = {"score": "tokens", "values": "value", "score_texts": "score"}
@@ -180,10 +181,11 @@ def _check_parameters(source: Source, parameters: Parameters, spec: StepSpec) ->
 
 
 def _check_choices(source: Source, spec: StepSpec, parameters: Parameters) -> None:
-    for setting in (*spec.choices, *spec.ranges):
+    declared = {"choices": (*spec.choices, *spec.ranges), "only_with": (*spec.only_with, *spec.only_with.values())}
+    for argument, setting in ((argument, setting) for argument, settings in declared.items() for setting in settings):
         if setting not in parameters.settings and not spec.arguments:
             raise PluginError(
-                f"{source.where}: @step(choices=…) names the setting {setting!r}, which {source.node.name!r} lacks; "
+                f"{source.where}: @step({argument}=…) names the setting {setting!r}, which {source.node.name!r} lacks; "
                 f"{did_you_mean(setting, parameters.settings)}"
             )
 
@@ -229,18 +231,25 @@ def _typed(given: dict[str, Any], source: Source) -> StepSpec:
         )
     if "environment" in values:
         _expect_environment(values["environment"], values["role"], source)
-    for name in ("reads_when", "plugins", "choices"):
+    for name in _MAPPINGS:
         _expect_mapping(values[name], name, source)
+    _expect_settings(values, source)
+    spec: StepSpec = getattr(step(**values)(lambda: None), ATTRIBUTE)
+    return spec
+
+
+def _expect_settings(values: Mapping[str, Any], source: Source) -> None:
+    for name in ("reads_when", "plugins", "choices"):
         for setting, names in values[name].items():
             if name == "choices" and isinstance(names, str):
                 _expect_range(setting, names, source)
-                continue
-            if name == "plugins" and isinstance(names, dict):
-                continue
-            _expect_names(names, f"@step({name}={{{setting!r}: …}})", source)
-    _expect_mapping(values["fills"], "fills", source)
-    spec: StepSpec = getattr(step(**values)(lambda: None), ATTRIBUTE)
-    return spec
+            elif not (name == "plugins" and isinstance(names, dict)):
+                _expect_names(names, f"@step({name}={{{setting!r}: …}})", source)
+    for setting, other in values["only_with"].items():
+        if not isinstance(other, str):
+            raise PluginError(
+                f"{source.where}: @step(only_with={{{setting!r}: …}}) must be the name of a setting, got {other!r}"
+            )
 
 
 def _expect_names(value: object, what: str, source: Source) -> None:

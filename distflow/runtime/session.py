@@ -16,6 +16,7 @@ from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped, StepError
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
+from distflow.exchange.tally import Tallies
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import frame_bytes
 from distflow.flow.plan import digest_parts
@@ -98,6 +99,7 @@ class Session:
         """Version of the weights that samples come from, on workers that do not train."""
         self._owners: Callable[[], tuple[str, ...]] = lambda: setting.owners
         self._contexts: Mapping[str, StepContext] = {}
+        self._tallies = Tallies(self._owns)
         self._models: Mapping[str, Backend] = {}
         self._rounds: Rounds | None = None
         self._turns = Turns()
@@ -191,10 +193,17 @@ class Session:
         CheckpointReports(self._node, self._hosts.here)
         self._node.on_agent("drain", self._drain)
         self._node.counts = self._metrics.counts
+        self._node.on_tick(self._count_together)
         if self._trains:
             # Everything a trainer measures shows progress, each micro-batch too: generating workers wait by it.
             self._node.count_work(lambda: self._metrics.recorded)
         return inbound, outbound
+
+    def _count_together(self, now: float) -> None:
+        """Hear what others have judged, and say what is judged here."""
+        for name, peer in self._node.membership.peers.items():
+            self._tallies.hear(name, peer.incarnation, peer.facts)
+        self._node.facts |= self._tallies.facts()
 
     def _build(self) -> Worker:
         setting = self._setting
@@ -217,6 +226,8 @@ class Session:
         engine = build_engine(setting, device, self._incarnation, self._go_on) if outbound is not None else None
         contexts = build_contexts(setting, self._metrics, self._models, engine, tokenizer)
         self._contexts = contexts
+        for name, context in contexts.items():
+            context.tally = self._tallies.of(name)
         steps = StepRunner(self._name, setting.me.steps, contexts)
         if outbound is not None and engine is not None and self._inbox is not None:
             samples = build_trajectories(setting, steps.generate_step(), tokenizer)

@@ -132,6 +132,8 @@ class Announcer:
 class _Reader(msgspec.Struct, frozen=True):
     announced: tuple[Whole, Whole] | None = None
     load: Whole = 0
+    judged: dict[str, tuple[Whole, Whole]] = {}
+    judged_by_all: dict[str, tuple[Whole, Whole]] = {}
 
 
 class _Pool(msgspec.Struct, frozen=True):

@@ -167,6 +167,9 @@ def test_too_little_memory_for_samples_is_refused_with_the_least_that_does() -> 
     ):
         planned("quickstart", long, f"{small}=1")
     planned("quickstart", long, f"{small}=24")
+    own = "layout.pools.trainer.each.0.sample_memory_mb"
+    with pytest.raises(RecipeError, match=rf"{own} — sample_memory_mb 1 is too little .*: at least 24, or lower"):
+        planned("quickstart", long, f"{small}=24", f"{own}=1")
 
 
 def test_problems_of_the_flow_are_told_beside_those_of_a_broken_layout() -> None:
