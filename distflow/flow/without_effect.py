@@ -48,18 +48,18 @@ def tell_idle(recipe: Recipe, plan: Plan, given_by: Callable[[str], Giver], prob
 
 def _of_pools(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
     """Settings of engines and backends on pools that have none."""
-    engines = [pool.name for pool in plan.pools if pool.generates is not None]
+    engines = [pool.name for pool in plan.pools if pool.generates]
     for pool in plan.pools:
         holds = bool(pool.homes or pool.frozen)
         settings = recipe.layout.pools[pool.name]
-        if pool.generates is None:
+        if not pool.generates:
             cure = f"remove it, or set it for pool {engines[0]!r}"
             yield from _settings(pool, settings, _ENGINE, f"pool {pool.name!r} generates nothing", cure)
         if not holds:
             held = [one.name for one in plan.pools if one.homes or one.frozen]
             cure = f"remove it, or set it for pool {' or '.join(map(repr, held))}"
             yield from _settings(pool, settings, _BACKEND, f"pool {pool.name!r} trains and holds no model", cure)
-        if pool.generates is None and not holds:
+        if not (pool.generates or holds):
             why = f"pool {pool.name!r} has neither an engine nor a model"
             yield from _settings(pool, settings, ("device",), why)
         if not pool.homes:
