@@ -147,6 +147,8 @@ class Receiving:
         with self._board.condition:
             self._intake.hear([said["there"] for said in facts])
         self._whole = True
+        # From here on each tells the other homes to train when it comes to that, and some may have: nobody stops.
+        self._replicas.finishes_step = self._replicas.set.size > self._replicas.size
 
     def _next(self, t: int) -> _Taken:
         """Wait for groups that step t may take, and take them."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
 from distflow.config.schema import LimitsConfig
@@ -63,6 +64,7 @@ class OutboundRows:
         """Description and bytes of what is not acknowledged, by receiver and number."""
         self._sent = SentOnce()
         node.on_tick(self._post)
+        node.on_lost(self._lost)
 
     def send(self, batch: Batch, rule: DealRule, window: Mapping[int, Lengths]) -> None:
         """Deal whole groups of the open training step to the receivers, each a like amount to compute.
@@ -133,6 +135,10 @@ class OutboundRows:
         for number in self._core.handle(sender, said):
             self._rows.pop((sender, number), None)
         self._post(time.monotonic())
+
+    def _lost(self, lost: Lost) -> None:
+        for number in self._core.left(lost.name) if lost.orderly else ():
+            self._rows.pop((lost.name, number), None)
 
     def _post(self, now: float) -> None:
         for item in self._core.due(now):
