@@ -6,6 +6,7 @@
     python -m benchmarks.emulated rounds         # 8 training workers with a divided model, lengths to 16k
     python -m benchmarks.emulated reference      # a reference model on services, 5 micro-batches away
     python -m benchmarks.emulated reference_in_turn    # the same at staleness 0
+    python -m benchmarks.emulated forwards       # log-probs for several updates, while samples arrive or behind them
 
 Variants take turns; each figure is the median over rounds of the mean training step (the first ones excluded).
 """
@@ -226,6 +227,40 @@ def reference_in_turn(rounds: int, steps: int) -> None:
     reference(rounds, steps, staleness=0)
 
 
+WHOLE = """
+def script(w):
+    for t in w.training_steps():
+        for batch in w.receive("samples", t):
+            batch = w.call("old_logprobs", w.call("advantage", batch))
+            for part in w.minibatches(batch):
+                w.call("update", part)
+                w.apply("policy")
+        w.publish("policy", t + 1)
+        w.save(t + 1)
+"""
+
+
+def forwards(rounds: int, steps: int) -> None:
+    """Two mini-batches a step at staleness 0: the policy's own log-probs are needed before the first update."""
+    shared = (
+        "layout.pools.rollout.count=2",
+        options("layout.pools.rollout.engine_options", median=40, sigma=1.1, step_s=0.008),
+        options("layout.pools.trainer.backend_options", token_s=8e-5),
+        "batch.tokens_per_microbatch=2048",
+        "batch.minibatches=2",
+    )
+
+    def variant(*overrides: str) -> tuple[float, str]:
+        lines = run(steps, *shared, *overrides)
+        return step_s(lines), f"trainer idle {idle(lines):.0%}"
+
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "whole.py"
+        script.write_text(WHOLE)
+        behind = f"layout.pools.trainer.script={script}"
+        take_turns(rounds, {"behind them": lambda: variant(behind), "while samples arrive": lambda: variant()})
+
+
 SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "asynchrony": asynchrony,
     "slow": slow,
@@ -233,6 +268,7 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "rounds": rounds,
     "reference": reference,
     "reference_in_turn": reference_in_turn,
+    "forwards": forwards,
 }
 
 

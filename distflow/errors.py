@@ -37,16 +37,41 @@ class Problem:
         return f"{self.where}: {self.key} — {self.message}{cure}"
 
 
+class Places:
+    """Where the keys of a recipe, written with dots, come from: calling it gives `file:line`, or `command line`."""
+
+    def __init__(self, place_of: Callable[[str], str]) -> None:
+        self._place_of = place_of
+
+    def __call__(self, key: str) -> str:
+        """The place of a key, or of the nearest section above it."""
+        return self._place_of(key)
+
+    def newest(self, keys: Sequence[str]) -> str:
+        """The key nearest to the user: on the command line, else in a file of theirs. Here, that is not known."""
+        return keys[0]
+
+    def removed(self, section: str) -> list[str]:
+        """Keys right below a section that a later file or the command line took out of it. Here, none are known."""
+        return []
+
+
 class Problems(list[Problem]):
-    """The problems found so far. `where` gives the `file:line` of a key of the recipe, written with dots."""
+    """The problems found so far, of a recipe with these places."""
 
     def __init__(self, where: Callable[[str], str]) -> None:
         super().__init__()
-        self.where = where
+        self.where = where if isinstance(where, Places) else Places(where)
 
-    def add(self, key: str, message: str, cure: str = "", *, at: str | None = None) -> None:
-        """Add a problem of `key`, once; `at` is the key that was written, if that is another one."""
-        problem = Problem(self.where(at or key), key, message, cure)
+    def add(self, key: str, message: str, cure: str = "", *, at: str | None = None, others: Sequence[str] = ()) -> None:
+        """Add a problem of `key`, once; `at` is the key that was written, if that is another one.
+
+        `others`: keys whose values have as much to do with it. The problem is that of the key nearest to the user.
+        """
+        if others:
+            key, at = self.where.newest((key, *others)), None
+        place = self.where(key if at is None else self.where.newest((at, key)))
+        problem = Problem(place, key, message, cure)
         if problem not in self:
             self.append(problem)
 

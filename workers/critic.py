@@ -21,7 +21,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext
 
 
-@step(role="forward", reads=["prompt_ids", "response_ids"], writes=["values"], scope="sample")
+@step(role="forward", reads=["prompt_ids", "response_ids"], writes=["values"], scope="sample", head="value")
 def values(batch: Batch, ctx: StepContext) -> Batch:
     """Write `values`: what the step's model, which has a value head, expects before each response token."""
     responses = batch.ragged("response_ids")
@@ -46,6 +46,7 @@ def values(batch: Batch, ctx: StepContext) -> Batch:
         "kl": ["distflow.algorithms.kl:k1", "distflow.algorithms.kl:k2", "distflow.algorithms.kl:k3"],
         "kl_coef": ">= 0",
     },
+    only_with={"kl": "kl_coef"},
 )
 def token_rewards(batch: Batch, ctx: StepContext, *, kl_coef: float = 0.0, kl: str = "k1") -> Batch:
     """Write `token_rewards`: the reward at the last token trained on, minus `kl_coef` times the KL at each of them.
@@ -118,6 +119,7 @@ def whiten(batch: Batch, ctx: StepContext) -> Batch:
     reads=["prompt_ids", "response_ids", "response_mask", "values", "return"],
     writes=[],
     scope="sample",
+    head="value",
     choices={
         "aggregate": ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm/N"],
         "clip": "> 0",

@@ -10,13 +10,13 @@ from distflow.flow.step import step
 from distflow.runtime.steps import StepContext
 
 
-@step(role="forward", reads=["prompt_ids", "response_ids"], writes=["ref_logprobs"], scope="sample")
+@step(role="forward", reads=["prompt_ids", "response_ids"], writes=["ref_logprobs"], scope="sample", head="tokens")
 def ref_logprobs(batch: Batch, ctx: StepContext) -> Batch:
     """Write `ref_logprobs`, one per response token, at the temperature at which the flow samples."""
     return batch.with_columns(ref_logprobs=_logprobs(batch, ctx))
 
 
-@step(role="forward", reads=["prompt_ids", "response_ids"], writes=["old_logprobs"], scope="sample")
+@step(role="forward", reads=["prompt_ids", "response_ids"], writes=["old_logprobs"], scope="sample", head="tokens")
 def old_logprobs(batch: Batch, ctx: StepContext) -> Batch:
     """Write `old_logprobs`: those of the policy before this training step's updates, for the ratio of clipped losses.
 

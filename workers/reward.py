@@ -49,6 +49,7 @@ _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
         "max_error_rate": ">= 0, <= 1",
         "processes": ">= 1",
     },
+    only_with={"processes": "timeout_s"},
 )
 def verify(
     batch: Batch,
@@ -67,7 +68,8 @@ def verify(
     at a time; a sample that exceeds it is killed with its process.
     A sample on which it fails is counted and treated by `on_error`: drop (its group is replaced, `drop_reason` says
     why), zero (reward 0), or stop. Raises StepError on stop, if the first 16 samples of this worker all failed, and if
-    more than `max_error_rate` of at least 100 samples failed; UserError for invalid settings.
+    more than `max_error_rate` of at least 100 samples, of all workers that run the step, failed; UserError for invalid
+    settings.
     """
     if on_error not in ON_ERROR:
         raise UserError(f"on_error={on_error!r}: expected one of {', '.join(ON_ERROR)}")
@@ -125,7 +127,7 @@ def _judge_of(function: str, timeout_s: float | None, processes: int) -> _Judge:
 
 @dataclass(slots=True)
 class _Tally:
-    """The verdicts on one batch as they arrive. This worker's samples and failures so far are counts of its metrics."""
+    """The verdicts on one batch as they arrive."""
 
     batch: Batch
     ctx: StepContext
@@ -137,35 +139,32 @@ class _Tally:
 
     def note(self, judged: Judged) -> None:
         """Count verdicts and log the first failures at once: a slow batch may take a long time."""
-        metrics = self.ctx.metrics
-        _, before = self._so_far()
+        metrics, before = self.ctx.metrics, self.ctx.tally.own.failed
         self.verdicts.update(judged)
         metrics.add(SAMPLES, len(judged))
         failed = [(row, verdict.failure) for row, verdict in judged if verdict.failure is not None]
         for kind, counter in _COUNTERS.items():
             metrics.add(counter, sum(failure == kind for _, failure in failed))
         rows = [row for row, _ in failed]
+        self.ctx.tally.add(len(judged), len(failed))
         self.failed += rows
         for row in rows[: max(0, LOGGED_FAILURES - before)]:
             log.warning("%s", self.report(row))
 
     def check(self) -> None:
         """Raises StepError if the function fails too often for training to make sense."""
-        judged, failed = self._so_far()
-        if not self.failed or failed <= self.max_error_rate * judged:
+        own, by_all = self.ctx.tally.own, self.ctx.tally.by_all()
+        if not self.failed:
             return
-        if judged >= FIRST and failed == judged:
-            raise StepError(f"{self.report(self.failed[0])}: all of the first {judged} samples failed; one is shown")
-        if judged >= JUDGED_BEFORE_RATE:
+        if own.judged >= FIRST and own.failed == own.judged and self.max_error_rate < 1.0:
             raise StepError(
-                f"{self.report(self.failed[-1])}: {failed} of {judged} samples failed, more than "
+                f"{self.report(self.failed[0])}: all of the first {own.judged} samples failed; one is shown"
+            )
+        if by_all.judged >= JUDGED_BEFORE_RATE and by_all.failed > self.max_error_rate * by_all.judged:
+            raise StepError(
+                f"{self.report(self.failed[-1])}: {by_all.failed} of {by_all.judged} samples failed, more than "
                 f"max_error_rate={self.max_error_rate} allows; the latest failure is shown"
             )
-
-    def _so_far(self) -> tuple[int, int]:
-        """Samples that this worker has judged since it started, and how many of them failed."""
-        counts = self.ctx.metrics.counts()
-        return int(counts.get(SAMPLES, 0)), int(sum(counts.get(name, 0) for name in _COUNTERS.values()))
 
     def report(self, row: int) -> str:
         """The message for a failed row: what happened, then where."""

@@ -17,6 +17,7 @@ from distflow.runtime.steps import StepContext
     writes=["reward", "score"],
     may_write=["drop_reason"],
     scope="sample",
+    head="score",
 )
 def judge(batch: Batch, ctx: StepContext, *, scale: float = 1.0) -> Batch:
     """Write `reward` and `score` [B]: `scale` times what the step's model gives a prompt and its response.

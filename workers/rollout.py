@@ -16,6 +16,7 @@ from distflow.types import Episode, SamplingParams
     reads=[],
     writes=[],
     choices={"temperature": ">= 0", "top_p": "> 0, <= 1", "top_k": ">= 0", "max_new_tokens": ">= 1"},
+    only_with={"top_p": "temperature", "top_k": "temperature"},
 )
 async def sample(
     episode: Episode,

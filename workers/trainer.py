@@ -195,6 +195,7 @@ def _with_advantage(batch: Batch, function: str, given: object) -> Batch:
     reads_when={"kl_coef": ["ref_logprobs"], "several_updates": ["old_logprobs"]},
     writes=[],
     scope="sample",
+    head="tokens",
     plugins={
         "loss": {"terms": {"ref_logprobs": "ref_logprobs"}},
         "kl": ["logprobs_BT", "ref_logprobs_BT"],
@@ -220,6 +221,7 @@ def _with_advantage(batch: Batch, function: str, given: object) -> Batch:
         "tis": "> 0",
         "cap": "> 0",
     },
+    only_with={"kl": "kl_coef"},
 )
 def update(
     batch: Batch,

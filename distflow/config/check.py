@@ -49,7 +49,7 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
     if recipe.run.keep_best is None and recipe.run.keep_best_mode != "max":
         message = f"{recipe.run.keep_best_mode} of nothing: run.keep_best is null"
         cure = "run.keep_best=critic/score, or another mean metric of the training workers, or remove it"
-        problems.add("run.keep_best_mode", message, cure)
+        problems.add("run.keep_best_mode", message, cure, others=("run.keep_best",))
     return recipe, problems
 
 
@@ -78,20 +78,22 @@ def _check_batch(batch: BatchConfig, problems: Problems) -> None:
         f"nearest prompts: {_either(multiples)} (with {ledgers} ledgers); "
         f"nearest batch.ledgers: {_either(near)} (with {prompts} prompts)"
     )
-    problems.add("batch.prompts", f"{prompts} prompts do not divide into {ledgers} ledgers", cure)
+    message = f"{prompts} prompts do not divide into {ledgers} ledgers"
+    problems.add("batch.prompts", message, cure, others=("batch.ledgers",))
 
 
 def _check_minibatches(batch: BatchConfig, problems: Problems) -> None:
     """Each mini-batch takes as many groups of every ledger, so it does not depend on the number of workers."""
     if batch.target_kl is not None and batch.epochs == 1:
-        problems.add("batch.target_kl", "it leaves out further epochs, and there is only one", "batch.epochs=2 or more")
+        message = "target_kl leaves out further epochs, and there is only one"
+        problems.add("batch.target_kl", message, "batch.epochs=2 or more, or no target_kl", others=("batch.epochs",))
     groups = batch.prompts // batch.ledgers
     if groups % batch.minibatches:
         divisors = [n for n in range(1, groups + 1) if groups % n == 0]
         near = sorted(sorted(divisors, key=lambda n: abs(n - batch.minibatches))[:2])
         message = f"{batch.minibatches} mini-batches do not divide the {groups} prompts of a ledger"
-        cure = f"nearest: {_either(near)}; more with a larger batch.prompts / batch.ledgers"
-        problems.add("batch.minibatches", message, cure)
+        cure = f"nearest batch.minibatches: {_either(near)}; more with a larger batch.prompts / batch.ledgers"
+        problems.add("batch.minibatches", message, cure, others=("batch.prompts", "batch.ledgers"))
 
 
 def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None:

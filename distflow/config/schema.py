@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -17,6 +17,8 @@ Refresh = Literal["eager", "when_idle", "at_bound"]
 UNBOUNDED = "unbounded"
 LONGEST_S = 1e9
 """Longest time that can be given (32 years), for 'never': longer waits are beyond what the system can wait."""
+Head = Literal["tokens", "value", "score"]
+HEADS: tuple[str, ...] = get_args(Head)
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -282,9 +284,17 @@ class ModelConfig(Section):
     """The optimizer, if the model is trained."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    head: Literal["tokens", "value", "score"] = "tokens"
+    head: Head = "tokens"
     """What the last layer gives: logits of the next tokens; values of the states before them, as a critic does (value);
     or one number for a whole text, as a reward model does (score; a sequence classifier, not trained)."""
+
+    @property
+    def inherited(self) -> tuple[str, ...]:
+        """What this section takes from the policy's: if it names no model it is a copy, but for what it says itself."""
+        if self.path is not None or self.init is not None:
+            return ()
+        own = self.model_fields_set
+        return ("path", "init", "tokenizer", *(key for key in ("dtype", "gradient_checkpointing") if key not in own))
 
 
 class DataConfig(Section):
@@ -349,7 +359,8 @@ class Recipe(Section):
     layout: LayoutConfig
     """Where it runs."""
     models: dict[str, ModelConfig] = Field(min_length=1)
-    """Models by name. Further models that the flow names default to copies of `policy`."""
+    """Models by name. Further models that the flow names are copies of `policy` unless they have a `path` or `init`; a
+    section may then still give a head, an optimizer, dtype and gradient_checkpointing of their own."""
     data: DataConfig
     """Where prompts come from."""
     limits: LimitsConfig = LimitsConfig()

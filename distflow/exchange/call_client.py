@@ -2,12 +2,15 @@
 
 A request is *queued* → *out* at one server, or at two → answered. It is queued again if its server is gone, returns it,
 or says that its model has not the version that is needed ("not yet"). It is then asked again, by no timer, once all
-servers that are heard have announced that version: they take it together, and each gets its part of what waited. A
-request is *copied* to another server if the first one is silent, or takes much longer than usual; the first answer
-counts. Where there is no other server, it is sent again to the same.
+servers that are heard have announced that version: they take it together, and each gets its part of what waited.
+
+A request is *copied* to another server if the first one is silent, or if it has waited for much longer than the other
+would take, by what that one has to do and by the cost of the request itself (`call_pace.py`): so copies go to servers
+that are idle or much less loaded, and what takes long because it is long stays where it is. The first answer counts;
+the other server is told, and drops what it has not begun. Where there is no other, it is sent again to the same.
 
 Requests are sent in the order of their training steps. Those of the oldest one that waits for answers always fit; the
-bytes of later ones are bounded, at each server (`call_targets.py`) and in all.
+bytes of later ones are bounded at each server (`call_targets.py`).
 
 Nothing here reads a clock or a socket. The caller keeps the rows of its requests, and those of an answer once
 `take_answered` returns its number.
@@ -19,30 +22,32 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from math import inf
 
 from distflow.exchange.call_messages import (
     CallAnswer,
     CallNotYet,
     CallRequest,
+    CallWithdrawn,
     OutgoingCall,
     ServerMessage,
 )
+from distflow.exchange.call_pace import Paces
 from distflow.exchange.call_targets import CallTarget, CallTargets
 from distflow.types import Version
 
 SLOW_S = 1.0
 """Seconds without an answer before a request is copied, at least."""
 SLOW = 3.0
-"""And multiple of the usual time to an answer."""
+"""And multiple of what another server is expected to take for it."""
+UNKNOWN_S = 10.0
+"""Seconds before it is copied to an idle server where nobody has computed its step yet."""
 RESEND_S, LONGEST_RESEND_S = 5.0, 40.0
 """Seconds without an answer before a request is sent again to the same server, which has it unless it was lost: at
 first, or as many as make it slow; and the most, since the wait doubles with every time."""
-USUAL_OF = 64
-"""Answers of which the usual time is the median."""
 COPIES = 2
 """Servers that are not silent and have the same request, at most."""
 
@@ -83,8 +88,8 @@ class _Open:
 class CallClient:
     """All calls of one worker, of this `incarnation`. `pools`: the pool that runs each step.
 
-    `ahead_bytes`: most bytes of requests for later training steps than the oldest, at all servers together, unless a
-    single one is larger.
+    `ahead_bytes`: most bytes of requests for later training steps than the oldest at one server, unless a single one is
+    larger.
     """
 
     def __init__(self, incarnation: int, pools: Mapping[str, str], ahead_bytes: int, rng: random.Random) -> None:
@@ -101,9 +106,10 @@ class CallClient:
         """Open requests by training step."""
         self._queues: dict[tuple[str, Version | None], list[tuple[int, int]]] = {}
         """Heaps of what is queued, by pool and needed version; what is not queued any more is removed at the top."""
-        self._took: dict[str, deque[float]] = {}
-        """Seconds to the last answers, by step of the flow."""
+        self._paces = Paces()
         self._answered: list[tuple[Call, int]] = []
+        self._withdrawn: dict[str, list[int]] = {}
+        """What servers have and nobody waits for, to be told to them."""
 
     # -- called by the worker
     def ask(self, call: Call, now: float) -> list[OutgoingCall]:
@@ -161,11 +167,12 @@ class CallClient:
 
     # -- events
     def server(self, name: str, incarnation: int, *, present: bool, load: int, now: float) -> list[OutgoingCall]:
-        """A worker that answers is there, with `load` bytes to answer; or it is gone."""
+        """A worker that answers is there, with `load` tokens to answer; or it is gone."""
         self._targets.listen(now)
         if present:
             before = self._targets.meet(name, incarnation)
             if before is not None:
+                self._paces.forget(name)
                 self._take_back(before, list(before.out))
         target = self._targets.get(name, incarnation)
         if target is None:
@@ -214,8 +221,15 @@ class CallClient:
     def tick(self, now: float) -> list[OutgoingCall]:
         """Copy or send again what has not been answered. Call it several times a second."""
         self._targets.listen(now)
-        out = sorted((request for request in self._open.values() if request.at), key=lambda request: request.order)
-        repeated = [message for request in out if (message := self._repeat(request)) is not None]
+        # Of one training step the newest first: a server takes them in order, and those are least likely to be begun.
+        out = sorted((request for request in self._open.values() if request.at), key=_newest_first)
+        pools = dict.fromkeys(self._pools[request.call.step] for request in out)
+        others = {pool: self._targets.least_loaded(pool) for pool in pools}
+        repeated = [
+            message
+            for request in out
+            if (message := self._repeat(request, others[self._pools[request.call.step]])) is not None
+        ]
         return repeated + self._send()
 
     # -- details
@@ -225,16 +239,17 @@ class CallClient:
             self.unused += 1
         else:
             if server in request.at:
-                took = self._took.setdefault(request.call.step, deque(maxlen=USUAL_OF))
-                took.append(self._targets.clock - request.at[server])
-            self._close(request)
+                self._paces.note(server, request.call.step, answer.tokens, answer.took_ms / 1000)
+            self._close(request, server)
             self._answered.append((request.call, request.number))
 
-    def _close(self, request: _Open) -> None:
+    def _close(self, request: _Open, answered_by: str | None = None) -> None:
         for name in request.at:
             target = self._targets.get(name)
             assert target is not None, f"{name} has request {request.number} and is not known"
             target.drop(request.number)
+            if name != answered_by and target.present:
+                self._withdrawn.setdefault(name, []).append(request.number)
         del self._open[request.number], self._number_of[request.call.key]
         self._steps[request.call.t] -= 1
         if not self._steps[request.call.t]:
@@ -257,13 +272,14 @@ class CallClient:
         heapq.heappush(self._queues.setdefault(queue, []), request.order)
 
     def _send(self) -> list[OutgoingCall]:
-        """Send what is queued, in order, as far as it fits."""
-        sent: list[OutgoingCall] = []
+        """Send what is withdrawn, and what is queued, in order, as far as it fits."""
+        sent = [OutgoingCall(name, CallWithdrawn(tuple(numbers))) for name, numbers in self._withdrawn.items()]
+        self._withdrawn.clear()
         full: set[tuple[str, Version | None]] = set()
         while heads := [(heap[0], queue) for queue, heap in self._waiting_queues() if queue not in full]:
             (_, number), queue = min(heads, key=lambda head: head[0])
             request = self._open[number]
-            target = self._targets.choose(self._with_room(request))
+            target = self._anybody(request)
             if target is None:
                 full.add(queue)
                 continue
@@ -284,48 +300,69 @@ class CallClient:
     def _is_queued(self, number: int) -> bool:
         return number in self._open and not self._open[number].at
 
-    def _with_room(self, request: _Open) -> list[CallTarget]:
-        """The servers that may be sent a request now, for the first time."""
+    def _with_room(self, request: _Open, among: Iterable[CallTarget]) -> list[CallTarget]:
+        """Those of these servers that may be sent a request now, for the first time."""
         call, oldest = request.call, min(self._steps)
-        ahead = call.t > oldest
-        if ahead:
-            under_way = self._targets.ahead_bytes(oldest)
-            if under_way and under_way + call.nbytes > self._ahead_bytes:
-                return []
         if self._targets.behind(self._pools[call.step], call.need):
             return []
         return [
             target
-            for target in self._targets.of(self._pools[call.step])
+            for target in among
             if target.serves(call.need)
             and target.name not in request.at
-            and target.room(call.nbytes, ahead=ahead, oldest=oldest)
+            and target.room(call.t, call.nbytes, oldest, self._ahead_bytes)
         ]
 
-    def _repeat(self, request: _Open) -> OutgoingCall | None:
-        """A copy for another server, or the same once more, if it is time."""
-        clock = self._targets.clock
+    def _anybody(self, request: _Open) -> CallTarget | None:
+        """A server for a request, if one has room."""
+        return self._targets.choose(self._with_room(request, self._targets.of(self._pools[request.call.step])))
+
+    def _repeat(self, request: _Open, others: Sequence[CallTarget]) -> OutgoingCall | None:
+        """A copy for another server, or the same once more, if it is time. `others`: the least loaded first."""
         holders = [target for name in request.at if (target := self._targets.get(name)) is not None]
         live = [target for target in holders if not self._targets.silent(target)]
-        slow = clock - min(request.at.values()) >= self._slow_s(request.call.step)
-        if not live or (slow and len(live) < COPIES):
-            target = self._targets.choose(self._with_room(request))
-            if target is not None and not self._targets.silent(target):
-                return self._put(request, target)
-        return self._put(request, (live or holders)[0]) if clock >= request.due else None
+        target = self._helper(request, others) if len(live) < COPIES else None
+        if not live:
+            target = self._anybody(request)
+        if target is not None and not self._targets.silent(target):
+            return self._put(request, target)
+        return self._put(request, (live or holders)[0]) if self._targets.clock >= request.due else None
 
-    def _slow_s(self, step: str) -> float:
-        """Seconds after which an answer is late."""
-        return max(SLOW_S, SLOW * median(self._took[step])) if step in self._took else SLOW_S
+    def _helper(self, request: _Open, others: Sequence[CallTarget]) -> CallTarget | None:
+        """A server that would have answered long before now."""
+        waited = self._targets.clock - min(request.at.values())
+        if waited < SLOW_S:
+            return None
+        for target in others:
+            if target.name in request.at:
+                continue
+            expected_s = self._expected_s(request, target)
+            unknown_s = inf if target.estimate else UNKNOWN_S
+            if waited < (unknown_s if expected_s is None else SLOW * expected_s):
+                return None  # those after it have more to do
+            if self._with_room(request, [target]):
+                return target
+        return None
+
+    def _expected_s(self, request: _Open, target: CallTarget) -> float | None:
+        """Seconds to an answer of this server, after all else that it has; None: nobody has run the step yet."""
+        call = request.call
+        before = max(0, target.estimate - (call.tokens if request.number in target.out else 0))
+        return self._paces.expected_s(target.name, call.step, call.tokens, before)
 
     def _put(self, request: _Open, target: CallTarget) -> OutgoingCall:
         clock, call = self._targets.clock, request.call
-        request.wait = min(LONGEST_RESEND_S, max(2 * request.wait, self._slow_s(call.step), RESEND_S))
+        target.put(request.number, call.t, call.nbytes, call.tokens)
+        slow_s = SLOW * (self._expected_s(request, target) or 0.0)
+        request.wait = min(LONGEST_RESEND_S, max(2 * request.wait, slow_s, RESEND_S))
         request.due = clock + request.wait
         request.at[target.name] = request.at.pop(target.name, clock)
-        target.put(request.number, call.t, call.nbytes)
-        message = CallRequest(call.step, request.number, call.t, call.need, call.nbytes, call.tokens)
+        message = CallRequest(call.step, request.number, call.t, call.need, call.tokens)
         return OutgoingCall(target.name, message)
+
+
+def _newest_first(request: _Open) -> tuple[int, int]:
+    return request.call.t, -request.number
 
 
 def _older(call: Call, term: int) -> bool:

@@ -1,7 +1,8 @@
 """The messages of calls: a worker that needs a step asks one of the workers that run it for the fields it writes.
 
-Caller to server: CallRequest. Server to caller: CallAnswer, CallNotYet, CallReturned. The rows of a request and of an
-answer travel beside the message as one payload frame (`distflow/data/batch_wire.py`); the cores never see them.
+Caller to server: CallRequest, CallWithdrawn. Server to caller: CallAnswer, CallNotYet, CallReturned. The rows of a
+request and of an answer travel beside the message as one payload frame (`distflow/data/batch_wire.py`); the cores never
+see them.
 
 Messages may be lost, duplicated or reordered. A caller numbers its requests, and what a server says names the caller's
 incarnation with those numbers, so that nothing said to a worker before it was restarted is taken for an answer now.
@@ -25,7 +26,7 @@ class CallRequest(Form, frozen=True):
 
     Example:
 
-        CallRequest("values", number=4, t=7, version=Version(0, 7), nbytes=9120, tokens=320)
+        CallRequest("values", number=4, t=7, version=Version(0, 7), tokens=320)
     """
 
     step: _StepName
@@ -35,8 +36,6 @@ class CallRequest(Form, frozen=True):
     """Training step that the rows are for."""
     version: Version | None
     """Version of the step's model that must answer; None: the model is frozen, or there is none."""
-    nbytes: Whole
-    """Bytes of the rows."""
     tokens: Whole
     """Padded tokens of the rows: what it costs to compute."""
     batch: Any = None
@@ -47,12 +46,23 @@ class CallRequest(Form, frozen=True):
         _check_version("version", self.version)
 
 
+class CallWithdrawn(Form, frozen=True):
+    """The caller does not want the answers of these any more, or has them from another server.
+
+    Example:
+
+        CallWithdrawn(numbers=(4,))
+    """
+
+    numbers: tuple[Whole, ...]
+
+
 class CallAnswer(Form, frozen=True):
     """What the step wrote for one request.
 
     Example:
 
-        CallAnswer(0, number=4, version=Version(0, 7), load=18240)
+        CallAnswer(0, number=4, version=Version(0, 7), load=640, tokens=1280, took_ms=95)
     """
 
     incarnation: Whole
@@ -61,7 +71,11 @@ class CallAnswer(Form, frozen=True):
     version: Version | None
     """Version of the model that computed it; None: the model is frozen, or there is none."""
     load: Whole
-    """Bytes of all requests that the server has not answered, as in every message of a server."""
+    """Tokens of all requests that the server has not answered, as in every message of a server."""
+    tokens: Whole
+    """Of all requests that were computed at once with this one."""
+    took_ms: Whole
+    """Milliseconds for all of them."""
     batch: Any = None
     """Description of the rows."""
 
@@ -75,7 +89,7 @@ class CallNotYet(Form, frozen=True):
 
     Example:
 
-        CallNotYet(0, numbers=(5,), has=Version(0, 7), load=18240)
+        CallNotYet(0, numbers=(5,), has=Version(0, 7), load=640)
     """
 
     incarnation: Whole
@@ -103,7 +117,8 @@ class CallReturned(Form, frozen=True):
 
 
 ServerMessage = CallAnswer | CallNotYet | CallReturned
-CallMessage = CallRequest | ServerMessage
+ClientMessage = CallRequest | CallWithdrawn
+CallMessage = ClientMessage | ServerMessage
 
 
 class OutgoingCall(msgspec.Struct, frozen=True):
@@ -115,6 +130,7 @@ class OutgoingCall(msgspec.Struct, frozen=True):
 
 _FORMS: Mapping[str, type[Any]] = {
     "call.request": CallRequest,
+    "call.withdrawn": CallWithdrawn,
     "call.answer": CallAnswer,
     "call.not_yet": CallNotYet,
     "call.returned": CallReturned,

@@ -35,6 +35,8 @@ class CallServer:
         self._working: dict[CallKey, CallRequest] = {}
         self._incarnations: dict[str, int] = {}
         """The newest of each client."""
+        self._begun = 0
+        """Tokens of the batch that `next` has handed out last."""
         self._version: Version | None = None
         self._leaving = False
 
@@ -55,6 +57,11 @@ class CallServer:
             return self._not_yet([key])
         self._queued[key] = request
         return []
+
+    def withdrawn(self, client: str, incarnation: int, numbers: Iterable[int]) -> None:
+        """A caller wants no answers of these: what is not begun never will be. What comes only now is computed."""
+        keys = [CallKey(client, incarnation, number) for number in numbers]
+        self._forget([key for key in keys if key in self._queued])
 
     def version(self, version: Version) -> list[OutgoingCall]:
         """The model has another version now: requests that it can no longer answer go back to their callers.
@@ -101,14 +108,17 @@ class CallServer:
                 break
             keys.append(key)
         self._working |= {key: self._queued.pop(key) for key in keys}
+        self._begun = sum(self._working[key].tokens for key in keys)
         return keys
 
-    def done(self, keys: Sequence[CallKey]) -> list[OutgoingCall]:
-        """These have been computed: the answers for those that are still awaited, one a request, in this order."""
+    def done(self, keys: Sequence[CallKey], seconds: float) -> list[OutgoingCall]:
+        """What `next` has handed out last was computed in this time: an answer for each that is still awaited."""
         awaited = [(key, self._working.pop(key)) for key in keys if key in self._working]
-        load = self.load
+        load, took_ms = self.load, round(1000 * seconds)
         return [
-            OutgoingCall(key.client, CallAnswer(key.incarnation, key.number, request.version, load))
+            OutgoingCall(
+                key.client, CallAnswer(key.incarnation, key.number, request.version, load, self._begun, took_ms)
+            )
             for key, request in awaited
         ]
 
@@ -118,8 +128,8 @@ class CallServer:
 
     @property
     def load(self) -> int:
-        """Bytes of the requests that are not answered yet."""
-        return sum(request.nbytes for held in (self._queued, self._working) for request in held.values())
+        """Tokens of the requests that are not answered yet."""
+        return sum(request.tokens for held in (self._queued, self._working) for request in held.values())
 
     @property
     def drained(self) -> bool:

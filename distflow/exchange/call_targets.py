@@ -1,11 +1,12 @@
 """What a caller knows of the servers that can answer it: who is there, how loaded, and which of its requests each has.
 
-*Room* bounds the bytes that one server has of one caller: `SERVER_BYTES`, and half of it for requests of later training
-steps than the oldest that waits for answers. A server that has none of that oldest step always takes one, so that its
-requests are held back only by each other. A request that is larger than its share goes to a server that has nothing.
+*Room* bounds the bytes that one server has of one caller: `SERVER_BYTES`, and half of it with requests of later
+training steps than the oldest that waits for answers, of which it has only what it computes soon. A server that has
+none of that oldest step always takes one, so that its requests are held back only by each other. A server that has
+nothing takes any request: however large they are, all servers work.
 
 Load: of two random servers with room, the less loaded gets a request. A server's load is what it said last, plus what
-it was sent since.
+it was sent since, in tokens: what they cost to compute.
 """
 
 from __future__ import annotations
@@ -40,44 +41,49 @@ class CallTarget:
     """Whether it has said which version it has; until then it may have any."""
     load: int = 0
     sent_since: int = 0
-    """Bytes sent after `load` was reported."""
-    out: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Training step and bytes of the requests that it has, by number."""
+    """Tokens sent after `load` was reported."""
+    out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """Training step, bytes and tokens of the requests that it has, by number."""
     bytes_at: Counter[int] = field(default_factory=Counter)
     """Bytes of those, by training step."""
+    tokens: int = 0
+    """Of those."""
 
     @property
     def estimate(self) -> int:
-        """Bytes that it has to answer, as far as known here."""
-        return max(self.load + self.sent_since, self.bytes_at.total())
+        """Tokens that it has to answer, as far as known here."""
+        return max(self.load + self.sent_since, self.tokens)
 
     def serves(self, need: Version | None) -> bool:
         """Whether it may have this version; None: of a frozen model, which it always has."""
         return self.present and not self.leaving and (need is None or not self.announced or self.version == need)
 
-    def room(self, nbytes: int, *, ahead: bool, oldest: int) -> bool:
-        """Whether a request fits; `ahead`: its training step is later than `oldest`."""
+    def room(self, call_t: int, nbytes: int, oldest: int, ahead_bytes: int) -> bool:
+        """Whether a request fits. `ahead_bytes`: most that it has for training steps after `oldest`, but for one."""
         total = self.bytes_at.total()
-        if ahead:
-            return not total or total + nbytes <= SERVER_BYTES // 2
-        return not self.bytes_at[oldest] or total + nbytes <= SERVER_BYTES
+        if call_t == oldest:
+            return not self.bytes_at[oldest] or total + nbytes <= SERVER_BYTES
+        ahead = total - self.bytes_at[oldest]
+        return not total or (total + nbytes <= SERVER_BYTES // 2 and (not ahead or ahead + nbytes <= ahead_bytes))
 
-    def put(self, number: int, t: int, nbytes: int) -> None:
+    def put(self, number: int, t: int, nbytes: int, tokens: int) -> None:
         """It is sent a request; again does not count twice."""
         if number not in self.out:
-            self.out[number] = (t, nbytes)
+            self.out[number] = (t, nbytes, tokens)
             self.bytes_at[t] += nbytes
-            self.sent_since += nbytes
+            self.tokens += tokens
+            self.sent_since += tokens
 
     def drop(self, number: int) -> None:
         """It no longer has a request, or its answer is no longer wanted."""
-        t, nbytes = self.out.pop(number)
+        t, nbytes, tokens = self.out.pop(number)
+        self.tokens -= tokens
         self.bytes_at[t] -= nbytes
         if not self.bytes_at[t]:
             del self.bytes_at[t]
 
     def reported(self, load: int) -> None:
-        """It has said how many bytes it has to answer."""
+        """It has said how many tokens it has to answer."""
         self.load, self.sent_since = load, 0
 
     def learn(self, version: Version | None) -> None:
@@ -140,9 +146,10 @@ class CallTargets:
             if target.announced and not self.silent(target) and (target.version is None or target.version < need)
         )
 
-    def ahead_bytes(self, oldest: int) -> int:
-        """Bytes at all servers for training steps after `oldest`."""
-        return sum(n for target in self._targets.values() for t, n in target.bytes_at.items() if t > oldest)
+    def least_loaded(self, pool: str) -> list[CallTarget]:
+        """The servers of a pool that are heard and take requests, the least loaded first."""
+        heard = [target for target in self.of(pool) if not self.silent(target)]
+        return sorted(self._rng.sample(heard, len(heard)), key=lambda target: target.estimate)
 
     def choose(self, targets: Iterable[CallTarget]) -> CallTarget | None:
         """Of two random ones the less loaded; silent ones only if there is no other."""

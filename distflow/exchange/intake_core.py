@@ -31,10 +31,12 @@ Sending = Outgoing | Send
 
 @dataclass(frozen=True, slots=True)
 class IntakeCall:
-    """A call that completes every group, asked when it arrives; with `in_window`, when the open step may take it."""
+    """What completes every group: a call, asked when it arrives; with `in_window`, when the open step may take it."""
 
     edge: str
     in_window: bool = False
+    here: bool = False
+    """This replica computes it itself while it waits for samples."""
 
 
 class Take(NamedTuple):
@@ -122,6 +124,8 @@ class IntakeCore:
         wanted: list[tuple[str, int]] = []
         window: set[int] | None = None
         for call in self._rule.calls:
+            if call.here:
+                continue
             unasked = self._unasked[call.edge]
             if call.in_window and unasked:
                 window = set(self._owner.consumable()) if window is None else window
@@ -129,6 +133,23 @@ class IntakeCore:
             unasked.difference_update(now)
             wanted += [(call.edge, position) for position in now]
         return wanted
+
+    def wants_here(self) -> tuple[str, list[int]] | None:
+        """Groups that this replica is to compute now, and with which call; None: wait. Each is named once.
+
+        They fill a micro-batch, or are the last of the step.
+        """
+        for call in self._rule.calls:
+            unasked = self._unasked[call.edge]
+            if not (call.here and unasked):
+                continue
+            there = [position for position in self._owner.consumable() if position in unasked]
+            enough = sum(padded(self._lengths[position]) for position in there) >= self._rule.budget
+            if there and (enough or self._owner.set_complete()):
+                now = self._within(there, self._rule.budget)
+                unasked.difference_update(now)
+                return call.edge, now
+        return None
 
     def answered(self, position: int, edge: str) -> list[Sending]:
         """The first answer of a call is there."""

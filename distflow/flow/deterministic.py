@@ -13,14 +13,15 @@ from distflow.flow.structure import Structure
 
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles depend on the position alone, not on the longest row of the batch."""
-_KEY = "run.deterministic"
+_KEY, _STALENESS = "run.deterministic", "layout.max_staleness"
 
 
 def check_deterministic(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse what a run that repeats to the last bit cannot have; engines check their options themselves."""
     if recipe.run.deterministic:
         for found in (*_of_layout(recipe), *_of_models(recipe, structure), *_of_scoring(recipe, structure)):
-            problems.add(*found)
+            others = (f"{found[0]}.path", f"{found[0]}.init.model_type", _STALENESS if found[0] == _KEY else _KEY)
+            problems.add(*found, others=others)
 
 
 def unsupported(config: Mapping[str, Any]) -> str:
@@ -45,13 +46,13 @@ def _of_layout(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
             _KEY,
             f"with layout.max_staleness {layout.max_staleness}, timing decides which version generates a group: "
             "the run cannot repeat",
-            "false, or layout.max_staleness=0",
+            f"{_KEY}=false, or {_STALENESS}=0",
         )
     if layout.on_failure == "shrink":
         yield (
             "layout.on_failure",
             "a run that continues with fewer training workers sums in another order, but run.deterministic is true",
-            "restart or stop",
+            "layout.on_failure=restart or stop",
         )
 
 
@@ -68,7 +69,8 @@ def _of_models(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str,
         config = configuration(models.configs[name])
         why = unsupported(config) if config else ""
         if why:
-            yield f"models.{models.primary if name in models.copied else name}", why, f"{_KEY}=false, or another model"
+            original = models.primary if name in models.copied else name
+            yield f"models.{original}", f"model {original!r}: {why}", f"{_KEY}=false, or another model"
 
 
 def _of_scoring(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str, str]]:

@@ -158,9 +158,11 @@ def _producers(steps: Sequence[StepNode], problems: Problems) -> dict[str, StepN
     for node in steps:
         for field in node.writes:
             if field in producers:
-                key = f"flow.steps.{node.name}"
-                message = f"writes the field {field!r}, and so does step {producers[field].name!r}"
-                problems.add(key, message, "keep one of them, or write a field of another name")
+                other = producers[field].name
+                key = problems.where.newest([f"flow.steps.{node.name}.call", f"flow.steps.{other}.call"])
+                one, two = (node.name, other) if key == f"flow.steps.{node.name}.call" else (other, node.name)
+                message = f"writes the field {field!r}, and so does step {two!r}"
+                problems.add(f"flow.steps.{one}", message, "keep one of them, or write a field of another name", at=key)
             producers[field] = node
     return producers
 
@@ -181,4 +183,12 @@ def _report_missing(node: StepNode, field: str, known: set[str], problems: Probl
     key = f"flow.steps.{node.name}"
     message = f"reads the field {field!r}{why}, which no step of the flow writes"
     # The function reads it, and its call may be all that a recipe has changed of a shipped step.
-    problems.add(key, message, cure, at=f"{key}.call")
+    causes = [f"{key}.call", *problems.where.removed("flow.steps")]
+    if setting == SEVERAL_UPDATES:
+        causes += ["batch.minibatches", "batch.epochs"]
+    elif setting is not None:
+        causes.append(f"{key}.with.{setting}")
+    newest = problems.where.newest(causes)
+    if newest != causes[0]:
+        key, message = newest, f"step {node.name!r} {message}"
+    problems.add(key, message, cure, at=newest)

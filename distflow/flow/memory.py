@@ -6,10 +6,10 @@ The plan refuses too little memory for one training step, and the protocols rese
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from distflow.config.plugins import ENGINES
-from distflow.config.schema import Recipe
+from distflow.config.plugins import ENGINES, LIBRARIES
+from distflow.config.schema import PoolConfig, Recipe
 from distflow.errors import Problems
 from distflow.flow.edges import SAMPLES, Edge
 from distflow.flow.gpus import width
@@ -38,8 +38,6 @@ STEPS_OF_ROWS = 3
 GIB = 1 << 30
 ASSUMED_GPU = 80 * GIB
 """Assumed memory of a GPU that is not visible where the plan is made."""
-SHARES = {ENGINES["sglang"]: 0.88, ENGINES["vllm"]: 0.9}
-"""Share of a GPU's memory that an engine takes for weights and cache by default."""
 
 
 def group_bytes(samples: int, prompt_tokens: int, new_tokens: int, later: int = 0) -> int:
@@ -116,32 +114,57 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
     new_tokens = [response_tokens(settings) for settings in generating if "max_new_tokens" in settings]
     if not all(isinstance(count, int) for count in new_tokens) or len(new_tokens) < len(generating):
         return  # reported where the setting is checked
-    _check_rows_memory(recipe, wire(structure), max(new_tokens), problems)
+    _check_rows_memory(recipe, structure, max(new_tokens), problems)
     pool, batch = recipe.layout.pools[training_pool], recipe.batch
     later = later_bytes(recipe, structure)
     needed = -(-step_bytes(recipe, training_pool, max(new_tokens), later) // MIB)
-    if pool.sample_memory_mb is None or pool.sample_memory_mb >= needed:
-        return
     largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, max(new_tokens), later)
-    message = (
-        f"{pool.sample_memory_mb} MiB is too little for one training step: {batch.prompts} groups of up to "
-        f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
-    )
-    cure = f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
-    problems.add(f"layout.pools.{training_pool}.sample_memory_mb", message, cure)
-
-
-def _check_rows_memory(recipe: Recipe, edges: Sequence[Edge], new_tokens: int, problems: Problems) -> None:
-    for edge in edges:
-        given = recipe.layout.pools[edge.target].sample_memory_mb if edge.kind == "rows" else None
-        needed = -(-rows_bytes(recipe, edges, edge, new_tokens) // MIB) if given is not None else 0
-        if given is not None and given < needed:
+    for key, given in _memory_given(training_pool, pool):
+        if given < needed:
             message = (
-                f"{given} MiB is too little for the rows of one training step, on which {edge.model!r} is trained: "
-                f"up to {needed} MiB at each of {recipe.layout.pools[edge.target].count} worker(s)"
+                f"sample_memory_mb {given} is too little for one training step: {batch.prompts} groups of up to "
+                f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
             )
-            cure = f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
-            problems.add(f"layout.pools.{edge.target}.sample_memory_mb", message, cure)
+            cure = (
+                f"sample_memory_mb: at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
+            )
+            others = (f"layout.pools.{training_pool}.count", *_sizes(structure))
+            problems.add(key, message, cure, others=others)
+
+
+def _sizes(structure: Structure) -> list[str]:
+    """Keys that say how much a training step is."""
+    settings = [f"flow.steps.{node.name}.with" for node in structure.steps if node.role == "generate"]
+    return [
+        *(f"batch.{name}" for name in ("prompts", "samples_per_prompt", "ledgers", "minibatches")),
+        "data.max_prompt_tokens",
+        *(f"{key}.{name}" for key in settings for name in ("max_new_tokens", "max_tokens")),
+    ]
+
+
+def _check_rows_memory(recipe: Recipe, structure: Structure, new_tokens: int, problems: Problems) -> None:
+    edges = wire(structure)
+    for edge in edges:
+        if edge.kind != "rows":
+            continue
+        pool = recipe.layout.pools[edge.target]
+        needed = -(-rows_bytes(recipe, edges, edge, new_tokens) // MIB)
+        for key, given in _memory_given(edge.target, pool):
+            if given < needed:
+                message = (
+                    f"sample_memory_mb {given} is too little for the rows of one training step, on which "
+                    f"{edge.model!r} is trained: up to {needed} MiB at each of {pool.count} worker(s)"
+                )
+                cure = f"sample_memory_mb: at least {needed}, or fewer or shorter samples"
+                others = (f"layout.pools.{edge.target}.count", *_sizes(structure))
+                problems.add(key, message, cure, others=others)
+
+
+def _memory_given(name: str, pool: PoolConfig) -> Iterator[tuple[str, int]]:
+    """What a recipe gives a pool, and single workers of it, by key, in MiB."""
+    given = {f"layout.pools.{name}": pool.sample_memory_mb}
+    given |= {f"layout.pools.{name}.each.{index}": own.sample_memory_mb for index, own in pool.each.items()}
+    yield from ((f"{key}.sample_memory_mb", size) for key, size in given.items() if size is not None)
 
 
 def engine_width(worker: WorkerPlan, *, on_gpu: bool) -> int:
@@ -160,9 +183,10 @@ def cache_bytes(plan: Plan, worker: WorkerPlan, size: ModelSize, *, gpu: int | N
     options = worker.engine_options
     if "kv_cache_memory_bytes" in options and options["kv_cache_memory_bytes"] is not None:
         return int(options["kv_cache_memory_bytes"])
-    if gpu is None or worker.engine not in SHARES:
+    share = gpu_share(worker)
+    if gpu is None or share is None:
         return wanted
-    left = max(0, int(_share(worker) * gpu) - size.weights // parts)
+    left = max(0, int(share * gpu) - size.weights // parts)
     return min(wanted, left) if worker.engine == ENGINES["sglang"] and worker.models else left
 
 
@@ -171,17 +195,20 @@ def kept_cache(plan: Plan, worker: WorkerPlan, cache: int) -> int:
 
     SGLang and vLLM prefill open samples again instead, and at staleness 0 no sample is open then.
     """
-    return cache if worker.engine not in SHARES and plan.batch.max_staleness != 0 else 0
+    return cache if gpu_share(worker) is None and plan.batch.max_staleness != 0 else 0
 
 
 def staged_bytes(worker: WorkerPlan, size: ModelSize) -> int:
     """Bytes of weights that SGLang and vLLM stage in the host's memory while they load them."""
-    return size.weights if worker.engine in SHARES else 0
+    return 0 if gpu_share(worker) is None else size.weights
 
 
-def _share(worker: WorkerPlan) -> float:
+def gpu_share(worker: WorkerPlan) -> float | None:
+    """Share of a GPU's memory that the engine takes for weights and cache; None: only what its slots need."""
+    if worker.engine is None or worker.engine not in LIBRARIES:
+        return None
+    share = LIBRARIES[worker.engine].gpu_share
     for name in ("memory_fraction", "gpu_memory_utilization"):
         if name in worker.engine_options and worker.engine_options[name] is not None:
             return float(worker.engine_options[name])
-    assert worker.engine is not None, "only called for SGLang and vLLM"
-    return SHARES[worker.engine]
+    return share

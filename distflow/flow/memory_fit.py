@@ -9,7 +9,7 @@ from typing import Any
 
 from distflow.flow.estimate import Estimate, divides, estimate
 from distflow.flow.gpus import first_gpus, width
-from distflow.flow.memory import ASSUMED_GPU, SHARES
+from distflow.flow.memory import ASSUMED_GPU, gpu_share
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.types import WorkerName
 
@@ -128,9 +128,9 @@ def _cure(plan: Plan, here: Sequence[Placed]) -> str:
     caches = [one.estimate.kv + one.estimate.drawing for one in here]
     parts = {
         "lower batch.tokens_per_microbatch": sum(one.estimate.activations + one.estimate.logits for one in here),
-        "fewer slots": sum(cache for cache, worker in zip(caches, workers, strict=True) if worker.engine not in SHARES),
+        "fewer slots": sum(cache for cache, worker in zip(caches, workers, strict=True) if gpu_share(worker) is None),
         "a smaller share of the GPU for the engine (engine_options)": sum(
-            cache for cache, worker in zip(caches, workers, strict=True) if worker.engine in SHARES
+            cache for cache, worker in zip(caches, workers, strict=True) if gpu_share(worker) is not None
         ),
         "a backend that divides the model": sum(
             one.estimate.optimizer + one.estimate.gradients

@@ -82,13 +82,8 @@ def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], p
 
 
 def _with_body_of(primary: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """A section that names no model is a copy of the primary one, with a head and an optimizer of its own."""
-    if model.path is not None or model.init is not None:
-        return model
-    copied = ["path", "init", "tokenizer", "dtype"]
-    if "gradient_checkpointing" not in model.model_fields_set:
-        copied.append("gradient_checkpointing")
-    return model.model_copy(update={name: getattr(primary, name) for name in copied})
+    """A section that names no model is a copy of the primary one, but for what it says itself."""
+    return model.model_copy(update={name: getattr(primary, name) for name in model.inherited})
 
 
 def check_files(models: Mapping[str, ModelConfig], problems: Problems) -> None:

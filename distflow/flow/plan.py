@@ -184,6 +184,8 @@ class Plan:
     """The flow's steps in order, without workers' own."""
     streamed: bool
     """False if training waits for the whole batch: a step needs it at once, or it is trained on several times."""
+    on_arrival: tuple[str, ...]
+    """Steps that owners compute as samples arrive, although training waits for the whole batch."""
     later_bytes: int
     """Bytes that owners reserve for each response token besides its result, for fields that it gets there."""
     code: Mapping[str, str]
@@ -266,7 +268,7 @@ class Plan:
 
     @property
     def owner_plan(self) -> WorkerPlan:
-        """The plan of the first owner; all owners have the same settings for samples."""
+        """The plan of the first owner."""
         return self.worker(WorkerName.parse(self.owners[0]))
 
 

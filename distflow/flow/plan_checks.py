@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from distflow.config.plugins import BACKENDS, ENGINES, full_name
+from distflow.config.plugins import BACKENDS, ENGINES, LIBRARIES, full_name
 from distflow.config.schema import PoolConfig, Recipe
 from distflow.errors import Problems, did_you_mean
 from distflow.flow.deterministic import check_deterministic
@@ -23,8 +23,6 @@ from distflow.flow.wait_order import check_waits
 from distflow.types import written
 
 Check = Callable[[Recipe, Structure, Problems], None]
-MAKES_GROUP = (ENGINES["vllm"],)
-"""Engines that create torch's default process group for themselves, whatever else their worker does."""
 _STAGE = 2
 """ZeRO stage of backend deepspeed where its options name none."""
 
@@ -41,7 +39,8 @@ def check_ledgers(recipe: Recipe, structure: Structure, problems: Problems) -> N
     owners = structure.home.count
     if recipe.batch.ledgers < owners:
         message = f"{recipe.batch.ledgers} ledgers are too few for {owners} training workers"
-        problems.add("batch.ledgers", message, f"at least {owners}")
+        cure = f"batch.ledgers={owners} or more, or fewer workers in pool {structure.home.name!r}"
+        problems.add("batch.ledgers", message, cure, others=(f"layout.pools.{structure.home.name}.count",))
 
 
 def check_warmup(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -54,7 +53,8 @@ def check_refresh(recipe: Recipe, structure: Structure, problems: Problems) -> N
     """Refuse to refresh weights at a staleness bound that does not exist."""
     if recipe.layout.max_staleness == "unbounded" and recipe.layout.refresh == "at_bound":
         message = "at_bound never takes newer weights when layout.max_staleness is unbounded"
-        problems.add("layout.refresh", message, "eager or when_idle, or a bound")
+        cure = "layout.refresh=eager or when_idle, or a bound"
+        problems.add("layout.refresh", message, cure, others=("layout.max_staleness",))
 
 
 def check_shrinking(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -64,7 +64,8 @@ def check_shrinking(recipe: Recipe, structure: Structure, problems: Problems) ->
     for pool in structure.pools:
         if pool.homes and pool.count == 1:
             message = f"shrink continues without a training worker, and pool {pool.name!r} has only one"
-            problems.add("layout.on_failure", message, f"restart, or layout.pools.{pool.name}.count=2 or more")
+            count = f"layout.pools.{pool.name}.count"
+            problems.add("layout.on_failure", message, f"on_failure: restart, or {count}=2 or more", others=(count,))
 
 
 def check_grouping(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -78,15 +79,16 @@ def check_grouping(recipe: Recipe, structure: Structure, problems: Problems) -> 
             _check_engines(f"layout.pools.{planned.name}", pool, problems)
 
 
-def _check_engines(key: str, pool: PoolConfig, problems: Problems) -> None:
-    engines = {f"{key}.engine": pool.engine}
-    engines |= {f"{key}.each.{n}.engine": own.engine for n, own in pool.each.items() if own.engine is not None}
+def _check_engines(pool_key: str, pool: PoolConfig, problems: Problems) -> None:
+    engines = {f"{pool_key}.engine": pool.engine}
+    engines |= {f"{pool_key}.each.{n}.engine": own.engine for n, own in pool.each.items() if own.engine is not None}
     cure = "engine torch or sglang, or a pool of its own for generation, as in layout=split"
     group = f"the process group that {pool.backend!r} on {pool.count} worker(s) trains in"
     for key, engine in engines.items():
-        if full_name(engine, ENGINES) in MAKES_GROUP:
+        name = full_name(engine, ENGINES)
+        if name in LIBRARIES and LIBRARIES[name].makes_group:
             message = f"{engine} cannot share a worker with {group}: each creates torch's default one"
-            problems.add(key, message, cure)
+            problems.add(key, message, cure, others=(f"{pool_key}.backend", f"{pool_key}.count"))
 
 
 def check_offload(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -95,7 +97,8 @@ def check_offload(recipe: Recipe, structure: Structure, problems: Problems) -> N
         pool = recipe.layout.pools[planned.name]
         if pool.offload:
             for message, cure in _offload_complaints(planned, pool, structure):
-                problems.add(f"layout.pools.{planned.name}.offload", message, cure)
+                key = f"layout.pools.{planned.name}"
+                problems.add(f"{key}.offload", message, cure, others=(f"{key}.zero", f"{key}.backend", f"{key}.roles"))
 
 
 def _offload_complaints(planned: PoolPlan, pool: PoolConfig, structure: Structure) -> Iterator[tuple[str, str]]:

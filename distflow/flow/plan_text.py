@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.config.plugins import LIBRARIES
 from distflow.flow.graph_text import edge_lines, lane_of, model_lines, pool_lines, waits_of
 from distflow.flow.memory import MIB, STEPS_OF_ROWS, rows_bytes, step_bytes
 from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sharding import divides_models
-
-ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
-"""Engines whose libraries open ports, by part of their name."""
 
 
 def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
@@ -102,13 +100,19 @@ def _batch(plan: Plan) -> list[str]:
     return [
         f"{batch.prompts} prompts × {batch.samples_per_prompt} samples = {batch.samples} samples a training step",
         f"{batch.ledgers} ledgers of {batch.groups_per_ledger} groups a step, owned by {owners} training worker(s)",
-        f"micro-batches of up to {batch.tokens_per_microbatch} padded tokens, "
-        + ("computed while samples arrive" if plan.streamed else "computed when the whole batch has arrived"),
+        f"micro-batches of up to {batch.tokens_per_microbatch} padded tokens, " + _computed(plan),
         *_waiting(plan),
         *_rows_waiting(plan),
         f"{_staleness(plan)}; up to {batch.max_refills} refills a ledger and step",
         f"whole run: {batch.training_steps * batch.prompts} prompts, {batch.training_steps * batch.samples} samples",
     ]
+
+
+def _computed(plan: Plan) -> str:
+    if plan.streamed:
+        return "computed while samples arrive"
+    early = f"; {', '.join(plan.on_arrival)} while they arrive" if plan.on_arrival else ""
+    return f"computed when the whole batch has arrived{early}"
 
 
 def _staleness(plan: Plan) -> str:
@@ -120,7 +124,8 @@ def _staleness(plan: Plan) -> str:
 
 def _waiting(plan: Plan) -> list[str]:
     """What bounds the groups that are leased ahead, and with them staleness."""
-    owner, batch = plan.owner_plan, plan.batch
+    owners = [worker for worker in plan.workers if str(worker.name) in plan.owners]
+    owner, batch = min(owners, key=lambda worker: worker.sample_memory_mb), plan.batch
     steps = (
         owner.sample_memory_mb * MIB / step_bytes(plan.recipe, owner.name.pool, plan.response_tokens, plan.later_bytes)
     )
@@ -163,10 +168,10 @@ def library_ports(plan: Plan) -> list[Library]:
         for pool in plan.pools
         if pool.homes and (pool.count > 1 or divides_models(plan.recipe.layout.pools[pool.name]))
     ]
-    for part, name in ENGINES.items():
-        having = tuple(str(worker.name) for worker in plan.workers if part in (worker.engine or ""))
-        if having:
-            found.append(Library(f"{name} (torch's store, Gloo or NCCL)", having, local=True))
+    for engine, library in LIBRARIES.items():
+        having = tuple(str(worker.name) for worker in plan.workers if worker.engine == engine)
+        if library.opens_ports and having:
+            found.append(Library(f"{library.opens_ports} (torch's store, Gloo or NCCL)", having, local=True))
     return found
 
 

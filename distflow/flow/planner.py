@@ -17,13 +17,13 @@ from distflow.flow.model_roles import check_files
 from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan, interface_digest
 from distflow.flow.plan_checks import check_plan
 from distflow.flow.resolve import find_source
-from distflow.flow.sharding import divided_notes
+from distflow.flow.sharding import divided_notes, divides_models
 from distflow.flow.step import SEVERAL_UPDATES, response_tokens
 from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure, check_data
 from distflow.flow.structure_checks import check_structure
 from distflow.flow.wiring import ports_of, wire
-from distflow.types import WorkerName
+from distflow.types import WorkerName, written
 
 REFILLS_PER_GROUP = 10
 
@@ -100,10 +100,33 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
         primary=structure.models.primary,
         steps=tuple(map(step_plan, ordered)),
         streamed=structure.streams(recipe.batch),
+        on_arrival=_on_arrival(recipe, structure),
         later_bytes=later,
         code=_code(ordered),
         digest="",
         notes=notes,
+    )
+
+
+def _on_arrival(recipe: Recipe, structure: Structure) -> tuple[str, ...]:
+    """Where training waits for the whole batch: forward steps that need not, since they read only what arrives.
+
+    Where a model is divided all replicas compute together, so they wait too; `run.deterministic` fixes which rows are
+    computed together; and a script of the user's own says itself when a step runs.
+    """
+    home = recipe.layout.pools[structure.home.name]
+    scripted = home.script is not None or any(own.script is not None for own in home.each.values())
+    if structure.streams(recipe.batch) or recipe.run.deterministic or scripted or divides_models(home):
+        return ()
+    there = [*structure.private.fills, *(field for node in structure.before_custody for field in node.writes)]
+    return tuple(
+        node.name
+        for node in structure.after_custody
+        if node.role == "forward"
+        and structure.sites[node.name] == structure.home.name
+        and node.declaration.spec.scope != "batch"
+        and not node.declaration.keeps_state
+        and all(written(field, there) for field in node.reads)
     )
 
 
@@ -182,6 +205,11 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
         if "advantage" in node.writes
         and (node.declaration.spec.scope == "group" or node.settings.get("function") == "grpo")
     ]
+    if recipe.batch.critic_warmup >= recipe.run.training_steps:
+        yield (
+            f"warning: batch.critic_warmup is {recipe.batch.critic_warmup}, and run.training_steps "
+            f"{recipe.run.training_steps}: the policy is never trained"
+        )
     if recipe.batch.samples_per_prompt == 1 and relative:
         yield (
             f"warning: batch.samples_per_prompt is 1, and step {relative[0]!r} compares the samples of a prompt with "

@@ -20,6 +20,8 @@ from distflow.flow.structure import Structure
 class _Used:
     key: str
     """Where the options stand."""
+    chosen: str
+    """Where the engine or the backend is named."""
     plugin: str
     options: Mapping[str, Any]
     uses: Sequence[PluginUse]
@@ -38,7 +40,8 @@ def check_options(recipe: Recipe, structure: Structure, problems: Problems) -> N
             for use in used.uses if hasattr(options, "check") else ():
                 options.check(use)
         except KeyedError as error:
-            problems.add(error.key, error.message)
+            key = problems.where.newest((error.key, used.chosen, used.key))
+            problems.add(key, error.message if key == error.key else f"with {error.key}: {error.message}")
         except UserError as error:
             problems.add(used.key, str(error))
 
@@ -65,6 +68,7 @@ def _engines_of(recipe: Recipe, structure: Structure, planned: PoolPlan, model: 
         differs = own.engine is not None or own.engine_options is not None
         yield _Used(
             f"layout.pools.{planned.name}{at if differs else ''}.engine_options",
+            f"layout.pools.{planned.name}{at if own.engine is not None else ''}.engine",
             full_name(own.engine or pool.engine, ENGINES),
             pool.engine_options_of(own),
             [replace(use, device=own.device or pool.device)],
@@ -79,6 +83,7 @@ def _backends(recipe: Recipe, structure: Structure) -> Iterator[_Used]:
         for at, own in _settings(pool):
             yield _Used(
                 f"layout.pools.{planned.name}{at if own.backend_options is not None else ''}.backend_options",
+                f"layout.pools.{planned.name}.backend",
                 full_name(pool.backend, BACKENDS),
                 pool.backend_options_of(own),
                 _models(structure, planned, own.device or pool.device),

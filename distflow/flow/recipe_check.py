@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,7 @@ from distflow.flow.step_declaration import read_declaration
 from distflow.flow.step_settings import is_plugin
 from distflow.flow.structure import build_structure, check_data
 from distflow.flow.structure_checks import check_structure
+from distflow.flow.without_effect import tell_idle
 
 _Part = TypeVar("_Part", bound=Section)
 
@@ -52,9 +54,10 @@ def plan_recipe(
         raise RecipeError([*error.problems, *found]) from error
     check_characters(plan, found)
     _check_scripts(loaded.recipe.layout, found)
+    idle = tell_idle(loaded.recipe, plan, examined.given_by, found)
     if found:
         raise RecipeError(found)
-    return loaded, plan
+    return loaded, replace(plan, notes=(*idle, *plan.notes), warnings=(*idle, *plan.warnings))
 
 
 def _check_scripts(layout: LayoutConfig, problems: Problems) -> None:

@@ -84,13 +84,16 @@ def _training(plan: Plan, pool: PoolPlan) -> list[str]:
     for edge in plan.edges:
         if edge.kind == "call" and edge.source == pool.name and edge.when != "before custody":
             batches = f'w.ask("{edge.name}", {batches})'
-    receive = f"for batch in {batches}:"
+    for name in plan.on_arrival:
+        batches = f'w.each("{name}", {batches})'
+    steps = [step for step in steps if step.name not in plan.on_arrival]
+    receive = f"for batch in {batches}:" + ("" if plan.streamed else "  # the whole batch")
     if plan.batch.updates == 1:
         calls = [*_dealing(plan, steps), *(step for step in steps if _accumulates(step))]
         lines = [receive, *_indented(_lines(calls, "batch"), 1), *_applies(pool)]
     else:
         updates = [step for step in steps if _accumulates(step)]
-        lines = [f"{receive}  # the whole batch", *_indented(_lines(_dealing(plan, steps), "batch"), 1)]
+        lines = [receive, *_indented(_lines(_dealing(plan, steps), "batch"), 1)]
         lines += _indented(_parts(plan, pool, updates), 1)
     return [*lines, f'w.publish("{plan.primary}", t + 1)', "w.save(t + 1)"]
 
@@ -110,7 +113,9 @@ def _further(plan: Plan, pool: PoolPlan) -> list[str]:
 
 
 def _parts(plan: Plan, pool: PoolPlan, updates: Sequence[StepPlan]) -> list[str]:
-    cut = f"for part in w.minibatches(batch):  # {plan.batch.epochs} epochs of {plan.batch.minibatches} parts"
+    epochs, parts = plan.batch.epochs, plan.batch.minibatches
+    times = f"{epochs} epoch{'s' if epochs > 1 else ''} of {parts} part{'s' if parts > 1 else ''}"
+    cut = f"for part in w.minibatches(batch):  # {times}"
     return [cut, *_indented([*_lines(updates, "part"), *_applies(pool)], 1)]
 
 

@@ -130,7 +130,9 @@ def _pool_for(node: StepNode, layout: LayoutConfig, problems: Problems) -> str |
     else:
         message = f"no pool takes the role {node.role!r} (step {node.name!r})"
         cure = f"add {node.role} to the `roles` of a pool, or use roles: ['*']"
-    problems.add("layout.pools", message, cure)
+    keys = [f"layout.pools.{name}{key}" for name in layout.pools for key in ("", ".roles", ".steps")]
+    others = (*keys, *problems.where.removed("layout.pools"), f"flow.steps.{node.name}")
+    problems.add("layout.pools", message, cure, others=others)
     return None
 
 

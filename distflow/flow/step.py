@@ -62,6 +62,8 @@ class StepSpec:
     ranges: Mapping[str, str] = field(default_factory=dict)
     may_write: tuple[str, ...] = ()
     environment: tuple[str, ...] | None = None
+    head: str | None = None
+    only_with: Mapping[str, str] = field(default_factory=dict)
 
 
 class SomeSteps(TypedDict, total=False):
@@ -70,6 +72,8 @@ class SomeSteps(TypedDict, total=False):
     fills: Mapping[str, float] | None
     may_write: Sequence[str]
     environment: Sequence[str] | None
+    head: str | None
+    only_with: Mapping[str, str] | None
 
 
 def step(
@@ -98,10 +102,13 @@ def step(
     `choices`: names that a setting may take, besides a function if it is among `plugins`, for example
     `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for any whole number > 0 there, `module:name` for the
     function `name`; a text is the range of a number: `{"top_p": "> 0, <= 1"}`. `may_write`: fields that a
-    score step does not always write, for example `["rewards/*"]`; `drop_reason` is always among them.
+    score step does not always write, for example `["rewards/*"]`; `drop_reason` is always among them. `head`: what the
+    last layer of the step's model has to give (`models.NAME.head`); a call of `ctx.backend.score`, `.values` or
+    `.score_texts` in the function itself tells it too. `only_with`: settings that have an effect only while another one
+    is truthy, for example `{"kl": "kl_coef"}`.
     """
     named, functions = choices or {}, plugins or {}
-    fills, may_write, environment = _of_some(**of_some)
+    fills, may_write, environment, head, only_with = _of_some(**of_some)
     if role == "score" and not written(DROP_REASON, (*writes, *may_write)):
         may_write = (*may_write, DROP_REASON)
     always = (*(GENERATED if role == "generate" else ()), *(() if environment is None else SEQUENCES))
@@ -118,6 +125,8 @@ def step(
         ranges={setting: text for setting, text in named.items() if isinstance(text, str)},
         may_write=may_write,
         environment=environment,
+        head=head,
+        only_with=only_with,
     )
 
     def attach(function: _Function) -> _Function:
@@ -132,8 +141,11 @@ def _of_some(
     fills: Mapping[str, float] | None = None,
     may_write: Sequence[str] = (),
     environment: Sequence[str] | None = None,
-) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...] | None]:
-    return dict(fills or {}), tuple(may_write), None if environment is None else tuple(environment)
+    head: str | None = None,
+    only_with: Mapping[str, str] | None = None,
+) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...] | None, str | None, dict[str, str]]:
+    allowed = None if environment is None else tuple(environment)
+    return dict(fills or {}), tuple(may_write), allowed, head, dict(only_with or {})
 
 
 def response_tokens(settings: Mapping[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from distflow.config.schema import HEADS
 from distflow.errors import PluginError, did_you_mean
 from distflow.flow.resolve import Source, find_source, not_a_generate_step
 from distflow.flow.step import ATTRIBUTE, ENVIRONMENT, SomeSteps, StepSpec, is_range, step
@@ -17,6 +18,14 @@ _KNOWN = (
     *("role", "reads", "writes", "scope", "reads_when", "plugins", "choices"),
     *SomeSteps.__annotations__,
 )
+
+_MAPPINGS = ("reads_when", "fills", "plugins", "choices", "only_with")
+_DEFAULTS: Mapping[str, Any] = {
+    **{name: {} for name in _MAPPINGS},
+    **{"scope": "sample", "may_write": (), "head": None},
+}
+_ASKED_BY = {"score": "tokens", "values": "value", "score_texts": "score"}
+"""By the methods of a backend, the head that its model needs."""
 
 
 class _Marker:
@@ -63,6 +72,8 @@ class StepDeclaration:
     """Its own source uses `ctx.state`."""
     drops: Literal["", "declared", "named"]
     """How `drop_reason` occurs: among the fields of its declaration, or in its own source."""
+    head: str | None
+    """What its model has to give (`models.NAME.head`), as it declares or its own source tells; None: not known."""
 
 
 def read_declaration(call: str) -> StepDeclaration:
@@ -76,7 +87,21 @@ def read_declaration(call: str) -> StepDeclaration:
     _check_form(source, spec, parameters)
     _check_choices(source, spec, parameters)
     keeps_state = _uses(node, parameters.positional[1], "state")
-    return StepDeclaration(call, source.file, node.lineno, source.text, spec, parameters, keeps_state, _drops(node))
+    head = spec.head or _head(node, parameters.positional[1])
+    about = (call, source.file, node.lineno, source.text, spec, parameters)
+    return StepDeclaration(*about, keeps_state, _drops(node), head)
+
+
+def _head(node: ast.AST, ctx: str) -> str | None:
+    """What a function asks its model for, if it does so in its own source, and always for the same."""
+    found = set()
+    for part in ast.walk(node):
+        match part:
+            case ast.Attribute(value=ast.Attribute(value=ast.Name(id=name), attr="backend"), attr=method) if (
+                name == ctx
+            ):
+                found |= {_ASKED_BY[method]} if method in _ASKED_BY else set()
+    return found.pop() if len(found) == 1 else None
 
 
 def _drops(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Literal["", "declared", "named"]:
@@ -156,10 +181,11 @@ def _check_parameters(source: Source, parameters: Parameters, spec: StepSpec) ->
 
 
 def _check_choices(source: Source, spec: StepSpec, parameters: Parameters) -> None:
-    for setting in (*spec.choices, *spec.ranges):
+    declared = {"choices": (*spec.choices, *spec.ranges), "only_with": (*spec.only_with, *spec.only_with.values())}
+    for argument, setting in ((argument, setting) for argument, settings in declared.items() for setting in settings):
         if setting not in parameters.settings and not spec.arguments:
             raise PluginError(
-                f"{source.where}: @step(choices=…) names the setting {setting!r}, which {source.node.name!r} lacks; "
+                f"{source.where}: @step({argument}=…) names the setting {setting!r}, which {source.node.name!r} lacks; "
                 f"{did_you_mean(setting, parameters.settings)}"
             )
 
@@ -188,12 +214,13 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
     return _typed(values, source)
 
 
-def _typed(values: dict[str, Any], source: Source) -> StepSpec:
-    values = {"scope": "sample", "reads_when": {}, "fills": {}, "plugins": {}, "choices": {}, "may_write": (), **values}
-    for name, allowed in (("role", ROLES), ("scope", SCOPES)):
+def _typed(given: dict[str, Any], source: Source) -> StepSpec:
+    values = {**_DEFAULTS, **given}
+    for name, allowed in (("role", ROLES), ("scope", SCOPES), ("head", (None, *HEADS))):
         if values[name] not in allowed:
+            known = [one for one in allowed if one is not None]
             raise PluginError(
-                f"{source.where}: @step({name}={values[name]!r}); {did_you_mean(str(values[name]), allowed)}"
+                f"{source.where}: @step({name}={values[name]!r}); {did_you_mean(str(values[name]), known)}"
             )
     for name in ("reads", "writes", "may_write"):
         _expect_names(values[name], f"@step({name}=…)", source)
@@ -204,18 +231,25 @@ def _typed(values: dict[str, Any], source: Source) -> StepSpec:
         )
     if "environment" in values:
         _expect_environment(values["environment"], values["role"], source)
-    for name in ("reads_when", "plugins", "choices"):
+    for name in _MAPPINGS:
         _expect_mapping(values[name], name, source)
+    _expect_settings(values, source)
+    spec: StepSpec = getattr(step(**values)(lambda: None), ATTRIBUTE)
+    return spec
+
+
+def _expect_settings(values: Mapping[str, Any], source: Source) -> None:
+    for name in ("reads_when", "plugins", "choices"):
         for setting, names in values[name].items():
             if name == "choices" and isinstance(names, str):
                 _expect_range(setting, names, source)
-                continue
-            if name == "plugins" and isinstance(names, dict):
-                continue
-            _expect_names(names, f"@step({name}={{{setting!r}: …}})", source)
-    _expect_mapping(values["fills"], "fills", source)
-    spec: StepSpec = getattr(step(**values)(lambda: None), ATTRIBUTE)
-    return spec
+            elif not (name == "plugins" and isinstance(names, dict)):
+                _expect_names(names, f"@step({name}={{{setting!r}: …}})", source)
+    for setting, other in values["only_with"].items():
+        if not isinstance(other, str):
+            raise PluginError(
+                f"{source.where}: @step(only_with={{{setting!r}: …}}) must be the name of a setting, got {other!r}"
+            )
 
 
 def _expect_names(value: object, what: str, source: Source) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from distflow.comm.membership import Lost, Member
 from distflow.comm.message import Message
@@ -18,12 +19,21 @@ from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.fields import complaint, with_fields
 from distflow.errors import NoProgressError, ProtocolError, StepError
 from distflow.exchange.call_client import Call, CallClient
-from distflow.exchange.call_messages import CallAnswer, CallRequest, OutgoingCall, from_wire, kind_of, to_wire
+from distflow.exchange.call_messages import (
+    CallAnswer,
+    CallRequest,
+    CallWithdrawn,
+    OutgoingCall,
+    from_wire,
+    kind_of,
+    to_wire,
+)
 from distflow.flow.memory import BYTES_PER_TOKEN
 from distflow.flow.plan import Plan, Port
 from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
+from distflow.runtime.weight_publisher import LOAD
 from distflow.types import Version, WorkerName, written
 
 ANSWERS = ("call.answer", "call.not_yet", "call.returned")
@@ -56,6 +66,8 @@ class Calls:
         """Answers that have not been taken, by step: the position of the group, and what the step wrote."""
         self._deliver: dict[str, Deliver] = {}
         self._heard: dict[str, float] = {}
+        self._facts: dict[str, Mapping[str, Any]] = {}
+        """Those of each server that were taken note of last."""
         for kind in ANSWERS:
             node.on(kind, self._on_message)
         node.on_joined(self._joined)
@@ -105,7 +117,7 @@ class Calls:
 
     def _on_message(self, message: Message) -> None:
         said = from_wire(message.kind, message.body)
-        assert not isinstance(said, CallRequest), f"{message.kind} is not a request"
+        assert not isinstance(said, CallRequest | CallWithdrawn), f"{message.kind} is not of a caller"
         answer = self._read(said, message) if isinstance(said, CallAnswer) else None
         out = self._core.handle(message.sender, message.incarnation, said, time.monotonic())
         for key, _number in self._core.take_answered():
@@ -157,11 +169,19 @@ class Calls:
             if WorkerName.parse(name).pool in self._servers and self._heard.get(name) != peer.heard_at:
                 self._heard[name] = peer.heard_at
                 self._core.heard(name, now)
-                self._hear_version(name, peer)
+                self._hear_facts(name, peer, now)
         self._post(self._core.tick(now))
 
-    def _hear_version(self, name: str, peer: Member) -> None:
-        """With each heartbeat servers say which version they have: what they said before may have been lost."""
+    def _hear_facts(self, name: str, peer: Member, now: float) -> None:
+        """With each heartbeat servers say how much they have to do, for whomever, and which version they have: what
+        they said before may have been lost.
+        """
+        if peer.facts is self._facts.get(name) or peer.state != "present":
+            return
+        self._facts[name] = peer.facts
+        if LOAD in peer.facts:
+            load = peer.facts[LOAD]
+            self._post(self._core.server(name, peer.incarnation, present=True, load=load, now=now))
         if WorkerName.parse(name).pool in self._versioned and peer.facts.get("version", -1) >= 0:
             version = Version(self._term, peer.facts["version"])
             self._post(self._core.announced(name, peer.incarnation, version))
@@ -169,6 +189,9 @@ class Calls:
     def _post(self, out: Sequence[OutgoingCall]) -> None:
         for item in out:
             request = item.message
+            if isinstance(request, CallWithdrawn):
+                self._node.send(item.to, kind_of(request), to_wire(request))
+                continue
             assert isinstance(request, CallRequest), f"callers send no {kind_of(request)}"
             if self._sent.under_way(item.to, request.number):
                 continue

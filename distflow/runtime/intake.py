@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
@@ -24,6 +25,20 @@ from distflow.runtime.node import Node
 
 Ask = Callable[[Sequence[tuple[str, int]]], None]
 Waiting = Callable[[], tuple[str, tuple[str, ...]] | None]
+
+
+class ComputedHere(NamedTuple):
+    """Groups for a step that this replica runs itself, before they are taken."""
+
+    step: str
+    positions: Sequence[int]
+    rows: Sequence[RowRange]
+    """Of each group."""
+
+    @property
+    def batch(self) -> Batch:
+        """The rows of all, as they have arrived."""
+        return join(with_same_parts(self.rows))
 
 
 class Intake:
@@ -73,7 +88,7 @@ class Intake:
 
     @property
     def calls(self) -> Collection[str]:
-        """The steps that are asked for when a group arrives."""
+        """The steps whose fields groups get between their arrival and when they are taken."""
         return self._answers.keys()
 
     def rows_of(self, position: int) -> RowRange:
@@ -84,6 +99,24 @@ class Intake:
         """The answer of a call for a group is there: a batch with its fields, row by row."""
         self._inbound.answer(position, {name: answer[name] for name in self._answers[edge]})
         self._send(self.core.answered(position, edge))
+
+    # -- what this replica computes while it waits
+    def wants_here(self) -> ComputedHere | None:
+        """A step to run now over some groups; None: wait."""
+        wanted = self.core.wants_here()
+        if wanted is None:
+            return None
+        step, positions = wanted
+        rows = [self._inbound.peek(position).rows for position in positions]
+        return ComputedHere(step, positions, rows)
+
+    def computed(self, done: ComputedHere, result: Batch) -> None:
+        """The step has run: `result` has its fields for the rows of all groups, in their order."""
+        start = 0
+        for position, rows in zip(done.positions, done.rows, strict=True):
+            stop = start + rows.stop - rows.start
+            self.answered(done.step, position, result.slice(start, stop))
+            start = stop
 
     # -- the training loop
     def begin(self, step: int) -> None:

@@ -246,19 +246,19 @@ def lease_settings(setting: Setting) -> LeaseSettings:
     recipe, batch = setting.recipe, setting.plan.batch
     new_tokens = setting.plan.response_tokens
     samples, later = batch.samples_per_prompt, setting.plan.later_bytes
-    trainer = setting.plan.owner_plan
+    owner = setting.me if str(setting.me.name) in setting.plan.owners else setting.plan.owner_plan
     return LeaseSettings(
         ledgers=batch.ledgers,
         groups_per_ledger=batch.groups_per_ledger,
         samples_per_prompt=samples,
         max_staleness=batch.max_staleness,
         training_steps=batch.training_steps,
-        memory_bytes=trainer.sample_memory_mb * MIB,
+        memory_bytes=owner.sample_memory_mb * MIB,
         group_bytes=lambda prompt_tokens: group_bytes(samples, prompt_tokens, new_tokens, later),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         seed=recipe.run.seed,
         max_refills=batch.max_refills,
-        announce_closed=trainer.generates is not None,
+        announce_closed=owner.generates is not None,
         hedging=recipe.layout.hedging and setting.plan.generate_step.allows("repeatable"),
         host_silence_s=recipe.limits.host_silence_s,
         partial_rollouts=recipe.layout.partial_rollouts and setting.plan.generate_step.allows("replay"),

@@ -187,7 +187,9 @@ class OwnerEnds:
     calls: Calls | None
 
 
-def trains(base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, inbox: WeightInbox | None) -> Training:
+def trains(
+    base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, inbox: WeightInbox | None, steps: StepRunner
+) -> Training:
     """The training side over the samples that arrive here."""
     setting = base.setting
     limits = TrainingLimits.of(setting.plan)
@@ -209,6 +211,7 @@ def trains(base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, in
         checkpoints=checkpoint_writer(setting),
         folders=model_folders(setting),
         commits=base.standing.commits,
+        run=steps.call,
         metrics=base.metrics,
         writer=base.writer,
         canaries={setting.plan.primary: build_canaries(setting)},
@@ -255,22 +258,26 @@ def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
 
 
 def takes(base: Base, ends: OwnerEnds, replicas: Replicas, dealt: DealRule, rounds: Rounds | None) -> Intake:
-    """What takes the groups that arrive for the open step, and those of busier replicas, once calls have answered."""
-    recipe = base.setting.recipe
-    edges = [base.setting.plan.edge(port.edge) for port in base.setting.me.port("asks")]
+    """What takes the groups that arrive for the open step, and those of busier replicas, once they are complete."""
+    recipe, plan = base.setting.recipe, base.setting.plan
+    edges = [plan.edge(port.edge) for port in base.setting.me.port("asks")]
     versioned = {edge.name for edge in edges if edge.when == "in window"}
     answers = {edge.name: edge.back for edge in edges if edge.when == "on arrival" or edge.name in versioned}
-    asked = tuple(IntakeCall(name, in_window=name in versioned) for name in answers)
-    rule = IntakeRule(dealt.cost.budget, dealt.streamed, asked)
+    asked = [IntakeCall(name, in_window=name in versioned) for name in answers]
+    # A forward of a divided model is a round, at which all replicas meet.
+    early = plan.on_arrival if rounds is None else ()
+    here = {step.name: step.writes for step in plan.steps if step.name in early}
+    asked += [IntakeCall(name, in_window=True, here=True) for name in here]
+    rule = IntakeRule(dealt.cost.budget, dealt.streamed, tuple(asked))
     rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")
     deals = replicas.size > 1 and (dealt.divided or not dealt.streamed)
     dealing = DealCore(base.name, base.setting.owners, dealt) if deals else None
     others = replicas.others if deals or recipe.layout.stealing else ()
-    intake = Intake(ends.inbound, base.node, rule, others, rng, answers, dealing)
+    intake = Intake(ends.inbound, base.node, rule, others, rng, answers | here, dealing)
     if rounds is not None:
         rounds.carry(intake.tell, intake.hear)
     if ends.calls is not None:
-        _ask_on_arrival(ends.calls, intake, dealt.prompts, versioned)
+        _ask_on_arrival(ends.calls, intake, answers, dealt.prompts, versioned)
     return intake
 
 
@@ -288,7 +295,9 @@ def _deal_rule(base: Base, limits: TrainingLimits, held: HeldModels, model: str)
     )
 
 
-def _ask_on_arrival(calls: Calls, intake: Intake, prompts: int, versioned: Collection[str]) -> None:
+def _ask_on_arrival(
+    calls: Calls, intake: Intake, asked: Collection[str], prompts: int, versioned: Collection[str]
+) -> None:
     """Ask for steps over the groups that arrive; `prompts`: groups of a training step."""
 
     def ask(wanted: Sequence[tuple[str, int]]) -> None:
@@ -298,7 +307,7 @@ def _ask_on_arrival(calls: Calls, intake: Intake, prompts: int, versioned: Colle
             t = intake.owner.version if step in versioned else max(intake.core.step, position // prompts)
             calls.ask(step, position, intake.rows_of(position), t)
 
-    for step in intake.calls:
+    for step in asked:
         calls.deliver(step, partial(intake.answered, step))
     intake.asks_by(ask, calls.waiting)
 

@@ -16,7 +16,7 @@ from distflow.data.samples import sample_bounds
 from distflow.exchange.intake_core import Take
 from distflow.exchange.sample_channel import ArrivedGroup
 from distflow.flow.plan import BatchPlan, Plan
-from distflow.runtime.intake import Intake, join_groups
+from distflow.runtime.intake import ComputedHere, Intake, join_groups
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
@@ -46,10 +46,14 @@ class _Taken:
     groups: list[ArrivedGroup]
     stopped: bool = False
     """The run is being stopped; the replicas have to agree on that."""
+    here: ComputedHere | None = None
+    """Nothing was taken: there is this to compute first."""
 
 
 class Receiving:
-    """The samples of one replica, step by step. `rounds` is None where no model is divided."""
+    """The samples of one replica, step by step. `run` runs a step of the flow over a batch; `rounds` is None where no
+    model is divided.
+    """
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class Receiving:
         node: Node,
         metrics: MetricStore,
         account: Callable[[], Fact],
+        run: Callable[[str, Batch], Batch],
         rounds: Rounds | None = None,
     ) -> None:
         self.tally = StepTally(0, 0.0)
@@ -67,6 +72,7 @@ class Receiving:
         self._whole = False
         """Whether all replicas have agreed that they have their sets."""
         self._account = account
+        self._run = run
         self._intake = intake
         self._replicas = replicas
         self._rounds = rounds
@@ -98,6 +104,9 @@ class Receiving:
         pending: list[ArrivedGroup] = []
         while True:
             taken = self._next(t)
+            if taken.here is not None:
+                self._compute(taken.here)
+                continue
             if taken.stopped:
                 if not self._limits.streamed:
                     # A single owner, which stops together with the homes of further models, agrees with itself.
@@ -111,6 +120,13 @@ class Receiving:
                 pending = []
             if taken.take.over:
                 return
+
+    def _compute(self, wanted: ComputedHere) -> None:
+        """Run a step over groups that are not taken yet, instead of waiting for more of them."""
+        batch = wanted.batch
+        result = self._run(wanted.step, batch)
+        with self._board.condition:
+            self._intake.computed(wanted, result)
 
     @property
     def _meets_whole(self) -> bool:
@@ -168,6 +184,9 @@ class Receiving:
             raise owner.exhausted
         if self._replicas.stopping and not self._whole:
             return _Taken(Take(), [], stopped=True)
+        here = self._intake.wants_here()
+        if here is not None:
+            return _Taken(Take(), [], here=here)
         taken = self._intake.take(called=self._rounds is not None and self._rounds.called)
         if taken is None:
             return None

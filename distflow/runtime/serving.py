@@ -10,6 +10,7 @@ finishes what it has begun, and the rest goes back to the callers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -21,15 +22,23 @@ from distflow.data.batch import Batch, RowRange, join, with_same_parts
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.fields import complaint
 from distflow.errors import ProtocolError, StepError, UserError
-from distflow.exchange.call_messages import CallAnswer, CallRequest, OutgoingCall, from_wire, kind_of, to_wire
+from distflow.exchange.call_messages import (
+    CallAnswer,
+    CallRequest,
+    CallWithdrawn,
+    OutgoingCall,
+    from_wire,
+    kind_of,
+    to_wire,
+)
 from distflow.exchange.call_server import CallKey, CallServer
 from distflow.flow.plan import Plan, Port
 from distflow.runtime.metrics import REQUESTS, MetricStore
 from distflow.runtime.node import Node
-from distflow.runtime.weight_publisher import OWNERS, TERM
+from distflow.runtime.weight_publisher import LOAD, OWNERS, TERM
 from distflow.types import Version, written
 
-REQUEST = "call.request"
+REQUEST, WITHDRAWN = "call.request", "call.withdrawn"
 
 
 class _Asked(NamedTuple):
@@ -56,14 +65,17 @@ class Answering:
         self._queued: dict[CallKey, _Asked] = {}
         self._begun: list[tuple[CallKey, _Asked]] = []
         """The requests of the batch that the script has."""
+        self._since = 0.0
+        """When they were begun."""
         self._on_step: Callable[[int], None] = lambda t: None
         self._term, self._members = term, tuple(members)
         self._left: set[str] = set()
         """Training workers that have left in order."""
         node.on(REQUEST, self._on_request)
+        node.on(WITHDRAWN, self._on_withdrawn)
         node.on_lost(self._lost)
         node.on_joined(lambda name, incarnation: self._left.discard(name))
-        node.on_tick(lambda now: self._follow_term())
+        node.on_tick(self._tick)
 
     # -- for a worker that trains, too
 
@@ -103,6 +115,8 @@ class Answering:
         while begun := self._await(steps):
             self._begun = begun
             first = begun[0][1]
+            with self._board.condition:
+                self._follow_term()
             self._on_step(first.t)
             yield first.step, self._joined()
 
@@ -120,7 +134,7 @@ class Answering:
         ends = list(accumulate(request.rows.rows for _, request in begun))
         parts = {key: answers.slice(a, b) for (key, _), (a, b) in zip(begun, pairwise([0, *ends]), strict=True)}
         with self._board.condition:
-            self._post(self._core.done(list(parts)), parts)
+            self._post(self._core.done(list(parts), time.monotonic() - self._since), parts)
         self._metrics.add("calls/answered", len(parts))
         self._node.work_done()
 
@@ -176,6 +190,7 @@ class Answering:
             )
 
     def _next(self) -> list[tuple[CallKey, _Asked]]:
+        self._since = time.monotonic()
         budget = 0 if self._plan.recipe.run.deterministic else self._plan.batch.tokens_per_microbatch
         return [(key, self._queued.pop(key)) for key in self._core.next(budget)]
 
@@ -195,6 +210,12 @@ class Answering:
             self._queued[key] = _Asked(request.step, request.t, rows)
         self._forget()
         self._post(out)
+
+    def _on_withdrawn(self, message: Message) -> None:
+        withdrawn = from_wire(message.kind, message.body)
+        assert isinstance(withdrawn, CallWithdrawn), f"{message.kind} withdraws"
+        self._core.withdrawn(message.sender, message.incarnation, withdrawn.numbers)
+        self._forget()
 
     def _read(self, request: CallRequest, message: Message) -> Batch:
         """The rows of a request; raises ProtocolError if they are not what the step reads."""
@@ -223,6 +244,10 @@ class Answering:
         """Let go of the rows of requests that nobody waits for any more."""
         for key in [key for key in self._queued if key not in self._core]:
             del self._queued[key]
+
+    def _tick(self, now: float) -> None:
+        self._node.facts[LOAD] = self._core.load
+        self._follow_term()
 
     def _follow_term(self) -> None:
         """Learn of a later term from its members: some of those before may be missing in it."""

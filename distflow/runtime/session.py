@@ -16,6 +16,7 @@ from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped, StepError
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
+from distflow.exchange.tally import Tallies
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import frame_bytes
 from distflow.flow.plan import digest_parts
@@ -98,6 +99,7 @@ class Session:
         """Version of the weights that samples come from, on workers that do not train."""
         self._owners: Callable[[], tuple[str, ...]] = lambda: setting.owners
         self._contexts: Mapping[str, StepContext] = {}
+        self._tallies = Tallies(self._owns)
         self._models: Mapping[str, Backend] = {}
         self._rounds: Rounds | None = None
         self._turns = Turns()
@@ -191,10 +193,17 @@ class Session:
         CheckpointReports(self._node, self._hosts.here)
         self._node.on_agent("drain", self._drain)
         self._node.counts = self._metrics.counts
+        self._node.on_tick(self._count_together)
         if self._trains:
             # Everything a trainer measures shows progress, each micro-batch too: generating workers wait by it.
             self._node.count_work(lambda: self._metrics.recorded)
         return inbound, outbound
+
+    def _count_together(self, now: float) -> None:
+        """Hear what others have judged, and say what is judged here."""
+        for name, peer in self._node.membership.peers.items():
+            self._tallies.hear(name, peer.incarnation, peer.facts)
+        self._node.facts |= self._tallies.facts()
 
     def _build(self) -> Worker:
         setting = self._setting
@@ -217,6 +226,8 @@ class Session:
         engine = build_engine(setting, device, self._incarnation, self._go_on) if outbound is not None else None
         contexts = build_contexts(setting, self._metrics, self._models, engine, tokenizer)
         self._contexts = contexts
+        for name, context in contexts.items():
+            context.tally = self._tallies.of(name)
         steps = StepRunner(self._name, setting.me.steps, contexts)
         if outbound is not None and engine is not None and self._inbox is not None:
             samples = build_trajectories(setting, steps.generate_step(), tokenizer)
@@ -245,7 +256,7 @@ class Session:
     ) -> Training | FurtherTraining:
         if inbound is not None:
             ends = ports.OwnerEnds(inbound, self._rows_out, self._asking)
-            return ports.trains(self._base, ends, replicas, held, self._inbox)
+            return ports.trains(self._base, ends, replicas, held, self._inbox, steps)
         assert self._rows_in is not None, f"{self._name} trains a further model, on rows of the owners"
         return ports.trains_further(self._base, self._rows_in, self._serving, replicas, held, steps)
 
@@ -324,9 +335,11 @@ class Session:
     def _new_step(self, t: int) -> None:
         """This worker runs a step for others, for the first time in a training step: write what was measured before."""
         assert self._serving is not None, "only a service runs steps for others"
-        if self._version is None or t > self._version.number:
+        # A later term begins at an earlier training step, and what was waited for it belongs to none.
+        version = Version(self._serving.term, t)
+        if self._version is None or version > self._version:
             self._write_metrics()
-            self._version = Version(self._serving.term, t)
+            self._version = version
             self._node.facts |= {"step": t}
         for context in self._contexts.values():
             context.training_step, context.policy_version = t, t

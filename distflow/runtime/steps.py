@@ -22,6 +22,7 @@ from distflow.data.fields import changed, complaint, with_fields
 from distflow.data.randomness import generator
 from distflow.data.samples import last_rows, on_all_rows
 from distflow.errors import DistflowError, StepError, UserError
+from distflow.exchange.tally import Tally
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
 from distflow.log import logger
@@ -58,6 +59,8 @@ class StepContext:
     metrics: MetricStore = field(default_factory=MetricStore)
     state: dict[str, Any] = field(default_factory=dict)
     """Plain values kept here are saved in checkpoints."""
+    tally: Tally = field(default_factory=Tally)
+    """Samples that this step has judged, and on how many it failed, here and on all workers that run it."""
     models: Mapping[str, Backend] = field(default_factory=dict)
     model: str | None = None
     """The step's `model:` key."""

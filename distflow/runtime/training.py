@@ -67,6 +67,8 @@ class TrainingParts:
     """This replica writes COMMIT for its host."""
     dealing: DealRule
     """How groups are dealt to replicas, here and to other homes."""
+    run: Callable[[str, Batch], Batch]
+    """Runs a step of the flow over a batch."""
     metrics: MetricStore
     writer: MetricWriter
     canaries: Mapping[str, Canaries] = field(default_factory=dict)
@@ -98,12 +100,14 @@ class Training:
         """Whether all training steps are done and the other workers know it."""
         self.receives = SAMPLES
         """The edge on which it gets what it trains on."""
+        self.complete_with = parts.intake.calls
+        """The steps whose fields samples have when they are received."""
         self._dumped = -1
         self._closed = True
         """Whether the other homes know what to do with the rows of the open training step."""
         self._recovery = parts.recovery
         self._receiving = Receiving(
-            parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.rounds
+            parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.run, parts.rounds
         )
         saved = SavingParts(
             home=WorkerName.parse(parts.replicas.me).pool,

@@ -33,6 +33,8 @@ ANNOUNCED = "announced"
 """The fact in which a reader says which version of the weights was announced to it last."""
 OWNERS, TERM, BEGINS = "owners", "term", "begins"
 """Facts of a training worker once its pool has restarted: its members, its term, and where all terms began."""
+LOAD = "load"
+"""The fact in which a worker that answers calls says how many tokens it has to compute for them."""
 WHAT = "facts of a worker"
 
 
@@ -129,6 +131,9 @@ class Announcer:
 
 class _Reader(msgspec.Struct, frozen=True):
     announced: tuple[Whole, Whole] | None = None
+    load: Whole = 0
+    judged: dict[str, tuple[Whole, Whole]] = {}
+    judged_by_all: dict[str, tuple[Whole, Whole]] = {}
 
 
 class _Pool(msgspec.Struct, frozen=True):

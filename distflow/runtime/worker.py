@@ -89,7 +89,12 @@ class Worker:
         return groups if self._receives else Stream(self._generates().ask(step, groups.source))
 
     def each(self, step: str, groups: Stream) -> Stream:
-        """The same groups with what a step of this worker writes: `w.call` between two asks."""
+        """The same groups with what a step of this worker writes: `w.call` between two asks.
+
+        Samples that were received may have it already: it was computed as they arrived, while others were awaited.
+        """
+        if self._receives and isinstance(self._training, Training) and step in self._training.complete_with:
+            return groups
         return Stream(None if batch is None else self.call(step, batch) for batch in groups.source)
 
     def requests(self, step: str) -> Iterator[Batch]:

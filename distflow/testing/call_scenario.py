@@ -43,8 +43,11 @@ class CallScenario:
     largest_bytes: int = MIB
     """Requests have between 1% and all of that."""
     ahead_bytes: int = 4 * MIB
+    """Of requests ahead of their turn at each server."""
     tokens: int = 100
-    """Of a request."""
+    """Of a request, in the middle."""
+    spread: float = 0.0
+    """Of their logarithm, which is normal: 1 is much."""
     budget: int = 400
     """Tokens that a server joins."""
     token_s: float = 0.001
@@ -78,6 +81,11 @@ class CallScenario:
         """Size of one request."""
         rng = random.Random(f"{self.seed}/{client}/{step}/{t}/{group}")
         return max(1, int(self.largest_bytes * rng.uniform(0.01, 1.0)))
+
+    def tokens_of(self, client: int, step: str, t: int, group: int) -> int:
+        """What one request costs."""
+        rng = random.Random(f"{self.seed}/{client}/{step}/{t}/{group}/tokens")
+        return max(1, round(self.tokens * rng.lognormvariate(0.0, self.spread)))
 
 
 @dataclass(slots=True)

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from distflow.exchange.call_client import Call, CallClient
-from distflow.exchange.call_messages import CallAnswer, CallMessage, CallNotYet, CallRequest, CallReturned, OutgoingCall
+from distflow.exchange.call_messages import (
+    CallAnswer,
+    CallMessage,
+    CallNotYet,
+    CallRequest,
+    CallReturned,
+    CallWithdrawn,
+    OutgoingCall,
+)
 from distflow.exchange.call_server import CallKey, CallServer
 from distflow.exchange.call_targets import SERVER_BYTES
 from distflow.testing.call_scenario import FROZEN, VERSIONED
@@ -120,7 +128,7 @@ class AskingWorker(SimulatedProcess):
 
     def hear(self, server: str, incarnation: int, message: CallMessage) -> None:
         """A message of a server."""
-        assert not isinstance(message, CallRequest), f"{self.name} was sent {message}"
+        assert not isinstance(message, CallRequest | CallWithdrawn), f"{self.name} was sent {message}"
         expected = self._expected(message) if isinstance(message, CallAnswer) else None
         call = None if expected is None else self._asked[expected]
         if expected is not None:
@@ -207,11 +215,16 @@ class AskingWorker(SimulatedProcess):
         step, t, _ = key
         need = Version(self._term, t) if step == VERSIONED else None
         scenario = self.network.scenario
-        self._asked[key] = Call(step, key, t, need, scenario.nbytes(self.number, *key), scenario.tokens)
+        nbytes, tokens = scenario.nbytes(self.number, *key), scenario.tokens_of(self.number, *key)
+        self._asked[key] = Call(step, key, t, need, nbytes, tokens)
         self._post(self.core.ask(self._asked[key], self.network.now))
 
     def _post(self, out: Sequence[OutgoingCall]) -> None:
         for item in out:
+            if isinstance(item.message, CallWithdrawn):
+                assert all(self.core.key_of(number) is None for number in item.message.numbers), f"{item} is open"
+                self.network.send(self, item.to, item.message)
+                continue
             assert isinstance(item.message, CallRequest), f"{self.name} sends {item}"
             key = self.core.key_of(item.message.number)
             assert isinstance(key, tuple), f"{key} is not one of ours"
@@ -233,22 +246,24 @@ class AskingWorker(SimulatedProcess):
         older = call.t < min((other.t for other in there), default=call.t + 1)
         assert total <= SERVER_BYTES or older, f"{self.name} sends {total} bytes to {server}"
         oldest = min(other.t for other in self._asked.values())
-        ahead = sum(self._asked[k].nbytes for keys in self._has.values() for k in keys if self._asked[k].t > oldest)
-        within = not ahead or ahead + call.nbytes <= self.network.scenario.ahead_bytes
-        assert call.t == oldest or within, f"{self.name} has {ahead} bytes under way ahead of step {oldest}"
+        if call.t > oldest and there:
+            ahead = sum(other.nbytes for other in there if other.t > oldest)
+            within = not ahead or ahead + call.nbytes <= self.network.scenario.ahead_bytes
+            assert within, f"{self.name} sends {server} {ahead} bytes ahead of step {oldest}"
+            assert total <= SERVER_BYTES // 2, f"{self.name} sends {server} {total} bytes, some ahead of step {oldest}"
 
     def _check_room(self) -> None:
-        """Whatever is held back of the oldest training step is held back by that training step, or by a version."""
+        """While a request waits, every server has something; of the oldest training step, if the request is of that."""
         oldest = min((call.t for call in self._asked.values()), default=0)
         under_way = set[Key]().union(*self._has.values())
         for key, call in self._asked.items():
             behind = self.core._targets.behind(self.network.pools[call.step], call.need)
-            if call.t > oldest or key in under_way or behind:
+            if key in under_way or behind:
                 continue
             for target in self.core._targets.of(self.network.pools[call.step]):
-                same = any(other[1] == oldest for other in self._has[target.name])
+                works = any(call.t > oldest or other[1] == oldest for other in self._has[target.name])
                 silent = self.core._targets.silent(target)
-                assert same or silent or not target.serves(call.need), f"{self.name}: {key} could go to {target.name}"
+                assert works or silent or not target.serves(call.need), f"{self.name}: {key} could go to {target.name}"
 
 
 class AnsweringWorker(SimulatedProcess):
@@ -276,7 +291,10 @@ class AnsweringWorker(SimulatedProcess):
             self._tell()
 
     def hear(self, client: str, incarnation: int, message: CallMessage) -> None:
-        """A request."""
+        """A request, or that some are not wanted any more."""
+        if isinstance(message, CallWithdrawn):
+            self.core.withdrawn(client, incarnation, message.numbers)
+            return
         assert isinstance(message, CallRequest), f"{self.name} was sent {message}"
         self._post(self.core.handle(client, incarnation, message))
         assert not self.core._queued.keys() & self.core._working.keys(), "what is begun already waits once more"
@@ -317,10 +335,11 @@ class AnsweringWorker(SimulatedProcess):
         record.joined.append(tokens)
         record.computed[self.name] += len(keys)
         self._busy = True
-        self.after(tokens * self.network.scenario.token_s * self.slowness, partial(self._finish, keys))
+        seconds = tokens * self.network.scenario.token_s * self.slowness
+        self.after(seconds, partial(self._finish, keys, seconds))
 
-    def _finish(self, keys: Sequence[CallKey]) -> None:
-        for item in self.core.done(keys):
+    def _finish(self, keys: Sequence[CallKey], seconds: float) -> None:
+        for item in self.core.done(keys, seconds):
             answer = item.message
             assert isinstance(answer, CallAnswer), f"{self.name} answers {answer}"
             key = next(key for key in keys if (key.client, key.number) == (item.to, answer.number))

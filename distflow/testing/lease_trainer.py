@@ -152,6 +152,12 @@ class LeaseTrainer:
     def _next(self) -> Take | None:
         called = self.network.called
         if not self._own_over:
+            while (wanted := self.intake.wants_here()) is not None:
+                edge, positions = wanted
+                assert positions, f"{self.name}: {edge} over nothing"
+                assert set(positions) <= set(self.owner.consumable()), f"{positions} are not of the open step"
+                for position in positions:
+                    self.send(self.intake.answered(position, edge))
             return self.intake.take(self.network.now, called=called)
         return self.intake.rest() or (Take(meet=True) if called else None)
 

@@ -37,8 +37,7 @@ from typing import Any
 
 from distflow.comm.processes import name_process
 from distflow.errors import UserError
-from distflow.launch.agent.interpreters import become, code_folder, environment_of
-from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
+from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, become, environment_of, start_agent
 from distflow.launch.run.exit_status import Exit, conclude, exit_of, failure_file
 from distflow.launch.run.record import read_record
 from distflow.runtime.process_record import note_end, note_start, read_process
@@ -247,7 +246,7 @@ class ForkServer:
     def _environment(self, python: str) -> dict[str, str]:
         if python == sys.executable:
             return dict(os.environ)
-        return environment_of(python, os.environ, code_folder(self._run_dir, self._host))
+        return environment_of(python, os.environ, self._run_dir, self._host)
 
     def _reap(self) -> None:
         # Look first and reap last: while the dead leader is a zombie, its number cannot be given to another process,

@@ -1,10 +1,15 @@
-"""How a host agent is started, whoever does it: `launch`, or who notices that the one before is gone.
+"""How processes are started that are not forked: the agent of a host, and workers of another Python.
 
-On each host of a run one agent at a time holds the lock `hosts/<number>.lock` for as long as it lives. Two starters
-need not agree with each other: of two agents the one without the lock leaves at once.
+An agent is started by `launch`, or by who notices that the one before is gone. On each host of a run one agent at a
+time holds the lock `hosts/<number>.lock` for as long as it lives. Two starters need not agree with each other: of two
+agents the one without the lock leaves at once.
 
 How often that may be, or anything else be started again, is a `RestartLimit`: so many times within a window of time, so
 that rare deaths never add up to a failed run.
+
+A worker of another Python (`layout.pools.NAME.python`) runs this very code, installed there or not: a folder that
+contains only a link to our package goes first on PYTHONPATH. The package's own parent folder would not do: where
+distflow is installed, it contains all packages of that environment.
 """
 
 from __future__ import annotations
@@ -13,9 +18,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
+import distflow
 from distflow.errors import UserError
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import try_lock
@@ -47,6 +55,8 @@ LIMIT = RestartLimit(8, 600.0)
 LOCK_S = 1.0
 """To get the lock: others may hold it for an instant, to see whether an agent does."""
 POLL_S = 0.02
+OF_ANOTHER = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""Variables that would make the Python use the libraries of the current environment."""
 
 
 def agent_lock(run_dir: Path, host: int) -> Path:
@@ -113,3 +123,42 @@ def start_agent(run_dir: Path, command: list[str], host: int = 0, lock: int | No
             start_new_session=True,
             pass_fds=inherited,
         )
+
+
+def code_folder(run_dir: Path, host: int = 0) -> Path:
+    """The folder in which Python finds our package and nothing else, one per host of a run; created if missing."""
+    folder = run_dir / HOSTS / f"{host}.code"
+    folder.mkdir(parents=True, exist_ok=True)
+    link, package = folder / "distflow", Path(distflow.__file__).resolve().parent
+    if not (link.is_symlink() and link.readlink() == package):
+        draft = folder / f".{os.getpid()}"
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(package)
+        draft.replace(link)
+    return folder
+
+
+def environment_of(python: str, given: Mapping[str, str], run_dir: Path, host: int = 0) -> dict[str, str]:
+    """The variables for a process of `python`, with its virtual environment activated and our package in reach."""
+    found = {name: value for name, value in given.items() if name not in OF_ANOTHER}
+    before = [path for name, path in given.items() if name == "PYTHONPATH" and path]
+    found["PYTHONPATH"] = os.pathsep.join([str(code_folder(run_dir, host)), *before])
+    folder = Path(python).parent
+    if (folder.parent / "pyvenv.cfg").is_file():
+        found["VIRTUAL_ENV"] = str(folder.parent)
+        # Packages install compilers and build tools beside the Python.
+        found["PATH"] = os.pathsep.join([str(folder), *([given["PATH"]] if "PATH" in given else [])])
+    return found
+
+
+def become(
+    python: str, arguments: Sequence[str], environment: Callable[[], Mapping[str, str]], failed: Callable[[str], int]
+) -> NoReturn:
+    """Replace this process by `python` with these arguments; if that fails, exit with the code of `failed(reason)`."""
+    code = 1
+    try:
+        os.execve(python, [python, *arguments], environment())
+    except OSError as error:
+        code = failed(f"{python}: {error.strerror}")
+    finally:
+        os._exit(code)

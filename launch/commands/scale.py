@@ -1,22 +1,45 @@
-"""`distflow scale`: add or remove workers while the run continues."""
+"""`distflow scale`: add or remove workers while the run continues, with `--hosts` on hosts that join it.
+
+Agents that join begin with the addresses of all others, which learn of them from their heartbeats; then workers start
+there. No agent knows of a new one before that, so a failed preflight leaves no trace in the run.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import yaml
+from msgspec import structs
 
-from distflow.errors import UserError
-
-if TYPE_CHECKING:
-    from distflow.launch.run.record import RunRecord
+from distflow.comm.addresses import place_of
+from distflow.config.load import LoadedRecipe, recipe_from_mapping
+from distflow.errors import DistflowError, Problem, UserError
+from distflow.flow.plan import Plan
+from distflow.launch.agent.scaling import plan_documents
+from distflow.launch.deploy.fan_out import Fleet, SshWays
+from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site, description_in, key_of, tar
+from distflow.launch.deploy.host_checks import link_problems
+from distflow.launch.deploy.hostfile import Host, read_hosts
+from distflow.launch.deploy.job_environment import forwarded
+from distflow.launch.deploy.multi_host import SHIP_S, HostsRequest, begin_agents, nonce_in, preflight, start_agents
+from distflow.launch.deploy.placement import WorkerPlacement, WorkerSlot
+from distflow.launch.deploy.ssh import Transport
+from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
+from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_names
+from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name, read_record
 
 ANSWER_S = 10.0
 """The agent plans the new workers before it answers."""
+REACH_S = 30.0
+POLL_S = 0.1
 
 
 @click.command()
@@ -37,17 +60,13 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
 
     Hosts of FILE that are not in the run yet join it first.
     """
-    from distflow.launch.observe.run_client import answer_of_an_agent
-    from distflow.launch.run.folder import find_run
-    from distflow.launch.run.record import read_record
-
     pool, count = _parse(change)
     record = read_record(find_run(run, runs_dir))
     if record.over:
         raise UserError(f"scale: {record.name} is over ({record.state}) — only a running run can be scaled")
-    slots = _add_hosts(record, pool, count, given)
+    slots = _slots_for(record, pool, count, given)
     body = {"pool": pool, "count": count, "slots": {str(number): free for number, free in slots.items()}}
-    answer = answer_of_an_agent(record, "scale", body, ANSWER_S, "scale")
+    answer = _ask(record, "scale", body)
     if answer["was"] == answer["now"]:
         click.echo(f"{pool} has {count} workers already")
         return
@@ -56,19 +75,14 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
     click.echo(f"{pool}: {answer['was']} → {answer['now']}; {does}: {', '.join(names)}")
 
 
-def _add_hosts(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> Mapping[int, int]:
+def _slots_for(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> Mapping[int, int]:
     """Slots for new workers by host number, after adding new hosts to the run; empty: any host will do."""
     if given["hosts"] is None:
         _refuse_without_hosts(given)
         return {}
-    from distflow.launch.deploy.add_hosts import HostsToAdd, add_hosts
-    from distflow.launch.deploy.hostfile import read_hosts
-    from distflow.launch.deploy.job_environment import forwarded
-    from distflow.launch.deploy.ssh import Transport
-
     environment = forwarded(os.environ, given["forward"], given["settings"])
-    wanted = HostsToAdd(pool, count, read_hosts(given["hosts"]), environment, given["ship_code"])
-    added = add_hosts(record, wanted, Transport(given["ssh_config"], tuple(shlex.split(given["ssh_options"]))))
+    wanted = _HostsToAdd(pool, count, read_hosts(given["hosts"]), environment, given["ship_code"])
+    added = _add_hosts(record, wanted, Transport(given["ssh_config"], tuple(shlex.split(given["ssh_options"]))))
     for note in added.notes:
         click.echo(f"note: {note}")
     if added.joined:
@@ -87,3 +101,183 @@ def _parse(change: str) -> tuple[str, int]:
     if not (pool and equals and count.lstrip("-").isdecimal()):
         raise UserError(f"{change!r}: expected POOL=N, for example rollout=3")
     return pool, int(count)
+
+
+@dataclass(frozen=True, slots=True)
+class _HostsToAdd:
+    """The request."""
+
+    pool: str
+    count: int
+    hosts: Sequence[Host]
+    """Where new workers may go; may include hosts that are in the run already."""
+    environment: Mapping[str, str]
+    ship_code: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _AddedHosts:
+    """The result: where the new workers may go."""
+
+    slots: Mapping[int, int]
+    """Number of worker slots, by host number."""
+    notes: tuple[str, ...]
+    joined: tuple[str, ...]
+    """Names of the hosts that joined the run."""
+
+
+def _add_hosts(record: RunRecord, wanted: _HostsToAdd, transport: Transport) -> _AddedHosts:
+    """Start agents on the hosts that are not yet in the run. Raises HostsError, after undoing everything on them."""
+    further = [host for host in wanted.hosts if host.name not in {entry.name for entry in record.hosts}]
+    body = {"pool": wanted.pool, "count": wanted.count, "hosts": len(further)}
+    answer = _ask(record, "hosts.reserve", body)
+    here = tuple(HostEntry(**entry) for entry in answer["hosts"])
+    names = [*(entry.name for entry in here), *(host.name for host in further)]
+    numbers = {name: number for number, name in enumerate(names)}
+    added = _AddedHosts({numbers[host.name]: len(host.slots) for host in wanted.hosts}, (), ())
+    try:
+        _check(wanted, answer["was"])
+        if further:
+            said = _Addition(record, wanted, here, further, answer["was"]).start(transport)
+            added = replace(added, notes=said, joined=tuple(host.name for host in further))
+    finally:
+        if not added.joined:
+            _ask(record, "hosts.release", {})
+    return added
+
+
+def _check(wanted: _HostsToAdd, was: int) -> None:
+    more, slots = wanted.count - was, sum(len(host.slots) for host in wanted.hosts)
+    if more <= 0:
+        raise UserError(
+            f"scale --hosts: {wanted.pool} has {was} workers already, and --hosts is only for adding "
+            "workers — ask for more, or leave out --hosts"
+        )
+    if slots < more:
+        raise UserError(
+            f"scale --hosts: {more} more workers, but the hosts together have {slots} slots — add hosts or slots"
+        )
+
+
+class _Addition:
+    def __init__(
+        self, record: RunRecord, wanted: _HostsToAdd, here: Sequence[HostEntry], further: Sequence[Host], was: int
+    ) -> None:
+        self._record = record
+        self._here = here
+        self._hosts = {len(here) + n: host for n, host in enumerate(further)}
+        plan = plan_documents(record.path, wanted.pool, wanted.count)
+        placement = WorkerPlacement((*map(_as_host, here), *further), _places(plan, wanted, self._hosts, was))
+        self._request = HostsRequest(
+            RunContents(_loaded(record.path), plan, Beginning(term=record.term), record.path, placement),
+            resume=False,
+            ship_code=wanted.ship_code,
+            environment=wanted.environment,
+        )
+
+    def start(self, transport: Transport) -> tuple[str, ...]:
+        """Preflight, create run folders, start agents; returns notes."""
+        head_dir, limit_s = self._record.path, self._request.connect_s
+        ways = SshWays(self._hosts, transport)
+        with nonce_in(head_dir) as nonce, Fleet(self._hosts, ways, nonce) as fleet:
+            sites, said = preflight(self._request, fleet, lambda *new: self._links_to_run(fleet, *new))
+            records = self._fill(fleet, sites)
+            agents = start_agents(self._request, fleet, sites, records)
+            others = {n: entry.agent for n, entry in enumerate(self._here) if n not in self._record.silent}
+            # From here on they belong to the run: if this process is interrupted they stay to its end, without workers.
+            fleet.must("keep", {n: {} for n in sites})
+            begin_agents(self._hosts, agents, head_dir, limit_s, others)
+        self._await_known(limit_s)
+        return said
+
+    def _await_known(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not self._hosts.keys() <= set(_ask(self._record, "status", {})["hosts"]):
+            if time.monotonic() > deadline:
+                names = ", ".join(host.name for host in self._hosts.values())
+                raise DistflowError(f"scale: agents run on {names}, but the other agents did not hear from them "
+                                    f"within limits.connect_s ({limit_s:g} s) — see logs/agent-*.log")  # fmt: skip
+            time.sleep(POLL_S)
+
+    def _fill(self, fleet: Fleet, sites: Mapping[int, Site]) -> dict[int, Path]:
+        """Write what the agents read. In a shared folder each gets a record of its own: run.json has another writer."""
+        entries = [HostEntry(self._hosts[n].name, sites[n].address) for n in sorted(sites)]
+        record = structs.replace(self._record, hosts=(*self._here, *entries))
+        shared = {n: Path(HOSTS) / f"{n}.json" for n, site in sites.items() if site.same_folder}
+        for path in shared.values():
+            (self._record.path / path).write_text(record.as_text())
+        own = {n: site for n, site in sites.items() if n not in shared}
+        folders = {n: structs.replace(record, run_dir=str(site.run_dir)) for n, site in own.items()}
+        payloads = {n: self._bundle(folders[n], site) for n, site in own.items()}
+        mode = mode_of(self._record.path)
+        given = {n: {"folder": str(site.run_dir), "mode": mode} for n, site in own.items()}
+        fleet.must("unpack", given, limit_s=SHIP_S, payloads=payloads)
+        return shared
+
+    def _bundle(self, record: RunRecord, site: Site) -> bytes:
+        head_dir, resolved = self._record.path, self._request.contents.loaded.resolved
+        copies = shipped_names(plugin_files(resolved)) if site.missing_plugins else {}
+        files = description_in(head_dir)
+        files |= {copy: _plugin(head_dir, file, copy) for file, copy in copies.items()}
+        files[FILE_NAME] = record.as_text().encode()
+        return tar(files, key_of(head_dir), SUBFOLDERS)
+
+    def _links_to_run(self, fleet: Fleet, addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
+        """Problems with the links between the new hosts and those of the run, in both directions."""
+        record = self._record
+        there = {n: entry for n, entry in enumerate(self._here) if n not in record.silent and entry.agent}
+        listeners = [[str(n), *_tcp_address(entry.agent)] for n, entry in there.items()]
+        # Agents do not send the nonce: it is enough that they accept the connection.
+        found, lost = fleet.ask("connect", {n: {"nonce": "", "targets": listeners} for n in addresses}, limit_s=REACH_S)
+        faults = {(n, int(to)): why for n, answer in found.items() for to, why in answer["faults"].items() if why}
+        targets = [[str(n), addresses[n], port] for n, port in ports.items()]
+        asked = structs.replace(record, roster={agent_name(n): entry.agent for n, entry in there.items()})
+        body = {"nonce": fleet.nonce, "targets": targets}
+        for name, answer in ask_all(asked, list(asked.roster), "hosts.reach", body, REACH_S).items():
+            number = int(name.rpartition("/")[2])
+            reached = dict.fromkeys(map(str, ports), "its agent did not answer") if answer is None else answer["faults"]
+            faults |= {(number, int(to)): str(why) for to, why in reached.items() if why}
+        hosts = {**self._hosts, **{n: _as_host(entry) for n, entry in there.items()}}
+        all_addresses = {n: entry.address for n, entry in there.items()} | dict(addresses)
+        return [*lost, *link_problems(hosts, all_addresses, faults)]
+
+
+def _ask(record: RunRecord, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    return answer_of_an_agent(record, kind, body, ANSWER_S, "scale")
+
+
+def _loaded(run_dir: Path) -> LoadedRecipe:
+    source = run_dir / "recipe.yaml"
+    resolved = yaml.safe_load(source.read_text())
+    recipe = recipe_from_mapping(resolved, lambda key: str(source))
+    return LoadedRecipe(recipe, source, resolved, (), lambda key: str(source))
+
+
+def _as_host(entry: HostEntry) -> Host:
+    """A host of the run, in the form of a hosts file entry."""
+    return Host(entry.name, (), FILE_NAME, address=entry.address)
+
+
+def _places(plan: Plan, wanted: _HostsToAdd, hosts: Mapping[int, Host], was: int) -> dict[str, WorkerSlot]:
+    """Likely placement of the new workers, to estimate what the new hosts need; the agents decide in the end."""
+    new = [str(w.name) for w in plan.workers if w.name.pool == wanted.pool][was:]
+    load = Counter(dict.fromkeys(hosts, 0))
+    places = {}
+    for name in new:
+        free = [n for n, host in hosts.items() if load[n] < len(host.slots)]
+        if free:
+            number = min(free, key=lambda n: (load[n], n))
+            places[name] = WorkerSlot(number, hosts[number].slots[load[number]])
+            load[number] += 1
+    return places
+
+
+def _plugin(head_dir: Path, file: Path, copy: str) -> bytes:
+    """A plug-in file; from the run folder if it was copied there for this machine."""
+    path = head_dir / copy
+    return (path if path.exists() else file).read_bytes()
+
+
+def _tcp_address(address: str) -> tuple[str, int]:
+    host, _, port = place_of(address).removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)

@@ -40,9 +40,9 @@ def command(document: Path, incarnation: int) -> int:
 
 def _hand_over(python: str, document: Path, incarnation: int, run_dir: Path) -> None:
     """Replace this process by `python`; raises UserError if it cannot be executed."""
-    from distflow.launch.agent.interpreters import code_folder, environment_of
+    from distflow.launch.agent.start import environment_of
 
-    environment = environment_of(python, os.environ, code_folder(run_dir))
+    environment = environment_of(python, os.environ, run_dir)
     try:
         os.execve(python, [python, "-m", "distflow.runtime.main", str(document), str(incarnation)], environment)
     except OSError as error:

@@ -101,7 +101,7 @@ class Needs:
         """Arguments for `describe` on the host."""
         return {
             "packages": self.packages if self.head is None else list(self.head.python.packages),
-            "modules": [LIBRARIES[name][0] for _, name in self.libraries],
+            "modules": [LIBRARIES[name].module for _, name in self.libraries],
             "pythons": [one.question() for one in self.interpreters],
         }
 
@@ -230,7 +230,7 @@ def _code(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
 
 def _libraries_found(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
     for key, name in needs.libraries:
-        module, install = LIBRARIES[name]
+        module, install = LIBRARIES[name].module, LIBRARIES[name].install
         if not code.python.modules[module]:
             text = f"needs the package {module!r}, which is not installed for {code.executable}"
             python = f"layout.pools.{key.split('.')[2]}.python"

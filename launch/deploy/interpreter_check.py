@@ -52,7 +52,7 @@ class Interpreter:
 
     def question(self) -> dict[str, Any]:
         """Arguments for `ask_python` on the host."""
-        modules = [LIBRARIES[name][0] for name in self.libraries]
+        modules = [LIBRARIES[name].module for name in self.libraries]
         return {"python": self.python, "packages": [need.name for need in needed()], "modules": modules}
 
     def judge(self, facts: PythonFacts) -> list[tuple[str, str]]:
@@ -77,7 +77,7 @@ class Interpreter:
             text = f"{self.python} lacks packages that workers import: {with_versions(wrong, facts.packages)}"
             yield text, pip_install(self.python, wrong)
         for name in self.libraries:
-            module, install = LIBRARIES[name]
+            module, install = LIBRARIES[name].module, LIBRARIES[name].install
             if not facts.modules[module]:
                 text = f"{self.python} lacks {module!r}, which {name.rpartition(':')[2]} needs"
                 yield text, install.format(python=shlex.quote(self.python))
@@ -88,7 +88,7 @@ class Interpreter:
         if path.parent.name != "bin" or not path.name.startswith("python"):
             return WRONG_PATH
         create = f"python3 -m venv {shlex.quote(str(path.parents[1]))}; {pip_install(self.python, needed())}"
-        installs = [LIBRARIES[name][1].format(python=shlex.quote(self.python)) for name in self.libraries]
+        installs = [LIBRARIES[name].install.format(python=shlex.quote(self.python)) for name in self.libraries]
         return "; then ".join([f"correct the path, or create it: {create}", *installs])
 
 

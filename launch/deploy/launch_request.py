@@ -17,6 +17,7 @@ import yaml
 
 from distflow.config.load import LoadedRecipe, load_recipe, recipe_to_mapping
 from distflow.config.paths import find_recipe
+from distflow.config.schema import Recipe
 from distflow.config.yamlfile import shown
 from distflow.errors import RecipeError, UserError
 from distflow.flow.lineage import ARITHMETIC, OF_MACHINE, arithmetic, changes, departures, leaves, lineage
@@ -68,11 +69,11 @@ def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan
     return replace(loaded, source=source, overrides=(*before, *overrides)), plan
 
 
-def overridden(run_dir: Path, plan: Plan) -> Iterator[str]:
+def overridden(run_dir: Path, recipe: Recipe) -> Iterator[str]:
     """Lines about what a resume changes in the run's recipe; call it before `recipe.yaml` is replaced."""
     if (run_dir / RECIPE).is_file():
         kept = yaml.safe_load((run_dir / RECIPE).read_text())
-        for change in changes(leaves(kept), leaves(recipe_to_mapping(plan.recipe))):
+        for change in changes(leaves(kept), leaves(recipe_to_mapping(recipe))):
             yield f"override: {change}"
 
 

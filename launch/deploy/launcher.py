@@ -189,7 +189,7 @@ def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placement: Worke
     made = not options.runs_dir.exists()
     run_dir, lock, resume = _folder(options, plan)
     click.echo(str(run_dir))
-    beginning = begin(run_dir, plan, resume=resume, here=placement is None)
+    beginning = begin(run_dir, loaded, plan, resume=resume, here=placement is None)
     if beginning is None:
         return 0
     try:
@@ -240,7 +240,7 @@ def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) 
     return run_dir, lock
 
 
-def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Beginning | None:
+def begin(run_dir: Path, loaded: LoadedRecipe, plan: Plan, *, resume: bool, here: bool = True) -> Beginning | None:
     """Where the run starts; None if there is nothing left to train. Removes what an earlier launch left behind.
 
     `here`: the workers will run on this machine. Shows the plan's warnings. Raises UserError if the checkpoint cannot
@@ -270,7 +270,7 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Begi
             click.echo(f"{to} was not finished: `distflow export {run_dir} --step {found.step} --to {to}` creates it")
         _note_done(run_dir, found.step)
         return None
-    for line in (str(found), *overridden(run_dir, plan), *changed):
+    for line in (str(found), *overridden(run_dir, loaded.recipe), *changed):
         click.echo(line)
     forget_abandoned(run_dir, found.step)
     terms = [read_record(run_dir).term, *begins(checkpoints_of(run_dir))]

@@ -68,7 +68,9 @@ class StatusReader:
         """The last training step that was checked for warnings."""
         self._rewards: list[float] = []
         self._pace: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)
-        """When training steps were first seen, by number."""
+        """When training steps of a term were first seen, by number."""
+        self._paced = -1
+        """The term that they are of."""
         self._back = -1
         """The last term whose recovery time was shown."""
 
@@ -106,8 +108,9 @@ class StatusReader:
     def _left_s(self, record: RunRecord, step: int) -> float | None:
         """Remaining seconds at the pace of the last training steps; None: not known yet."""
         now = time.monotonic()
-        if self._pace and step < self._pace[-1][1]:
-            # Training workers have restarted.
+        if record.term != self._paced:
+            # The training workers have restarted, which is no part of their pace.
+            self._paced = record.term
             self._pace.clear()
         if not self._pace or step > self._pace[-1][1]:
             self._pace.append((now, step))

@@ -49,9 +49,9 @@ class WorkerPlacement:
 def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     """Spread each pool round-robin over its allowed hosts; raises HostsError if slots or hosts are lacking.
 
-    A worker whose engine splits a model over several GPUs takes that many consecutive slots. Pools pinned to fewer
-    slots choose first. Example: rollout ×3 and trainer ×1 on `a slots=2`, `b slots=2`: rollout/0 on a, rollout/1 on b,
-    rollout/2 on a, trainer/0 on b.
+    A worker whose engine splits a model over several GPUs takes that many consecutive slots, one without a model the
+    last slot. Pools pinned to fewer slots choose first. Example: rollout ×3 and trainer ×1 on `a slots=2`, `b slots=2`:
+    rollout/0 on a, rollout/1 on b, rollout/2 on a, trainer/0 on b.
     """
     problems: list[Problem] = []
     allowed = {name: _allowed(name, plan, hosts, problems) for name in dict.fromkeys(w.name.pool for w in plan.workers)}
@@ -64,14 +64,10 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     for pool in sorted(allowed, key=room.__getitem__):
         workers = [worker for worker in plan.workers if worker.name.pool == pool]
         for worker in workers:
-            slots = width(worker)
-            number = _next(turn, allowed[pool], free, slots)
+            number = _next(turn, allowed[pool], free, max(1, width(worker)))
             if number is None:
                 raise HostsError([_too_few(plan, pool, hosts, allowed[pool])])
-            first = _consecutive(free[number], slots)
-            assert first is not None, "that host has room"
-            places[str(worker.name)] = WorkerSlot(number, free[number][first])
-            del free[number][first : first + slots]
+            places[str(worker.name)] = WorkerSlot(number, _take(free[number], width(worker)))
             turn = number + 1
     placement = WorkerPlacement(tuple(hosts), {str(worker.name): places[str(worker.name)] for worker in plan.workers})
     if problems := _gradient_problems(plan, placement):
@@ -127,7 +123,7 @@ def _shown(plan: Plan, name: str, place: WorkerSlot) -> str:
     worker = next(worker for worker in plan.workers if str(worker.name) == name)
     last = place.slot + width(worker) - 1
     gpus = f"cuda:{place.slot}" if last == place.slot else f"cuda:{place.slot}-{last}"
-    return f"{name} ({gpus})" if worker.device == "cuda" else name
+    return f"{name} ({gpus})" if worker.device == "cuda" and width(worker) else name
 
 
 def _allowed(pool: str, plan: Plan, hosts: Sequence[Host], problems: list[Problem]) -> list[int]:
@@ -149,6 +145,17 @@ def _consecutive(free: Sequence[int], count: int) -> int | None:
     """Index of the first `count` consecutive slots; None if there are none."""
     places = range(len(free) - count + 1)
     return next((at for at in places if free[at + count - 1] - free[at] == count - 1), None)
+
+
+def _take(free: list[int], gpus: int) -> int:
+    """The first slot of a worker that is placed here; one without a GPU takes the last, and leaves GPUs to others."""
+    if gpus == 0:
+        return free.pop()
+    first = _consecutive(free, gpus)
+    assert first is not None, "this host has room"
+    slot = free[first]
+    del free[first : first + gpus]
+    return slot
 
 
 def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int]) -> Problem:

@@ -71,13 +71,12 @@ class MetricsReader:
     def window(self, last: int, steps: int, names: Sequence[str]) -> dict[str, float]:
         """Some metrics over several training steps up to `last` (1-based), merged as if they were one step.
 
-        A name that ends in / stands for all that begin with it.
+        Only steps of the newest term that has the last one count: before, there may have been other workers, and a
+        restart in between. A name that ends in / stands for all that begin with it.
         """
-        lines: list[Line] = []
-        for step in range(last - steps + 1, last + 1):
-            found = self._by_step.get(step, [])
-            newest = max((line["term"] for line in found), default=0)
-            lines += [line for line in found if line["term"] == newest]
+        newest = max((line["term"] for line in self._by_step.get(last, [])), default=0)
+        found = (line for step in range(last - steps + 1, last + 1) for line in self._by_step.get(step, []))
+        lines = [line for line in found if line["term"] == newest]
         wanted = {name + suffix for name in names for suffix in ("", WEIGHT_SUFFIX, SUM_SUFFIX)}
         families = tuple(name for name in names if name.endswith("/"))
         return merge_step([{n: v for n, v in line.items() if n in wanted or n.startswith(families)} for line in lines])

@@ -15,6 +15,7 @@ from distflow.flow.chosen_function import chosen_function
 from distflow.flow.step_declaration import read_declaration
 
 BASE = "defaults: [quickstart, _self_]\n"
+AFTER = "defaults:\n- quickstart\n"
 
 
 def mine(folder: Path, text: str) -> str:
@@ -85,6 +86,12 @@ def test_a_wrong_type(tmp_path: Path) -> None:
         ("layout=spilt", "command line: layout — there is no layout 'spilt' — did you mean 'split'?"),
         ("model@models.policy=tini", "there is no model 'tini' — did you mean 'tiny'?"),
         ("modle@models.policy=tiny", "there is no group 'modle' — did you mean 'model'?"),
+        ("model@models.judge=tini", "there is no model 'tini' — did you mean 'tiny'?"),
+        ("model=tiny", "model=tiny — it is not said which model this is — name it: model@models.policy=NAME"),
+        ("layout@lay=split", "layout@lay=split — a recipe has no section 'lay' — did you mean 'layout'?"),
+        ("~model@models.polcy", "model@models.polcy — cannot be removed: nothing chooses it — did you mean 'model@mod"),
+        ("model@models.judge=null", "model@models.judge — cannot be removed: nothing chooses it"),
+        ("~run.sed", "run.sed — cannot be removed: there is no such key — did you mean 'seed'?"),
         ("batch.prompts", "command line: batch.prompts — cannot be read as an override — expected KEY=VALUE"),
         ("batch.prompts=1,2", "several values for one key — give one value; write a list as KEY=[a,b]"),
         ("run.seed=${oc.env:DISTFLOW_NO_SUCH}", "the environment variable DISTFLOW_NO_SUCH is not set"),
@@ -183,6 +190,27 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
         ("defaults: [quikstart, _self_]\n", r"mine\.yaml:1: defaults — there is no recipe 'quikstart' — did you mean"),
         ("defaults:\n- quickstart\n- layout: async\n- _self_\n", r"layout is chosen twice — .*override /layout"),
         ("defaults: [_self_, {override /layout: async}]\n", r"nothing chooses layout that could be overridden"),
+        (AFTER + "- model@models.judge: tinny\n", r"mine\.yaml:3: model — there is no model 'tinny' — did you mean"),
+        (AFTER + "- modle@models.judge: tiny\n", r"mine\.yaml:3: modle — there is no group 'modle' — did you mean"),
+        (AFTER + "- layuot: async\n", r"mine\.yaml:3: layuot — there is no group 'layuot' — did you mean 'layout'"),
+        (AFTER + "- model: tiny\n", r"mine\.yaml:3: model — it is not said which .*: model@models\.policy: tiny$"),
+        (AFTER + "- layout@lay: split\n", r"mine\.yaml:3: layout@lay — a recipe has no section 'lay'"),
+        (
+            AFTER + "- model@models.policy: smollm2\n",
+            r"mine\.yaml:3: defaults — model@models\.policy is chosen twice — .* /model@models\.policy: NAME`",
+        ),
+        (
+            AFTER + "- override /model@models.judge: tiny\n",
+            r"mine\.yaml:3: .*nothing chooses model@models\.judge .* — write `- model@models\.judge: NAME`",
+        ),
+        (
+            AFTER + "- override /layout: async\n- model@models.judge: tiny\n",
+            r"mine\.yaml:3: defaults — `override layout` stands before other choices — move it to the end",
+        ),
+        (AFTER + "- quickstart\n", r"mine\.yaml:3: defaults — 'quickstart' is listed twice"),
+        (AFTER + "- 3\n", r"mine\.yaml:3: defaults — 3 is no entry — an entry is a recipe's name"),
+        (AFTER + "- {a: b, c: d}\n", r"mine\.yaml:3: defaults — .* is no entry"),
+        (AFTER + "- lay out: b\n", r"mine\.yaml:3: defaults — 'lay out' is no group"),
     ],
 )
 def test_files_that_cannot_be_composed(text: str, message: str, tmp_path: Path) -> None:
@@ -194,3 +222,31 @@ def test_no_words_of_the_libraries_underneath(tmp_path: Path) -> None:
     path = mine(tmp_path, "defaults:\n- quickstart\n- layout: async\n- _self_\n")
     shown = refused(path) + refused("quickstart", "layout=x", "a.b=1", "c", "run.seed=${run.x}")
     assert not {"hydra", "pydantic", "omegaconf", "Traceback"} & set(shown.replace(".", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        # The user's key, wherever the rule stands.
+        ("", ["batch.ledgers=5"], "command line: batch.ledgers — 32 prompts do not divide into 5 ledgers"),
+        ("batch: {ledgers: 5}\n", [], "mine.yaml:2: batch.ledgers — 32 prompts do not divide into 5 ledgers"),
+        ("batch: {ledgers: 4}\n", ["batch.prompts=6"], "command line: batch.prompts — 6 prompts do not divide into 4"),
+        ("batch: {ledgers: 5}\n", ["batch.prompts=32"], "command line: batch.prompts — 32 prompts do not divide"),
+        (
+            "batch: {minibatches: 2}\n",
+            ["batch.ledgers=32"],
+            "command line: batch.ledgers — 2 mini-batches do not divide",
+        ),
+        ("", ["batch.minibatches=3"], "command line: batch.minibatches — 3 mini-batches do not divide the 4 prompts"),
+        (
+            "batch: {target_kl: 0.1, epochs: 2}\n",
+            ["batch.epochs=1"],
+            "command line: batch.epochs — target_kl leaves out",
+        ),
+        # What the command line removes is the command line's.
+        ("", ["~batch.prompts"], "command line: batch.prompts — required, but not given"),
+        ("", ["~models.policy.tokenizer"], "command line: models.policy.tokenizer — a new model needs a tokenizer"),
+    ],
+)
+def test_the_key_that_the_user_touched_is_blamed(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:
+    assert message in refused(mine(tmp_path, BASE + text), *overrides).replace(f"{tmp_path}/", "")

@@ -52,6 +52,21 @@ def test_a_group_that_no_defaults_list_chose_is_added() -> None:
     assert recipe.models["policy"].init is not None
 
 
+def test_a_group_may_go_to_any_section(tmp_path: Path) -> None:
+    path = write(tmp_path, "defaults: [quickstart, {model@models.judge: smollm2}, _self_]\n")
+    assert load_recipe(path).recipe.models["judge"].path is not None
+    assert load_recipe(path, ["model@models.judge=tiny"]).recipe.models["judge"].path is None
+    for taken_back in ("~model@models.judge", "model@models.judge=null", "models.judge=null"):
+        assert list(load_recipe(path, [taken_back]).recipe.models) == ["policy"]
+
+
+def test_a_choice_may_be_one_that_another_choice_brings() -> None:
+    for order in (["flow=ppo", "model@models.critic=tiny"], ["model@models.critic=tiny", "flow=ppo"]):
+        recipe = load_recipe("quickstart", order).recipe
+        assert recipe.models["critic"].init is not None
+        assert recipe.models["critic"].head == "tokens"
+
+
 def test_origins_name_file_and_line(tmp_path: Path) -> None:
     path = write(tmp_path, "defaults: [quickstart, _self_]\nbatch:\n  prompts: 16\n")
     loaded = load_recipe(path, ["run.seed=3"])

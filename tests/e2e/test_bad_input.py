@@ -63,7 +63,7 @@ IN_THE_FILE = {
     ),
     "a role that no pool takes": (
         "layout:\n  pools:\n    rollout: {roles: [generate]}\n    trainer: {roles: [forward, train]}\n",
-        r"layout\.pools — no pool takes the role 'score' \(step 'reward'\) — add score to the `roles` of a pool",
+        r"mine\.yaml:5: layout\.pools\.rollout\.roles — no pool takes the role 'score' \(step 'reward'\) — add score",
     ),
     "a setting that the step does not have": (
         "flow:\n  steps:\n    sample: {with: {temprature: 0.7}}\n",
@@ -103,7 +103,7 @@ IN_THE_FILE = {
     ),
     "too little memory for samples": (
         "batch: {prompts: 128}\nlayout: {pools: {trainer: {sample_memory_mb: 1}}}\n",
-        r"mine\.yaml:4: layout\.pools\.trainer\.sample_memory_mb — 1 MiB is too little for one .* — at least \d+",
+        r"mine\.yaml:4: layout\.pools\.trainer\.sample_memory_mb — sample_memory_mb 1 is too little .*: at least \d+",
     ),
     "an unknown engine": (
         "layout: {pools: {rollout: {engine: tocrh}}}\n",

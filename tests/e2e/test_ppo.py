@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,21 @@ def test_rows_reach_a_critic_of_its_own_while_samples_still_arrive(launch: Launc
     for found, expected in zip(critic(own), critic(reference), strict=True):
         assert found == pytest.approx(expected, rel=1e-6)
     assert all(line["critic/groups/count"] == 8 for line in own.metrics())
+
+
+def test_log_probs_are_computed_while_samples_still_arrive(launch: Launch, tmp_path: Path) -> None:
+    """Though training waits for the whole batch: those of whole micro-batches, each group once, on any replica."""
+    plugin = Path(__file__).with_name("awaited_forward.py")
+    settings = ["layout.pools.rollout.count=1", "layout.pools.rollout.slots=8", "layout.pools.trainer.count=2"]
+    settings += ["batch.minibatches=2", "batch.ledgers=4", "batch.tokens_per_microbatch=128", "run.training_steps=3"]
+    for step, function in (("old_logprobs", "old_logprobs"), ("reward", "reward")):
+        settings += [f"flow.steps.{step}.call={plugin}:{function}", f"flow.steps.{step}.with.folder={tmp_path}"]
+    run = launch("quickstart", *PPO, *settings)
+    assert run.wait() == 0, run.output
+    for t in range(3):
+        computed = [list(map(int, line.split())) for line in (tmp_path / f"step-{t}").read_text().splitlines()]
+        assert sorted(group for groups in computed for group in groups) == [*range(8 * t, 8 * t + 8)], computed
+        assert all(len(groups) <= 2 for groups in computed), f"16 to 24 rows of 8 tokens fill a micro-batch: {computed}"
 
 
 def test_a_resumed_run_equals_an_undisturbed_one(launch: Launch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -174,6 +175,12 @@ def test_services_and_rollouts_that_join_and_leave(launch: Launch) -> None:
         assert "stacks" not in log(run, name)
 
 
+def measured(run: Run, stem: str, term: int) -> list[int]:
+    """Training steps of which a worker has written metrics in a term."""
+    lines = map(json.loads, (run.folder / "metrics" / f"{stem}.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["term"] == term]
+
+
 def test_a_killed_reference_costs_no_term_and_a_killed_trainer_no_service(launch: Launch) -> None:
     small = [*SMALL, "layout.pools.reference.count=2", "layout.pools.trainer.count=2", "run.save_every=2"]
     pace = "flow.steps.update.with.loss=" + PACED[-1].partition("=")[2]
@@ -189,6 +196,14 @@ def test_a_killed_reference_costs_no_term_and_a_killed_trainer_no_service(launch
     assert run.wait() == 0, run.output
     assert [run.lives_of(name) for name in ("reward/0", "reference/0", "reference/1")] == [1, 1, 2], services
     assert run.metrics()[-1]["step"] == STEPS
+    # What was measured before, and while all waited for the restart, is not taken for the new term's.
+    again = set(measured(run, "trainer-0", 1))
+    for stem in ("reference-0", "reward-0"):
+        found = measured(run, stem, 1)
+        assert found, f"{stem} answered nobody after the restart"
+        # The other service may have answered everything of a training step.
+        assert len(set(found)) == len(found)
+        assert again.issuperset(found)
     assert run.leftovers() == []
 
 
@@ -255,6 +270,62 @@ def test_what_a_service_drops_is_replaced(launch: Launch, tmp_path: Path) -> Non
     assert prompts
     assert not any(prompt.startswith("1") for prompt in prompts)
     assert len(tokens(run)) == 4 * 8 * 8
+
+
+ONE_FAILS = """
+import os
+from pathlib import Path
+
+judged, fails = 0, None
+
+def tenth(sample):
+    global judged, fails
+    if fails is None:
+        try:
+            os.close(os.open(Path(__file__).parent / "fails", os.O_CREAT | os.O_EXCL))
+            fails = True
+        except FileExistsError:
+            fails = False
+    judged += 1
+    if fails and judged % 10 == 0:
+        raise ValueError("cannot judge this")
+    return float(sample.response == sample.prompt)
+"""
+
+
+def one_fails(folder: Path, rate: float) -> list[str]:
+    """Of all workers that judge, one fails on a tenth of its samples, the others on none."""
+    (folder / "rewards.py").write_text(ONE_FAILS)
+    (folder / "fails").unlink(missing_ok=True)
+    function = f"flow.steps.reward.with.function={folder}/rewards.py:tenth"
+    return [*PACED, function, f"flow.steps.reward.with.max_error_rate={rate}", "flow.steps.reward.with.on_error=zero"]
+
+
+@pytest.mark.parametrize("layout", [TWO, ("layout=split",)], ids=["services", "split"])
+def test_failures_are_counted_over_all_workers_that_judge(launch: Launch, tmp_path: Path, layout: list[str]) -> None:
+    """Alone, the one that fails is beyond the bound; with the other it is not. Nor does it hide beside it."""
+    run = launch("quickstart", *layout, *one_fails(tmp_path, 0.09), f"run.training_steps={STEPS}")
+    assert run.wait() == 0, run.output
+    told = sorted(metrics["reward/errors"] for metrics in counts_of(run))
+    assert told[0] == 0
+    assert told[1] >= 10
+    run = launch("quickstart", *layout, *one_fails(tmp_path, 0.02), "run.training_steps=2000")
+    assert run.wait() == 3, run.output
+    said = re.search(r"(\d+) of (\d+) samples failed, more than max_error_rate=0.02 allows", run.output)
+    assert said is not None, run.output
+    assert 0.02 < int(said[1]) / int(said[2]) < 0.09, said[0]
+    assert int(said[2]) >= 100
+
+
+def counts_of(run: Run) -> list[dict[str, float]]:
+    """What each worker that judges has counted."""
+    found = []
+    for path in (run.folder / "metrics").glob("*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        if any("reward/samples" in line for line in lines):
+            names = ("reward/samples", "reward/errors")
+            found.append({name: sum(line.get(name, 0) for line in lines) for name in names})
+    return found
 
 
 def test_what_fails_on_a_service_ends_the_run_with_the_rows_that_it_had(launch: Launch, tmp_path: Path) -> None:

@@ -282,7 +282,8 @@ def test_a_reward_that_always_hangs_is_told_and_ends_the_run(launch: Launch, rec
 
 
 def test_too_many_errors_end_the_run(launch: Launch, recipe: Recipe) -> None:
-    run = launch(recipe(reward("picky", timeout_s=20.0)))
+    # All workers' counts are known to each of them after a second or two.
+    run = launch(recipe(reward("picky", timeout_s=20.0)), "run.training_steps=500")
     assert run.wait() == 3, run.output
     assert re.search(r"\d+ of \d+ samples failed, more than max_error_rate=0\.05 allows", run.output), run.output
     assert shown_first(run.output, "rewards.py")

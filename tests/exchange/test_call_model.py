@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from distflow.exchange.call_client import Call, CallClient
-from distflow.exchange.call_messages import CallMessage, CallRequest, OutgoingCall
+from distflow.exchange.call_messages import CallMessage, CallRequest, CallWithdrawn, OutgoingCall
 from distflow.exchange.call_server import CallServer
 
 CLIENT, SERVERS = "trainer/0", ("reference/0", "reference/1")
@@ -78,13 +78,15 @@ class State:
 
     def deliver(self, place: int) -> None:
         to, sender, message = self.wire.pop(place)
-        if to != CLIENT:
+        if isinstance(message, CallWithdrawn):
+            self.servers[to].withdrawn(CLIENT, 0, message.numbers)
+        elif to != CLIENT:
             assert isinstance(message, CallRequest)
             self.post(to, self.servers[to].handle(CLIENT, 0, message))
         elif message is None:
             self.post(CLIENT, self.client.server(sender, 0, present=False, load=0, now=self.now))
         else:
-            assert not isinstance(message, CallRequest)
+            assert not isinstance(message, CallRequest | CallWithdrawn)
             self.post(CLIENT, self.client.handle(sender, 0, message, self.now))
         self.answers.update(key for key, _ in self.client.take_answered())
 
@@ -94,7 +96,7 @@ class State:
 
     def compute(self, name: str) -> None:
         server = self.servers[name]
-        self.post(name, server.done(server.next(0)))
+        self.post(name, server.done(server.next(0), 0.001))
 
     def kill(self, name: str) -> None:
         """What it has sent still arrives, and so do the news, in any order."""
@@ -139,7 +141,8 @@ class State:
         servers = tuple((name, tuple(one._queued)) for name, one in self.servers.items())
         left = (self.ticks, self.losses, self.kills, self.pauses, self.suspended, core._targets._rng.turn)
         wire = frozenset(Counter(self.wire).items())
-        return requests, targets, servers, left, wire, str(core._took), frozenset(self.answers)
+        paces = str([[*pace._batches] for at in core._paces._at.values() for pace in at.values()])
+        return requests, targets, servers, left, wire, paces, frozenset(self.answers)
 
     def check(self) -> None:
         """No answer counts twice; what is under way is what is open."""
@@ -148,7 +151,7 @@ class State:
         assert len(self.answers) + len(core._open) == len(REQUESTS)
         for name, target in core._targets._targets.items():
             assert set(target.out) == {number for number, one in core._open.items() if name in one.at}
-            assert sum(target.bytes_at.values()) == sum(size for _, size in target.out.values())
+            assert sum(target.bytes_at.values()) == sum(size for _, size, _ in target.out.values())
 
 
 def first() -> State:

@@ -15,7 +15,7 @@ AT = st.floats(0.0, 20.0)
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> CallScenario:
-    clients, servers, shared = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.booleans())
+    clients, servers, shared = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.booleans())
     first = {0} if shared else {0, servers}
     """The first of each step: it may be away, but not for good."""
     number = st.integers(0, (servers if shared else 2 * servers) - 1)
@@ -32,6 +32,7 @@ def scenarios(draw: st.DrawFn) -> CallScenario:
         ahead=draw(st.integers(0, 2)),
         largest_bytes=draw(st.sampled_from([1000, 8 * MIB, 40 * MIB])),
         ahead_bytes=draw(st.sampled_from([1, 4 * MIB, 100 * MIB])),
+        spread=draw(st.sampled_from([0.0, 1.5])),
         budget=draw(st.sampled_from([0, 250, 1000])),
         token_s=draw(st.sampled_from([0.0, 0.001, 0.01])),
         hasty=draw(st.booleans()),

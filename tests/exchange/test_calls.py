@@ -10,10 +10,17 @@ from dataclasses import replace
 import pytest
 
 from distflow.exchange.call_client import Call, CallClient
-from distflow.exchange.call_messages import CallAnswer, CallNotYet, CallRequest, CallReturned, OutgoingCall
+from distflow.exchange.call_messages import (
+    CallAnswer,
+    CallNotYet,
+    CallRequest,
+    CallReturned,
+    CallWithdrawn,
+    OutgoingCall,
+)
 from distflow.exchange.call_server import CallKey, CallServer
 from distflow.testing.call_network import CallNetwork
-from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallScenario
+from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario
 from distflow.testing.lease_scenario import Leave, Pause
 from distflow.types import Version
 
@@ -32,14 +39,23 @@ class Asking:
         for server in servers:
             assert self.core.server(server, 0, present=True, load=0, now=0.0) == []
 
-    def ask(self, key: str, t: int = 0, need: Version | None = None, nbytes: int = 1000) -> list[OutgoingCall]:
+    def ask(
+        self, key: str, t: int = 0, need: Version | None = None, nbytes: int = 1000, tokens: int = 10
+    ) -> list[OutgoingCall]:
         step = FROZEN if need is None else VERSIONED
-        return self.core.ask(Call(step, key, t, need, nbytes, 10), self.now)
+        return self.core.ask(Call(step, key, t, need, nbytes, tokens), self.now)
 
-    def answer(self, sent: OutgoingCall, version: Version | None = None, load: int = 0) -> list[OutgoingCall]:
+    def answer(
+        self, sent: OutgoingCall, version: Version | None = None, load: int = 0, took: float = 0.001
+    ) -> list[OutgoingCall]:
+        """It was computed alone, in `took` seconds."""
         assert isinstance(sent.message, CallRequest)
-        answer = CallAnswer(3, sent.message.number, version, load)
+        answer = CallAnswer(3, sent.message.number, version, load, sent.message.tokens, round(1000 * took))
         return self.core.handle(sent.to, 0, answer, self.now)
+
+    def busy(self, server: str, tokens: int) -> list[OutgoingCall]:
+        """A server says how much it has to do."""
+        return self.core.server(server, 0, present=True, load=tokens, now=self.now)
 
     def not_yet(self, sent: OutgoingCall, has: Version | None) -> list[OutgoingCall]:
         assert isinstance(sent.message, CallRequest)
@@ -83,7 +99,7 @@ def test_an_answer_for_an_earlier_incarnation_of_the_caller_is_none() -> None:
     asking = Asking(A)
     (sent,) = asking.ask("a")
     assert isinstance(sent.message, CallRequest)
-    asking.core.handle(A, 0, CallAnswer(2, sent.message.number, None, 0), 0.0)
+    asking.core.handle(A, 0, CallAnswer(2, sent.message.number, None, 0, 10, 1), 0.0)
     assert asking.answered() == []
     asking.answer(sent)
     assert asking.answered() == ["a"]
@@ -169,12 +185,26 @@ def test_a_training_step_older_than_all_under_way_is_not_held_back() -> None:
     assert len([item for group in range(20) for item in asking.ask(f"now {group}", 0, None, 4 * MIB)]) == 1
 
 
-def test_later_training_steps_are_bounded_over_all_servers() -> None:
+def test_of_later_training_steps_a_server_has_no_more_than_it_computes_soon() -> None:
     asking = Asking(A, B, ahead_bytes=10 * MIB)
-    asking.ask("now", 0, None, 20 * MIB)
+    asking.ask("now", 0, None, 1 * MIB)
     ahead = [item for group in range(20) for item in asking.ask(f"later {group}", 1, None, 4 * MIB)]
-    assert len(ahead) == 2
-    assert len(asking.answer(ahead[0])) == 1
+    assert Counter(item.to for item in ahead) == {A: 2, B: 2}
+    (sent,) = asking.answer(ahead[0])
+    assert sent.to == ahead[0].to
+
+
+@pytest.mark.parametrize("nbytes", [3 * MIB, 12 * MIB, 40 * MIB])
+def test_however_large_the_requests_of_later_training_steps_are_all_servers_work(nbytes: int) -> None:
+    servers = [f"reference/{number}" for number in range(8)]
+    asking = Asking(*servers, CRITIC, ahead_bytes=MIB)
+    asking.ask("now", 0, Version(0, 0))
+    ahead = [item for group in range(40) for item in asking.ask(f"later {group}", 1, None, nbytes)]
+    assert sorted(item.to for item in ahead) == servers
+    for _ in range(32):
+        (more,) = asking.answer(ahead.pop(0))
+        ahead.append(more)
+    assert sorted(item.to for item in ahead) == servers
 
 
 def test_training_steps_are_sent_in_their_order() -> None:
@@ -197,7 +227,9 @@ def test_what_is_cancelled_is_free_at_once() -> None:
     asking = Asking(A)
     (sent,) = asking.ask("a", 0, None, 30 * MIB)
     assert asking.ask("b", 0, None, 30 * MIB) == []
-    assert len(asking.core.cancel(["a", "of nobody"])) == 1
+    withdrawn, later = asking.core.cancel(["a", "of nobody"])
+    assert withdrawn == OutgoingCall(A, CallWithdrawn((1,)))
+    assert numbers([later]) == [(A, 2)]
     asking.answer(sent)
     assert (asking.answered(), asking.core.unused) == ([], 1)
 
@@ -240,27 +272,112 @@ def test_a_server_that_drains_is_asked_no_more() -> None:
     assert numbers(asking.core.server(B, 0, present=True, load=0, now=0.0)) == [(B, 1), (B, 2)]
 
 
-def usual(asking: Asking, seconds: float) -> None:
-    """Answers take as long, as a rule."""
-    for number in range(5):
-        sent = asking.ask(f"before {number}")
-        assert asking.passes(seconds) == []
-        asking.answer(sent[0])
+def measured(asking: Asking, *took: float, tokens: int = 10) -> None:
+    """Each server has answered, and taken so long for so many tokens."""
+    assert len(took) == len(asking.servers)
+    left = dict(zip(asking.servers, took, strict=True))
+    number = 0
+    while left:
+        number += 1
+        (sent,) = asking.ask(f"before {number}", tokens=tokens)
+        asking.answer(sent, took=left.pop(sent.to, took[asking.servers.index(sent.to)]))
     asking.answered()
 
 
-def test_a_slow_request_is_copied_to_one_other_server() -> None:
+def test_a_request_is_copied_once_another_server_would_have_answered_long_ago() -> None:
     asking = Asking(A, B, "reference/2")
-    usual(asking, 0.75)
+    measured(asking, 0.75, 0.75, 0.75)
     (sent,) = asking.ask("a")
-    assert asking.passes(2.0) == [], "three times as long as usual is slow"
+    assert asking.passes(2.0) == [], "three times as long as it takes is late"
     (copy,) = asking.passes(0.5)
     assert copy.to != sent.to
     assert copy.message == sent.message
+    assert isinstance(sent.message, CallRequest)
     assert len(asking.passes(2.0)) == 0, "two have it"
-    asking.answer(copy)
+    assert asking.answer(copy) == [OutgoingCall(sent.to, CallWithdrawn((sent.message.number,)))]
     assert asking.answered() == ["a"]
     assert asking.passes(100.0) == []
+
+
+def test_a_long_request_is_not_late_for_being_long() -> None:
+    """It takes its time in proportion to its tokens, and so it would elsewhere."""
+    asking = Asking(A, B)
+    measured(asking, 0.5, 0.5)
+    (long,) = asking.ask("long", tokens=100)
+    assert asking.passes(14.75) == []
+    (copy,) = asking.passes(0.25)
+    assert copy.to != long.to, "three times 5 s"
+
+
+def test_no_copy_goes_to_a_server_that_is_busy() -> None:
+    """What all of them have much of takes long everywhere; one that has done its part helps."""
+    asking = Asking(A, B)
+    measured(asking, 0.5, 0.5)
+    asking.busy(B, 200)
+    (sent,) = asking.ask("a")
+    assert sent.to == A
+    assert [item for item in asking.passes(30.0) if item.to == B] == [], "it has 10 s to do before"
+    copies = asking.busy(B, 20) + asking.passes(0.25)
+    assert [item.to for item in copies] == [B], "a second to do is little after half a minute"
+
+
+def test_what_others_have_given_a_server_is_known_of_its_heartbeats() -> None:
+    asking = Asking(A, B)
+    measured(asking, 0.5, 0.5)
+    asking.busy(B, 1000)
+    asking.ask("a")
+    assert [item.to for item in asking.passes(1.5)] == []
+    asking.busy(B, 0)
+    assert [item.to for item in asking.passes(0.25)] == [B]
+
+
+def test_an_idle_server_is_given_only_as_much_as_it_does_soon() -> None:
+    """Each copy is something to do for it, and the next one waits behind."""
+    asking = Asking(A, B)
+    measured(asking, 1.0, 1.0)
+    asking.busy(B, 1000)
+    sent = [item for number in range(9) for item in asking.ask(f"{number}")]
+    assert {item.to for item in sent} == {A}
+    asking.passes(2.0)
+    asking.busy(B, 0)
+    assert [item.to for item in asking.passes(1.0)] == [B], "three seconds for what takes one"
+    assert [item.to for item in asking.passes(3.0) if item.to == B] == [B], "and six where it is the second"
+
+
+def test_a_slow_server_is_measured_against_a_fast_one() -> None:
+    """What is usual for it is no reason to wait for it while a faster one is idle."""
+    asking = Asking(A, B)
+    measured(asking, 10.0, 0.1)
+    asking.busy(B, 1000)
+    (sent,) = asking.ask("a")
+    assert sent.to == A
+    asking.busy(B, 0)
+    assert [item.to for item in asking.passes(1.0)] == [B]
+
+
+def test_a_server_that_came_anew_is_measured_anew() -> None:
+    asking = Asking(A, B)
+    measured(asking, 0.1, 60.0)
+    asking.core.server(B, 1, present=True, load=1000, now=asking.now)
+    (sent,) = asking.ask("a")
+    assert sent.to == A
+    asking.core.server(B, 1, present=True, load=0, now=asking.now)
+    copies = [item.to for item in asking.passes(100.0) if item.to == B]
+    assert len(copies) == 1, "as the others, as far as is known: at most three times the longest"
+
+
+def test_where_nothing_is_known_yet_only_an_idle_server_helps_and_late() -> None:
+    """The first answer may take long: its cost is unknown."""
+    asking = Asking(A, B)
+    asking.busy(B, 10)
+    asking.ask("a")
+    assert {item.to for item in asking.passes(30.0)} == {A}
+    asking.busy(B, 0)
+    assert [item.to for item in asking.passes(0.25)] == [B]
+    fresh = Asking(A, B)
+    (sent,) = fresh.ask("a")
+    assert {item.to for item in fresh.passes(9.75)} <= {sent.to}
+    assert [item.to for item in fresh.passes(0.5) if item.to != sent.to] != []
 
 
 def test_how_long_is_usual_is_known_of_each_step() -> None:
@@ -270,8 +387,7 @@ def test_how_long_is_usual_is_known_of_each_step() -> None:
         asking.core.announced(server, 0, Version(0, 7))
     for number in range(5):
         (sent,) = asking.ask(f"values {number}", 7, Version(0, 7))
-        assert asking.passes(0.75) == []
-        asking.answer(sent, Version(0, 7))
+        asking.answer(sent, Version(0, 7), took=0.75)
     for number in range(100):
         asking.answer(asking.ask(f"{number}", 7)[0])
     asking.ask("values", 7, Version(0, 7))
@@ -281,6 +397,7 @@ def test_how_long_is_usual_is_known_of_each_step() -> None:
 
 def test_what_may_be_lost_is_sent_again_to_those_that_are_heard() -> None:
     asking = Asking(A, B)
+    measured(asking, 0.1, 0.1)
     asking.ask("a")
     (copy,) = asking.passes(1.0)
     asking.suspended.add(A if copy.to == B else B)
@@ -290,15 +407,14 @@ def test_what_may_be_lost_is_sent_again_to_those_that_are_heard() -> None:
 def test_a_suspended_server_is_not_waited_for() -> None:
     """Its requests are copied as soon as it is silent, however long answers usually take; nothing new goes there."""
     asking = Asking(A, B)
-    for seconds in (0.75, 2.0, 2.0):
-        usual(asking, seconds)
+    measured(asking, 5.0, 5.0)
     sent = [item for number in range(20) for item in asking.ask(f"{number}")]
     there = [item.message for item in sent if item.to == A]
     assert len(there) >= 8
     asking.suspended.add(A)
     assert asking.passes(2.0) == []
     copies = asking.passes(0.25)
-    assert [(item.to, item.message) for item in copies] == [(B, message) for message in there]
+    assert [(item.to, item.message) for item in copies] == [(B, message) for message in reversed(there)]
     assert [item.to for number in range(20, 30) for item in asking.ask(f"{number}")] == [B] * 10
 
 
@@ -335,9 +451,9 @@ def test_of_two_random_servers_the_less_loaded_is_asked(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_what_servers_report_of_the_requests_of_others_counts(seed: int) -> None:
     asking = Asking(A, B, seed=seed)
-    asking.core.server(A, 0, present=True, load=100_000, now=0.0)
+    asking.busy(A, 2_000)
     assert {item.to for number in range(100) for item in asking.ask(f"{number}")} == {B}
-    asking.core.server(B, 0, present=True, load=200_000, now=0.0)
+    asking.busy(B, 4_000)
     assert {item.to for number in range(100, 150) for item in asking.ask(f"{number}")} == {A}
 
 
@@ -345,7 +461,7 @@ def test_what_servers_report_of_the_requests_of_others_counts(seed: int) -> None
 
 
 def request(number: int, t: int = 0, version: Version | None = None, **more: object) -> CallRequest:
-    fields = {"step": FROZEN if version is None else VERSIONED, "nbytes": 1000, "tokens": 100, **more}
+    fields = {"step": FROZEN if version is None else VERSIONED, "tokens": 100, **more}
     return CallRequest(number=number, t=t, version=version, **fields)  # type: ignore[arg-type]
 
 
@@ -381,8 +497,8 @@ def test_a_number_that_is_here_is_not_begun_again_and_an_answered_one_may_be() -
         assert server.handle("trainer/0", 0, request(1)) == []
     assert server.next(0) == [key(1)]
     server.handle("trainer/0", 0, request(1))
-    assert (server.next(0), server.load) == ([], 1000)
-    assert server.done([key(1)]) == [OutgoingCall("trainer/0", CallAnswer(0, 1, None, 0))]
+    assert (server.next(0), server.load) == ([], 100)
+    assert server.done([key(1)], 0.25) == [OutgoingCall("trainer/0", CallAnswer(0, 1, None, 0, 100, 250))]
     server.handle("trainer/0", 0, request(1))
     assert server.next(0) == [key(1)]
 
@@ -396,8 +512,21 @@ def test_a_request_for_another_version_is_never_kept() -> None:
     assert server.handle("trainer/0", 2, needs) == []
     assert server.handle("trainer/0", 2, request(2)) == []
     has = Version(0, 4)
-    assert server.version(has) == [OutgoingCall("trainer/0", CallNotYet(2, (1,), has, 1000))]
+    assert server.version(has) == [OutgoingCall("trainer/0", CallNotYet(2, (1,), has, 100))]
     assert server.next(1000) == [key(2, incarnation=2)]
+
+
+def test_what_is_withdrawn_is_not_begun() -> None:
+    server = CallServer()
+    for number in range(4):
+        server.handle("trainer/0", 1, request(number))
+    begun = server.next(100)
+    server.withdrawn("trainer/0", 1, (0, 2, 9))
+    server.withdrawn("trainer/0", 0, (3,))
+    server.withdrawn("trainer/1", 1, (3,))
+    assert server.load == 300, "what is begun goes on; nothing of others is dropped"
+    assert len(server.done(begun, 0.1)) == 1
+    assert server.next(1000) == [key(1, incarnation=1), key(3, incarnation=1)]
 
 
 def test_a_server_that_drains_finishes_what_it_began_and_returns_the_rest() -> None:
@@ -405,10 +534,10 @@ def test_a_server_that_drains_finishes_what_it_began_and_returns_the_rest() -> N
     for number in range(4):
         server.handle("trainer/0", 0, request(number))
     assert len(server.next(200)) == 2
-    assert server.drain() == [OutgoingCall("trainer/0", CallReturned(0, (2, 3), 2000))]
-    assert server.handle("trainer/1", 5, request(7)) == [OutgoingCall("trainer/1", CallReturned(5, (7,), 2000))]
+    assert server.drain() == [OutgoingCall("trainer/0", CallReturned(0, (2, 3), 200))]
+    assert server.handle("trainer/1", 5, request(7)) == [OutgoingCall("trainer/1", CallReturned(5, (7,), 200))]
     assert (server.next(200), server.drained) == ([], False)
-    assert len(server.done([key(0), key(1)])) == 2
+    assert len(server.done([key(0), key(1)], 1.0)) == 2
     assert server.drained
 
 
@@ -419,8 +548,8 @@ def test_who_is_gone_is_not_answered() -> None:
     server.handle("trainer/1", 0, request(0))
     begun = server.next(100)
     server.client_lost("trainer/0", 0)
-    assert (server.done(begun), server.load, begun[0] in server) == ([], 1000, False)
-    server.handle("trainer/1", 1, request(0, nbytes=7))
+    assert (server.done(begun, 1.0), server.load, begun[0] in server) == ([], 100, False)
+    server.handle("trainer/1", 1, request(0, tokens=7))
     assert server.load == 7, "it was restarted, as its message tells"
     assert server.handle("trainer/1", 0, request(5)) == []
     assert server.load == 7, "a message of before"
@@ -460,3 +589,33 @@ def test_requests_are_joined_over_callers() -> None:
     record = CallNetwork(replace(QUIET, clients=3, token_s=0.002)).run()
     assert max(record.joined) == 400
     assert len(record.joined) < 0.5 * len(record.answers)
+
+
+def computed(record: CallRecord) -> int:
+    return sum(record.computed.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_long_requests_and_long_queues_are_no_reason_for_copies(seed: int) -> None:
+    """Answers take from a tenth of a second to half a minute, by their lengths and by what is before them."""
+    scenario = replace(QUIET, clients=3, servers=3, token_s=0.005, spread=1.5, budget=0, seed=seed)
+    record = CallNetwork(scenario).run()
+    assert record.seconds > 50
+    assert computed(record) <= 1.05 * len(record.answers)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_servers_that_have_done_their_part_help_a_slow_one(seed: int) -> None:
+    quick = replace(QUIET, clients=2, token_s=0.002, seed=seed)
+    slow = replace(quick, slowness=[1.0, 50.0, 1.0, 50.0])
+    record = CallNetwork(slow).run()
+    assert record.seconds < CallNetwork(quick).run().seconds + 20, "alone, it takes 10 s for one request"
+    assert record.unused > 0
+    assert computed(record) < 1.5 * len(record.answers)
+
+
+def test_large_requests_take_no_longer_than_small_ones() -> None:
+    """Whatever is ahead of its turn: all servers compute them, each one or more at a time."""
+    small = replace(QUIET, servers=8, groups=40, ahead=3, steps=4, token_s=0.01, ahead_bytes=MIB, largest_bytes=1000)
+    large = CallNetwork(replace(small, largest_bytes=40 * MIB)).run()
+    assert large.seconds < 1.1 * CallNetwork(small).run().seconds

@@ -117,6 +117,29 @@ def test_a_whole_set_waits_for_its_answers() -> None:
     assert take(replica.take()) == ([*range(8)], True, True)
 
 
+def test_what_a_replica_computes_itself_fills_micro_batches_until_the_last_of_the_step() -> None:
+    calls = tuple(IntakeCall(name, in_window=True, here=True) for name in ("old_logprobs", "values"))
+    replica = Replica(IntakeRule(budget=4, streamed=False, calls=calls), max_staleness=1)
+    replica.lease()
+    replica.arrive({position: (1, 1) for position in (0, 9)})
+    assert replica.core.wants_calls() == [], "nobody else is asked"
+    assert replica.core.wants_here() is None, "9 is of the next step, and 0 fills no micro-batch"
+    replica.arrive({1: (1, 1), 2: (1, 1)})
+    assert replica.core.wants_here() == ("old_logprobs", [0, 1])
+    assert replica.core.wants_here() == ("values", [0, 1])
+    assert replica.core.wants_here() is None
+    replica.arrive({position: (1, 1) for position in (3, 4, 5, 6, 7)})
+    computed = [(0, "old_logprobs"), (1, "old_logprobs"), (0, "values"), (1, "values")]
+    while (wanted := replica.core.wants_here()) is not None:
+        assert replica.take() is None, "the set is there, and not all of it is complete"
+        computed += [(position, wanted[0]) for position in wanted[1]]
+    assert sorted(computed) == [(position, call.edge) for position in range(8) for call in calls]
+    for position, edge in computed:
+        assert replica.take() is None
+        replica.core.answered(position, edge)
+    assert take(replica.take()) == ([*range(8)], True, True)
+
+
 def test_only_complete_groups_are_given_away_and_those_that_come_back_are_trained_on_here() -> None:
     replica = Replica(IntakeRule(budget=10**6, calls=(IntakeCall("reference"),)), ("trainer/1",))
     replica.lease()

@@ -60,7 +60,8 @@ CRASHES = st.lists(
 PAUSES = st.lists(
     st.builds(Pause, worker=st.integers(0, 4), at=st.floats(0.0, 20.0), seconds=st.floats(1.0, 40.0)), max_size=3
 )
-CALLS = [(), (IntakeCall("reference"),), (IntakeCall("values", in_window=True), IntakeCall("reference"))]
+HERE = IntakeCall("old_logprobs", in_window=True, here=True)
+CALLS = [(), (IntakeCall("reference"),), (IntakeCall("values", in_window=True), IntakeCall("reference"), HERE), (HERE,)]
 LEAVES = st.lists(st.builds(Leave, worker=st.integers(1, 4), at=st.floats(0.0, 20.0)), max_size=2)
 
 

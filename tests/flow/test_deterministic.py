@@ -71,7 +71,7 @@ def test_the_shipped_layouts_of_staleness_0_can_repeat() -> None:
         ),
         (
             ["models.policy.init.model_type=gemma2"],
-            "models.policy — model_type 'gemma2' is not computed batch-inv",
+            "models.policy.init.model_type — model 'policy': model_type 'gemma2' is not computed batch-inv",
         ),
         (
             ["models.policy.init.rope_parameters={rope_type: dynamic, factor: 2.0}"],
@@ -87,7 +87,7 @@ def test_models_on_disk_are_judged_by_their_configuration(tmp_path: Path) -> Non
     mixtral = {**QWEN2, "model_type": "mixtral", "vocab_size": 13}
     (tmp_path / "config.json").write_text(json.dumps(mixtral))
     message = refusal("models.policy.init=null", f"models.policy.path={tmp_path}")
-    assert "models.policy — model_type 'mixtral' is not computed batch-invariantly, only llama, mistral" in message
+    assert "models.policy.path — model 'policy': model_type 'mixtral' is not computed batch-invariantly" in message
     windowed = {**mixtral, "model_type": "mistral", "sliding_window": 16}
     (tmp_path / "config.json").write_text(json.dumps(windowed))
     assert "set sliding_window to null" in refusal("models.policy.init=null", f"models.policy.path={tmp_path}")

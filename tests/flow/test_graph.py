@@ -33,7 +33,7 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
     [
         (
             ["~flow.steps.advantage"],
-            "flow.steps.update — reads the field 'advantage', which no step of the flow writes",
+            "line: flow.steps.advantage — step 'update' reads the field 'advantage', which no step of the flow writes",
         ),
         (["~flow.steps.advantage"], 'add to flow.steps:  advantage: {call: "distflow.workers.trainer:advantage"}'),
         (
@@ -48,7 +48,10 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
         (["layout.pools.rollout.roles=[generate]"], "no pool takes the role 'score' (step 'reward') — add score to"),
         (["layout.pools.trainer.roles=[train,score]"], "the pools rollout, trainer all take step 'reward'"),
         (["layout.pools.rollout.steps=[rewrd]"], "the flow has no step 'rewrd' — did you mean 'reward'?"),
-        (["layout.pools.trainer.count=9"], "8 ledgers are too few for 9 training workers — at least 9"),
+        (
+            ["layout.pools.trainer.count=9"],
+            "command line: layout.pools.trainer.count — 8 ledgers are too few for 9 training workers — batch.ledgers=9",
+        ),
         (
             ["layout.pools.idle.count=1"],
             "layout.pools.idle — the layout gives pool idle no roles, so no step runs on it",
@@ -370,7 +373,7 @@ def test_a_model_with_a_value_head_generates_nothing(refused: Refused) -> None:
     "overrides, message",
     [
         (["batch.minibatches=3"], "batch.minibatches — 3 mini-batches do not divide the 4 prompts of a ledger"),
-        (["batch.target_kl=0.1"], "batch.target_kl — it leaves out further epochs, and there is only one"),
+        (["batch.target_kl=0.1"], "batch.target_kl — target_kl leaves out further epochs, and there is only one"),
         (["batch.critic_warmup=5"], "batch.critic_warmup — this flow trains no critic — 0, or flow=ppo"),
         (
             ["batch.epochs=2", "flow.steps.old_logprobs=null"],

@@ -162,9 +162,14 @@ def test_a_worker_that_does_not_exist() -> None:
 def test_too_little_memory_for_samples_is_refused_with_the_least_that_does() -> None:
     long = "flow.steps.sample.with.max_new_tokens=2000"
     small = "layout.pools.trainer.sample_memory_mb"
-    with pytest.raises(RecipeError, match=rf"{small} — 1 MiB is too little .* 32 groups .* — at least 24, or lower"):
+    with pytest.raises(
+        RecipeError, match=rf"{small} — sample_memory_mb 1 is too little .* 32 groups .*: at least 24, or lower"
+    ):
         planned("quickstart", long, f"{small}=1")
     planned("quickstart", long, f"{small}=24")
+    own = "layout.pools.trainer.each.0.sample_memory_mb"
+    with pytest.raises(RecipeError, match=rf"{own} — sample_memory_mb 1 is too little .*: at least 24, or lower"):
+        planned("quickstart", long, f"{small}=24", f"{own}=1")
 
 
 def test_problems_of_the_flow_are_told_beside_those_of_a_broken_layout() -> None:

@@ -96,6 +96,14 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
             r"@step\(choices=\{'kl': 'k1'\}\) must be a list of names, or bounds as in '> 0, <= 1'",
         ),
         (
+            "@step(role='score', reads=[], writes=[], only_with={'kl': 'kl_coeff'})\ndef f(b, c, *, kl, kl_coef): ...",
+            r"@step\(only_with=…\) names the setting 'kl_coeff', which 'f' lacks; did you mean 'kl_coef'",
+        ),
+        (
+            "@step(role='score', reads=[], writes=[], only_with={'kl': ['kl_coef']})\ndef f(b, c, *, kl, kl_coef): ...",
+            r"@step\(only_with=\{'kl': …\}\) must be the name of a setting, got \['kl_coef'\]",
+        ),
+        (
             "@step(role='score', reads=[], writes=[], choices={'los': ['a']})\ndef f(b, c, *, loss): ...",
             r"@step\(choices=…\) names the setting 'los', which 'f' lacks; did you mean 'loss'",
         ),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.config.plugins import PluginLibrary
 from distflow.errors import RecipeError
 from distflow.flow.model_roles import model_types
 from distflow.flow.plan import Plan
@@ -104,9 +105,8 @@ def test_other_tools_words_among_the_settings_of_a_step() -> None:
 
 def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = "layout.pools.rollout"
-    monkeypatch.setattr(
-        "distflow.launch.deploy.host_checks.LIBRARIES", {planned().workers[0].engine: ("no_such", "get {python}")}
-    )
+    lacking = PluginLibrary("no_such", "get {python}")
+    monkeypatch.setattr("distflow.launch.deploy.host_checks.LIBRARIES", {planned().workers[0].engine: lacking})
     plan = planned(f"{rollout}.device=cuda:7", f"{rollout}.each={{1: {{device: 'cuda:9'}}}}")
     told = [str(problem) for problem in problems_here(plan, lambda key: "here")]
     assert len(told) == 3

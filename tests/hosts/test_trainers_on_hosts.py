@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from distflow.launch.run.record import RunRecord, read_record
+from tests.e2e.runs import SMALL
 from tests.hosts.conftest import Cluster
 from tests.hosts.test_hosts_e2e import hosts_file
 from tests.hosts.test_training_on_hosts import await_end, await_steps, check_exactly_once, folders_of, steps_done
@@ -24,12 +25,19 @@ COMMON = [f"limits.host_silence_s={SILENCE_S:g}", f"run.training_steps={STEPS}",
 
 
 def trainers_on(cluster: Cluster, host: int) -> list[psutil.Process]:
+    return training_on(cluster, host, ("trainer",))
+
+
+def training_on(cluster: Cluster, host: int, pools: tuple[str, ...] = ("trainer", "critic")) -> list[psutil.Process]:
     found = []
     for pid in cluster.net.pids(cluster.net.hosts[host]):
         with suppress(psutil.Error):
             process = psutil.Process(pid)
             title = " ".join(process.cmdline())
-            if title.startswith("distflow quickstart trainer/") and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                title.startswith(tuple(f"distflow quickstart {pool}/" for pool in pools))
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
     return found
 
@@ -92,6 +100,34 @@ def test_of_two_and_two_neither_goes_on_until_they_hear_each_other(shaped: Clust
     assert "the training workers wait for h1 with trainer/" in said
     assert record(shaped).term == 1
     check_exactly_once(folders_of(shaped), STEPS, prompts=32)
+
+
+@pytest.mark.long
+def test_a_policy_cut_off_from_most_of_its_critics_waits_for_them_and_they_for_it(shaped: Cluster) -> None:
+    """Three critics are most of five, and no more able to go on without a policy than it is without them."""
+    hosts = hosts_file(shaped, "h0 slots=3", "h1 slots=3", shared=False)
+    pools = ["layout.pools.critic.count=3", "layout.pools.critic.hosts=[h1]", "layout.pools.trainer.hosts=[h0]"]
+    pools += [
+        "layout.pools.trainer.count=2",
+        "layout.pools.rollout.count=1",
+        "layout.pools.rollout.hosts=[h0]",
+        "layout.on_failure=shrink",
+    ]
+    head = shaped.start(hosts, *COMMON[:-1], "flow=ppo", "layout=critic", *SMALL, *pools, "run.training_steps=20")
+    await_steps(shaped, head, 6)
+    shaped.net.unplug(1)
+    await_that(lambda: not training_on(shaped, 0) and not training_on(shaped, 1), "the end of both homes")
+    await_that(lambda: "only 2 of 5 training workers" in record(shaped).waits_for, "a word of why")
+    before, until = steps_done(shaped), time.monotonic() + 2 * GONE_S
+    await_that(lambda: time.monotonic() > until, "time in which neither home goes on")
+    assert not training_on(shaped, 0)
+    assert not training_on(shaped, 1)
+    assert steps_done(shaped) == before
+    shaped.net.plug(1)
+    said = end_of(shaped, head, 0)
+    assert "the training workers wait for h1 with critic/" in said
+    assert record(shaped).term == 1
+    check_exactly_once(folders_of(shaped), 20)
 
 
 @pytest.mark.long

@@ -90,3 +90,20 @@ def test_the_window_is_merged_by_seconds_over_workers_and_steps(tmp_path: Path):
     write(tmp_path, "rollout-0", {"step": 3, **share("rollout_idle", 0.4, 3.0), "term": 1})
     reader.read()
     assert where_time_went(reader, 3, 1).startswith("balanced: "), "the newest term counts"
+
+
+def test_time_before_the_present_term_does_not_count(tmp_path: Path):
+    """What was waited for a restart least of all."""
+    idle, busy = share("rollout_idle", 0.9, 100.0), share("rollout_idle", 0.1, 1.0)
+    old, new = share("trainer_idle", 0.0, 100.0), share("trainer_idle", 0.8, 1.0)
+    for step in range(1, 9):
+        write(tmp_path, "trainer-0", {"step": step, **old})
+        write(tmp_path, "rollout-0", {"step": step, **idle})
+    for step in range(5, 7):
+        write(tmp_path, "trainer-0", {"step": step, "term": 1, **new})
+        write(tmp_path, "rollout-0", {"step": step, "term": 1, **busy})
+    reader = MetricsReader(tmp_path)
+    reader.read()
+    for steps in (6, 20):
+        assert where_time_went(reader, 6, steps) == "rollout-bound: trainers waited 80%, rollouts 10%"
+    assert where_time_went(reader, 4, 4) == "training-bound: trainers waited 0%, rollouts 90%"

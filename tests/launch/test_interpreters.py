@@ -23,7 +23,7 @@ from distflow.flow.planner import make_plan
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.agent import host_facts
 from distflow.launch.agent.host_facts import PythonFacts, ask_python
-from distflow.launch.agent.interpreters import code_folder, environment_of
+from distflow.launch.agent.start import code_folder, environment_of
 from distflow.launch.cli import run as distflow
 from distflow.launch.deploy.host_checks import needs_of_workers, problems_here
 from distflow.launch.deploy.interpreter_check import BESIDE, WORKER, Interpreter, needed
@@ -220,7 +220,7 @@ def test_workers_import_nothing_that_is_not_asked_for():
 def test_this_very_code_and_nothing_else_is_handed_over(bare, tmp_path):
     code = code_folder(tmp_path / "run", 3)
     assert code_folder(tmp_path / "run", 3) == code
-    given = environment_of(str(bare), {"PATH": "/bin", "PYTHONHOME": "/usr", "HOME": "/"}, code)
+    given = environment_of(str(bare), {"PATH": "/bin", "PYTHONHOME": "/usr", "HOME": "/"}, tmp_path / "run", 3)
     assert given["PATH"] == f"{bare.parent}:/bin"
     assert given["VIRTUAL_ENV"] == str(bare.parents[1])
     assert "PYTHONHOME" not in given

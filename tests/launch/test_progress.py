@@ -114,6 +114,24 @@ def test_without_a_terminal_it_is_said_how_long_the_rest_takes(tmp_path: Path, m
     assert standing.rewards == [0.1, 0.2, 0.3, 0.4, 0.5]
 
 
+def test_the_pace_is_that_of_the_present_term(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also if a checkpoint of every step brings the training workers back to where they were."""
+    record = structs.replace(RECORD, workers=(WorkerEntry("trainer/0", True),), state="running", run_dir=str(tmp_path))
+    (tmp_path / "metrics").mkdir()
+    monkeypatch.setattr(monitor, "worker_rows", lambda record, timeout_s: [])
+    now = [100.0]
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: now[0])
+    status_reader = StatusReader(tmp_path, PlainDisplay())
+    with (tmp_path / "metrics" / "trainer-0.jsonl").open("a") as file:
+        for step in range(1, 11):
+            term = int(step > 5)
+            file.write(json.dumps({"step": step, "term": term, "timing_s/step": 2.0}) + "\n")
+            file.flush()
+            standing = status_reader.read(structs.replace(record, term=term))
+            now[0] += 500.0 if step == 5 else 8.0 if step < 5 else 2.0
+    assert standing.left_s == pytest.approx(2.0 * 90)
+
+
 def test_of_many_workers_those_in_trouble_are_shown():
     rows = [row(index) for index in range(40)]
     rows[33] = row(33, seconds=9.0)

@@ -10,6 +10,7 @@ import pytest
 from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
+from distflow.launch.agent.scaling import plan_documents
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill
 from distflow.launch.deploy.launch_request import Options, as_asked, recipe_of
 from distflow.launch.deploy.launcher import begin
@@ -73,7 +74,7 @@ def test_overrides_go_on_top_and_are_shown(folder, capsys):
     assert loaded.recipe.run.training_steps == 20
     assert loaded.recipe.layout.pools["rollout"].count == 2
     plan = plan_recipe(str(folder.recipe), loaded.overrides)[1]
-    begin(run_dir, plan, resume=True)
+    begin(run_dir, loaded, plan, resume=True)
     assert capsys.readouterr().out.splitlines() == [
         "no complete checkpoint yet: restarting at training step 1",
         "override: run.training_steps was 12, is 20",
@@ -81,6 +82,21 @@ def test_overrides_go_on_top_and_are_shown(folder, capsys):
     fill(RunContents(loaded, plan, Beginning(), run_dir))
     assert folder.resume(None).recipe.run.training_steps == 20, "the next resume goes on with that"
     assert folder.resume(None, "run.training_steps=12").recipe.run.training_steps == 12
+
+
+@pytest.mark.parametrize("own", [(), ("models.critic.dtype=float64",)])
+def test_a_copy_of_the_policy_inherits_again_what_it_inherited(folder, capsys, own):
+    """Else workers that join, or come back, would have another plan than those that are there."""
+    given = ("flow=ppo", "models.policy.gradient_checkpointing=true", *own)
+    run_dir = folder.launch(*given)
+    plan = plan_recipe(str(folder.recipe), given)[1]
+    critic = plan.recipe.models["critic"]
+    assert (critic.gradient_checkpointing, critic.dtype) == (True, "float64" if own else "float32")
+    loaded = folder.resume(None)
+    begin(run_dir, loaded, plan, resume=True)
+    assert "override" not in capsys.readouterr().out
+    assert plan_recipe(str(run_dir / "recipe.yaml"), resolved=True)[1].digest == plan.digest
+    assert plan_documents(run_dir, "rollout", 3).digest == plan.digest
 
 
 def test_another_layout_replaces_the_former_one_and_the_same_one_keeps_what_was_changed_in_it(folder):

@@ -56,7 +56,7 @@ def travelling(message: CallMessage, sender: str, rows: Batch | None, **more: An
 
 
 def request(number: int, sender: str = "rollout/0") -> Example:
-    return travelling(CallRequest("reward", number, 0, None, ROWS.nbytes, 6), sender, ROWS)
+    return travelling(CallRequest("reward", number, 0, None, 6), sender, ROWS)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -86,7 +86,7 @@ def test_a_worker_that_asks_goes_on(tmp_path: Path, seed: int) -> None:
     with rollout.node.board.condition:
         for position in range(OPEN):
             calls.ask("reward", position, RowRange(ROWS, 0, 2), 0)
-    answers = [travelling(CallAnswer(0, number, None, 0), "reward/0", JUDGED) for number in range(1, OPEN + 1)]
+    answers = [travelling(CallAnswer(0, number, None, 0, 6, 1), "reward/0", JUDGED) for number in range(1, OPEN + 1)]
     for _ in range(COUNT):
         header, payload = wrong(rng.choice(answers[1:]), rng)
         rollout.take(header, payload)
@@ -105,7 +105,7 @@ def test_a_request_with_more_than_is_read_is_joined_with_others(tmp_path: Path) 
     assert answering is not None
     more = ROWS.with_columns(more=torch.zeros(2))
     for number, rows in enumerate((ROWS, more)):
-        example = travelling(CallRequest("reward", number, 0, None, rows.nbytes, 6), "rollout/0", rows)
+        example = travelling(CallRequest("reward", number, 0, None, 6), "rollout/0", rows)
         service.take(packed(example), example.payload)
     _, joined = next(answering.requests(["reward"]))
     assert (joined.rows, "more" in joined) == (4, False)
@@ -125,7 +125,7 @@ def test_an_answer_that_no_step_may_write_is_refused(tmp_path: Path, wrong: Mapp
         calls.ask("reward", 0, RowRange(ROWS, 0, 2), 0)
     refused = rollout.refused
     for rows in (JUDGED.with_columns(**wrong), JUDGED):
-        example = travelling(CallAnswer(0, 1, None, 0), "reward/0", rows)
+        example = travelling(CallAnswer(0, 1, None, 0, 6, 1), "reward/0", rows)
         rollout.take(packed(example), example.payload)
     assert rollout.refused == refused + 1
     assert [answer["reward"].tolist() for _, answer in calls.take("reward")] == [[1.0, 1.0]]

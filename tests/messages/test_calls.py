@@ -11,7 +11,7 @@ import pytest
 from distflow.data.batch_wire import decode_batch
 from distflow.errors import ProtocolError
 from distflow.exchange.call_client import Call, CallClient
-from distflow.exchange.call_messages import KINDS, CallRequest, from_wire, kind_of, to_wire
+from distflow.exchange.call_messages import KINDS, CallRequest, CallWithdrawn, from_wire, kind_of, to_wire
 from distflow.exchange.call_server import CallServer
 from distflow.types import Version
 from tests.messages.corpus import FOLDER, Example, examples
@@ -72,7 +72,9 @@ def test_whatever_a_message_holds_the_cores_go_on() -> None:
             continue
         if isinstance(message, CallRequest):
             server.handle(example.sender, example.incarnation, message)
-            server.done(server.next(100))
+            server.done(server.next(100), 0.1)
+        elif isinstance(message, CallWithdrawn):
+            server.withdrawn(example.sender, example.incarnation, message.numbers)
         else:
             client.handle(example.sender, 1, message, number / 10)
             client.tick(number / 10)

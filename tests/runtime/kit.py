@@ -194,6 +194,7 @@ class World:
             checkpoints=CheckpointWriter(self.folder, "trainer-0", "digest", Keeping(9)),
             commits=True,
             dealing=DealRule(groups, settings.ledgers, CostRule(plan.tokens_per_microbatch)),
+            run=lambda step, batch: batch,
             metrics=self.metrics,
             writer=MetricWriter(self.folder, "trainer-0", Disk()),
             turns=turns,

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from distflow.flow.memory import MIB
 from distflow.runtime.assembly import Setting, Standing
+from distflow.runtime.owner_side import lease_settings
 from tests.messages.receivers import WITH_CRITIC, setting_of
 
 
@@ -51,3 +53,12 @@ def test_a_term_without_some_of_them(tmp_path: Path) -> None:
 
 def test_who_generates_is_no_member(tmp_path: Path) -> None:
     assert standing("rollout/0", tmp_path, APART) == Standing((), {}, (), False, ())
+
+
+def test_each_owner_reserves_what_it_is_given(tmp_path: Path) -> None:
+    own = ["layout.pools.trainer.sample_memory_mb=300", "layout.pools.trainer.each.1.sample_memory_mb=500"]
+    reserved = {
+        name: lease_settings(setting_of(name, tmp_path, [*WITH_CRITIC, *own])).memory_bytes // MIB
+        for name in ("trainer/0", "trainer/1", "rollout/0")
+    }
+    assert reserved == {"trainer/0": 300, "trainer/1": 500, "rollout/0": 300}

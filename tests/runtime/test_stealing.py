@@ -45,6 +45,10 @@ BATCH = BatchPlan(
 LIMITS = TrainingLimits(BATCH, True, RunConfig(training_steps=1), LimitsConfig(no_progress_s=WAIT_S))
 
 
+def unused(step: str, batch: Batch) -> Batch:
+    raise AssertionError(f"{step} is computed when samples arrive, and this flow has no such step")
+
+
 class Trainer:
     """One replica: its node, its ledger, and a training loop that notes what it is given."""
 
@@ -56,7 +60,7 @@ class Trainer:
         self.inbound = InboundSamples(self.core, lambda *message: None)
         replicas = self.replica.replicas
         self.intake = Intake(self.inbound, self.node, IntakeRule(1), replicas.others, random.Random(f"0/{number}"))
-        self.receiving = Receiving(self.intake, replicas, LIMITS, self.node, self.replica.metrics, self.account)
+        self.receiving = Receiving(self.intake, replicas, LIMITS, self.node, self.replica.metrics, self.account, unused)
         self.trained: list[int] = []
         self.rows: list[list[int]] = []
         self.asks = 0

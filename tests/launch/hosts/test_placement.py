@@ -38,6 +38,33 @@ def test_pinned_pools_choose_first_and_keep_to_their_hosts():
     assert found == {"rollout/0": ("cpu-1", 0), "rollout/1": ("cpu-2", 0), "trainer/0": ("gpu-1", 0)}
 
 
+JUDGE = ["layout=services", "layout.pools.reward.count=2"]
+
+
+def test_a_worker_without_a_model_takes_a_slot_and_leaves_the_gpus_to_others():
+    """Slots beyond the GPUs of a host are for it: the fifth slot of four GPUs is the first GPU again."""
+    found = placed("a slots=3\nb slots=2", *JUDGE)
+    assert found == {
+        "rollout/0": ("a", 0),
+        "rollout/1": ("b", 0),
+        "reward/0": ("b", 1),
+        "reward/1": ("a", 2),
+        "trainer/0": ("a", 1),
+    }
+
+
+@pytest.mark.parametrize("order", ["reward", "trainer"])
+def test_it_keeps_to_its_hosts_and_finds_them_full(order):
+    pinned = ["layout.pools.reward.hosts=[b]", f"layout.pools.{order}.count=2"]
+    found = placed("a slots=4\nb slots=2", "layout=services", *pinned)
+    judges = {place for name, place in found.items() if name.startswith("reward")}
+    assert judges == ({("b", 1), ("b", 0)} if order == "reward" else {("b", 1)})
+    with pytest.raises(UserError, match=r"pool 'reward' has 3 workers, but the hosts that it may run on \(b\) have 2"):
+        placed(
+            "a slots=4\nb slots=2", "layout=services", "layout.pools.reward.hosts=[b]", "layout.pools.reward.count=3"
+        )
+
+
 def test_the_numbers_can_begin_with_another_host():
     plan = plan_recipe("quickstart")[1]
     placement = place_workers(plan, parse_hosts("a\nb\nc", "hosts"))

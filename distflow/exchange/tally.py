@@ -1,0 +1,90 @@
+"""How many samples a score step has judged, and on how many of them it failed, over all workers that run it.
+
+Each worker counts its own and says so with every heartbeat. Owners hear all of them, also of several services of which
+no worker that asks sees more than a part: they add up and say the sums with theirs. What a worker has said outlives it.
+Sums are a heartbeat or two old. An owner that was restarted lacks what had died before; of several the fullest counts.
+
+Example: reward/0 says {"reward": (90, 9)}, reward/1 {"reward": (110, 0)}; trainer/0 says {"reward": (200, 9)}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+JUDGED, JUDGED_BY_ALL = "judged", "judged_by_all"
+"""The facts in which a worker says its own counts, and an owner the sums, by step."""
+
+
+class Counts(NamedTuple):
+    """Samples of one step."""
+
+    judged: int = 0
+    failed: int = 0
+
+
+class Tally:
+    """The counts of one step, as its worker sees them."""
+
+    def __init__(self, by_all: Callable[[], Counts] | None = None) -> None:
+        self.own = Counts()
+        """Of this worker since it started."""
+        self._by_all = by_all
+
+    def add(self, judged: int, failed: int) -> None:
+        """Count samples that this worker has judged."""
+        self.own = Counts(self.own.judged + judged, self.own.failed + failed)
+
+    def by_all(self) -> Counts:
+        """Of all workers that run the step, as far as known; zeros until the first owner is heard."""
+        return self.own if self._by_all is None else self._by_all()
+
+
+class Tallies:
+    """The counts of all steps at one worker; `owner`: it adds up those of the others."""
+
+    def __init__(self, owner: bool) -> None:
+        self._owner = owner
+        self._tallies: dict[str, Tally] = {}
+        self._said: dict[tuple[str, int], Mapping[str, Counts]] = {}
+        """What other workers have counted, by name and incarnation: an owner's."""
+        self._sums: dict[str, Mapping[str, Counts]] = {}
+        """What owners say."""
+        self._heard: dict[str, Mapping[str, object]] = {}
+        """The last facts of each worker."""
+
+    def of(self, step: str) -> Tally:
+        """Where a step of this worker counts."""
+        return self._tallies.setdefault(step, Tally(lambda: self._by_all(step)))
+
+    def hear(self, name: str, incarnation: int, facts: Mapping[str, object]) -> None:
+        """Take the facts of another worker, newer ones later; the same ones again are no news."""
+        if self._heard.get(name) is facts:
+            return
+        self._heard[name] = facts
+        if self._owner and JUDGED in facts:
+            self._said[name, incarnation] = _read(facts[JUDGED])
+        if JUDGED_BY_ALL in facts:
+            self._sums[name] = _read(facts[JUDGED_BY_ALL])
+
+    def facts(self) -> dict[str, dict[str, Counts]]:
+        """What this worker says."""
+        said = {JUDGED: {step: tally.own for step, tally in self._tallies.items() if tally.own.judged}}
+        if self._owner:
+            steps = {*said[JUDGED], *(step for counts in self._said.values() for step in counts)}
+            said[JUDGED_BY_ALL] = {step: self._sum(step) for step in sorted(steps)}
+        return {fact: counts for fact, counts in said.items() if counts}
+
+    def _by_all(self, step: str) -> Counts:
+        sums = [sums[step] for sums in self._sums.values() if step in sums]
+        return max([*sums, self._sum(step)] if self._owner else sums, default=Counts())
+
+    def _sum(self, step: str) -> Counts:
+        mine = [self._tallies[step].own] if step in self._tallies else []
+        parts = [*mine, *(counts[step] for counts in self._said.values() if step in counts)]
+        return Counts(sum(part.judged for part in parts), sum(part.failed for part in parts))
+
+
+def _read(said: object) -> dict[str, Counts]:
+    assert isinstance(said, Mapping), "facts are checked when they arrive"
+    return {step: Counts(*counts) for step, counts in said.items()}
