@@ -65,6 +65,16 @@ def test_a_stop_while_owners_deal_is_followed_by_all_homes_or_none(
     assert not found.ignored
 
 
+@pytest.mark.parametrize("slow", ["critic_update", "update"])
+def test_a_home_that_trains_for_long_is_waited_for(tmp_path: Path, slow: str) -> None:
+    """Much longer than limits.no_progress_s: whoever waits for it sees that it goes on."""
+    few = ["batch.prompts=6", "batch.ledgers=1", "layout.pools.trainer.count=1", "layout.pools.critic.count=1"]
+    settings = [*few, "batch.minibatches=1", "run.training_steps=2", "limits.no_progress_s=5"]
+    run = WholeRun(tmp_path, [*CRITIC, *settings, f"flow.steps.{slow}.call=tests.runtime.slow_updates:{slow}"])
+    run.go()
+    assert set(run.ended.values()) == {"done"}
+
+
 @dataclass(frozen=True)
 class Batches:
     """What the result depends on."""
