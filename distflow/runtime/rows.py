@@ -65,6 +65,8 @@ class OutboundRows:
         self._sent = SentOnce()
         node.on_tick(self._post)
         node.on_lost(self._lost)
+        # Generating workers see only owners, which wait for this home as long as it trains on the last step.
+        node.count_work(lambda: sum(node.membership.peers[name].progress for name in receivers))
 
     def send(self, batch: Batch, rule: DealRule, window: Mapping[int, Lengths]) -> None:
         """Deal whole groups of the open training step to the receivers, each a like amount to compute.

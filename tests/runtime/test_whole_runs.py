@@ -32,7 +32,8 @@ CRITIC = (
     f"run.training_steps={STEPS}",
 )
 CLOSE = 1e-6
-MEASURED = {"trainer": ("actor/grad_norm", "actor/epochs"), "critic": ("critic/grad_norm",)}
+POLICY = ("actor/grad_norm", "actor/epochs")
+MEASURED = {"trainer": POLICY, "worker": POLICY, "critic": ("critic/grad_norm",)}
 """What any layout measures alike, by the pool that measures it."""
 
 
@@ -62,6 +63,16 @@ def test_a_stop_while_owners_deal_is_followed_by_all_homes_or_none(
     found = find_checkpoint(tmp_path)
     assert found.step == STOP_AT + 1, "the step that was begun, at both homes"
     assert not found.ignored
+
+
+@pytest.mark.parametrize("slow", ["critic_update", "update"])
+def test_a_home_that_trains_for_long_is_waited_for(tmp_path: Path, slow: str) -> None:
+    """Much longer than limits.no_progress_s: whoever waits for it sees that it goes on."""
+    few = ["batch.prompts=6", "batch.ledgers=1", "layout.pools.trainer.count=1", "layout.pools.critic.count=1"]
+    settings = [*few, "batch.minibatches=1", "run.training_steps=2", "limits.no_progress_s=5"]
+    run = WholeRun(tmp_path, [*CRITIC, *settings, f"flow.steps.{slow}.call=tests.runtime.slow_updates:{slow}"])
+    run.go()
+    assert set(run.ended.values()) == {"done"}
 
 
 @dataclass(frozen=True)
@@ -132,12 +143,15 @@ def check(run: WholeRun, batches: Batches, done: int) -> None:
 
 
 def layout_drawn(draw: random.Random, ledgers: int) -> list[str]:
-    """Any numbers of workers, and other things on which the result does not depend."""
+    """Any layout with the critic on workers of its own, and other things on which the result does not depend."""
+    layout = draw.choice(("critic", "services", "colocated"))
+    home = "worker" if layout == "colocated" else "trainer"
+    generating = [] if layout == "colocated" else [f"layout.pools.rollout.count={draw.randint(1, 2)}"]
     return [
-        "layout=critic",
-        f"layout.pools.trainer.count={draw.randint(1, min(3, ledgers))}",
-        f"layout.pools.critic.count={draw.randint(1, 3)}",
-        f"layout.pools.rollout.count={draw.randint(1, 2)}",
+        f"layout={layout}",
+        f"layout.pools.{home}.count={draw.randint(1, min(3, ledgers))}",
+        f"layout.pools.critic={{count: {draw.randint(1, 3)}, steps: [values, critic_update], backend: torch}}",
+        *generating,
         f"layout.stealing={draw.choice(('true', 'false'))}",
         f"batch.tokens_per_microbatch={draw.choice((8, 24, 8192))}",
         f"run.save_every={draw.choice((0, 1, 2, 3))}",
@@ -153,7 +167,7 @@ def stops_drawn(draw: random.Random, run: WholeRun) -> Callable[[float], None]:
     began: list[float] = []
 
     def each(seconds: float) -> None:
-        steps = [one._node.facts["step"] for name, one in run.sessions.items() if name.startswith("trainer")]
+        steps = [one._node.facts["step"] for name, one in run.sessions.items() if name in run.plan.owners]
         # A step may take a second on a slow machine: within it, anything may happen.
         if not began and steps and max(steps) >= int(after) and draw.random() < 0.05:
             began.append(seconds)
@@ -169,7 +183,7 @@ def disturbed(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     batches = Batches.drawn(draw)
     settings = [*batches.settings, *layout_drawn(draw, batches.ledgers)]
-    divided = [pool for pool in ("trainer", "critic") if draw.random() < 0.35]
+    divided = [pool for pool in ("trainer", "worker", "critic") if draw.random() < 0.35]
     # Room for all rows of several training steps, or for hardly any beside those of the one that is trained on.
     monkeypatch.setattr(ports, "MIB", draw.choice((ports.MIB, 300, 3000)))
     network = Network(seed, loss=draw.choice((0.0, 0.0, 0.02)), delay_s=draw.choice((0.0, 0.01, 0.05)))
