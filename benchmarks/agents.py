@@ -87,9 +87,11 @@ def report(record: RunRecord, host: int) -> HostReport:
     """Of a host whose workers all run."""
     entry = structs.replace(record.hosts[host], agent=f"tcp://10.0.0.{host}:1", nonce="n")
     own = [worker for worker in record.workers if worker.host == host]
-    seats = {worker.name: HostedWorker(worker.trains, 1, "running", address=f"tcp://10.0.0.{host}:2") for worker in own}
-    names = [*seats, agent_name(host), nursery_name(host)]
-    return HostReport(host, entry, 1, seats=seats, marks={name: ProcessId(1000 + host, 1.5, "there") for name in names})
+    there = {worker.name: HostedWorker(worker.trains, 1, "running", address=f"tcp://10.0.0.{host}:2") for worker in own}
+    names = [*there, agent_name(host), nursery_name(host)]
+    return HostReport(
+        host, entry, 1, workers=there, marks={name: ProcessId(1000 + host, 1.5, "there") for name in names}
+    )
 
 
 def make(record: RunRecord) -> Agent:

@@ -145,6 +145,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises TypeError for what is no number; which numbers are possible is for engines to say."""
+        reals = type(self.temperature) is type(self.top_p) is float
+        if reals and type(self.top_k) is type(self.max_new_tokens) is int and type(self.stop_token_ids) is tuple:
+            return  # as of nearly all samples; to ask the abstract classes takes three times as long
         numbers = {"temperature": Real, "top_p": Real, "top_k": Integral, "max_new_tokens": Integral}
         for name, kind in numbers.items():
             if not isinstance(getattr(self, name), kind):

@@ -18,7 +18,7 @@ from typing import NoReturn
 import click
 
 from distflow import __version__
-from distflow.errors import DistflowError
+from distflow.errors import DistflowError, did_you_mean
 
 INTERRUPTED = 130
 COMMANDS = {
@@ -49,9 +49,9 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the module of one command; None for an unknown name."""
+        """Import the module of one command; raises UsageError for an unknown name."""
         if cmd_name not in COMMANDS:
-            return None
+            raise click.UsageError(f"there is no command {cmd_name!r} — {did_you_mean(cmd_name, COMMANDS)}", ctx)
         found = importlib.import_module(f"distflow.launch.commands.{cmd_name}").command
         assert isinstance(found, click.Command), f"distflow.launch.commands.{cmd_name}.command is not a click command"
         return found

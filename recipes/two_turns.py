@@ -1,11 +1,14 @@
-"""A generate step of two turns, used by two_turns.yaml beside this file."""
+"""A generate step of two turns, used by two_turns.yaml beside this file, and a step over all sequences of a sample."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distflow import StepContext, step
+import torch
+
+from distflow import Batch, StepContext, step
+from distflow.data.samples import by_sample, to_rows
 from distflow.runtime.generate_step import Generate
 from distflow.types import Episode, SamplingParams
 from distflow.workers.reward_functions import digits_copied
@@ -43,6 +46,14 @@ async def copy_twice(
     turns = [digits_copied(first), digits_copied(replace(second, task={"answer": number}))]
     reward, score = (sum(turn[name] for turn in turns) / len(turns) for name in ("reward", "score"))
     return {"reward": reward, "score": score, "rewards/second": turns[1]["reward"]}
+
+
+@step(role="score", reads=["response_ids", "response_mask", "sequence"], writes=["rewards/written"])
+def written(batch: Batch, ctx: StepContext) -> Batch:
+    """How many tokens the model wrote in all sequences of a sample, [B]: the same on each row of a sample."""
+    samples = by_sample(batch).ragged("response_mask")
+    counts = torch.tensor([float(mask.sum()) for mask in samples.rows()])
+    return batch.with_columns(**{"rewards/written": to_rows(batch, counts)})
 
 
 def _encoded(ctx: StepContext, text: str) -> Sequence[int]:

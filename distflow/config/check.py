@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from distflow.config.other_tools import meant
-from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe
+from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe, StepConfig
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Problem, Problems, did_you_mean, nearest
 
@@ -31,6 +33,11 @@ _EXPECTED = {
 }
 
 
+_MISSING = "required, but not given"
+_GROUPS = (("flow",), ("layout",), ("data",))
+"""Sections that a group of files of the same name goes to."""
+
+
 def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[Problem]]:
     """The recipe, or None, and everything that is wrong with it."""
     problems = Problems(where)
@@ -40,7 +47,7 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         found = [problem_of(details, where) for details in error.errors(include_url=False)]
-        problems += [problem for problem in found if problem.key not in told]
+        problems += _with_cure([problem for problem in found if problem.key not in told])
         if not any(problem.key.split(".")[0] in ("batch", "recipe") for problem in problems):
             _check_batch(BatchConfig.model_validate(values["batch"]), problems)
         return None, problems
@@ -51,6 +58,15 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
         cure = "run.keep_best=critic/score, or another mean metric of the training workers, or remove it"
         problems.add("run.keep_best_mode", message, cure, others=("run.keep_best",))
     return recipe, problems
+
+
+def _with_cure(problems: list[Problem]) -> list[Problem]:
+    """The same problems; of several missing sections the first tells that the file is most likely laid over none."""
+    missing = [problem for problem in problems if problem.message == _MISSING and "." not in problem.key]
+    if len(missing) < 2:
+        return problems
+    cure = "begin the file with `defaults: [quickstart, _self_]`, or another recipe, or give all sections"
+    return [replace(problem, cure=cure) if problem is missing[0] else problem for problem in problems]
 
 
 def check_numbers(value: object, problems: Problems, at: KeyPath = ()) -> None:
@@ -131,7 +147,7 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
         return "unknown key", known_key(key, details["input"], root)
     meaning = _meaning(key, root)
     if kind == "missing":
-        return "required, but not given", meaning
+        return _MISSING, meaning
     if kind == "distflow":
         message, _, cure = details["msg"].partition("; ")
         return message, cure
@@ -143,13 +159,27 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
     if kind == "finite_number" and key[-1].endswith("_s"):
         return f"{given} is not allowed", f"for never give a large number of seconds, up to {LONGEST_S:g}"
     if kind in _EXPECTED:
-        return f"expected {_EXPECTED[kind]}, got {given}", meaning
+        cure = (_as_choice(key, details["input"]) or _known(key, root)) if _EXPECTED[kind] == "a mapping" else ""
+        return f"expected {_EXPECTED[kind]}, got {given}", cure or meaning
     return f"{given} {_lower(details['msg'])}", meaning
+
+
+def _as_choice(key: KeyPath, given: object) -> str:
+    """What stands for `layout: async` outside of `defaults`; empty if no group of files goes to this section."""
+    group = key[0] if key in _GROUPS else f"model@{dotted(key)}" if key[:-1] == ("models",) else ""
+    return f"a file is chosen in `defaults`: `- override /{group}: {given}`" if group and isinstance(given, str) else ""
+
+
+def _known(key: KeyPath, root: type[BaseModel]) -> str:
+    keys = _keys_of(key, root)
+    return f"its keys: {', '.join(sorted(keys))}" if keys else ""
 
 
 def known_key(key: KeyPath, given: object = None, root: type[BaseModel] = Recipe) -> str:
     """What an unknown key may have meant: a typo, another tool's word, or a key of another section."""
     siblings = _keys_of(key[:-1], root)
+    if section_at(key[:-1], root) is StepConfig and nearest(key[-1], siblings) is None:
+        return f"did you mean {dotted((*key[:-1], 'with', key[-1]))}? allowed: {', '.join(sorted(siblings))}"
     if root is not Recipe or nearest(key[-1], siblings) is not None:
         return did_you_mean(key[-1], siblings)
     words = list(_words_of(key[-1], given))[::-1]
@@ -193,7 +223,13 @@ def _meaning(key: KeyPath, root: type[BaseModel]) -> str:
     section = section_at(key[:-1], root)
     fields = {} if section is None else {key_of(section, name): info for name, info in section.model_fields.items()}
     description = fields[key[-1]].description if key and key[-1] in fields else None
-    return f"{key[-1]}: {description.splitlines()[0]}" if description else ""
+    return f"{key[-1]}: {first_sentence(description)}" if description else ""
+
+
+def first_sentence(text: str) -> str:
+    """Of the documentation of a key, whose lines are wrapped."""
+    sentence, dot, _ = " ".join(text.split()).partition(". ")
+    return f"{sentence}{dot.strip()}"
 
 
 def _lower(message: str) -> str:
@@ -201,7 +237,8 @@ def _lower(message: str) -> str:
 
 
 def _quoted(value: object) -> str:
-    text = repr(value)
+    """As it would be written in YAML, as far as that differs from Python."""
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "…"
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from distflow.config.check import key_of, known_key, section_at
+from distflow.config.check import first_sentence, key_of, known_key, section_at
 from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, Recipe
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Problem, RecipeError
@@ -78,7 +78,7 @@ def _described(key: str, field: FieldInfo) -> list[str]:
 def _keys_below(section: type[BaseModel]) -> list[str]:
     lines = ["  keys:"]
     for name, field in section.model_fields.items():
-        summary = (field.description or "").splitlines()[0]
+        summary = first_sentence(field.description or "")
         lines.append(f"    {key_of(section, name)}: {_type_text(field)} — {summary}")
     return lines
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import distflow
 from distflow.config.yamlfile import KeyPath, read_yaml, shown
-from distflow.errors import Problem, RecipeError, did_you_mean
+from distflow.errors import Problem, RecipeError, did_you_mean, nearest
 
 _FILE_PLUGIN = re.compile(r"^(?P<plus>\+?)(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)$")
 _FILE_NAME = re.compile(r"^[^/\s][^\s]*(/[^\s]*|\.\w+)$")
@@ -55,11 +55,20 @@ def find_recipe(name_or_path: str) -> Path:
         cure = did_you_mean(name_or_path, shipped_recipes()) + "; or give the path of a .yaml file"
         raise RecipeError([Problem("command line", name_or_path, "there is no recipe of this name", cure)])
     if not path.is_file():
+        close = _close_file(path)
         cure = f"give the path of a .yaml file or one of: {', '.join(shipped_recipes())}"
+        cure = cure if close is None else f"did you mean {shown(close)}?"
         raise RecipeError([Problem("command line", name_or_path, f"there is no file {shown(path)}", cure)])
     if path.suffix != ".yaml":
         raise RecipeError([Problem("command line", name_or_path, "a recipe's file name ends in .yaml", "rename it")])
     return path
+
+
+def _close_file(path: Path) -> Path | None:
+    """A recipe's file beside this one, of a similar name."""
+    beside = sorted(path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    name = nearest(path.stem, [file.stem for file in beside])
+    return None if name is None else path.with_name(f"{name}.yaml")
 
 
 def _inside(folder: Path) -> str:

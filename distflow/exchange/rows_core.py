@@ -62,6 +62,8 @@ class _Receiver:
     released: int
     ahead: int = 0
     number: int = 0
+    left: bool = False
+    """In order, so it has taken everything: only its last words are missing."""
     sent: Counter[int] = field(default_factory=Counter)
     """Bytes that were sent to it of each training step that it has not released."""
     kept: dict[int, _Kept] = field(default_factory=dict)
@@ -102,7 +104,7 @@ class RowsSender:
 
     def behind(self, t: int) -> tuple[str, ...]:
         """The receivers that have not taken training step t."""
-        return tuple(name for name, receiver in self._receivers.items() if receiver.taken < t)
+        return tuple(name for name, one in self._receivers.items() if one.taken < t and not one.left)
 
     def deal(
         self, groups: Mapping[int, Lengths], rule: DealRule, window: Mapping[int, Lengths]
@@ -158,6 +160,14 @@ class RowsSender:
         for number in done:
             receiver.kept.pop(number, None)
         return done
+
+    def left(self, name: str) -> list[int]:
+        """A worker has left in order; returns the numbers of the rows that were kept for it."""
+        if name not in self._receivers:
+            return []
+        receiver = self._receivers[name]
+        kept, receiver.kept, receiver.left = list(receiver.kept), {}, True
+        return kept
 
     def due(self, now: float) -> list[OutgoingRows]:
         """What to send now: what fits and was not sent yet, and what was not acknowledged in time."""

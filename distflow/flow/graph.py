@@ -179,7 +179,9 @@ def _producers(steps: Sequence[StepNode], problems: Problems) -> dict[str, StepN
                 key = problems.where.newest([f"flow.steps.{node.name}.call", f"flow.steps.{other}.call"])
                 one, two = (node.name, other) if key == f"flow.steps.{node.name}.call" else (other, node.name)
                 message = f"writes the field {field!r}, and so does step {two!r}"
-                problems.add(f"flow.steps.{one}", message, "keep one of them, or write a field of another name", at=key)
+                cure = "keep one of them, or write a field of another name"
+                meant = f"did you mean flow.steps.{two}? Otherwise " if nearest(one, [two], 0.8) is not None else ""
+                problems.add(f"flow.steps.{one}", message, meant + cure, at=key)
             producers[field] = node
     return producers
 

@@ -57,7 +57,8 @@ def plan_recipe(
     idle = tell_idle(loaded.recipe, plan, examined.given_by, found)
     if found:
         raise RecipeError(found)
-    return loaded, replace(plan, notes=(*idle, *plan.notes), warnings=(*idle, *plan.warnings))
+    notes = [note for note in plan.notes if not any(note in warning for warning in idle)]
+    return loaded, replace(plan, notes=(*idle, *notes), warnings=(*idle, *plan.warnings))
 
 
 def _check_scripts(layout: LayoutConfig, problems: Problems) -> None:

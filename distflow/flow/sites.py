@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from distflow.config.paths import shipped_steps
 from distflow.config.schema import LayoutConfig
-from distflow.errors import Problems, did_you_mean
+from distflow.errors import Problems, did_you_mean, nearest
 from distflow.flow.graph import StepNode
 from distflow.flow.model_roles import Models
 from distflow.flow.plan import PoolPlan
@@ -140,5 +140,7 @@ def _report_idle(name: str, used: Sequence[str], problems: Problems) -> None:
     """A pool without work: most often an override that sets a pool of another layout."""
     others = "split and async have rollout and trainer, colocated has worker"
     message = f"the layout gives pool {name} no roles, so no step runs on it"
+    close = nearest(name, used)
     cure = f"set it for {', '.join(used)}, or choose another layout: {others}"
+    cure = cure if close is None else f"did you mean {close!r}? Otherwise {cure}"
     problems.add(f"layout.pools.{name}", message, cure)

@@ -25,6 +25,16 @@ _ACCEPTS: Mapping[str, tuple[type, ...]] = {
     "Mapping": (Mapping,),
     "dict": (dict,),
 }
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "None": "null",
+    **dict.fromkeys(("Sequence", "list"), "a list"),
+    **dict.fromkeys(("Mapping", "dict"), "a mapping"),
+}
+_ITEMS = {"int": "whole numbers", "float": "numbers", "str": "texts"}
 _FILE_PLUGIN = re.compile(r"^/.+\.py:[A-Za-z_]\w*$")
 _PLUGIN = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
@@ -56,9 +66,8 @@ def complaints(
             if not parameters.open_ended:
                 found.append((name, "unknown setting", _known_setting(name, parameters.settings)))
         elif not _fits(value, parameters.annotations.get(name)):
-            found.append(
-                (name, f"expected {parameters.annotations[name]}, got {value!r}", "write a value of that type")
-            )
+            expected = in_words(parameters.annotations[name])
+            found.append((name, f"expected {expected}, got {value!r}", "write a value of that kind"))
         elif name in ranges and _is_number(value) and not within(value, ranges[name]):
             found.append((name, f"{value} is not allowed", f"expected a number {ranges[name]}"))
         elif name in choices and isinstance(value, str) and not (name in (*plugins, *functions) and is_plugin(value)):
@@ -84,6 +93,18 @@ def is_plugin(value: object) -> bool:
 def is_file_plugin(value: str) -> bool:
     """Whether a text reads `/path/file.py:name`."""
     return bool(_FILE_PLUGIN.match(value))
+
+
+def in_words(annotation: str) -> str:
+    """`Sequence[float] | None` as `a list of numbers, or null`."""
+    return ", or ".join(_part_in_words(part.strip()) for part in annotation.split("|"))
+
+
+def _part_in_words(part: str) -> str:
+    name, _, inside = part.partition("[")
+    items = [_ITEMS[item.strip(" .")] for item in inside.rstrip("]").split(",") if item.strip(" .") in _ITEMS]
+    of = f" of {items[0]}" if items and name.rpartition(".")[2] in ("Sequence", "list") else ""
+    return _WORDS[name.rpartition(".")[2]] + of
 
 
 def _fits(value: object, annotation: str | None) -> bool:

@@ -109,10 +109,11 @@ def check_asked(structure: Structure, problems: Problems) -> None:
         pool, owners = structure.sites[node.name], node in structure.after_custody
         if node.role == "train" or (pool == home if owners else pool == rollout):
             continue
-        where = f"runs on pool {pool!r} for the workers of {home if owners else rollout!r}"
+        asker = home if owners else rollout
+        where = f"runs on pool {pool!r} for the workers of {asker!r}"
         if node.declaration.keeps_state:
             message = f"{where} and uses ctx.state, which neither several workers share nor a restarted one gets back"
-            cure = f"write a function of the batch alone, or add {node.name} to the `steps` of {rollout}"
+            cure = f"write a function of the batch alone, or add {node.name} to the `steps` of {asker}"
             problems.add(f"flow.steps.{node.name}", message, cure)
         if node.declaration.spec.scope == "batch":
             message = f"{where} and has batch scope, but it is asked for group by group"

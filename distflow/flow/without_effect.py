@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from distflow.config.load import Giver
 from distflow.config.schema import OptimizerConfig, PoolConfig, Recipe, RunConfig, WorkerSettings
-from distflow.errors import Problems
+from distflow.errors import Problems, nearest
 from distflow.flow.plan import Plan, PoolPlan
 from distflow.flow.step_declaration import read_declaration
 
@@ -59,7 +59,7 @@ def _of_pools(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
             held = [one.name for one in plan.pools if one.homes or one.frozen]
             cure = f"remove it, or set it for pool {' or '.join(map(repr, held))}"
             yield from _settings(pool, settings, _BACKEND, f"pool {pool.name!r} trains and holds no model", cure)
-        if not pool.generates and not holds:
+        if not (pool.generates or holds):
             why = f"pool {pool.name!r} has neither an engine nor a model"
             yield from _settings(pool, settings, ("device",), why)
         if not pool.homes:
@@ -99,6 +99,10 @@ def _of_models(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
     used = {model.name for model in plan.models}
     for name, model in recipe.models.items():
         key = f"models.{name}"
+        if name not in used:
+            close = nearest(name, used)
+            cure = f"remove it, or name it as the `model` of a step: {', '.join(step.name for step in plan.steps)}"
+            yield Idle(key, f"no step uses model {name!r}", cure if close is None else f"did you mean {close!r}?")
         if name in used and name not in plan.trained_models:
             given, default = model.optimizer, OptimizerConfig()
             for setting in type(given).model_fields:

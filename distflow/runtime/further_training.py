@@ -197,7 +197,8 @@ class FurtherTraining:
                 name=f"rows of training step {t}",
                 peers=lambda: parts.rows.missing,
                 limit_s=self._limits.waits.no_progress_s,
-                progress=lambda: self._node.membership.news,
+                # Owners may still train on the last step.
+                progress=lambda: (self._node.membership.news, parts.replicas.set.progress()),
                 even_when_stopping=True,
             )[0]
 

@@ -258,7 +258,7 @@ def lease_settings(setting: Setting) -> LeaseSettings:
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         seed=recipe.run.seed,
         max_refills=batch.max_refills,
-        announce_closed=owner.generates is not None,
+        announce_closed=bool(owner.generates),
         hedging=recipe.layout.hedging and setting.plan.generate_step.allows("repeatable"),
         host_silence_s=recipe.limits.host_silence_s,
         partial_rollouts=recipe.layout.partial_rollouts and setting.plan.generate_step.allows("replay"),

@@ -312,7 +312,9 @@ def takes(base: Base, ends: OwnerEnds, replicas: Replicas, dealt: DealRule, roun
     versioned = {edge.name for edge in edges if edge.when == "in window"}
     answers = {edge.name: edge.back for edge in edges if edge.when == "on arrival" or edge.name in versioned}
     asked = [IntakeCall(name, in_window=name in versioned) for name in answers]
-    here = {step.name: step.writes for step in plan.steps if step.name in plan.on_arrival}
+    # A forward of a divided model is a round, at which all replicas meet.
+    early = plan.on_arrival if rounds is None else ()
+    here = {step.name: step.writes for step in plan.steps if step.name in early}
     asked += [IntakeCall(name, in_window=True, here=True) for name in here]
     rule = IntakeRule(dealt.cost.budget, dealt.streamed, tuple(asked))
     rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")

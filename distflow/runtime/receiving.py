@@ -147,6 +147,8 @@ class Receiving:
         with self._board.condition:
             self._intake.hear([said["there"] for said in facts])
         self._whole = True
+        # From here on each tells the other homes to train when it comes to that, and some may have: nobody stops.
+        self._replicas.finishes_step = self._replicas.set.size > self._replicas.size
 
     def _next(self, t: int) -> _Taken:
         """Wait for groups that step t may take, and take them."""
@@ -157,8 +159,9 @@ class Receiving:
                 name=lambda: self._awaited(t)[0],
                 peers=lambda: self._awaited(t)[1],
                 limit_s=self._limits.waits.no_progress_s,
-                # Rewards may take long after the last token: the facts of a peer count them as they finish.
-                progress=lambda: (core.progress_count, self._node.membership.news),
+                # Rewards may take long after the last token: the facts of a peer count them as they finish. And the
+                # home of a model whose answers are awaited may have to train on the last step first.
+                progress=lambda: (core.progress_count, self._node.membership.news, self._replicas.set.progress()),
                 even_when_stopping=self._replicas.set.size > 1,
             )
 

@@ -56,7 +56,7 @@ class Replicas(MemberGroup):
         self._store = GroupStore(node, replicas, limits.no_progress_s)
         self._collective: Collective | None = None
         self.finishes_step = False
-        """The present training step will be finished, whoever is asked to stop: other homes were told so, or told it
+        """The present training step will be finished, whoever is asked to stop: other homes are told so, or told it
         this one."""
 
     def connect(self, device: str, *, even_alone: bool = False) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
 from distflow.config.schema import LimitsConfig
@@ -63,6 +64,9 @@ class OutboundRows:
         """Description and bytes of what is not acknowledged, by receiver and number."""
         self._sent = SentOnce()
         node.on_tick(self._post)
+        node.on_lost(self._lost)
+        # Generating workers see only owners, which wait for this home as long as it trains on the last step.
+        node.count_work(lambda: sum(node.membership.peers[name].progress for name in receivers))
 
     def send(self, batch: Batch, rule: DealRule, window: Mapping[int, Lengths]) -> None:
         """Deal whole groups of the open training step to the receivers, each a like amount to compute.
@@ -133,6 +137,10 @@ class OutboundRows:
         for number in self._core.handle(sender, said):
             self._rows.pop((sender, number), None)
         self._post(time.monotonic())
+
+    def _lost(self, lost: Lost) -> None:
+        for number in self._core.left(lost.name) if lost.orderly else ():
+            self._rows.pop((lost.name, number), None)
 
     def _post(self, now: float) -> None:
         for item in self._core.due(now):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch
-from distflow.errors import UserError, WorkerFailed
+from distflow.errors import NoProgressError, ReplicaLost, UserError, WorkerFailed
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend
@@ -115,10 +115,18 @@ class Updates:
         metrics.set(f"{prefix}/lr", backend.learning_rate)
         ready()
         with metrics.timed("timing_s/apply"):
-            norm = backend.apply(denominator)
+            norm = self._applied(model, denominator)
         self._done[model] += 1
         self._norms[model] += norm
         metrics.set(f"{prefix}/grad_norm", self._norms[model] / self._done[model])
+
+    def _applied(self, model: str, denominator: float) -> float:
+        try:
+            return self._models[model].apply(denominator)
+        except (ReplicaLost, NoProgressError):
+            raise
+        except WorkerFailed as error:
+            raise WorkerFailed(f"model {model!r}: {error}") from error
 
     def _add_up(self, facts: Sequence[Fact]) -> dict[str, float]:
         """The denominator of each model's gradient over all replicas."""

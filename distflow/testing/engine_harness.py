@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from torch import Tensor
 from distflow.data.randomness import sample_stream, uniform_rows
 from distflow.runtime.protocols import Engine
 from distflow.types import BegunSample, SampleOutput, SampleRequest, SamplingParams, Version
+from distflow.workers.models import build_model
 from distflow.workers.parameters import stored_form
 
 Probs = NDArray[np.float64]
@@ -29,6 +30,18 @@ KEPT = 64
 """Tokens of the longest sequence whose logits are kept for the next test."""
 _computed: WeakKeyDictionary[Any, dict[tuple[int, ...], list[list[float]]]] = WeakKeyDictionary()
 """Logits by reference model and token sequence."""
+
+
+def reference_model(model: Mapping[str, Any], number: int) -> torch.nn.Module:
+    """A model to compare an engine with, by its section of a recipe; `number`: of its weights."""
+    built: torch.nn.Module = build_model(model, device="cpu", seed=number, load_weights=True)
+    # Norm weights and biases start at one and zero: move them, or a missing one would not be noticed.
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(number)
+        for parameter in built.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+    return built
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,9 +239,9 @@ class Agent:
     def _status(self) -> dict[str, Any]:
         mesh = self._peers.mesh
         workers = [
-            {"name": name, "host": host, "incarnation": seat.incarnation, "state": seat.state}
+            {"name": name, "host": host, "incarnation": hosted.incarnation, "state": hosted.state}
             for host, report in mesh.reports.items()
-            for name, seat in report.seats.items()
+            for name, hosted in report.workers.items()
         ]
         state, silent = self._recorder.record.state, sorted(mesh.silent())
         collecting = self._exit_barrier.collecting if self._exit_barrier is not None else None
@@ -310,7 +310,7 @@ class Agent:
             reason=core.reason,
             at_once=core.at_once,
             failure=core.failure,
-            seats={name: self._peers.seat(life) for name, life in core.lives.items()},
+            workers={name: self._peers.hosted(life) for name, life in core.lives.items()},
             marks=dict(self._worker_group.pids),
             wanted=self._scaling.wanted(mesh),
             saved=core.saved,

@@ -90,7 +90,9 @@ class PeerAgents:
         report = journal.report
         self.first = journal.first + 1 + secrets.randbelow(STRIDE)
         self.mesh.resume(report, self.first)
-        self._here = {name: (seat.incarnation, seat.address) for name, seat in report.seats.items() if seat.address}
+        self._here = {
+            name: (hosted.incarnation, hosted.address) for name, hosted in report.workers.items() if hosted.address
+        }
         if journal.begun:
             self.begin({"agents": journal.agents})
 
@@ -143,7 +145,7 @@ class PeerAgents:
             self._here[message.sender] = message.incarnation, address
         self._rosters.pop(message.sender, None)
 
-    def seat(self, life: Life) -> HostedWorker:
+    def hosted(self, life: Life) -> HostedWorker:
         """One of our workers, as other hosts are told of it."""
         return HostedWorker(
             trains=life.entry.trains,
@@ -178,8 +180,8 @@ class PeerAgents:
         """Deaths on other hosts that our workers have not been told of; each once."""
         for host in self.mesh.others:
             report = self.mesh.report(host)
-            for name, seat in report.seats.items() if report is not None else ():
-                for death in seat.deaths:
+            for name, hosted in report.workers.items() if report is not None else ():
+                for death in hosted.deaths:
                     if (name, death.incarnation) not in self._told:
                         self._told.add((name, death.incarnation))
                         body = {"worker": name, "incarnation": death.incarnation, "reason": death.reason}
@@ -320,8 +322,8 @@ class OrphanedWorkers:
 
     def _deaths_for(self, name: str, mesh: Gossip) -> Iterator[Tell]:
         for report in mesh.reports.values():
-            for worker, seat in report.seats.items():
-                for death in seat.deaths:
+            for worker, hosted in report.workers.items():
+                for death in hosted.deaths:
                     if worker != name and (name, worker, death.incarnation) not in self._deaths:
                         self._deaths.add((name, worker, death.incarnation))
                         body = {"worker": worker, "incarnation": death.incarnation, "reason": death.reason}
@@ -337,7 +339,7 @@ class OrphanedWorkers:
 
 def addresses(mesh: Gossip) -> dict[str, str]:
     """The addresses of workers on silent hosts."""
-    return {name: mesh.reports[host].seats[name].address for name, host in _orphaned(mesh, _quiet(mesh))}
+    return {name: mesh.reports[host].workers[name].address for name, host in _orphaned(mesh, _quiet(mesh))}
 
 
 def _quiet(mesh: Gossip) -> frozenset[int]:
@@ -350,13 +352,13 @@ def _orphaned(mesh: Gossip, silent: frozenset[int]) -> Iterator[tuple[str, int]]
         return
     for host in sorted(silent):
         report = mesh.report(host)
-        for name, seat in report.seats.items() if report is not None else ():
-            if _reachable(seat):
+        for name, hosted in report.workers.items() if report is not None else ():
+            if _reachable(hosted):
                 yield name, host
 
 
-def _reachable(seat: HostedWorker) -> bool:
-    return seat.living and bool(seat.address)
+def _reachable(hosted: HostedWorker) -> bool:
+    return hosted.living and bool(hosted.address)
 
 
 class _Reach(Form, frozen=True):

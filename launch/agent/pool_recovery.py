@@ -170,9 +170,9 @@ class PoolRecovery:
         found: dict[int, tuple[str, ...]] = {}
         for name, host in self.members.items():
             report = mesh.report(host)
-            seat = None if report is None else report.seats.get(name)
-            if unseen.get(host, 0.0) > self._rules.silence_s / 3 and seat is not None and seat.address:
-                found[host] = (*found.get(host, ()), seat.address)
+            hosted = None if report is None else report.workers.get(name)
+            if unseen.get(host, 0.0) > self._rules.silence_s / 3 and hosted is not None and hosted.address:
+                found[host] = (*found.get(host, ()), hosted.address)
         return found
 
     def _try_to_begin(self, term: Successor, now: float) -> list[Action] | Stop | None:

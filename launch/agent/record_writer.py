@@ -141,9 +141,9 @@ def compose(before: RunRecord, mesh: Gossip, state: RunState, pid: int) -> RunRe
     marks = _unreported(before, mesh)
     for host, report in mesh.reports.items():
         marks |= report.marks
-        for name, seat in report.seats.items():
-            entries[name] = WorkerEntry(name, seat.trains, seat.threads, host, seat.python, seat.generates)
-            if seat.state == "left" or (seat.trains and newest.members and name not in newest.members):
+        for name, hosted in report.workers.items():
+            entries[name] = WorkerEntry(name, hosted.trains, hosted.threads, host, hosted.python, hosted.generates)
+            if hosted.state == "left" or (hosted.trains and newest.members and name not in newest.members):
                 del entries[name]
     return structs.replace(
         before,
@@ -195,7 +195,7 @@ def _roster(before: RunRecord, mesh: Gossip, entries: dict[str, WorkerEntry]) ->
         yield agent_name(host), entry.agent if report is None else report.entry.agent
     for name, worker in entries.items() if before.hosts else ():
         report = mesh.report(worker.host)
-        yield name, report.seats[name].address if report is not None and name in report.seats else ""
+        yield name, report.workers[name].address if report is not None and name in report.workers else ""
 
 
 class Journal(Form, frozen=True):
@@ -221,24 +221,24 @@ class Journal(Form, frozen=True):
 
     def lives(self) -> dict[str, Life]:
         """The workers of this host, as the agent knew them."""
-        return {name: self._life(name, seat) for name, seat in self.report.seats.items()}
+        return {name: self._life(name, hosted) for name, hosted in self.report.workers.items()}
 
     def workers(self) -> dict[str, ProcessId]:
         """The processes of the workers that were alive."""
-        return {name: self.report.marks[name] for name in self.report.seats if name in self.report.marks}
+        return {name: self.report.marks[name] for name in self.report.workers if name in self.report.marks}
 
-    def _life(self, name: str, seat: HostedWorker) -> Life:
-        ended = not seat.living
+    def _life(self, name: str, hosted: HostedWorker) -> Life:
+        ended = not hosted.living
         return Life(
-            WorkerEntry(name, seat.trains, seat.threads, self.report.host, seat.python, seat.generates),
-            state="ended" if ended else "starting" if seat.state == "starting" else "running",
+            WorkerEntry(name, hosted.trains, hosted.threads, self.report.host, hosted.python, hosted.generates),
+            state="ended" if ended else "starting" if hosted.state == "starting" else "running",
             pid=self.report.marks[name].pid if name in self.report.marks and not ended else None,
-            incarnation=seat.incarnation,
+            incarnation=hosted.incarnation,
             restarted=list(self.restarted.get(name, ())),
-            ending=Exit(seat.code) if ended else None,
-            drained=seat.state in ("draining", "left"),
+            ending=Exit(hosted.code) if ended else None,
+            drained=hosted.state in ("draining", "left"),
             told=name in self.told,
-            deaths=list(seat.deaths),
+            deaths=list(hosted.deaths),
         )
 
 
@@ -358,5 +358,5 @@ def _former_address(before: Journal | None) -> str:
 def _own_roster(record: RunRecord, host: int, before: Journal | None) -> dict[str, str]:
     """The local addresses of a host's agent and workers, including workers that were added during the run."""
     planned = [worker.name for worker in record.workers if worker.host == host]
-    later = [] if before is None else before.report.seats
+    later = [] if before is None else before.report.workers
     return {name: worker_address(record.path, name, host) for name in (*planned, *later, agent_name(host))}

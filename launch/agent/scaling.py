@@ -267,10 +267,10 @@ def _pool(name: str) -> str:
 
 def _living(mesh: Gossip, host: int) -> list[str]:
     report = mesh.report(host)
-    return [] if report is None else [name for name, seat in report.seats.items() if seat.living]
+    return [] if report is None else [name for name, hosted in report.workers.items() if hosted.living]
 
 
 def _former(name: str, mesh: Gossip, otherwise: int) -> int:
     """The host where a worker of this name has run before: there its incarnations are counted and its files are."""
-    found = [host for host, report in mesh.reports.items() if name in report.seats]
+    found = [host for host, report in mesh.reports.items() if name in report.workers]
     return found[0] if found else otherwise

@@ -49,7 +49,7 @@ def _may_be_living(report: HostReport | None) -> bool:
 
 def _ended(mesh: Gossip, host: int, worker: str) -> bool:
     report = mesh.report(host)
-    return report is not None and worker in report.seats and not report.seats[worker].living
+    return report is not None and worker in report.workers and not report.workers[worker].living
 
 
 def wanted(mesh: Gossip) -> dict[str, DesiredWorkers]:
@@ -68,9 +68,9 @@ def roster(mesh: Gossip, own: Callable[[str], str]) -> dict[str, str]:
     for host in sorted(mesh.reports.keys() | set(mesh.others)):
         report = mesh.report(host)
         found[agent_name(host)] = own(agent_name(host)) if host == mesh.host else report.entry.agent if report else ""
-        for name, seat in report.seats.items() if report is not None else ():
-            if seat.state != "left":
-                found[name] = own(name) if host == mesh.host else seat.address
+        for name, hosted in report.workers.items() if report is not None else ():
+            if hosted.state != "left":
+                found[name] = own(name) if host == mesh.host else hosted.address
     return found
 
 
@@ -80,7 +80,7 @@ def network_roster(mesh: Gossip, *, leaving_out: int) -> dict[str, str]:
     for host, report in mesh.reports.items():
         if host != leaving_out:
             found[agent_name(host)] = report.entry.agent
-            found |= {name: seat.address for name, seat in report.seats.items() if seat.state != "left"}
+            found |= {name: hosted.address for name, hosted in report.workers.items() if hosted.state != "left"}
     return found
 
 
@@ -113,7 +113,7 @@ def all_started(mesh: Gossip) -> bool:
     reports = mesh.reports.values()
     if len(reports) <= len(mesh.others):
         return False
-    return all(seat.state != "starting" for report in reports for seat in report.seats.values())
+    return all(hosted.state != "starting" for report in reports for hosted in report.workers.values())
 
 
 def unseen(mesh: Gossip, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> list[str]:
@@ -127,7 +127,7 @@ def _first(values: Iterator[T | None]) -> T | None:
 
 def _code(mesh: Gossip, host: int, worker: str, exits: Mapping[str, Exit]) -> int | None:
     if _ended(mesh, host, worker):
-        return mesh.reports[host].seats[worker].code
+        return mesh.reports[host].workers[worker].code
     return exits[worker].code if worker in exits else None
 
 

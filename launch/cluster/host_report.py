@@ -164,7 +164,7 @@ class HostReport(Form, frozen=True):
 
     Example:
 
-        HostReport(1, HostEntry("gpu-2", "10.0.0.3"), serial=17, seats={"rollout/1": HostedWorker(False, 1, "running")})
+        HostReport(1, HostEntry("gpu-2", "10.0.0.3"), 17, workers={"rollout/1": HostedWorker(False, 1, "running")})
     """
 
     host: HostNumber
@@ -177,7 +177,7 @@ class HostReport(Form, frozen=True):
     """Why the run is stopping."""
     at_once: bool = False
     failure: Failure | None = None
-    seats: Mapping[Name, HostedWorker] = msgspec.field(default_factory=dict)
+    workers: Mapping[Name, HostedWorker] = msgspec.field(default_factory=dict)
     marks: Mapping[Name, ProcessId] = msgspec.field(default_factory=dict)
     """Processes of this host, by name."""
     wanted: Mapping[str, DesiredWorkers] = msgspec.field(default_factory=dict)
@@ -194,7 +194,7 @@ class HostReport(Form, frozen=True):
     @property
     def living(self) -> bool:
         """Whether a worker of this host runs or will run."""
-        return any(seat.living for seat in self.seats.values())
+        return any(hosted.living for hosted in self.workers.values())
 
 
 def shortened(report: HostReport) -> HostReport:

@@ -162,7 +162,7 @@ def verdict(metrics: Mapping[str, float]) -> str:
     if trainer >= MUCH and busiest and services[busiest] < MUCH:
         return f"{busiest}-bound: {waited}, {busiest} {services[busiest]:.0%} (give it more workers)"
     if min(trainer, rollout) >= MUCH and metrics.get(STALENESS) == 0:
-        return f"they take turns: {waited} (try layout=async)"
+        return f"they take turns: {waited} (try layout.max_staleness=1)"
     if trainer >= MUCH and trainer - rollout >= CLEAR:
         if _scoring_dominates(metrics):
             return f"reward-bound: {waited}; rewards took {metrics[SCORE]:.0%}, generation {metrics[GENERATE]:.0%}"

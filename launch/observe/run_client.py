@@ -122,6 +122,8 @@ def _row(record: RunRecord, name: str, answer: Row | None, alive: bool) -> Row:
         row["state"] = "starting"
     if answer is not None:
         row |= answer
+        # A worker without weights of its own, or that has none yet.
+        row["version"] = row["version"] if row["version"] is not None and row["version"] >= 0 else None
     if record.hosts:
         row["host"] = record.hosts[host].name
     return row

@@ -250,3 +250,42 @@ def test_no_words_of_the_libraries_underneath(tmp_path: Path) -> None:
 )
 def test_the_key_that_the_user_touched_is_blamed(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:
     assert message in refused(mine(tmp_path, BASE + text), *overrides).replace(f"{tmp_path}/", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            BASE + "layout: async\n",
+            "layout — expected a mapping, got 'async' — a file is chosen in `defaults`: `- over",
+        ),
+        (BASE + "models: {policy: tiny}\n", "a file is chosen in `defaults`: `- override /model@models.policy: tiny`"),
+        (
+            BASE + "flow: {steps: {reward: exact}}\n",
+            "flow.steps.reward — expected a mapping, got 'exact' — its keys: call",
+        ),
+        (
+            BASE + "layout: {pools: {trainer: 2}}\n",
+            "trainer — expected a mapping, got 2 — its keys: backend, backend_o",
+        ),
+        (
+            BASE + "flow: {steps: {reward: {function: exact_match}}}\n",
+            "flow.steps.reward.function — unknown key — did you mean flow.steps.reward.with.function? ",
+        ),
+        (BASE + "run: {training_steps: }\n", "run.training_steps — expected a whole number, got null"),
+        ("", "mine.yaml:1: run — required, but not given — begin the file with `defaults: [quickstart, _self_]`"),
+        (
+            BASE + "layout: {pools: {trainer: {sample_memory_mb: a}}}\n",
+            "(for rows to train on, where they come from other training workers), in MiB; null",
+        ),
+    ],
+)
+def test_what_a_recipe_of_another_shape_means(text: str, message: str, tmp_path: Path) -> None:
+    assert message in refused(mine(tmp_path, text))
+
+
+def test_a_recipes_file_of_a_similar_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine(tmp_path, BASE)
+    for name in ("mine.yml", "mne.yaml"):
+        assert refused(name).endswith(f"there is no file {name} — did you mean mine.yaml?")

@@ -148,6 +148,7 @@ def test_a_stopped_service_holds_nobody_up(launch: Launch) -> None:
     assert longest < 10, f"training stood still for {longest:.1f} s"
     os.kill(stopped, signal.SIGCONT)
     before = answered(run)["reward/0"]
+    assert status(run)["reward/1"]["version"] is None, "it has no weights"
     run.until(lambda: answered(run).get("reward/0", 0) > before, "answers of the one that goes on")
     assert cli("stop", run.name, "--runs-dir", str(run.folder.parent)).returncode == 0
     assert run.wait() == 130, run.output

@@ -20,14 +20,13 @@ from distflow.comm.collective import LOOPBACK
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.protocols import Engine, EngineSpec
 from distflow.testing.engine_free_running import ENDLESS, FreeRunningContract
-from distflow.testing.engine_harness import WholeGroup, by_sample, run_until_done, submit
+from distflow.testing.engine_harness import WholeGroup, by_sample, reference_model, run_until_done, submit
 from distflow.types import SamplingParams
 from distflow.workers.engines.adapter import ModelOutline
 from distflow.workers.engines.sglang_engine import SGLangEngine
 from distflow.workers.engines.sglang_options import SGLangOptions
 from distflow.workers.engines.sglang_process import EngineProcess
 from distflow.workers.engines.staged_weights import StagedWeights
-from distflow.workers.models import build_model
 from tests.e2e.sockets import listening
 
 pytestmark = pytest.mark.skipif(
@@ -56,14 +55,7 @@ MODEL = {"path": None, "init": INIT, "tokenizer": None, "dtype": "float32"}
 
 @cache
 def reference(number: int) -> torch.nn.Module:
-    built = build_model(MODEL, device="cpu", seed=number, load_weights=True)
-    # Norm weights and biases start at one and zero: move them, or a missing one would not be noticed.
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(number)
-        for parameter in built.parameters():
-            if parameter.ndim == 1:
-                parameter += 0.2 * torch.randn(parameter.shape)
-    return built
+    return reference_model(MODEL, number)
 
 
 class SharedEngine(SGLangEngine):

@@ -10,12 +10,11 @@ import torch
 from distflow.errors import UserError
 from distflow.runtime.protocols import Engine, EngineSpec
 from distflow.testing.engine_contract import SECOND, EngineContract
-from distflow.testing.engine_harness import FIRST, run_until_done, submit
+from distflow.testing.engine_harness import FIRST, reference_model, run_until_done, submit
 from distflow.workers.engines.kernels import is_reordered
 from distflow.workers.engines.llama_decoder import LlamaDecoder
 from distflow.workers.engines.module_decoder import ModuleDecoder
 from distflow.workers.engines.torch_engine import TorchEngine
-from distflow.workers.models import build_model
 
 VOCABULARY = 23
 SIZES = {
@@ -53,15 +52,7 @@ STEPS = {"float64": (1e-9, True), "float32": (1e-4, False)}
 
 @cache
 def reference(init: str, dtype: str, number: int) -> torch.nn.Module:
-    model = {"init": json.loads(init), "dtype": dtype}
-    built = build_model(model, device="cpu", seed=number, load_weights=True)
-    # Norm weights and biases start at one and zero: move them, or a missing one would not be noticed.
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(number)
-        for parameter in built.parameters():
-            if parameter.ndim == 1:
-                parameter += 0.2 * torch.randn(parameter.shape)
-    return built
+    return reference_model({"init": json.loads(init), "dtype": dtype}, number)
 
 
 class TorchContract(EngineContract):

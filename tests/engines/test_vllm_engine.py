@@ -20,7 +20,7 @@ from distflow.runtime.protocols import BackendSpec, Engine, EngineSpec
 from distflow.runtime.weight_publisher import Canaries
 from distflow.testing.backend_contract import tiny_model
 from distflow.testing.engine_contract import SECOND, EngineContract
-from distflow.testing.engine_harness import WholeGroup, by_sample, run_until_done, submit
+from distflow.testing.engine_harness import WholeGroup, by_sample, reference_model, run_until_done, submit
 from distflow.types import SamplingParams, Version
 from distflow.weights.canary import canary_rows
 from distflow.workers.backends.torch_backend import TorchBackend
@@ -29,7 +29,6 @@ from distflow.workers.engines.staged_weights import StagedWeights
 from distflow.workers.engines.vllm_core import VLLMCore
 from distflow.workers.engines.vllm_engine import VLLMEngine
 from distflow.workers.engines.vllm_options import VLLMOptions
-from distflow.workers.models import build_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -59,14 +58,7 @@ TRAINED = {"optimizer": tiny_model()["optimizer"], "gradient_checkpointing": Fal
 
 @cache
 def reference(number: int) -> torch.nn.Module:
-    built = build_model(MODEL, device="cpu", seed=number, load_weights=True)
-    # Norm weights and biases start at one and zero: move them, or a missing one would not be noticed.
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(number)
-        for parameter in built.parameters():
-            if parameter.ndim == 1:
-                parameter += 0.2 * torch.randn(parameter.shape)
-    return built
+    return reference_model(MODEL, number)
 
 
 class SharedEngine(VLLMEngine):

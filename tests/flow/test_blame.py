@@ -148,3 +148,38 @@ def test_taking_away_what_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     assert "mine.yaml:2: flow.steps.refrence — null removes it, and there is none of this name — did you" in message
     assert "did you mean 'reference'?" in message
     assert "command line: models.critic — null removes it" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "flow.steps.advantge={call: 'distflow.workers.trainer:advantage'}",
+            "flow.steps.advantge — writes the field 'advantage', and so does step 'advantage' — did you mean "
+            "flow.steps.advantage? Otherwise keep one of them",
+        ),
+        (
+            "layout.pools.trainr.count=2",
+            "layout.pools.trainr — the layout gives pool trainr no roles, so no step runs on",
+        ),
+        ("layout.pools.trainr.count=2", "did you mean 'trainer'? Otherwise set it for rollout, trainer"),
+        (
+            "models.polcy.dtype=float64",
+            "models.polcy — has no effect: no step uses model 'polcy' — did you mean 'policy'?",
+        ),
+        (
+            "models.other.head=value",
+            "no step uses model 'other' — remove it, or name it as the `model` of a step: sample",
+        ),
+    ],
+)
+def test_names_of_the_users_own_that_are_near_others(override: str, message: str, tmp_path: Path) -> None:
+    assert message in refusal(tmp_path, BASE, override)
+
+
+def test_a_model_that_no_step_uses_is_told_once(tmp_path: Path) -> None:
+    plan = planned(tmp_path, BASE + "models: {polcy: {dtype: float64}}\n")
+    (note,) = [note for note in plan.notes if "polcy" in note]
+    assert note.endswith("mine.yaml:2: models.polcy has no effect: no step uses model 'polcy' — did you mean 'policy'?")
+    plan = planned(tmp_path, BASE, "model@models.judge=tiny")
+    assert "no step uses model 'judge'" in plan.notes

@@ -91,8 +91,8 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
             ["flow.steps.advantage.with.scal=2"],
             "flow.steps.advantage.with.scal — unknown setting — did you mean 'scale'?",
         ),
-        (["flow.steps.advantage.with.scale=big"], "flow.steps.advantage.with.scale — expected float, got 'big'"),
-        (["flow.steps.advantage.with.weights=0.5"], "with.weights — expected Sequence[float] | None, got 0.5"),
+        (["flow.steps.advantage.with.scale=big"], "flow.steps.advantage.with.scale — expected a number, got 'big'"),
+        (["flow.steps.advantage.with.weights=0.5"], "with.weights — expected a list of numbers, or null, got 0.5"),
         (["flow.steps.reward.call=./steps.py:reword"], "defines no 'reword' at its top level; did you mean 'reward'?"),
         (["flow.steps.reward.call=./stepps.py:reward"], "there is no file"),
         (
@@ -295,7 +295,7 @@ def test_a_loss_with_other_arguments_is_refused(signature: str, folder, refused:
     [
         ("def loss(terms, *, clip): ...", "", "update.with.clip — required, but not given"),
         ("def loss(terms, *, clip): ...", "clip=high", ""),
-        ("def loss(terms, *, clip: float): ...", "clip=high", "update.with.clip — expected float, got 'high'"),
+        ("def loss(terms, *, clip: float): ...", "clip=high", "update.with.clip — expected a number, got 'high'"),
         ("def loss(terms, *, clip=1.0): ...", "clib=2.0", "update.with.clib — unknown setting — did you mean 'clip'?"),
         ("def loss(terms, *, clip=1.0): ...", "cap=null", ""),
         ("def loss(terms, *, kl=1.0): ...", "", "'loss' has a setting 'kl', and so has the step itself: rename it"),

@@ -192,6 +192,13 @@ def test_a_step_that_others_ask_for_keeps_nothing(folder: Folder, refused: Calla
     plan_recipe(folder.recipe)  # where the samples are, it may
 
 
+def test_nor_does_one_that_owners_ask_for(folder: Folder, refused: Callable[..., str]) -> None:
+    folder.change("def values(batch, ctx): ...", "def values(batch, ctx):\n    ctx.state['n'] = 1")
+    text = refused(*REFERENCE)
+    assert "flow.steps.values — runs on pool 'reference' for the workers of 'trainer' and uses ctx.state" in text
+    assert "or add values to the `steps` of trainer" in text
+
+
 def test_nor_does_it_see_a_whole_batch(folder: Folder, refused: Callable[..., str]) -> None:
     folder.change('writes=["reward", "rewards/*"]', 'writes=["reward", "rewards/*"], scope="batch"')
     assert "for the workers of 'rollout' and has batch scope, but it is asked for group by group" in refused(*JUDGE)

@@ -88,9 +88,8 @@ def test_a_service_on_a_host_that_is_cut_off_is_done_without(shaped: Cluster, cu
     hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", "h2 slots=1", "h3 slots=1", shared=False)
     reference, reward = ("h1,h2", "h0") if cut == 2 else ("h0", "h1,h3")
     two = ["layout.pools.reference.count=2"] if cut == 2 else ["layout.pools.reward.count=2"]
-    more = [] if cut == 2 else ["layout.pools.rollout.count=1"]
     spread = placed(reference=reference, reward=reward)
-    head = shaped.start(hosts, f"run.training_steps={LONG}", *PACED, *spread, *two, *more)
+    head = shaped.start(hosts, f"run.training_steps={LONG}", *PACED, *spread, *two)
     await_steps(shaped, head, 3)
     shaped.net.unplug(cut)
     until, last, done, longest = time.monotonic() + CUT_S, time.monotonic(), steps_done(shaped), 0.0

@@ -32,11 +32,11 @@ def split(
         ),
         (
             split(0.45, 0.4, staleness=0),
-            "they take turns: trainers waited 45%, rollouts 40% (try layout=async)",
+            "they take turns: trainers waited 45%, rollouts 40% (try layout.max_staleness=1)",
         ),
         (
             split(0.4, 0.68, staleness=0),
-            "they take turns: trainers waited 40%, rollouts 68% (try layout=async)",
+            "they take turns: trainers waited 40%, rollouts 68% (try layout.max_staleness=1)",
         ),
         (split(0.45, 0.4, staleness=1), "balanced: trainers waited 45%, rollouts 40%"),
         (verdict({"perf/trainer_idle_share": 0.5}), ""),

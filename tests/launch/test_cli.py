@@ -33,7 +33,7 @@ def test_every_command_has_help(name, capsys):
 
 def test_an_unknown_command_is_the_users_mistake(capsys):
     assert cli.run(["lunch"]) == 2
-    assert "No such command 'lunch'" in capsys.readouterr().err
+    assert "there is no command 'lunch' — did you mean 'launch'?" in capsys.readouterr().err
 
 
 PROBLEMS = [Problem("a.yaml:3", "run.sed", "unknown key", "did you mean seed?"), Problem("a.yaml:4", "b", "bad")]

@@ -19,7 +19,6 @@ from distflow.launch.cli import run as distflow
 from distflow.launch.observe import file_sync
 from distflow.launch.observe.file_client import FileClient, saved_here
 from distflow.launch.observe.file_sync import FileSync, refresh
-from distflow.launch.run.process_table import sweep
 from distflow.runtime.checkpoint.commit import examine, fingerprint
 from tests.disks import SmallDisk
 from tests.launch.conftest import await_that, environment
@@ -47,8 +46,6 @@ def going(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     yield make
     for run in made:
         run.end()
-        for host, folder in enumerate(run.folders):
-            sweep(folder, host)
 
 
 def leave(run: Hosts, size: int, step: int = 4) -> Path:
@@ -242,5 +239,3 @@ def test_a_pool_waits_for_room_for_the_parts_that_it_goes_on_from(tmp_path: Path
             assert not list(copy.glob("*.draft"))
         finally:
             run.end()
-            for host, folder in enumerate(run.folders):
-                sweep(folder, host)

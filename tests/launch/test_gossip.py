@@ -261,12 +261,12 @@ def test_a_report_that_is_none_is_refused_with_what_is_wrong():
 
 
 def test_a_report_survives_the_wire_whole():
-    seat = HostedWorker(True, 2, "running", 1, "tcp://x:1", None, (Death(0, "signal 9"),))
+    hosted = HostedWorker(True, 2, "running", 1, "tcp://x:1", None, (Death(0, "signal 9"),))
     report = HostReport(
         1,
         entry(1),
         failure=Failure("rollout/0", 3, "StepError", "it raised", "File x", "log"),
-        seats={"rollout/0": seat},
+        workers={"rollout/0": hosted},
         marks={"rollout/0": ProcessId(7, 1.5, "here")},
         wanted={"rollout": DesiredWorkers((3, 1), {"rollout/0": 1})},
     )
@@ -286,7 +286,7 @@ def known(**reports: HostReport) -> Gossip:
     return found
 
 
-def seats(**states: str) -> dict[str, HostedWorker]:
+def hosted(**states: str) -> dict[str, HostedWorker]:
     codes = {"ended": 0, "bad": 3}
     return {
         name.replace("_", "/"): HostedWorker(
@@ -306,12 +306,12 @@ def test_a_host_that_has_not_reported_lives_and_trains():
 
 @pytest.mark.parametrize("state, living", [("starting", True), ("draining", True), ("ended", False), ("left", False)])
 def test_a_host_lives_while_one_of_its_workers_does(state, living):
-    report = HostReport(1, entry(1), seats=seats(rollout_0=state, trainer_1="ended"))
+    report = HostReport(1, entry(1), workers=hosted(rollout_0=state, trainer_1="ended"))
     assert cluster_view.elsewhere(known(a=report), TRAINERS) == cluster_view.Elsewhere(living, training=False)
 
 
 def test_a_silent_host_is_not_waited_for_but_nobody_says_that_its_training_ended():
-    found = known(a=HostReport(1, entry(1), seats=seats(trainer_1="running")))
+    found = known(a=HostReport(1, entry(1), workers=hosted(trainer_1="running")))
     for now in range(int(SILENCE_S) + 2):
         found.tick(float(now))
     assert cluster_view.elsewhere(found, TRAINERS) == cluster_view.Elsewhere(living=False, training=True)
@@ -328,11 +328,11 @@ def outcomes(*reports: HostReport, exits: dict[str, Exit] | None = None) -> Iter
 
 def test_done_means_that_all_training_workers_everywhere_ended_well():
     zero, one = (
-        HostReport(0, entry(0), seats=seats(trainer_0="ended")),
-        HostReport(1, entry(1), seats=seats(trainer_1="ended")),
+        HostReport(0, entry(0), workers=hosted(trainer_0="ended")),
+        HostReport(1, entry(1), workers=hosted(trainer_1="ended")),
     )
     assert list(outcomes(zero, one)) == [("done", 0)] * 2
-    assert list(outcomes(zero, structs.replace(one, seats=seats(trainer_1="running")))) == [("failed", 3)] * 2
+    assert list(outcomes(zero, structs.replace(one, workers=hosted(trainer_1="running")))) == [("failed", 3)] * 2
     assert list(outcomes(zero, exits={"trainer/1": Exit(0)})) == [("done", 0)] * 2
     assert list(outcomes(zero, exits={"trainer/1": Exit(None, 9)})) == [("failed", 3)] * 2
 

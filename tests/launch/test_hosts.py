@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from distflow.comm.client import ask
-from distflow.launch.run.process_table import await_end, host_part, processes_of, sweep
+from distflow.launch.run.process_table import await_end, host_part, processes_of
 from tests.launch.conftest import await_that
 from tests.launch.many import Hosts
 
@@ -31,8 +31,6 @@ def hosts(tmp_path: Path) -> Iterator[MakeHosts]:
     yield make
     for run in made:
         run.end()
-        for host, folder in enumerate(run.folders):
-            sweep(folder, host)
 
 
 both = pytest.mark.parametrize("shared", [True, False], ids=["one folder", "a folder each"])

@@ -24,7 +24,7 @@ WORKERS = [WorkerEntry("rollout/0", False), WorkerEntry("rollout/1", False), Wor
 NEXT = Successor(2, 40, 1, ("trainer/0",), 1, ((1, 20), (2, 40)), "trainer/0 was killed")
 
 
-def seat(life: Life) -> HostedWorker:
+def hosted(life: Life) -> HostedWorker:
     code = None if life.ending is None else life.ending.code
     return HostedWorker(life.entry.trains, 1, life.standing, life.incarnation, "", code, tuple(life.deaths))
 
@@ -38,7 +38,7 @@ def report_of(core: RestartPolicy) -> HostReport:
         reason=core.reason,
         at_once=core.at_once,
         failure=core.failure,
-        seats={name: seat(life) for name, life in lives},
+        workers={name: hosted(life) for name, life in lives},
         marks={name: ProcessId(life.pid, 1.0, "here") for name, life in lives if life.pid is not None},
     )
 
@@ -70,7 +70,7 @@ def test_a_journal_is_read_as_it_was_written(tmp_path: Path):
         term=term,
         phase="stopping",
         failure=Failure("trainer/0", 3, "WorkerFailed", "why"),
-        seats={
+        workers={
             "rollout/0": HostedWorker(
                 False, 2, "draining", 1, "tcp://10.0.0.3:5", None, (Death(0, "signal 9"),), "/p", True
             )
@@ -146,7 +146,7 @@ class World:
         self.core = supervisor()
         self.obey(self.core.resume(found.lives(), found.report, found.culprits, self.now))
         self.obey(self.core.start_unforked())
-        assert report_of(self.core).seats == report_of(before).seats
+        assert report_of(self.core).workers == report_of(before).workers
         assert (self.core.course, self.core.failure) == (before.course, before.failure)
 
     def obey(self, actions: list[StartWorker | Tell | Signal]) -> None:

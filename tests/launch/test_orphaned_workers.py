@@ -19,20 +19,20 @@ from distflow.launch.run.record import Failure, HostEntry, WorkerEntry
 SILENCE_S = 10.0
 
 
-def report(host: int, **seats: HostedWorker) -> HostReport:
+def report(host: int, **workers: HostedWorker) -> HostReport:
     entry = HostEntry(f"node{host}", f"10.0.0.{host}", f"tcp://10.0.0.{host}:1")
-    return HostReport(host, entry, seats={name.replace("_", "/"): seat for name, seat in seats.items()})
+    return HostReport(host, entry, workers={name.replace("_", "/"): one for name, one in workers.items()})
 
 
-def seat(address: str, **more: object) -> HostedWorker:
+def hosted(address: str, **more: object) -> HostedWorker:
     return HostedWorker(trains=False, threads=1, state="running", address=address, **more)
 
 
 def mesh(own: int, *, silent_s: float) -> Gossip:
     """Of three hosts, of which host 0 has been silent for so long."""
-    found = Gossip(report(own, rollout_1=seat("tcp://10.0.0.1:9")), {0, 1, 2} - {own}, SILENCE_S)
-    found.reports[0] = report(0, trainer_0=seat("tcp://10.0.0.0:9"), rollout_0=seat(""))
-    found.reports[3 - own] = report(3 - own, rollout_2=seat("tcp://10.0.0.2:9", deaths=(Death(0, "signal 9"),)))
+    found = Gossip(report(own, rollout_1=hosted("tcp://10.0.0.1:9")), {0, 1, 2} - {own}, SILENCE_S)
+    found.reports[0] = report(0, trainer_0=hosted("tcp://10.0.0.0:9"), rollout_0=hosted(""))
+    found.reports[3 - own] = report(3 - own, rollout_2=hosted("tcp://10.0.0.2:9", deaths=(Death(0, "signal 9"),)))
     for pulse in range(int(silent_s) + 1):
         found.tick(float(pulse))
         found.hear({"from": 3 - own, "seen": [[3 - own, 0, pulse + 1]], "reports": []})
@@ -57,7 +57,7 @@ def test_the_first_of_the_others_tells_each_thing_once():
     expected = {"rollout/1": "tcp://10.0.0.1:9", "rollout/2": "tcp://10.0.0.2:9"}
     assert roster.body["addresses"] == expected | {f"agent/{n}": f"tcp://10.0.0.{n}:1" for n in (1, 2)}
     assert list(orphans.tells(found, core)) == []
-    found.reports[2] = structs.replace(found.reports[2], seats={"rollout/2": seat("tcp://10.0.0.2:10")})
+    found.reports[2] = structs.replace(found.reports[2], workers={"rollout/2": hosted("tcp://10.0.0.2:10")})
     assert [tell.kind for tell in orphans.tells(found, core)] == ["roster"]
     assert addresses(found) == {"trainer/0": "tcp://10.0.0.0:9"}
 
@@ -67,8 +67,8 @@ def test_one_address_that_cannot_be_used_costs_nobody_else_anything(tmp_path: Pa
     found, me, key = mesh(1, silent_s=SILENCE_S), "agent/1", "#" + "ab" * 32
     listener = NetworkListener("127.0.0.1", make_keys())
     endpoint = Endpoint(me, 0, {me: f"ipc://{tmp_path}/a", "rollout/2": f"tcp://10.0.0.2:9{key}"}, listener=listener)
-    spare = seat("tcp://10.0.0.0:10")
-    found.reports[0] = report(0, rollout_0=seat(f"tcp://10.0.0.0:9{key}"), trainer_0=spare)
+    spare = hosted("tcp://10.0.0.0:10")
+    found.reports[0] = report(0, rollout_0=hosted(f"tcp://10.0.0.0:9{key}"), trainer_0=spare)
     orphans = OrphanedWorkers()
     for _ in range(2):
         orphans.tell(found, supervisor(), endpoint)

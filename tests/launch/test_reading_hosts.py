@@ -18,7 +18,6 @@ from distflow.launch.observe import file_client
 from distflow.launch.observe.file_client import FileClient
 from distflow.launch.observe.file_server import LIST_FILES, READ_BYTES, FileServer
 from distflow.launch.observe.file_sync import FileSync
-from distflow.launch.run.process_table import sweep
 from tests.launch.conftest import await_that
 from tests.launch.many import Hosts
 
@@ -43,8 +42,6 @@ def going(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     yield make
     for run in made:
         run.end()
-        for host, folder in enumerate(run.folders):
-            sweep(folder, host)
 
 
 def at(run: Hosts, host: int) -> list[str]:

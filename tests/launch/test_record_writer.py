@@ -91,7 +91,7 @@ def many(folder: Path, workers: int) -> tuple[RunRecord, Gossip]:
     pids = {name: ProcessId(5, 1.0, "there") for name in names}
     found = RunRecord("run", str(folder), 40, entries, {}, 30.0, 3, hosts=places, pids=pids)
     reports = [
-        HostReport(h, places[h], 1, seats={e.name: HostedWorker(False, 1, "running") for e in entries if e.host == h})
+        HostReport(h, places[h], 1, workers={e.name: HostedWorker(False, 1, "running") for e in entries if e.host == h})
         for h in hosts
     ]
     mesh = Gossip(reports[0], hosts[1:], 60.0)

@@ -17,7 +17,7 @@ from distflow.launch.cli import run as distflow
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.folder import claim, create_run_folder
-from distflow.launch.run.process_table import host_part, leftovers, sweep
+from distflow.launch.run.process_table import host_part, leftovers
 from distflow.launch.run.record import read_record
 from tests.launch.conftest import FAKE, FAKE_PLUG_INS, WAIT_S, await_that
 from tests.launch.many import Hosts
@@ -170,8 +170,6 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     yield make
     for run in made:
         run.end()
-        for host, folder in enumerate(run.folders):
-            sweep(folder, host)
 
 
 def scale(run: Hosts, host: int, count: int, only: tuple[int, ...] = ()) -> dict[str, Any]:

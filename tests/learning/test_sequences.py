@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
 from distflow.data.samples import by_sample, sample_bounds
+from distflow.flow.resolve import resolve
 from distflow.runtime.protocols import BackendSpec
 from distflow.runtime.steps import StepContext
 from distflow.testing.backend_contract import tiny_model
@@ -219,3 +221,15 @@ def test_metrics_count_samples() -> None:
     }
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-6), name
+
+
+def test_a_step_over_sequences_writes_what_belongs_to_the_sample_on_each_of_its_rows() -> None:
+    """The one that the documentation names."""
+    rows = batch()
+    written = resolve(str(Path(__file__).parents[2] / "recipes" / "two_turns.py") + ":written")
+    masks = iter(row.sum().item() for row in rows.ragged("response_mask").rows())
+    counts = [sum(next(masks) for _ in sample) for sample in SEQUENCES]
+    expected = [count for count, sample in zip(counts, SEQUENCES, strict=True) for _ in sample]
+    assert written(rows, ctx())["rewards/written"].tolist() == expected
+    alone = written(rows.only(["response_ids", "response_mask"]), ctx())
+    assert alone["rewards/written"].sum() == rows.ragged("response_mask").values.sum(), "a row is a sample"

@@ -256,6 +256,27 @@ def test_a_replica_without_groups_waits_for_what_was_sent_before_the_close(
         assert critic.rows.held == 0
 
 
+def test_owners_do_not_wait_for_the_last_words_of_a_replica_that_has_left(home: tuple[Owner, list[Critic]]) -> None:
+    """Nobody says again what it has taken: it would not have left before."""
+    owner, critics = home
+
+    def mute(critic: Critic) -> None:
+        send = critic.node.endpoint.send
+
+        def lossy(to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
+            return delivered() if kind == "rows.ack" else send(to, kind, body, payload)
+
+        critic.node.endpoint.send = lossy  # type: ignore[method-assign]
+
+    mute(critics[1])
+    owner.rows.close("stop")
+    assert [type(error) for error in at_once(*(critic.receive for critic in critics))] == [RunStopped] * 2
+    critics[1].node.close(orderly=True)
+    owner.rows.settle()
+    with owner.node.board.condition:
+        assert not owner.rows._core._receivers["critic/1"].kept, "nothing is kept for it"
+
+
 def test_rows_that_have_no_room_wait_at_their_owner_and_hold_nobody_up(home: tuple[Owner, list[Critic]]) -> None:
     """There is room for one training step, and a little of the next one."""
     owner, critics = home

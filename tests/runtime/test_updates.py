@@ -8,12 +8,38 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.errors import UserError
+from distflow.errors import ReplicaLost, UserError, WorkerFailed
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext
 from distflow.runtime.updates import Updates
 from distflow.testing.fakes import FakeBackend
 from tests.runtime.test_stealing import BATCH
+
+
+class Failing(FakeBackend):
+    """Its optimizer step raises."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def apply(self, denominator: float) -> float:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(WorkerFailed("nan"), "model 'critic': nan"), (ReplicaLost("critic/1 is lost"), "critic/1 is lost")],
+)
+def test_an_error_of_an_optimizer_step_names_the_model(error: Exception, expected: str) -> None:
+    """Unless it says that another worker is gone, from which the run recovers."""
+    backend = Failing(error)
+    context = StepContext("critic_update", model="critic", models={"critic": backend})
+    updates = Updates({"critic": backend}, {"critic": "critic"}, None, {"update": context}, context.metrics, BATCH)
+    updates.begin(0, 0)
+    context.denominators["critic"] = 2.0
+    with pytest.raises(type(error), match=f"^{expected}$"):
+        updates.apply("critic", lambda: [updates.account()], lambda: None)
 
 
 def epochs_done(divergence: float | None, target_kl: float | None) -> int:
