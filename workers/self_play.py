@@ -63,10 +63,11 @@ def _valid(batch: Batch) -> list[bool]:
 )
 def within_reach(batch: Batch, ctx: StepContext, *, digits: int = 3) -> Batch:
     """Write the proposer's `reward` [B]: 0 without a valid task; 1/2 for one, and up to 1/2 more for what the solver
-    gets right of it, as a share of a task of so many `digits`, so that tasks grow as far as the solver can follow.
+    gets right of it, as a share of a task of so many `digits`, so that tasks grow as far as the solver can follow, up
+    to that length.
 
     `score` [B] is 1 for a valid task.
     """
     valid, solved = batch.dense("rewards/valid"), batch.dense("solver/reward")
     lengths = torch.tensor([len(text) - 1 for text in batch.texts("solver/prompt_text")])
-    return batch.with_columns(reward=valid * (1 + solved * lengths / digits) / 2, score=valid)
+    return batch.with_columns(reward=valid * (1 + solved * lengths.clamp(max=digits) / digits) / 2, score=valid)
