@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from distflow.config.plugins import BACKENDS, ENGINES
@@ -291,11 +292,24 @@ def micro_batch(plan: Plan, worker: WorkerPlan, size: ModelSize) -> Tokens:
     """The tokens of a micro-batch under `batch.tokens_per_microbatch`, which counts padded tokens."""
     prompt, new = _longest(plan)
     batch = plan.batch
-    most = -(-batch.samples // len(plan.owners))
-    rows = min(most, max(1, batch.tokens_per_microbatch // (prompt + new)))
+    rows, length = _fullest(plan, prompt + new)
+    # Prompts of a single token leave the most to responses.
+    answers, answer = _fullest(plan, 1 + new)
+    scored = answers * (answer - 1)
     packed = size.packs and _options(worker)["packed"]
-    prompts = -(-rows // batch.samples_per_prompt) if packed else rows
-    return Tokens(rows * new + prompts * prompt, rows * new)
+    shared = scored + -(-answers // batch.samples_per_prompt) * prompt
+    return Tokens(min(rows * length, shared) if packed else rows * length, scored)
+
+
+def _fullest(plan: Plan, longest: int) -> tuple[int, int]:
+    """Rows, and the length of each, of a micro-batch that is as full as rows of at most `longest` tokens can make it.
+
+    The budget divided by the longest row is how many there are: one more, each a little shorter, leaves less of it.
+    """
+    most, budget = -(-plan.batch.samples // len(plan.owners)), plan.batch.tokens_per_microbatch
+    rows = min(most, max(1, budget // longest))
+    more = min(most, rows + 1)
+    return max((rows, longest), (more, min(longest, budget // more)), key=prod)
 
 
 def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> dict[str, int]:

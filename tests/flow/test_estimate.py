@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from distflow.data.micro_batches import split_rows
 from distflow.errors import RecipeError
 from distflow.flow.estimate import GPU_PROCESS, PROCESS, Estimate, estimate, micro_batch
 from distflow.flow.memory import MIB, rows_bytes
@@ -111,9 +112,24 @@ def test_activations_and_logits_follow_the_micro_batch() -> None:
     plan = planned("flow.steps.sample.with.max_new_tokens=4096", "batch.tokens_per_microbatch=100000")
     size = model_size(plan.recipe.models["policy"])
     tokens = micro_batch(plan, plan.workers[2], size)
-    # 24 rows, of three prompts of 16 tokens.
-    assert (tokens.scored, tokens.computed) == (24 * 4096, 24 * 4096 + 3 * 16)
+    # 25 rows of 4000 tokens, prompts of a single token; and four prompts of 16 tokens, but not over the budget.
+    assert (tokens.scored, tokens.computed) == (25 * 3999, 100_000)
     assert one(plan, 2).logits == (1 << 26) * 22 + 2 * size.vocabulary * size.width * 2, "computed in pieces"
+
+
+@pytest.mark.parametrize("budget", [320, 1000, 4112, 5000, 8000, 8224, 12_000, 100_000, 200_000])
+def test_no_micro_batch_is_larger_than_estimated(budget: int) -> None:
+    """Rows of one length after another, cut as training cuts them."""
+    overrides = ("flow.steps.sample.with.max_new_tokens=4096", f"batch.tokens_per_microbatch={budget}")
+    plan = planned(*overrides, "layout.pools.trainer.backend_options={packed: false}")
+    samples, longest = plan.batch.samples, 16 + 4096
+    lengths = sorted({2, 16, longest // 2, longest - 1, longest, *(min(longest, budget // n) for n in range(1, 50))})
+    cuts = [torch.full((samples,), length) for length in lengths if length > 1]
+    parts = [len(rows) * int(cut[0]) for cut in cuts for rows in split_rows(cut, budget)]
+    tokens = micro_batch(plan, plan.workers[2], model_size(plan.recipe.models["policy"]))
+    assert max(parts) == tokens.computed
+    answers = [len(rows) * min(4096, int(cut[0]) - 1) for cut in cuts for rows in split_rows(cut, budget)]
+    assert max(answers) <= tokens.scored
 
 
 def test_a_frozen_reference_is_held_too() -> None:
