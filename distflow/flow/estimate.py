@@ -354,6 +354,11 @@ def divides(worker: WorkerPlan) -> bool:
     return worker.backend == BACKENDS["fsdp"] or _zero(worker) == 3
 
 
+def divides_gradients(worker: WorkerPlan) -> bool:
+    """Whether each micro-batch exchanges weights or gradients that the training workers have divided among them."""
+    return divides(worker) or _zero(worker) == 2
+
+
 def _samples(plan: Plan, worker: WorkerPlan) -> int:
     """What is reserved for results and rows, up to what can be leased, or be ahead, at once."""
     prompt, new = _longest(plan)

@@ -88,9 +88,11 @@ class Scaling:
         self._check(pool, count)
         slots = {int(host): number for host, number in request.slots.items()}
         new = [name for name in (f"{pool}/{i}" for i in range(count)) if name not in before]
-        gpus = _Gpus(mesh, plan_documents(self._record.path, pool, count), new) if new else None
-        for name, host in self._coming(mesh) if gpus is not None else ():
-            gpus.hold(name, host)
+        gpus = None
+        if new:
+            gpus = _Gpus(mesh, plan_documents(self._record.path, pool, count), new)
+            for name, host in self._coming(mesh):
+                gpus.hold(name, host)
         after = self._placed(pool, count, before, mesh, slots, gpus)
         changed = {name: host for name, host in {**before, **after}.items() if (name in before) != (name in after)}
         if changed:
