@@ -337,6 +337,29 @@ def test_it_warns_where_a_gpu_or_the_host_is_too_small() -> None:
     assert warning.startswith("this host has 16.00 GiB of memory, and 1 worker(s) here may need ")
 
 
+def test_where_no_gpu_is_seen_it_warns_of_what_no_common_one_holds_and_says_what_fits() -> None:
+    large = [SEVEN_B, "models.policy.gradient_checkpointing=false", "layout.pools.trainer.count=4"]
+    large += ["layout.pools.trainer.backend=fsdp", "layout.pools.trainer.device=cuda", "batch.prompts=64"]
+    large += ["flow.steps.sample.with.max_new_tokens=4096", "batch.tokens_per_microbatch=16384"]
+    (warning,) = [line for line in memory_lines(planned(*large), Capacity()) if "warning" in line]
+    assert "trainer/0 … trainer/3 may need" in warning
+    assert "none is seen here, and common ones have up to 80.00 GiB — " in warning
+    assert "models.policy.gradient_checkpointing: true" in warning
+    large[1] = "models.policy.gradient_checkpointing=true"
+    assert not any("warning" in line for line in memory_lines(planned(*large), Capacity()))
+
+
+def test_what_is_refused_is_no_cure() -> None:
+    tight = Capacity(None, (GIB,))
+    colocated = ["layout=colocated", SEVEN_B, "models.policy.gradient_checkpointing=true"]
+    colocated += ["batch.tokens_per_microbatch=64", "layout.pools.worker.count=1"]
+    kept = "layout.pools.worker.backend_options={offload_optimizer: true}"
+    assert "layout.pools.worker.offload: true" in memory_data(planned(*colocated), tight)["warnings"][0]
+    refused = planned(*colocated, "layout.pools.worker.backend=deepspeed", kept)
+    assert "layout.pools.worker.offload" not in memory_data(refused, tight)["warnings"][0]
+    assert "offload" not in memory_data(planned(SEVEN_B), tight)["warnings"][0], "nothing takes turns"
+
+
 def test_workers_are_placed_as_they_will_find_their_devices() -> None:
     plan = planned("layout.pools.rollout.count=3", "layout.pools.rollout.each.1.device=cpu")
     places = [one.place for one in placed(plan, Capacity(None, (GIB, GIB)))]
