@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distflow.errors import UserError
+from distflow.flow.memory_fit import Capacity
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import run
 from distflow.launch.deploy.hostfile import parse_hosts
@@ -182,3 +183,13 @@ def test_plan_shows_the_placement_and_says_that_one_host_takes_no_notice(tmp_pat
 def test_all_is_encrypted_that_can_be_where_nobody_else_reads_the_gradients(cure):
     found = placed("a slots=2\nb slots=3", "layout.pools.trainer.count=2", "security.encrypt=all", cure)
     assert {"trainer/0", "trainer/1"} <= found.keys()
+
+
+@pytest.mark.parametrize("command", [["plan"], ["launch", "--dry-run"]])
+def test_workers_of_several_hosts_are_not_counted_as_if_on_this_one(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("distflow.launch.deploy.host_checks.capacity", lambda: Capacity(host=1 << 20))
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    assert run([*command, "quickstart"]) == 0
+    assert "this host has" in capsys.readouterr().out
+    assert run([*command, "quickstart", "--hosts", str(tmp_path / "hosts")]) == 0
+    assert "this host has" not in capsys.readouterr().out
