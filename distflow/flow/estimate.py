@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from distflow.config.plugins import BACKENDS, ENGINES
@@ -303,11 +304,24 @@ def micro_batch(plan: Plan, worker: WorkerPlan, model: str, size: ModelSize) -> 
     """The tokens of a model's micro-batch under `batch.tokens_per_microbatch`, which counts padded tokens."""
     prompt, new = _longest(plan, model)
     batch = plan.batch
-    most = -(-batch.samples // len(plan.owners))
-    rows = min(most, max(1, batch.tokens_per_microbatch // (prompt + new)))
+    rows, length = _fullest(plan, prompt + new)
+    # Prompts of a single token leave the most to responses.
+    answers, answer = _fullest(plan, 1 + new)
+    scored = answers * (answer - 1)
     packed = size.packs and _options(worker)["packed"]
-    prompts = -(-rows // batch.samples_per_prompt) if packed else rows
-    return Tokens(rows * new + prompts * prompt, rows * new)
+    shared = scored + -(-answers // batch.samples_per_prompt) * prompt
+    return Tokens(min(rows * length, shared) if packed else rows * length, scored)
+
+
+def _fullest(plan: Plan, longest: int) -> tuple[int, int]:
+    """Rows, and the length of each, of a micro-batch that is as full as rows of at most `longest` tokens can make it.
+
+    The budget divided by the longest row is how many there are: one more, each a little shorter, leaves less of it.
+    """
+    most, budget = -(-plan.batch.samples // len(plan.owners)), plan.batch.tokens_per_microbatch
+    rows = min(most, max(1, budget // longest))
+    more = min(most, rows + 1)
+    return max((rows, longest), (more, min(longest, budget // more)), key=prod)
 
 
 def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> dict[str, int]:
@@ -350,6 +364,11 @@ def _gathered(worker: WorkerPlan, size: ModelSize) -> int:
 def divides(worker: WorkerPlan) -> bool:
     """Whether the weights themselves are divided over the training workers."""
     return worker.backend == BACKENDS["fsdp"] or _zero(worker) == 3
+
+
+def divides_gradients(worker: WorkerPlan) -> bool:
+    """Whether each micro-batch exchanges weights or gradients that the training workers have divided among them."""
+    return divides(worker) or _zero(worker) == 2
 
 
 def _samples(plan: Plan, worker: WorkerPlan) -> int:

@@ -24,6 +24,28 @@ def _width(engine: str, options: Mapping[str, Any]) -> int:
     return int(resolve(OPTIONS[engine]).parse(options).gpus) if engine in OPTIONS else 1
 
 
+def gpus_on(worker: WorkerPlan, device: str) -> tuple[int, ...]:
+    """The numbers of the GPUs that a worker uses if its device is cuda:N; none on another one, or without a model."""
+    number = device.partition(":")[2]
+    return tuple(range(int(number), int(number) + width(worker))) if number else ()
+
+
+def takes_free_gpu(worker: WorkerPlan, gpus: int) -> bool:
+    """Whether a worker that joins a run gets a free GPU of a host with so many: it names none, and has a model."""
+    return worker.device in ("auto", "cuda") and bool(gpus) and bool(width(worker))
+
+
+def free_gpu(users: Mapping[int, int], gpus: int, count: int) -> int | None:
+    """The first of `count` consecutive GPUs of a host that no worker uses; None if there are none.
+
+    `users`: how many workers use each. Where workers share a GPU already, another may share those with the fewest.
+    """
+    load = {first: max(users.get(n, 0) for n in range(first, first + count)) for first in range(gpus - count + 1)}
+    first = min(load, key=lambda at: (load[at], at), default=None)
+    shares = max(users.values(), default=0) > 1
+    return first if first is not None and (shares or not load[first]) else None
+
+
 def check_shared_gpus(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse engines on several GPUs on workers that also train: each has one GPU, the next belongs to another."""
     for planned in structure.pools:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.config.schema import Recipe
+from distflow.errors import UserError
 from distflow.flow.estimate import Estimate, divides, estimate
 from distflow.flow.gpus import first_gpus, width
 from distflow.flow.memory import ASSUMED_GPU, gpu_share
@@ -107,11 +109,17 @@ def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
             few = _shared(plan, len(capacity.gpus)) if len(here) > 1 else ""
             found = f"cuda:{number} has {_gib(there)} GiB, and {names} may need {_gib(needed)}{few}"
             yield f"{found} — {_cure(plan, here)}"
+    for names, one in _alike(all_placed) if not capacity.gpus else ():
+        if one.place != HOST and one.estimate.device > ASSUMED_GPU:
+            yield (
+                f"{names} may need {_gib(one.estimate.device)} GiB of a GPU; none is seen here, and common ones have "
+                f"up to {_gib(ASSUMED_GPU)} GiB — {_cure(plan, [one])}"
+            )
     needed = sum(one.host_bytes for one in all_placed) + max((one.estimate.shared for one in all_placed), default=0)
     if capacity.host is not None and needed > capacity.host:
         yield (
             f"this host has {_gib(capacity.host)} GiB of memory, and {len(all_placed)} worker(s) here may need "
-            f"{_gib(needed)} — {_cure(plan, all_placed)}"
+            f"{_gib(needed)} — {_host_cure(plan, all_placed)}"
         )
 
 
@@ -124,7 +132,6 @@ def _shared(plan: Plan, gpus: int) -> str:
 def _cure(plan: Plan, here: Sequence[Placed]) -> str:
     """The settings that would save most, the largest saving first."""
     workers = [plan.worker(WorkerName.parse(one.estimate.worker)) for one in here]
-    moves = any(plan.pool(worker.name.pool).takes_turns and not worker.offload for worker in workers)
     caches = [one.estimate.kv + one.estimate.drawing for one in here]
     parts = {
         "lower batch.tokens_per_microbatch": sum(one.estimate.activations + one.estimate.logits for one in here),
@@ -137,9 +144,46 @@ def _cure(plan: Plan, here: Sequence[Placed]) -> str:
             for one, worker in zip(here, workers, strict=True)
             if not divides(worker)
         ),
-        "offload: true": sum(one.estimate.engine + one.estimate.kv for one in here) if moves else 0,
     }
+    parts |= {cure: _saved(plan, here, recipe) for cure, recipe in _changes(plan, workers)}
     return ", or ".join(cure for cure in sorted(parts, key=lambda cure: -parts[cure])[:2] if parts[cure])
+
+
+def _host_cure(plan: Plan, here: Sequence[Placed]) -> str:
+    """What saves the host's memory: beside models on GPUs that is little, so fewer workers, on more hosts."""
+    spread = "fewer workers, or several hosts (--hosts)"
+    cures = _cure(plan, [one for one in here if one.place == HOST])
+    return f"{cures}, or {spread}" if cures else spread
+
+
+def _changes(plan: Plan, workers: Sequence[WorkerPlan]) -> Iterator[tuple[str, Recipe]]:
+    """Recipes that may need less of a GPU, and what is changed in them."""
+    recipe = plan.recipe
+    for name in dict.fromkeys(name for worker in workers for name in worker.models if name in plan.trained_models):
+        model = recipe.models[name].model_copy(update={"gradient_checkpointing": True})
+        cure = f"models.{name}.gradient_checkpointing: true"
+        yield cure, recipe.model_copy(update={"models": {**recipe.models, name: model}})
+    for name in dict.fromkeys(worker.name.pool for worker in workers if not worker.offload):
+        pool = recipe.layout.pools[name].model_copy(update={"offload": True})
+        layout = recipe.layout.model_copy(update={"pools": {**recipe.layout.pools, name: pool}})
+        yield f"layout.pools.{name}.offload: true", recipe.model_copy(update={"layout": layout})
+
+
+def _saved(plan: Plan, here: Sequence[Placed], recipe: Recipe) -> int:
+    """What the workers here need less with another recipe; 0 if that is refused."""
+    # Imported late: the planner is not needed to show a plan that fits.
+    from distflow.flow.planner import make_plan
+
+    try:
+        other = make_plan(recipe, lambda key: "recipe")
+    except UserError:
+        return 0
+    placed_workers = [(WorkerName.parse(one.estimate.worker), one.place != HOST) for one in here]
+    before, after = (
+        sum(estimate(which, which.worker(name), on_gpu=on_gpu).device for name, on_gpu in placed_workers)
+        for which in (plan, other)
+    )
+    return max(0, before - after)
 
 
 def _place(worker: WorkerPlan, gpus: int, firsts: Mapping[str, int]) -> str:

@@ -69,7 +69,7 @@ class PeerAgents:
         self._term = record.launch_term
         self._endpoint = endpoint
         self._many = bool(record.hosts)
-        self._entry = record.hosts[host] if record.hosts else HostEntry("", "")
+        self._entry = record.hosts[host] if record.hosts else HostEntry("", "", gpus=record.gpus)
         self.mesh = Gossip(HostReport(host, self._entry), set(record.numbers) - {host}, record.host_silence_s)
         self.first = 0
         """The number that our reports and pulses are counted from."""
@@ -157,6 +157,7 @@ class PeerAgents:
             deaths=tuple(life.deaths),
             python=life.entry.python,
             generates=life.entry.generates,
+            gpus=life.entry.gpus,
         )
 
     def address(self, life: Life) -> str:

@@ -142,7 +142,7 @@ def compose(before: RunRecord, mesh: Gossip, state: RunState, pid: int) -> RunRe
     for host, report in mesh.reports.items():
         marks |= report.marks
         for name, hosted in report.workers.items():
-            entries[name] = WorkerEntry(name, hosted.trains, hosted.threads, host, hosted.python, hosted.generates)
+            entries[name] = _entry(name, hosted, host)
             if hosted.state == "left" or (hosted.trains and newest.members and name not in newest.members):
                 del entries[name]
     return structs.replace(
@@ -198,6 +198,10 @@ def _roster(before: RunRecord, mesh: Gossip, entries: dict[str, WorkerEntry]) ->
         yield name, report.workers[name].address if report is not None and name in report.workers else ""
 
 
+def _entry(name: str, hosted: HostedWorker, host: int) -> WorkerEntry:
+    return WorkerEntry(name, hosted.trains, hosted.threads, host, hosted.python, hosted.generates, hosted.gpus)
+
+
 class Journal(Form, frozen=True):
     """The state of the agent of a host."""
 
@@ -230,7 +234,7 @@ class Journal(Form, frozen=True):
     def _life(self, name: str, hosted: HostedWorker) -> Life:
         ended = not hosted.living
         return Life(
-            WorkerEntry(name, hosted.trains, hosted.threads, self.report.host, hosted.python, hosted.generates),
+            _entry(name, hosted, self.report.host),
             state="ended" if ended else "starting" if hosted.state == "starting" else "running",
             pid=self.report.marks[name].pid if name in self.report.marks and not ended else None,
             incarnation=hosted.incarnation,

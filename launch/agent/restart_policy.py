@@ -268,7 +268,7 @@ class RestartPolicy:
             self.lives[entry.name] = Life(entry)
             return [StartWorker(entry, 0)]
         life = self.lives[entry.name]
-        life.drained = False
+        life.entry, life.drained = entry, False
         return self._again(life) if life.state == "ended" else []
 
     def shrink(self, name: str) -> list[Action]:

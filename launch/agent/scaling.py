@@ -9,7 +9,7 @@ pool is part of the batch arithmetic.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,13 +23,13 @@ from distflow.errors import UserError
 from distflow.launch.agent.restart_policy import Action, RestartPolicy
 from distflow.launch.cluster import cluster_view
 from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import DesiredWorkers, Term
+from distflow.launch.cluster.host_report import DesiredWorkers, HostedWorker, Term
 from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name
 from distflow.log import logger
 from distflow.types import MOST_WORKERS, WorkerName
 
 if TYPE_CHECKING:
-    from distflow.flow.plan import Plan
+    from distflow.flow.plan import Plan, WorkerPlan
 
 RETRY_S = 1.0
 log = logger(__name__)
@@ -61,6 +61,7 @@ class Scaling:
         self._planned: dict[str, dict[str, int]] = {pool: {} for pool in self._trains}
         for entry in record.workers:
             self._planned[_pool(entry.name)][entry.name] = entry.host
+        self._gpus = record.hosts[host].gpus if record.hosts else record.gpus
         self._decided: dict[str, DesiredWorkers] = {}
         self._refused_at: float | None = None
         """When the disk last refused the documents of new workers; None: it has room."""
@@ -86,11 +87,15 @@ class Scaling:
         before = self._present(pool, mesh)
         self._check(pool, count)
         slots = {int(host): number for host, number in request.slots.items()}
-        after = self._placed(pool, count, before, mesh, slots)
+        new = [name for name in (f"{pool}/{i}" for i in range(count)) if name not in before]
+        gpus = None
+        if new:
+            gpus = _Gpus(mesh, plan_documents(self._record.path, pool, count), new)
+            for name, host in self._coming(mesh):
+                gpus.hold(name, host)
+        after = self._placed(pool, count, before, mesh, slots, gpus)
         changed = {name: host for name, host in {**before, **after}.items() if (name in before) != (name in after)}
         if changed:
-            if count > len(before):
-                plan_documents(self._record.path, pool, count)
             number = max((known.stamp[0] for known in self.wanted(mesh).values()), default=0) + 1
             self._decided[pool] = DesiredWorkers((number, self._host), after)
         names = {name: mesh.reports[host].entry.name if host in mesh.reports else "" for name, host in changed.items()}
@@ -150,7 +155,7 @@ class Scaling:
             return []
         try:
             entries = self._write(pool, count, names, term)
-        except OSError as error:
+        except (OSError, _NoGpuError) as error:
             if self._refused_at is None:
                 log.error("%s cannot be prepared yet: %s", ", ".join(names), error)
             self._refused_at = now
@@ -163,6 +168,11 @@ class Scaling:
             raise UserError(f"scale: there is no pool {pool!r}; this run has {', '.join(self._trains)}")
         decided = self.wanted(mesh)
         return decided[pool].hosts if pool in decided else self._planned[pool]
+
+    def _coming(self, mesh: Gossip) -> list[tuple[str, int]]:
+        """Workers that were decided on and that their host has not reported yet, and their hosts."""
+        decided = (pair for decision in self.wanted(mesh).values() for pair in decision.hosts.items())
+        return [(name, host) for name, host in decided if name not in _living(mesh, host)]
 
     def _check(self, pool: str, count: int) -> None:
         if self._core.winding_up:
@@ -177,9 +187,18 @@ class Scaling:
             raise UserError(f"scale: {pool}={count}; expected 1 to {MOST_WORKERS} workers")
 
     def _placed(
-        self, pool: str, count: int, before: Mapping[str, int], mesh: Gossip, slots: Mapping[int, int]
+        self,
+        pool: str,
+        count: int,
+        before: Mapping[str, int],
+        mesh: Gossip,
+        slots: Mapping[int, int],
+        gpus: _Gpus | None,
     ) -> dict[str, int]:
-        """The host of each worker: present ones stay, new ones go where a slot is free and the pool has the fewest."""
+        """The host of each worker: present ones stay, new ones go where slot and GPU are free and the pool has fewest.
+
+        `gpus`: those that new workers take; None if there are none.
+        """
         silent = mesh.silent()
         hosts = [
             host for host in sorted({self._host, *mesh.others}) if host not in silent and (host in slots or not slots)
@@ -196,7 +215,8 @@ class Scaling:
                 if not free:
                     short = count - len(placed)
                     raise UserError(f"scale: not enough slots: {short} workers cannot be placed — add hosts or slots")
-                placed[name] = _former(name, mesh, min(free, key=lambda host: (load[host], host)))
+                assert gpus is not None, "this worker is new"
+                placed[name] = gpus.take(name, sorted(free, key=lambda host: (load[host], host)))
                 if placed[name] in silent:
                     agent = agent_name(placed[name])
                     raise UserError(
@@ -216,10 +236,29 @@ class Scaling:
             )
         return found
 
+    def _device(self, worker: WorkerPlan, given: Sequence[tuple[int, ...]]) -> str:
+        """The device of a new worker: GPUs of this host that nobody uses.
+
+        One that is still leaving keeps its GPUs and gets them again. `given`: GPUs of other new workers.
+        """
+        from distflow.flow.gpus import free_gpu, takes_free_gpu, width
+
+        lives, name = self._core.lives, str(worker.name)
+        if not takes_free_gpu(worker, self._gpus):
+            return worker.device
+        if name in lives and lives[name].state != "ended" and lives[name].entry.gpus:
+            return f"cuda:{lives[name].entry.gpus[0]}"
+        held = [life.entry.gpus for life in lives.values() if life.standing != "left"]
+        first = free_gpu(Counter(n for used in (*held, *given) for n in used), self._gpus, width(worker))
+        if first is None:
+            raise _NoGpuError(f"no GPU here is free for {worker.name} yet")
+        return f"cuda:{first}"
+
     def _write(self, pool: str, count: int, names: list[str], now: Term) -> list[WorkerEntry]:
         from distflow.config.load import recipe_to_mapping
         from distflow.config.yamlfile import yaml_text
         from distflow.flow.document import Place, worker_document
+        from distflow.flow.gpus import gpus_on
         from distflow.launch.run.folder import plugin_files, rewritten, shipped_names
 
         record, host = self._record, self._host
@@ -232,17 +271,79 @@ class Scaling:
         source = str(record.path / "recipe.yaml")
         copies = shipped_names(plugin_files(recipe_to_mapping(plan.recipe)))
         shipped = {file: path for file, copy in copies.items() if (path := record.path / copy).exists()}
-        entries = []
+        entries: list[WorkerEntry] = []
         for name in map(WorkerName.parse, names):
             document = worker_document(plan, name, place, recipe_source=source, term=now.number)
             document["members"] = list(now.members) or None
+            planned = plan.worker(name)
+            device = document["settings"]["device"] = self._device(planned, [one.gpus for one in entries])
             document["begins"] = [] if now.begun is None else [list(pair) for pair in now.begun.begins]
             document = rewritten(document, shipped)
             (record.path / "workers" / f"{name.file_stem}.yaml").write_text(yaml_text(document))
-            planned = plan.worker(name)
-            generates = plan.primary in planned.generates
-            entries.append(WorkerEntry(str(name), False, planned.threads, host, planned.python or "", generates))
+            generates, used = plan.primary in planned.generates, gpus_on(planned, device)
+            entries.append(WorkerEntry(str(name), False, planned.threads, host, planned.python or "", generates, used))
         return entries
+
+
+class _NoGpuError(UserError):
+    """There is no free GPU yet."""
+
+
+class _Gpus:
+    """The GPUs of the hosts: each of the `new` workers takes some that no worker of the run uses."""
+
+    def __init__(self, mesh: Gossip, plan: Plan, new: Sequence[str]) -> None:
+        self._mesh, self._plan = mesh, plan
+        workers = {host: report.workers.items() for host, report in mesh.reports.items()}
+        self._users = {
+            host: Counter(n for name, hosted in there if _holds(name, hosted, new) for n in hosted.gpus)
+            for host, there in workers.items()
+        }
+
+    def take(self, name: str, hosts: Sequence[int]) -> int:
+        """Choose one of these hosts, the best one first; or the one where a worker of this name has run before.
+
+        Raises UserError if none has a free GPU.
+        """
+        from distflow.flow.gpus import width
+
+        former = _former(name, self._mesh)
+        candidates = hosts if former is None else [former]
+        found = next((host for host in candidates if self.hold(name, host)), None)
+        if found is None:
+            raise UserError(f"scale: {self._refusal(name, candidates, width(self._worker(name)))}")
+        return found
+
+    def hold(self, name: str, host: int) -> bool:
+        """Hold what a worker will take of a host; whether there is enough."""
+        from distflow.flow.gpus import free_gpu, takes_free_gpu, width
+
+        worker, count = self._worker(name), self._count(host)
+        if not takes_free_gpu(worker, count):
+            return True
+        first = free_gpu(self._users[host], count, width(worker))
+        if first is not None:
+            self._users[host].update(range(first, first + width(worker)))
+        return first is not None
+
+    def _worker(self, name: str) -> WorkerPlan:
+        """As planned; for a pool whose own scaling is not in this plan, its first worker."""
+        pool = [worker for worker in self._plan.workers if worker.name.pool == _pool(name)]
+        return next((worker for worker in pool if str(worker.name) == name), pool[0])
+
+    def _count(self, host: int) -> int:
+        return self._mesh.reports[host].entry.gpus if host in self._mesh.reports else 0
+
+    def _refusal(self, name: str, hosts: Sequence[int], wide: int) -> str:
+        pool, named = _pool(name), [self._mesh.reports[host].entry.name for host in hosts]
+        where = f"{', '.join(named)} {'has' if len(named) == 1 else 'have'}" if all(named) else "this machine has"
+        needed = f"{wide} consecutive GPUs" if wide > 1 else "a GPU"
+        further = "add a host with --hosts, " if all(named) else ""
+        return (
+            f"{name} needs {needed} that no other worker uses, and of {sum(map(self._count, hosts))} GPUs {where} "
+            f"none to spare — scale another pool down, {further}or let it share one: stop the run, and continue with "
+            f"--resume layout.pools.{pool}.count=… layout.pools.{pool}.device=cuda:N"
+        )
 
 
 def plan_documents(run_dir: Path, pool: str, count: int) -> Plan:
@@ -270,7 +371,12 @@ def _living(mesh: Gossip, host: int) -> list[str]:
     return [] if report is None else [name for name, hosted in report.workers.items() if hosted.living]
 
 
-def _former(name: str, mesh: Gossip, otherwise: int) -> int:
+def _holds(name: str, hosted: HostedWorker, new: Sequence[str]) -> bool:
+    """Whether a worker keeps its GPUs: one that has ended may be restarted, one that leaves may return to them."""
+    return hosted.state != "left" and name not in new
+
+
+def _former(name: str, mesh: Gossip) -> int | None:
     """The host where a worker of this name has run before: there its incarnations are counted and its files are."""
     found = [host for host, report in mesh.reports.items() if name in report.workers]
-    return found[0] if found else otherwise
+    return found[0] if found else None

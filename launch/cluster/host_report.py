@@ -56,6 +56,8 @@ class HostedWorker(Form, frozen=True):
     python: str = ""
     """The interpreter that executes it; empty: that of its agent."""
     generates: bool = False
+    gpus: tuple[HostNumber, ...] = ()
+    """Numbers of the GPUs that it uses."""
 
     @property
     def living(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,9 @@ def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
     from distflow.flow.plan_text import render_page
     from distflow.launch.deploy.host_checks import capacity
 
-    click.echo(render_page(plan, capacity()))
+    # Workers of several hosts do not share this one's memory.
+    seen = capacity()
+    click.echo(render_page(plan, seen if hosts is None else replace(seen, host=None)))
     if hosts is not None:
         from distflow.launch.deploy.placement import place_workers, placement_lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,9 @@ def command(
         from distflow.flow.plan_text import render_page
         from distflow.launch.deploy.host_checks import capacity
 
-        click.echo(render_page(plan, capacity()))
+        # Workers of several hosts do not share this one's memory.
+        seen = capacity()
+        click.echo(render_page(plan, replace(seen, host=None) if where else seen))
         if where:
             click.echo("\n".join(["", "hosts", *(f"  {line}" for line in where)]))
     return 0

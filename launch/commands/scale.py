@@ -201,7 +201,7 @@ class _Addition:
 
     def _fill(self, fleet: Fleet, sites: Mapping[int, Site]) -> dict[int, Path]:
         """Write what the agents read. In a shared folder each gets a record of its own: run.json has another writer."""
-        entries = [HostEntry(self._hosts[n].name, sites[n].address) for n in sorted(sites)]
+        entries = [sites[n].entry(self._hosts[n].name) for n in sorted(sites)]
         record = structs.replace(self._record, hosts=(*self._here, *entries))
         shared = {n: Path(HOSTS) / f"{n}.json" for n, site in sites.items() if site.same_folder}
         for path in shared.values():

@@ -31,7 +31,8 @@ from distflow.config.load import LoadedRecipe
 from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError
 from distflow.flow.document import Place, worker_document
-from distflow.flow.plan import Plan
+from distflow.flow.gpus import first_gpus, gpus_on
+from distflow.flow.plan import Plan, WorkerPlan
 from distflow.launch.agent.host_facts import code_files
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.hostfile import Host
@@ -81,6 +82,10 @@ class Site:
     missing_parts: tuple[Path, ...] = ()
     """Files of the checkpoint to resume from that it lacks, as paths on the head."""
 
+    def entry(self, name: str) -> HostEntry:
+        """The host, as the agents know it."""
+        return HostEntry(name, self.address, gpus=self.gpus)
+
 
 @dataclass(frozen=True, slots=True)
 class RunContents:
@@ -95,6 +100,8 @@ class RunContents:
     """None: all workers run on this machine."""
     sites: Mapping[int, Site] = field(default_factory=dict)
     """The hosts of `placement` by number, after the preflight."""
+    gpus: int = 0
+    """GPUs of this machine, if all workers run on it."""
 
     def record(self, host: int | None = None) -> RunRecord:
         """`run.json` for the folder of one host; None: for the head's."""
@@ -116,6 +123,7 @@ class RunContents:
                     hosts[str(w.name)],
                     w.python or "",
                     generates=self.plan.primary in w.generates,
+                    gpus=gpus_on(w, self._device(w)),
                 )
                 for w in self.plan.workers
             ),
@@ -126,7 +134,8 @@ class RunContents:
             connect_s=limits.connect_s,
             host_silence_s=limits.host_silence_s,
             no_progress_s=limits.no_progress_s,
-            hosts=tuple(HostEntry(self.host(n).name, self.sites[n].address) for n in sorted(self.sites)),
+            hosts=tuple(self.sites[n].entry(self.host(n).name) for n in sorted(self.sites)),
+            gpus=self.gpus,
             launch_term=self.beginning.term,
             term=self.beginning.term,
             on_failure=self.loaded.recipe.layout.on_failure,
@@ -142,6 +151,15 @@ class RunContents:
         """Host number of every worker, by name."""
         names = [str(worker.name) for worker in self.plan.workers]
         return {name: 0 if self.placement is None else self.placement.places[name].host for name in names}
+
+    def _device(self, worker: WorkerPlan) -> str:
+        """The device of a worker: on this machine alone it finds the GPU itself, by the same rule."""
+        if self.placement is not None:
+            place = self.placement.places[str(worker.name)]
+            return device_of(worker, place, self.sites[place.host].gpus if self.sites else 0)
+        if worker.device not in ("auto", "cuda") or not self.gpus:
+            return worker.device
+        return f"cuda:{first_gpus(self.plan.workers, self.gpus)[str(worker.name)]}"
 
     def documents(self, host: int = 0) -> dict[str, bytes]:
         """The documents of one host's workers, by path in its run folder."""
@@ -161,8 +179,7 @@ class RunContents:
                 term=self.beginning.term,
             )
             if self.placement is not None:
-                slot = self.placement.places[str(worker.name)]
-                document["settings"]["device"] = device_of(worker, slot, self.sites[host].gpus)
+                document["settings"]["device"] = self._device(worker)
             files[f"workers/{worker.name.file_stem}.yaml"] = yaml_text(rewritten(document, moved)).encode()
         return files
 

@@ -19,6 +19,7 @@ from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
 from distflow.flow.memory_fit import warnings as memory_warnings
 from distflow.flow.plan import Plan
+from distflow.launch.agent.host_facts import gpus
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent, unwritable
@@ -193,7 +194,8 @@ def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placement: Worke
     if beginning is None:
         return 0
     try:
-        monitor, notes = start(RunContents(loaded, plan, beginning, run_dir, placement), lock)
+        count = len(gpus()) if placement is None else 0
+        monitor, notes = start(RunContents(loaded, plan, beginning, run_dir, placement, gpus=count), lock)
     except BaseException:
         # Nothing runs, whatever failed: the name is free again.
         if not resume and not options.prepared:

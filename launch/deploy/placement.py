@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from distflow.config.paths import looks_like_path
 from distflow.config.schema import ModelConfig
 from distflow.errors import Problem, UserError, did_you_mean
-from distflow.flow.estimate import PROCESS, estimate, state_bytes
+from distflow.flow.estimate import PROCESS, divides_gradients, estimate, state_bytes
 from distflow.flow.gpus import width
 from distflow.flow.memory import group_bytes
 from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
@@ -49,6 +49,9 @@ class WorkerPlacement:
 def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     """Spread each pool round-robin over its allowed hosts; raises HostsError if slots or hosts are lacking.
 
+    Workers among which the backend divides their models go to one host, if one has slots for all: the network carries
+    each layer otherwise.
+
     A worker whose engine splits a model over several GPUs takes that many consecutive slots, one without a model the
     last slot. Pools pinned to fewer slots choose first. Example: rollout ×3 and trainer ×1 on `a slots=2`, `b slots=2`:
     rollout/0 on a, rollout/1 on b, rollout/2 on a, trainer/0 on b.
@@ -61,10 +64,12 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     free = [list(host.slots) for host in hosts]
     places: dict[str, WorkerSlot] = {}
     turn = 0
-    for pool in sorted(allowed, key=room.__getitem__):
-        workers = [worker for worker in plan.workers if worker.name.pool == pool]
+    pools = {pool: [worker for worker in plan.workers if worker.name.pool == pool] for pool in allowed}
+    for pool in sorted(pools, key=lambda pool: (room[pool], not _divides_state(pools[pool]))):
+        workers = pools[pool]
+        whole = _whole(workers, allowed[pool], free)
         for worker in workers:
-            number = _next(turn, allowed[pool], free, max(1, width(worker)))
+            number = whole if whole is not None else _next(turn, allowed[pool], free, max(1, width(worker)))
             if number is None:
                 raise HostsError([_too_few(plan, pool, hosts, allowed[pool])])
             places[str(worker.name)] = WorkerSlot(number, _take(free[number], width(worker)))
@@ -90,7 +95,7 @@ def device_of(worker: WorkerPlan, place: WorkerSlot, gpus: int) -> str:
 
 
 def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
-    """One line per host: number, name, workers, and the source of weights if not shared memory."""
+    """One line per host: number, name, workers, and the source of weights if not shared memory; then notes."""
     host_of = {name: place.host for name, place in placement.places.items()}
     read = [(model, leaders_of(plan.home_of(model).members, host_of)) for model in plan.generating]
     lines = []
@@ -104,7 +109,37 @@ def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
         if far:
             text += f"; weights over the network, from {' and '.join(dict.fromkeys(far))}"
         lines.append(f"{number}  {host.name}  {len(workers)} of {len(host.slots)} slots  {text}")
+    return [*lines, *_divided_lines(plan, placement)]
+
+
+def _divided_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
+    """A line for each pool whose models are divided over workers of several hosts."""
+    lines = []
+    for pool in plan.pools:
+        workers = [worker for worker in plan.workers if worker.name.pool == pool.name]
+        hosts = {placement.places[str(worker.name)].host for worker in workers}
+        if _divides_state(workers) and len(hosts) > 1:
+            names = ", ".join(placement.hosts[number].name for number in sorted(hosts))
+            lines.append(
+                f"note: the models of pool {pool.name!r} are divided over {names}, so each micro-batch waits for the "
+                f"network — one host with {len(workers)} slots would take all of it"
+            )
     return lines
+
+
+def _divides_state(workers: Sequence[WorkerPlan]) -> bool:
+    """Whether workers of a pool divide models, or their gradients, among them."""
+    return len(workers) > 1 and any("train" in one.roles and divides_gradients(one) for one in workers)
+
+
+def _whole(workers: Sequence[WorkerPlan], allowed: Sequence[int], free: Sequence[Sequence[int]]) -> int | None:
+    """The host with most free slots if it takes all these workers, and they divide models; None: spread them."""
+    wide = sum(max(1, width(worker)) for worker in workers)
+    fits = [number for number in allowed if len(free[number]) >= wide]
+    if not fits or not _divides_state(workers):
+        return None
+    # Consecutive slots can be lacking only for engines over several GPUs, which do not train.
+    return max(fits, key=lambda number: (len(free[number]), -number))
 
 
 def _gradient_problems(plan: Plan, placement: WorkerPlacement) -> list[Problem]:

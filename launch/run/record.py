@@ -65,6 +65,8 @@ class WorkerEntry(Form, frozen=True):
     python: str = ""
     """The interpreter that runs it; "": that of its agent."""
     generates: bool = False
+    gpus: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)], ...] = ()
+    """Numbers of the GPUs that it uses on its host."""
 
 
 class HostEntry(Form, frozen=True):
@@ -83,6 +85,8 @@ class HostEntry(Form, frozen=True):
     """tcp address of its agent; empty in a run on one host."""
     nonce: str = ""
     """Content of `hosts/<number>.nonce`, written by its agent: a host that reads it shares that agent's run folder."""
+    gpus: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
+    """How many GPUs its workers may use."""
 
 
 class Failure(Form, frozen=True):
@@ -118,6 +122,8 @@ class RunRecord(Form, frozen=True):
     no_progress_s: float = 600.0
     hosts: tuple[HostEntry, ...] = ()
     """By number; empty: this machine alone."""
+    gpus: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
+    """How many GPUs there are on this machine, in a run on it alone."""
     silent: tuple[int, ...] = ()
     """Numbers of hosts whose agent has not been heard of for `host_silence_s` seconds."""
     launch_term: int = 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from distflow.data.micro_batches import split_rows
 from distflow.errors import RecipeError
 from distflow.flow.estimate import GPU_PROCESS, PROCESS, Estimate, estimate, micro_batch
 from distflow.flow.memory import MIB, rows_bytes
@@ -111,9 +112,24 @@ def test_activations_and_logits_follow_the_micro_batch() -> None:
     plan = planned("flow.steps.sample.with.max_new_tokens=4096", "batch.tokens_per_microbatch=100000")
     size = model_size(plan.recipe.models["policy"])
     tokens = micro_batch(plan, plan.workers[2], "policy", size)
-    # 24 rows, of three prompts of 16 tokens.
-    assert (tokens.scored, tokens.computed) == (24 * 4096, 24 * 4096 + 3 * 16)
+    # 25 rows of 4000 tokens, prompts of a single token; and four prompts of 16 tokens, but not over the budget.
+    assert (tokens.scored, tokens.computed) == (25 * 3999, 100_000)
     assert one(plan, 2).logits == (1 << 26) * 22 + 2 * size.vocabulary * size.width * 2, "computed in pieces"
+
+
+@pytest.mark.parametrize("budget", [320, 1000, 4112, 5000, 8000, 8224, 12_000, 100_000, 200_000])
+def test_no_micro_batch_is_larger_than_estimated(budget: int) -> None:
+    """Rows of one length after another, cut as training cuts them."""
+    overrides = ("flow.steps.sample.with.max_new_tokens=4096", f"batch.tokens_per_microbatch={budget}")
+    plan = planned(*overrides, "layout.pools.trainer.backend_options={packed: false}")
+    samples, longest = plan.batch.samples, 16 + 4096
+    lengths = sorted({2, 16, longest // 2, longest - 1, longest, *(min(longest, budget // n) for n in range(1, 50))})
+    cuts = [torch.full((samples,), length) for length in lengths if length > 1]
+    parts = [len(rows) * int(cut[0]) for cut in cuts for rows in split_rows(cut, budget)]
+    tokens = micro_batch(plan, plan.workers[2], model_size(plan.recipe.models["policy"]))
+    assert max(parts) == tokens.computed
+    answers = [len(rows) * min(4096, int(cut[0]) - 1) for cut in cuts for rows in split_rows(cut, budget)]
+    assert max(answers) <= tokens.scored
 
 
 def test_a_frozen_reference_is_held_too() -> None:
@@ -319,6 +335,29 @@ def test_it_warns_where_a_gpu_or_the_host_is_too_small() -> None:
     assert "a backend that divides the model" in warning
     (warning,) = memory_data(plan, Capacity(16 * GIB))["warnings"]
     assert warning.startswith("this host has 16.00 GiB of memory, and 1 worker(s) here may need ")
+
+
+def test_where_no_gpu_is_seen_it_warns_of_what_no_common_one_holds_and_says_what_fits() -> None:
+    large = [SEVEN_B, "models.policy.gradient_checkpointing=false", "layout.pools.trainer.count=4"]
+    large += ["layout.pools.trainer.backend=fsdp", "layout.pools.trainer.device=cuda", "batch.prompts=64"]
+    large += ["flow.steps.sample.with.max_new_tokens=4096", "batch.tokens_per_microbatch=16384"]
+    (warning,) = [line for line in memory_lines(planned(*large), Capacity()) if "warning" in line]
+    assert "trainer/0 … trainer/3 may need" in warning
+    assert "none is seen here, and common ones have up to 80.00 GiB — " in warning
+    assert "models.policy.gradient_checkpointing: true" in warning
+    large[1] = "models.policy.gradient_checkpointing=true"
+    assert not any("warning" in line for line in memory_lines(planned(*large), Capacity()))
+
+
+def test_what_is_refused_is_no_cure() -> None:
+    tight = Capacity(None, (GIB,))
+    colocated = ["layout=colocated", SEVEN_B, "models.policy.gradient_checkpointing=true"]
+    colocated += ["batch.tokens_per_microbatch=64", "layout.pools.worker.count=1"]
+    kept = "layout.pools.worker.backend_options={offload_optimizer: true}"
+    assert "layout.pools.worker.offload: true" in memory_data(planned(*colocated), tight)["warnings"][0]
+    refused = planned(*colocated, "layout.pools.worker.backend=deepspeed", kept)
+    assert "layout.pools.worker.offload" not in memory_data(refused, tight)["warnings"][0]
+    assert "offload" not in memory_data(planned(SEVEN_B), tight)["warnings"][0], "nothing takes turns"
 
 
 def test_workers_are_placed_as_they_will_find_their_devices() -> None:

@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 
 from distflow.errors import UserError
+from distflow.flow.memory_fit import Capacity
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import run
 from distflow.launch.deploy.hostfile import parse_hosts
-from distflow.launch.deploy.placement import WorkerSlot, begin_with, device_of, place_workers
+from distflow.launch.deploy.placement import (
+    WorkerSlot,
+    begin_with,
+    device_of,
+    needs_of,
+    place_workers,
+    placement_lines,
+)
 
 IN_TWO = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.engine_options.tensor_parallel=2"]
 
@@ -63,6 +71,43 @@ def test_it_keeps_to_its_hosts_and_finds_them_full(order):
         placed(
             "a slots=4\nb slots=2", "layout=services", "layout.pools.reward.hosts=[b]", "layout.pools.reward.count=3"
         )
+
+
+FOUR = ["layout.pools.rollout.count=4", "layout.pools.trainer.count=4"]
+DIVIDED = [*FOUR, "layout.pools.trainer.backend=fsdp"]
+
+
+@pytest.mark.parametrize("stage, hosts", [(1, {"a", "b"}), (2, {"a"}), (3, {"a"})])
+def test_workers_that_divide_their_models_are_together_on_one_host(stage, hosts):
+    zero = ["layout.pools.trainer.backend=deepspeed", f"layout.pools.trainer.backend_options={{zero: {stage}}}"]
+    assert trainers(placed("a slots=4\nb slots=4", *FOUR, *zero)) == hosts
+
+
+def test_they_go_to_the_host_with_most_slots_and_are_spread_only_where_none_has_enough():
+    assert trainers(placed("a slots=4\nb slots=8", *DIVIDED)) == {"b"}
+    assert trainers(placed("a slots=4\nb slots=4", *FOUR)) == {"a", "b"}, "each has a model of its own"
+    plan = plan_recipe("quickstart", DIVIDED)[1]
+    apart = placement_lines(plan, place_workers(plan, parse_hosts("a slots=3\nb slots=3\nc slots=3", "hosts")))
+    assert "the models of pool 'trainer' are divided over a, b, c, so each micro-batch waits" in apart[-1]
+    together = placement_lines(plan, place_workers(plan, parse_hosts("a slots=4\nb slots=4", "hosts")))
+    assert not any("divided" in line for line in together)
+
+
+def trainers(found):
+    return {host for name, (host, _) in found.items() if name.startswith("trainer")}
+
+
+def test_a_host_with_a_critic_alone_needs_no_shared_memory_and_its_readers_fetch_the_weights():
+    pinned = [f"layout.pools.{pool}.hosts=[{host}]" for pool, host in (("critic", "b"), ("trainer", "a"))]
+    plan = plan_recipe("quickstart", ["flow=ppo", "layout=critic", *pinned, "layout.pools.rollout.hosts=[b]"])[1]
+    placement = place_workers(plan, parse_hosts("a slots=4\nb slots=4", "hosts"))
+    policy, critic = (needs_of(plan, placement, host) for host in (0, 1))
+    assert policy.shm.fail > 0 == critic.shm.fail
+    beside = plan_recipe("quickstart", ["flow=ppo", "layout=critic"])[1]
+    together = needs_of(beside, place_workers(beside, parse_hosts("a slots=8", "hosts")), 0)
+    readers = sum(worker.generates is not None for worker in plan.workers)
+    fetched = policy.memory.fail + critic.memory.fail - together.memory.fail
+    assert fetched == readers * policy.shm.fail // 4
 
 
 def test_the_numbers_can_begin_with_another_host():
@@ -138,3 +183,13 @@ def test_plan_shows_the_placement_and_says_that_one_host_takes_no_notice(tmp_pat
 def test_all_is_encrypted_that_can_be_where_nobody_else_reads_the_gradients(cure):
     found = placed("a slots=2\nb slots=3", "layout.pools.trainer.count=2", "security.encrypt=all", cure)
     assert {"trainer/0", "trainer/1"} <= found.keys()
+
+
+@pytest.mark.parametrize("command", [["plan"], ["launch", "--dry-run"]])
+def test_workers_of_several_hosts_are_not_counted_as_if_on_this_one(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("distflow.launch.deploy.host_checks.capacity", lambda: Capacity(host=1 << 20))
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    assert run([*command, "quickstart"]) == 0
+    assert "this host has" in capsys.readouterr().out
+    assert run([*command, "quickstart", "--hosts", str(tmp_path / "hosts")]) == 0
+    assert "this host has" not in capsys.readouterr().out
