@@ -86,6 +86,8 @@ class StatusReader:
             self._waits_for = record.waits_for
             if record.waits_for:
                 self._display.say(f"the training workers wait for {record.waits_for}")
+        for line in self._alerts.of_processes(record):
+            self._display.say(line)
         self._ask(record)
         self._metrics.read()
         trainers = [WorkerName.parse(entry.name).file_stem for entry in record.workers if entry.trains]

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from distflow.launch.run.metrics_merge import MetricsReader
+from distflow.launch.run.record import ProcessId, RunRecord, agent_name
 from distflow.runtime.disk import DROPPED, REFUSED
 
 FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
@@ -48,6 +49,7 @@ class Alerts:
         self._full_at: float | None = None
         """When the disk last refused a write; None: it has room."""
         self._norms: deque[float] = deque(maxlen=10 * STEPS)
+        self._processes: Mapping[str, ProcessId] = {}
 
     def of_workers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """From the workers' status rows: the first failure of a reward function, on any worker."""
@@ -61,6 +63,17 @@ class Alerts:
                         f"warning: the reward function {what} on {row['name']}: {failed:.0f} of {judged:.0f} samples "
                         "so far — see its log; `distflow status` counts them"
                     )
+
+    def of_processes(self, record: RunRecord) -> Iterator[str]:
+        """When a worker that does not train has been started again; of the others `renewed` tells."""
+        before, self._processes = self._processes, record.pids
+        for entry in record.workers:
+            name = entry.name
+            if not entry.trains and name in before and name in record.pids and before[name] != record.pids[name]:
+                yield (
+                    f"{name} ended and was started again: `distflow logs {record.name} --worker "
+                    f"{agent_name(entry.host)}` tells how it ended"
+                )
 
     def of_disk(self, rows: Iterable[Mapping[str, Any]], where: str, now: float) -> Iterator[str]:
         """From the status rows: when a disk begins to refuse the workers' records, and when it has room again."""

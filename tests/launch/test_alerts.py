@@ -11,7 +11,7 @@ import pytest
 from distflow.launch.deploy.monitor import StatusReader
 from distflow.launch.observe.alerts import STEPS, Alerts, counted_rewards
 from distflow.launch.observe.progress import PlainDisplay
-from distflow.launch.run.record import RunRecord, WorkerEntry
+from distflow.launch.run.record import ProcessId, RunRecord, WorkerEntry
 
 
 def row(name: str, **counts: float) -> dict[str, object]:
@@ -82,6 +82,22 @@ def test_the_launching_command_says_what_the_metrics_show(tmp_path: Path, capsys
     assert "grad nan" in status_reader.read(record).figures
     status_reader.read(record)
     assert capsys.readouterr().out.count("warning: actor/grad_norm is nan in training step 3") == 1
+
+
+def test_a_worker_that_was_started_again_is_told_once(tmp_path: Path):
+    entries = (WorkerEntry("rollout/0", trains=False), WorkerEntry("rollout/1", trains=False, host=1))
+    entries = (*entries, WorkerEntry("trainer/0", trains=True))
+
+    def record(**pids: int) -> RunRecord:
+        marks = {name.replace("_", "/"): ProcessId(pid, float(pid)) for name, pid in pids.items()}
+        return RunRecord("mine", str(tmp_path), 9, entries, {}, drain_s=1.0, restarts=3, pids=marks)
+
+    alerts = Alerts()
+    assert list(alerts.of_processes(record())) == []
+    assert list(alerts.of_processes(record(rollout_0=1, rollout_1=2, trainer_0=3))) == [], "the first time"
+    (line,) = alerts.of_processes(record(rollout_0=1, rollout_1=5, trainer_0=6))
+    assert line == "rollout/1 ended and was started again: `distflow logs mine --worker agent/1` tells how it ended"
+    assert list(alerts.of_processes(record(rollout_0=1, rollout_1=5, trainer_0=6))) == []
 
 
 def full(name: str, refused: float, **dropped: float) -> dict[str, object]:
