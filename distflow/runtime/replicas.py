@@ -56,8 +56,8 @@ class Replicas(MemberGroup):
         self._store = GroupStore(node, replicas, limits.no_progress_s)
         self._collective: Collective | None = None
         self.finishes_step = False
-        """The present training step will be finished, whoever is asked to stop: other homes are told so, or told it
-        this one."""
+        """The present training step will be finished, whoever is asked to stop: its first update is taken, or other
+        homes are told to train on it, or told it this one."""
 
     def connect(self, device: str, *, even_alone: bool = False) -> None:
         """Create the process group once all replicas of all homes are present; for a single one only with `even_alone`.

@@ -267,6 +267,8 @@ class Training:
         assert groups == expected, f"training step {self._number}: {groups} groups were trained on, not {expected}"
         if not self._closed:
             self._close("train")
+        # With several updates, a stop between two of them would save what no training step ends with.
+        parts.replicas.finishes_step = True
         return facts
 
     def _close(self, then: Then) -> None:

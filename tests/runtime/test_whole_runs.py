@@ -1,4 +1,4 @@
-"""PPO with a critic on workers of its own, as whole runs in one process."""
+"""PPO as whole runs in one process, with a critic beside the policy or on workers of its own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import pytest
 from distflow import StepContext
 from distflow.launch.run.resume import find_checkpoint
 from distflow.runtime import ports
+from distflow.runtime.updates import Updates
+from distflow.types import WorkerName
 from tests.polling import eventually
 from tests.runtime import late_round
 from tests.runtime.whole_runs import Network, WholeRun, in_memory
@@ -32,9 +34,8 @@ CRITIC = (
     f"run.training_steps={STEPS}",
 )
 CLOSE = 1e-6
-POLICY = ("actor/grad_norm", "actor/epochs")
-MEASURED = {"trainer": POLICY, "worker": POLICY, "critic": ("critic/grad_norm",)}
-"""What any layout measures alike, by the pool that measures it."""
+POLICY, VALUES = ("actor/grad_norm", "actor/epochs"), ("critic/grad_norm",)
+"""What any layout measures alike."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,31 @@ def test_a_stop_while_owners_deal_is_followed_by_all_homes_or_none(
     found = find_checkpoint(tmp_path)
     assert found.step == STOP_AT + 1, "the step that was begun, at both homes"
     assert not found.ignored
+
+
+@pytest.mark.parametrize("layout", ["split", "critic"])
+def test_a_stop_between_two_updates_comes_after_the_training_step(
+    tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resumed, it is as if nobody had stopped it: no update is taken twice."""
+    batches = Batches(prompts=8, ledgers=4, minibatches=2, epochs=2, warmup=0, target_kl=None)
+    settings = [*batches.settings, f"layout={layout}", "layout.pools.trainer.count=2"]
+    run, real = WholeRun(tmp_path, settings), Updates.apply
+
+    def apply(self: Updates, model: str, *given: Any) -> None:
+        real(self, model, *given)
+        if self._step == STOP_AT:
+            for name in run.sessions:
+                run.stop(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updates, "apply", apply)
+        run.go()
+    assert find_checkpoint(tmp_path).step == STOP_AT + 1
+    check(run, batches, STOP_AT + 1)
+    again = WholeRun(tmp_path, settings, term=1)
+    again.go()
+    check(again, batches, STEPS)
 
 
 @pytest.mark.parametrize("slow", ["critic_update", "update"])
@@ -127,15 +153,16 @@ def check(run: WholeRun, batches: Batches, done: int) -> None:
     """Both homes have trained on the same `done` training steps, with the same result as the undisturbed run."""
     groups: Counter[int] = Counter()
     for name in run.plan.members:
-        pool, stem = name.partition("/")[0], name.replace("/", "-")
+        stem, homes = name.replace("/", "-"), run.plan.pool(WorkerName.parse(name).pool).homes
         lines = measured(run.folder, stem) if done else {}
         assert sorted(lines) == list(range(1, done + 1)), f"training steps of {name}"
         groups.update({t: int(line.get("critic/groups/count", 0)) for t, line in lines.items()})
         for t, line in lines.items():
-            for metric in MEASURED[pool]:
+            for metric in (*(POLICY if "policy" in homes else ()), *(VALUES if "critic" in homes else ())):
                 expected = undisturbed(batches)[t].get(metric, 0.0)
                 assert line.get(metric, 0.0) == pytest.approx(expected, rel=CLOSE), f"{metric} of step {t} at {name}"
-    assert all(groups[t] == batches.prompts for t in range(1, done + 1)), f"groups that trained critics: {groups}"
+    dealt = batches.prompts if any(edge.kind == "rows" for edge in run.plan.edges) else 0
+    assert all(groups[t] == dealt for t in range(1, done + 1)), f"groups that trained critics: {groups}"
     dumps = [line for file in run.folder.glob("rollouts/step_*/*.jsonl") for line in file.read_text().splitlines()]
     trained = Counter((line["uid"][2], line["sample"]) for line in map(json.loads, dumps))
     assert set(trained.values()) <= {1}, "each sample once"
@@ -143,14 +170,15 @@ def check(run: WholeRun, batches: Batches, done: int) -> None:
 
 
 def layout_drawn(draw: random.Random, ledgers: int) -> list[str]:
-    """Any layout with the critic on workers of its own, and other things on which the result does not depend."""
-    layout = draw.choice(("critic", "services", "colocated"))
+    """Any layout, the critic mostly on workers of its own, and other things on which the result does not depend."""
+    layout = draw.choice(("critic", "services", "colocated", "split"))
+    critics = f"{{count: {draw.randint(1, 3)}, steps: [values, critic_update], backend: torch}}"
     home = "worker" if layout == "colocated" else "trainer"
     generating = [] if layout == "colocated" else [f"layout.pools.rollout.count={draw.randint(1, 2)}"]
     return [
         f"layout={layout}",
         f"layout.pools.{home}.count={draw.randint(1, min(3, ledgers))}",
-        f"layout.pools.critic={{count: {draw.randint(1, 3)}, steps: [values, critic_update], backend: torch}}",
+        *([] if layout == "split" else [f"layout.pools.critic={critics}"]),
         *generating,
         f"layout.stealing={draw.choice(('true', 'false'))}",
         f"batch.tokens_per_microbatch={draw.choice((8, 24, 8192))}",
