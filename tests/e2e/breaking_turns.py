@@ -5,7 +5,6 @@ from __future__ import annotations
 from distflow import StepContext, step
 from distflow.runtime.generate_step import Generate
 from distflow.types import Episode, SamplingParams
-from tests.e2e.long_turns import SECOND
 
 FIRST = 20
 """Tokens of the first turn of `summarise`."""
@@ -46,6 +45,5 @@ async def summarise(
 ) -> None:
     """The second turn of every second sample begins with the end of the first."""
     first = await generate(episode.prompt_ids, SamplingParams(temperature, max_new_tokens=FIRST))
-    print(SECOND, flush=True)
     before = first.response_ids[-KEPT:] if episode.sample % 2 else (*episode.prompt_ids, *first.response_ids)
     await generate((*before, *NAMED), SamplingParams(temperature, max_new_tokens=max_new_tokens))

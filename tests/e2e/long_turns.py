@@ -10,8 +10,6 @@ FIRST = 20
 """Tokens of the first turn."""
 NAMED = (5, 7, 5)
 """What the environment says."""
-SECOND = "a second turn begins"
-"""What the worker's log says then."""
 
 
 @step(role="generate", reads=[], writes=[], environment=["replay", "repeatable"])
@@ -25,6 +23,5 @@ async def talk(
     max_tokens: int = 153,
 ) -> None:
     first = await generate(episode.prompt_ids, SamplingParams(temperature, max_new_tokens=FIRST))
-    print(SECOND, flush=True)
     prefix = (*episode.prompt_ids, *first.response_ids, *NAMED)
     await generate(prefix, SamplingParams(temperature, max_new_tokens=max_new_tokens))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distflow.data.randomness import uniforms
-from tests.e2e.long_turns import FIRST, NAMED, SECOND
+from tests.e2e.long_turns import FIRST, NAMED
 from tests.e2e.runs import Launch, Run
 from tests.e2e.slow_engine import VOCABULARY
 
@@ -64,13 +64,6 @@ def generating(run: Run) -> Callable[[], bool]:
     return lambda: all(log.exists() and "connected to trainer/0" in log.read_text() for log in logs)
 
 
-def in_second_turns(run: Run) -> None:
-    """Wait until rollout/1 is well within the second turns of its first samples, however slow the machine is."""
-    log = run.folder / "logs" / "rollout-1.log"
-    run.until(lambda: log.exists() and SECOND in log.read_text(), "a second turn")
-    time.sleep(1.5)
-
-
 def test_another_rollout_goes_on_where_a_killed_one_was(launch: Launch) -> None:
     run = slow_run(launch, 3, "layout.hedging=false")
     run.until(generating(run), "first contact")
@@ -104,7 +97,8 @@ def check_turns(run: Run, steps: int) -> None:
 def test_the_turns_of_a_killed_rollout_are_replayed_on_another(launch: Launch) -> None:
     """It is killed in the second turns: the first ones, and what the environment said, are made again by the record."""
     run = two_turns(launch, 3)
-    in_second_turns(run)
+    run.until(generating(run), "first contact")
+    time.sleep(2.5)
     os.kill(run.pid_of("rollout/1"), signal.SIGKILL)
     assert run.wait() == 0, run.output
     check_turns(run, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.e2e.slow_engine import VOCABULARY
 from tests.e2e.test_layout_invariance import compare, norms, tokens
 from tests.e2e.test_partial import PROMPTS as SLOW_PROMPTS
 from tests.e2e.test_partial import SAMPLES as SLOW_SAMPLES
-from tests.e2e.test_partial import TOKENS, in_second_turns, slow_run, total
+from tests.e2e.test_partial import TOKENS, generating, slow_run, total
 from tests.e2e.test_ppo import critic
 
 STEPS = Path(__file__).with_name("breaking_turns.py")
@@ -122,7 +123,8 @@ def test_the_sequences_of_a_killed_rollout_are_replayed_on_another(launch: Launc
     """It is killed in the second turns, every second of which has a prompt of its own."""
     call = f"flow.steps.sample.call={STEPS}:summarise"
     run = slow_run(launch, 3, call, "layout.hedging=false", tokens=TOKENS - FIRST)
-    in_second_turns(run)
+    run.until(generating(run), "first contact")
+    time.sleep(2.5)
     os.kill(run.pid_of("rollout/1"), signal.SIGKILL)
     assert run.wait() == 0, run.output
     _check_drawn(run, 3)
