@@ -48,7 +48,7 @@ UNKNOWN_S = 10.0
 """Seconds before it is copied to an idle server where nobody has computed its step yet."""
 RESEND_S, LONGEST_RESEND_S = 5.0, 40.0
 """Seconds without an answer before a request is sent again to the same server, which has it unless it was lost: at
-first, or as many as make it slow; and the most, since the wait doubles with every time."""
+first, and at most, since the wait doubles with every time. It is never sent again before it is late."""
 COPIES = 2
 """Servers that are not silent and have the same request, at most."""
 
@@ -87,9 +87,10 @@ class _Open:
     at: dict[str, float] = field(default_factory=dict)
     """The servers that have it, with the time when it was first sent there, in seconds of listening; the one that it
     was sent to last comes last. None: it is queued."""
+    sent: float = 0.0
+    """When it was sent last."""
     wait: float = 0.0
-    due: float = 0.0
-    """When it is sent again: `wait` seconds after the last time."""
+    """Seconds from then before it is sent again, at least."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -357,7 +358,13 @@ class CallClient:
             target = self._anybody(request)
         if target is not None and not self._targets.silent(target):
             return self._put(request, target)
-        return self._put(request, (live or holders)[0]) if self._targets.clock >= request.due else None
+        again = (live or holders)[0]
+        return self._put(request, again) if self._may_be_lost(request, again) else None
+
+    def _may_be_lost(self, request: _Open, target: CallTarget) -> bool:
+        """Whether a server that has a request should have answered by now, by what it says it has to do."""
+        waited = self._targets.clock - request.sent
+        return waited >= request.wait and waited >= SLOW * (self._expected_s(request, target) or 0.0)
 
     def _helper(self, request: _Open, others: Sequence[CallTarget]) -> CallTarget | None:
         """A server that would have answered long before now."""
@@ -384,9 +391,7 @@ class CallClient:
     def _put(self, request: _Open, target: CallTarget) -> OutgoingCall:
         clock, call = self._targets.clock, request.call
         target.put(request.number, call.t, call.nbytes, call.tokens)
-        slow_s = SLOW * (self._expected_s(request, target) or 0.0)
-        request.wait = min(LONGEST_RESEND_S, max(2 * request.wait, slow_s, RESEND_S))
-        request.due = clock + request.wait
+        request.sent, request.wait = clock, min(LONGEST_RESEND_S, max(2 * request.wait, RESEND_S))
         request.at[target.name] = request.at.pop(target.name, clock)
         message = CallRequest(call.step, request.number, call.t, call.need, call.tokens, call.at_least)
         return OutgoingCall(target.name, message)

@@ -1,9 +1,9 @@
 """Callers and servers of steps in one process and in virtual time, over a network with seeded faults.
 
 Messages go through their wire form and may be lost, doubled and delayed at random (which reorders them). Servers may be
-slow, suspended, drained, die and come back; others join. Callers may die and come back, too. Two steps are called: one
-of a frozen model, and one that needs the version of its training step, t. Version t + 1 exists once all callers have
-all that they asked for t; they ask for t + 1 before that.
+slow, suspended, cut off, drained, die and come back; others join. Callers may die and come back, too. Two steps are
+called: one of a frozen model, and one that needs the version of its training step, t. Version t + 1 exists once all
+callers have all that they asked for t; they ask for t + 1 before that.
 
     record = CallNetwork(CallScenario(clients=2, servers=3, loss=0.3)).run()
 
@@ -88,14 +88,23 @@ class CallNetwork:
         def hear() -> None:
             receiver.hear(sender.name, incarnation, from_wire(kind, msgpack.unpackb(body)))
 
-        self.deliver(receiver, hear)
+        self.deliver(sender, receiver, hear)
         if self._rng.random() < self.scenario.duplicates:
-            self.deliver(receiver, hear)
+            self.deliver(sender, receiver, hear)
 
-    def deliver(self, receiver: SimulatedProcess, hear: Callable[[], None]) -> None:
+    def deliver(self, sender: SimulatedProcess, receiver: SimulatedProcess, hear: Callable[[], None]) -> None:
         """Hand something over a little later, unless it is lost: to whatever has the receiver's name by then."""
-        if self._rng.random() >= self.scenario.loss:
+        if self._rng.random() >= self.scenario.loss and not self._cut(sender.name, receiver.name):
             self.after(self.delay(), partial(receiver.when_awake, hear))
+
+    def _cut(self, sender: str, receiver: str) -> bool:
+        clients, servers = list(self.clients), list(self.servers)
+        return any(
+            cut.at <= self.now < cut.at + cut.seconds
+            and clients[cut.client] in (sender, receiver)
+            and servers[cut.server] in (sender, receiver)
+            for cut in self.scenario.cuts
+        )
 
     def tell_lost(self, name: str, incarnation: int) -> None:
         """Report that a process has ended, as a host agent does."""

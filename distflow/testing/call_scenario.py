@@ -23,6 +23,16 @@ class Withdrawal:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Nothing gets through between a caller and a server, both by number, from second `at` on."""
+
+    client: int
+    server: int
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class CallScenario:
     """What to simulate. Times are in virtual seconds, probabilities per message.
 
@@ -64,6 +74,7 @@ class CallScenario:
     """Of servers."""
     leaves: Sequence[Leave] = ()
     """Servers that are drained."""
+    cuts: Sequence[Cut] = ()
     joins: Sequence[float] = ()
     """When further servers of `reference` join."""
     client_crashes: Sequence[Crash] = ()

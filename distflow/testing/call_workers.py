@@ -370,7 +370,7 @@ class AnsweringWorker(SimulatedProcess):
     def _tell(self) -> None:
         for client in self.network.clients.values():
             beat = partial(client.hear_beat, self.name, self.incarnation, self.version, self.core.load)
-            self.network.deliver(client, beat)
+            self.network.deliver(self, client, beat)
 
     def _post(self, out: Iterable[OutgoingCall]) -> None:
         for item in out:

@@ -132,7 +132,7 @@ class State:
         load that would make states differ: who is asked is tested elsewhere."""
         core, clock = self.client, self.client._targets.clock
         requests = tuple(
-            (number, tuple((name, clock - first) for name, first in one.at.items()), one.due - clock, one.wait)
+            (number, tuple((name, clock - first) for name, first in one.at.items()), clock - one.sent, one.wait)
             for number, one in core._open.items()
         )
         targets = tuple(

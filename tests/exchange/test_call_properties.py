@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.testing.call_network import CallNetwork
-from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario, Withdrawal
+from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario, Cut, Withdrawal
 from distflow.testing.lease_scenario import Crash, Leave, Pause
 from tests.budget import within
 
@@ -37,10 +37,11 @@ def scenarios(draw: st.DrawFn) -> CallScenario:
         token_s=draw(st.sampled_from([0.0, 0.001, 0.01])),
         generated=draw(st.booleans()),
         hasty=draw(st.booleans()),
-        slowness=[1.0, *(draw(st.sampled_from([1.0, 20.0])) for _ in range(servers - 1))],
+        slowness=[draw(st.sampled_from([1.0, 1.0, 20.0])) for _ in range(servers)],
         crashes=[crash for crash in crashes if crash.restart_s is not None or crash.worker not in first],
         pauses=draw(st.lists(st.builds(Pause, number, AT, st.floats(1.0, 40.0)), max_size=3)),
         leaves=[leave for leave in leaves if leave.worker not in first],
+        cuts=draw(st.lists(st.builds(Cut, st.integers(0, clients - 1), number, AT, st.floats(1.0, 60.0)), max_size=3)),
         joins=draw(st.lists(AT, max_size=2)),
         client_crashes=draw(st.lists(st.builds(Crash, st.integers(0, clients - 1), AT, AT, st.booleans()), max_size=2)),
         client_pauses=draw(st.lists(st.builds(Pause, st.integers(0, clients - 1), AT, AT), max_size=2)),

@@ -436,6 +436,17 @@ def test_where_there_is_no_other_server_a_lost_request_is_sent_again_less_and_le
     assert [round(b - a) for a, b in zip([0.0, *times], times, strict=False)] == [5, 10, 20, 40, 40, 40, 40]
 
 
+def test_what_waits_in_a_long_queue_is_not_sent_again_before_it_is_late() -> None:
+    """It would travel every half minute, with its rows. Once the server has nothing to do it must have been lost."""
+    asking = Asking(A)
+    measured(asking, 1.0)
+    asking.ask("a")
+    asking.busy(A, 1000)
+    assert asking.passes(250.0) == [], "100 s of others before it"
+    asking.busy(A, 0)
+    assert [item.to for item in asking.passes(0.25)] == [A]
+
+
 # -- balance
 
 
@@ -601,7 +612,7 @@ def test_long_requests_and_long_queues_are_no_reason_for_copies(seed: int) -> No
     scenario = replace(QUIET, clients=3, servers=3, token_s=0.005, spread=1.5, budget=0, seed=seed)
     record = CallNetwork(scenario).run()
     assert record.seconds > 50
-    assert computed(record) <= 1.05 * len(record.answers)
+    assert computed(record) <= 1.1 * len(record.answers)
 
 
 @pytest.mark.parametrize("seed", range(4))
