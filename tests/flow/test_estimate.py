@@ -126,7 +126,7 @@ def test_no_micro_batch_is_larger_than_estimated(budget: int) -> None:
     lengths = sorted({2, 16, longest // 2, longest - 1, longest, *(min(longest, budget // n) for n in range(1, 50))})
     cuts = [torch.full((samples,), length) for length in lengths if length > 1]
     parts = [len(rows) * int(cut[0]) for cut in cuts for rows in split_rows(cut, budget)]
-    tokens = micro_batch(plan, plan.workers[2], model_size(plan.recipe.models["policy"]))
+    tokens = micro_batch(plan, plan.workers[2], "policy", model_size(plan.recipe.models["policy"]))
     assert max(parts) == tokens.computed
     answers = [len(rows) * min(4096, int(cut[0]) - 1) for cut in cuts for rows in split_rows(cut, budget)]
     assert max(answers) <= tokens.scored

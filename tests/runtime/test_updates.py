@@ -35,7 +35,7 @@ def test_an_error_of_an_optimizer_step_names_the_model(error: Exception, expecte
     """Unless it says that another worker is gone, from which the run recovers."""
     backend = Failing(error)
     context = StepContext("critic_update", model="critic", models={"critic": backend})
-    updates = Updates({"critic": backend}, {"critic": "critic"}, None, {"update": context}, context.metrics, BATCH)
+    updates = Updates({"critic": backend}, {"critic": "critic"}, (), {"update": context}, context.metrics, BATCH)
     updates.begin(0, 0)
     context.denominators["critic"] = 2.0
     with pytest.raises(type(error), match=f"^{expected}$"):
