@@ -116,7 +116,11 @@ class Objective:
             added = () if result.added_BT is None else (result.added_BT,)
             if all(_is_per_token(part, terms) for part in (result.loss_BT, result.clipped_BT, *metrics, *added)):
                 return result
-        shown = f"({', '.join(map(_shown, given))})" if isinstance(given, tuple) else _shown(given)
+        # What was left out has a default, which is nobody's mistake.
+        shown = f"({', '.join(map(_shown, given[:2]))})" if isinstance(given, tuple) else _shown(given)
+        own = given[2] if isinstance(given, tuple) and len(given) > 2 and isinstance(given[2], Mapping) else {}
+        wrong = [f"metric {name!r}: {_shown(part)}" for name, part in own.items() if not _is_per_token(part, terms)]
+        shown = ", and ".join((shown, *wrong))
         raise UserError(
             f"loss function {self.loss_name!r} returned {shown}; expected TokenLoss(loss_BT, clipped_BT): the loss of "
             f"each token and where it was clipped, both of shape {list(terms.logprobs.shape)}, and so are its metrics; "

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distflow.errors import UserError
+from distflow.errors import UserError, did_you_mean
 
 LOG_RATIO_LIMIT = 20.0
 """|log π − log π_old| is clamped to this: beyond it exp() overflows, and 0 · inf would make the gradient NaN."""
@@ -27,6 +27,7 @@ _SUPPLIED_BY = {
     "entropy": "the entropy of the policy at each token: step distflow.workers.trainer:update computes it",
     "advantages": "one advantage a token: a step such as distflow.workers.trainer:advantage writes them",
 }
+_TERMS = ("mask", "logprobs", "lengths", *_SUPPLIED_BY)
 
 
 class TokenTerms:
@@ -104,6 +105,9 @@ class TokenTerms:
 
     def __getitem__(self, name: str) -> Tensor:
         return self._term(name)
+
+    def __getattr__(self, name: str) -> Tensor:
+        raise AttributeError(f"terms has no {name!r} — {did_you_mean(name, _TERMS)}, and terms['name'] for a field")
 
     def _term(self, name: str) -> Tensor:
         found = self._found(name)

@@ -168,6 +168,8 @@ def test_a_term_that_is_not_there_says_which_step_supplies_it() -> None:
         losses.ppo(TokenTerms(MASK, drawn(1), advantages=drawn(4)))
     with pytest.raises(UserError, match=r"terms\['teacher'\], but no step writes 'teacher'"):
         _ = bare["teacher"]
+    with pytest.raises(AttributeError, match=r"terms has no 'advantage' — did you mean 'advantages'"):
+        _ = bare.advantage
     further = TokenTerms(MASK, drawn(1), further={"teacher": drawn(7)}.get)
     assert further.has("teacher")
     assert further["teacher"].equal(drawn(7))

@@ -280,6 +280,12 @@ def per_token(terms):
 def per_sample(terms):
     return (-terms.advantages * terms.logprobs).sum(1), 0.0
 
+def named(terms):
+    return TokenLoss(terms.logprobs.mean(), terms.mask)
+
+def measured(terms):
+    return TokenLoss(terms.logprobs, terms.mask, {"my/mean": 0.5})
+
 def mean_kl(logprobs_BT, ref_logprobs_BT):
     return (logprobs_BT - ref_logprobs_BT).mean()
 
@@ -330,6 +336,8 @@ def test_bad_plugins(plugins: str) -> None:
         ("summed", r"a tensor of shape \[\]"),
         ("per_token", r"a tensor of shape \[12, \d+\]"),
         ("per_sample", r"\(a tensor of shape \[12\], a float\)"),
+        ("named", r"\(a tensor of shape \[\], a tensor of shape \[12, \d+\]\)"),
+        ("measured", r"\(.*\), and metric 'my/mean': a float"),
     ],
 )
 def test_a_loss_that_returns_something_else_is_told_what_is_expected(plugins: str, function: str, given: str) -> None:
