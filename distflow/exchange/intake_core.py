@@ -245,6 +245,11 @@ class IntakeCore:
         """Replicas that have yet to send groups which were dealt to this one."""
         return () if self._dealing is None else self._dealing.waits_for
 
+    @property
+    def awaits_others(self) -> bool:
+        """Whether all groups of this replica are there, but not those of the others, with which they are dealt."""
+        return self._dealing is not None and not self._dealing.ranks and self._owner.set_complete()
+
     def rank(self, position: int) -> int:
         """The rank of a group among those of its ledger in the open step, where the whole set is taken."""
         return (self._ranks if self._dealing is None else self._dealing.ranks)[position]

@@ -166,12 +166,18 @@ class Receiving:
             )
 
     def _awaited(self, t: int) -> tuple[str, tuple[str, ...]]:
-        """What this replica waits for, and from whom: samples, what was dealt to it, or answers about samples."""
+        """What this replica waits for, and from whom: samples, answers about them, the other replicas, or what was
+        dealt to it.
+        """
         dealt = self._intake.core.waits_for
         if dealt:
             return f"groups of training step {t} that were dealt", dealt
         answers = self._intake.waits_for_answers()
-        return (f"samples of training step {t}", self._busy_holders()) if answers is None else answers
+        if answers is not None:
+            return answers
+        if self._intake.core.awaits_others:
+            return f"samples of training step {t} of the other training replicas", self._replicas.others
+        return f"samples of training step {t}", self._busy_holders()
 
     def _busy_holders(self) -> tuple[str, ...]:
         """The workers that hold leases of this owner now; if none does, all that ask for them."""

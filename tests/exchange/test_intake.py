@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.exchange.deal_core import DealCore
+from distflow.exchange.dealing import CostRule, DealRule
 from distflow.exchange.intake_core import IntakeCall, IntakeCore, IntakeRule, Take
 from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
@@ -26,10 +28,12 @@ GROUP_BYTES = 400
 class Replica:
     """An owner of all ledgers, one rollout that leases all it can, and the core between them."""
 
-    def __init__(self, rule: IntakeRule, others: tuple[str, ...] = (), **changes: object) -> None:
+    def __init__(
+        self, rule: IntakeRule, others: tuple[str, ...] = (), dealing: DealCore | None = None, **changes: object
+    ) -> None:
         self.limits = replace(SMALL, group_bytes=lambda tokens: GROUP_BYTES, **{"memory_bytes": 10**6, **changes})
         self.owner = OwnerCore("trainer/0", self.limits, range(self.limits.ledgers), prompt_at)
-        self.core = IntakeCore(self.owner, rule, others, random.Random(0))
+        self.core = IntakeCore(self.owner, rule, others, random.Random(0), dealing)
         self.core.begin(0)
         self.asks = 0
         self.held: set[int] = set()
@@ -115,6 +119,21 @@ def test_a_whole_set_waits_for_its_answers() -> None:
         assert replica.take() is None
         replica.core.answered(position, edge)
     assert take(replica.take()) == ([*range(8)], True, True)
+
+
+def test_a_replica_whose_groups_are_all_there_awaits_those_of_the_others() -> None:
+    dealing = DealCore("trainer/0", ["trainer/0", "trainer/1"], DealRule(16, 2, CostRule(budget=100)))
+    replica = Replica(IntakeRule(budget=100), dealing=dealing)
+    dealing.begin(0)
+    replica.lease()
+    replica.arrive({position: (1,) for position in range(7)})
+    assert not replica.core.awaits_others, "a sample of its own is missing"
+    replica.arrive({7: (1,)})
+    replica.core.heard([replica.core.news(), []], 0.0)
+    assert replica.core.awaits_others
+    assert replica.take() is None
+    replica.core.heard([[], [(position, (1,)) for position in range(8, 16)]], 0.0)
+    assert not replica.core.awaits_others
 
 
 def test_what_a_replica_computes_itself_fills_micro_batches_until_the_last_of_the_step() -> None:
