@@ -43,6 +43,8 @@ class PluginLibrary:
     """Share of a GPU's memory that an engine takes for weights and cache by default; None: only what its slots need."""
     makes_group: bool = False
     """Whether an engine creates torch's default process group for itself, whatever else its worker does."""
+    one_a_process: bool = False
+    """Whether a worker can have only one such engine, and so generate with only one model."""
 
 
 LIBRARIES: Mapping[str, PluginLibrary] = {
@@ -51,6 +53,7 @@ LIBRARIES: Mapping[str, PluginLibrary] = {
         "requirements/install_sglang_cpu.sh {python}; with a GPU: {python} -m pip install sglang",
         opens_ports="SGLang",
         gpu_share=0.88,
+        one_a_process=True,
     ),
     ENGINES["vllm"]: PluginLibrary(
         "vllm",
@@ -58,6 +61,7 @@ LIBRARIES: Mapping[str, PluginLibrary] = {
         opens_ports="vLLM",
         gpu_share=0.9,
         makes_group=True,
+        one_a_process=True,
     ),
     BACKENDS["deepspeed"]: PluginLibrary("deepspeed", "{python} -m pip install 'deepspeed>=0.19.8,<0.20'"),
 }

@@ -23,8 +23,6 @@ from distflow.flow.wait_order import check_waits
 from distflow.types import written
 
 Check = Callable[[Recipe, Structure, Problems], None]
-ONE_A_PROCESS = (ENGINES["sglang"], ENGINES["vllm"])
-"""Engines of which a process can have only one."""
 _STAGE = 2
 """ZeRO stage of backend deepspeed where its options name none."""
 
@@ -82,15 +80,21 @@ def check_grouping(recipe: Recipe, structure: Structure, problems: Problems) -> 
 
 
 def _check_engines(pool_key: str, pool: PoolConfig, problems: Problems) -> None:
-    engines = {f"{pool_key}.engine": pool.engine}
-    engines |= {f"{pool_key}.each.{n}.engine": own.engine for n, own in pool.each.items() if own.engine is not None}
     cure = "engine torch or sglang, or a pool of its own for generation, as in layout=split"
     group = f"the process group that {pool.backend!r} on {pool.count} worker(s) trains in"
-    for key, engine in engines.items():
-        name = full_name(engine, ENGINES)
-        if name in LIBRARIES and LIBRARIES[name].makes_group:
+    for key, engine in _engines(pool_key, pool):
+        library = LIBRARIES.get(full_name(engine, ENGINES))
+        if library is not None and library.makes_group:
             message = f"{engine} cannot share a worker with {group}: each creates torch's default one"
             problems.add(key, message, cure, others=(f"{pool_key}.backend", f"{pool_key}.count"))
+
+
+def _engines(pool_key: str, pool: PoolConfig) -> Iterator[tuple[str, str]]:
+    """The engines of a pool and of single workers of it, each with its key."""
+    yield f"{pool_key}.engine", pool.engine
+    for index, own in pool.each.items():
+        if own.engine is not None:
+            yield f"{pool_key}.each.{index}.engine", own.engine
 
 
 def check_several_engines(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -98,13 +102,11 @@ def check_several_engines(recipe: Recipe, structure: Structure, problems: Proble
     for planned in structure.pools:
         if len(planned.generates) < 2:
             continue
-        key, pool = f"layout.pools.{planned.name}", recipe.layout.pools[planned.name]
-        named = {f"{key}.engine": pool.engine}
-        named |= {f"{key}.each.{n}.engine": own.engine for n, own in pool.each.items() if own.engine is not None}
-        for at, engine in named.items():
-            if full_name(engine, ENGINES) in ONE_A_PROCESS:
+        for key, engine in _engines(f"layout.pools.{planned.name}", recipe.layout.pools[planned.name]):
+            library = LIBRARIES.get(full_name(engine, ENGINES))
+            if library is not None and library.one_a_process:
                 message = f"{engine} with {' and '.join(planned.generates)} in one worker is not built yet"
-                problems.add(at, message, "engine torch, or a pool of its own for each model")
+                problems.add(key, message, "engine torch, or a pool of its own for each model")
 
 
 def check_offload(recipe: Recipe, structure: Structure, problems: Problems) -> None:
