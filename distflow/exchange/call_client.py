@@ -144,21 +144,10 @@ class CallClient:
             self._close(self._open[number])
         return self._send()
 
-    def begin_term(self, term: int) -> list[Hashable]:
-        """Forget the requests for versions of earlier terms, and answers not taken yet; returns their keys.
-
-        What they leave room for is sent at the next event.
-        """
-        lost = [request for request in self._open.values() if _older(request.call, term)]
-        for request in lost:
-            self._close(request)
-        stale = [call for call, _ in self._answered if _older(call, term)]
-        self._answered = [(call, number) for call, number in self._answered if not _older(call, term)]
-        return [request.call.key for request in lost] + [call.key for call in stale]
-
     def restarted(self, begins: Mapping[int, int]) -> None:
         """Training has restarted (`begins`: training steps by term): what versions answer that are gone counts for
-        nothing. Requests that any later version may answer stay open, as the groups do for which they are.
+        nothing. Requests that any later version may answer stay open, as the groups do for which they are. Those for
+        just one version are of owners, which have been restarted themselves.
         """
         self._begins = dict(begins)
 
@@ -399,7 +388,3 @@ class CallClient:
 
 def _newest_first(request: _Open) -> tuple[int, int]:
     return request.call.t, -request.number
-
-
-def _older(call: Call, term: int) -> bool:
-    return call.need is not None and not call.at_least and call.need.term < term

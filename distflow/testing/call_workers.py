@@ -166,10 +166,9 @@ class AskingWorker(SimulatedProcess):
         self._term = max(term, self._term)
         self.core.restarted(self.network.begins)
         older = [key for key, call in self._asked.items() if not call.at_least and _older(call.need, self._term)]
-        ended = self.core.begin_term(self._term)
-        assert (len(ended), set(ended)) == (len(older), set(older)), "a term ends all calls of those before"
         for key in older:
             self._forget(key)
+        self._post(self.core.cancel(older))
         for key in older:
             self._ask(key)
 
