@@ -6,13 +6,13 @@ import logging
 import sys
 
 
-def configure(worker: str, level: int = logging.INFO) -> None:
+def configure(worker: str) -> None:
     """Send the `distflow` loggers of this process to standard error, each line with time, level and worker."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname).1s [{worker}] %(message)s", "%H:%M:%S"))
     root = logging.getLogger("distflow")
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     root.propagate = False
 
 

@@ -75,8 +75,6 @@ class OwnerCore:
         self.exhausted: RefillsExhausted | None = None
         self.progress_count = 0
         """Increases with every accepted result and every report of new tokens: the progress that waits look at."""
-        self.oversized = 0
-        """Results larger than `group_bytes` allows."""
         self.lapsed: list[tuple[str, int]] = []
         """Workers that lost leases by silence (`host_silence_s`), and how many; emptied by the caller."""
         self.settings = settings
@@ -323,7 +321,6 @@ class OwnerCore:
             self.progress_count += 1
             self._copies.arrived(entry, now)
             out += self._settle(entry, result)
-            self.oversized += not result.dropped and result.nbytes > entry.reserved
             exhausted = self._ledgers.settle(result)
             self.exhausted = self.exhausted or exhausted
             self._peers.grow(result.worker, result.incarnation, result.wanted)

@@ -82,7 +82,6 @@ class Tracer(TraceSink):
         file_bytes: int,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
-        self._path = path
         self._queue: deque[tuple[Any, ...]] = deque()
         self._queue_limit = queue_limit
         self._threads: dict[int, int] = {}

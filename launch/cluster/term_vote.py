@@ -233,7 +233,7 @@ def _successor(
     return Successor(number, choice.step, tries, left, choice.term, begins, reason)
 
 
-def electable(view: View, rules: Rules) -> Successor | None:
+def electable(view: View) -> Successor | None:
     """What our host should vote for, once it can begin it; None: it has to wait for others.
 
     That is what all participating hosts propose, or what another host has voted for already.
@@ -365,7 +365,7 @@ class Pool:
     def _decide(self, view: View, found: Successor | Standstill, lacks: Callable[[Successor], str]) -> None:
         if self.term.vote is None:
             self.term = with_proposal(self.term, found)
-        wanted = electable(self._seen(view), self._rules)
+        wanted = electable(self._seen(view))
         if wanted is not None:
             what = lacks(wanted)
             self.term = structs.replace(self.term, waits=what, vote=None if what else wanted)

@@ -345,10 +345,8 @@ def code_bundle(package: Path) -> bytes:
     return tar(files, {}, ())
 
 
-def tar(
-    files: Mapping[str, bytes], secrets: Mapping[str, bytes], folders: tuple[str, ...], *, compressed: bool = True
-) -> bytes:
-    """An archive of `files`, of `secrets` (mode 0600) and of empty `folders`."""
+def tar(files: Mapping[str, bytes], secrets: Mapping[str, bytes], folders: tuple[str, ...]) -> bytes:
+    """A compressed archive of `files`, of `secrets` (mode 0600) and of empty `folders`."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name in folders:
@@ -360,7 +358,7 @@ def tar(
                 entry = tarfile.TarInfo(name)
                 entry.size, entry.mode, entry.mtime = len(content), mode, int(time.time())
                 archive.addfile(entry, io.BytesIO(content))
-    return gzip.compress(buffer.getvalue(), 1) if compressed else buffer.getvalue()
+    return gzip.compress(buffer.getvalue(), 1)
 
 
 def with_agents(record: RunRecord, agents: Mapping[int, str]) -> RunRecord:

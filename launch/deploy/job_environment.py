@@ -48,7 +48,6 @@ class JobRefused(UserError):
 class JobNode:
     """One process of a job that has one or more processes on each node."""
 
-    launcher: str
     rank: int
     """Rank of the node; the others connect to node 0."""
     nodes: int
@@ -98,7 +97,6 @@ def _torchrun(environment: Mapping[str, str]) -> JobNode:
     # The agent of torchrun has its own store at MASTER_PORT.
     taken = "TORCHELASTIC_USE_AGENT_STORE" in environment and environment["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     return JobNode(
-        launcher="torchrun",
         rank=job.number("GROUP_RANK"),
         nodes=world // local,
         master=job.text("MASTER_ADDR"),
@@ -113,7 +111,6 @@ def _skypilot(environment: Mapping[str, str]) -> JobNode:
     addresses = tuple(job.text("SKYPILOT_NODE_IPS").split())
     slots = job.number("SKYPILOT_NUM_GPUS_PER_NODE", 0)
     return JobNode(
-        launcher="SkyPilot",
         rank=job.number("SKYPILOT_NODE_RANK"),
         nodes=len(addresses),
         master=addresses[0],
@@ -127,7 +124,6 @@ def _indexed(environment: Mapping[str, str]) -> JobNode:
     job = _Job("Kubernetes", environment)
     nodes = next((name for name in ("NNODES", "PET_NNODES") if name in environment), "WORLD_SIZE")
     return JobNode(
-        launcher="Kubernetes",
         rank=job.number("JOB_COMPLETION_INDEX"),
         nodes=job.number(nodes),
         master=job.text("MASTER_ADDR"),
@@ -142,7 +138,6 @@ def _slurm(environment: Mapping[str, str]) -> JobNode:
     names = tuple(expand(job.text("SLURM_STEP_NODELIST" if step else "SLURM_JOB_NODELIST")))
     slots = job.number("SLURM_GPUS_ON_NODE", 0)
     return JobNode(
-        launcher="Slurm",
         rank=job.number("SLURM_NODEID"),
         nodes=len(names),
         master=environment["MASTER_ADDR"] if "MASTER_ADDR" in environment else names[0],

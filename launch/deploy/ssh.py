@@ -65,17 +65,16 @@ class Transport:
 
     config: Path | None = None
     options: tuple[str, ...] = ()
-    program: str = "ssh"
 
     def command(self, host: Host, remote: Sequence[str]) -> list[str]:
         """The whole command line; `remote` is quoted for the remote shell."""
         config = [] if self.config is None else ["-F", str(self.config)]
-        return [self.program, *OPTIONS, *config, *self.options, "--", host.login, shlex.join(remote)]
+        return ["ssh", *OPTIONS, *config, *self.options, "--", host.login, shlex.join(remote)]
 
     def resolve(self, host: Host) -> str:
         """The name or address that ssh would connect to; the host's own name if ssh does not say."""
         config = [] if self.config is None else ["-F", str(self.config)]
-        command = [self.program, *config, *self.options, "-G", "--", host.login]
+        command = ["ssh", *config, *self.options, "-G", "--", host.login]
         done = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_S, check=False)
         names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
         return names[0] if done.returncode == 0 and names else host.name

@@ -36,7 +36,7 @@ def hello(rank: int, address: str) -> Hello:
 
 
 def test_a_name_that_nothing_resolves_gives_way_to_the_address_that_the_job_tells():
-    node = JobNode("Slurm", 1, 2, "no-such-name.invalid", 29400, spare="10.0.0.7")
+    node = JobNode(1, 2, "no-such-name.invalid", 29400, spare="10.0.0.7")
     assert with_address(node).master == "10.0.0.7"
     assert with_address(replace(node, master="localhost")).master == "localhost"
     assert with_address(replace(node, spare=None)).master == "no-such-name.invalid"
@@ -123,7 +123,7 @@ def test_further_processes_of_a_node_wait_and_end_with_its_first(hosts, job):
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RendezvousFailed("nobody came"), 3)])
 def test_further_processes_of_a_node_end_as_its_first_does_if_that_fails(error, code, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    node = JobNode("torchrun", 0, 2, "127.0.0.1", 29400)
+    node = JobNode(0, 2, "127.0.0.1", 29400)
     others = []
 
     def fail(pool):

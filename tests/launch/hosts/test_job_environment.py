@@ -49,7 +49,7 @@ def test_skypilot_and_kubernetes():
 
 
 def test_torchrun_inside_of_a_slurm_job_is_torchrun():
-    assert read_node({**SLURM, **TORCHRUN}).launcher == "torchrun"
+    assert read_node({**SLURM, **TORCHRUN}) == read_node(TORCHRUN)
 
 
 @pytest.mark.parametrize(
