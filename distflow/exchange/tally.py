@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-JUDGED, JUDGED_BY_ALL = "judged", "judged_by_all"
-"""The facts in which a worker says its own counts, and an owner the sums, by step."""
+from distflow.exchange.facts import JUDGED, JUDGED_BY_ALL
 
 
 class Counts(NamedTuple):

@@ -28,6 +28,7 @@ from distflow.exchange.call_messages import (
     kind_of,
     to_wire,
 )
+from distflow.exchange.facts import LOAD, SERVES
 from distflow.exchange.owner_links import Held
 from distflow.flow.memory import BYTES_PER_TOKEN
 from distflow.flow.plan import Plan, Port
@@ -35,7 +36,6 @@ from distflow.log import logger
 from distflow.runtime.further_generating import FurtherGenerating, wrong_prompts
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
-from distflow.runtime.weight_publisher import LOAD, SERVES
 from distflow.types import Version, WorkerName, written
 
 ANSWERS = ("call.answer", "call.not_yet", "call.returned")

@@ -28,6 +28,7 @@ from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.data.batch import Batch
 from distflow.errors import ProtocolError, UserError
+from distflow.exchange.facts import ANNOUNCED, BEGINS, OWNERS, TERM
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.sample_channel import OWNER_KINDS, InboundSamples, OutboundSamples
 from distflow.flow.edges import Edge
@@ -41,7 +42,7 @@ from distflow.runtime.owner_side import lease_settings
 from distflow.runtime.protocols import Backend, Engine, Measured
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.trajectories import Trajectories
-from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
+from distflow.runtime.weight_publisher import WEIGHTS
 from distflow.types import DROP_REASON, Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage

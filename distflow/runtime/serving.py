@@ -37,12 +37,12 @@ from distflow.exchange.call_messages import (
     to_wire,
 )
 from distflow.exchange.call_server import CallKey, CallServer
+from distflow.exchange.facts import BEGINS, LOAD, OWNERS, SERVES, TERM
 from distflow.flow.edges import Edge
 from distflow.flow.plan import Plan, Port
 from distflow.runtime.further_generating import FurtherGenerating, wrong_prompts
 from distflow.runtime.metrics import REQUESTS, MetricStore
 from distflow.runtime.node import Node
-from distflow.runtime.weight_publisher import BEGINS, LOAD, OWNERS, SERVES, TERM
 from distflow.types import Version, prefixed, written
 
 REQUEST, WITHDRAWN = "call.request", "call.withdrawn"

@@ -15,6 +15,7 @@ from distflow.comm.membership import Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped, StepError
+from distflow.exchange.facts import BEGINS, OWNERS, TERM, read_facts
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.exchange.tally import Tallies
 from distflow.flow.edges import SAMPLES
@@ -49,7 +50,6 @@ from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training
 from distflow.runtime.waits import WaitBoard
-from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, read_facts
 from distflow.runtime.worker import Worker
 from distflow.types import Version, WorkerName
 from distflow.weights.receiver import WeightInbox

@@ -2,8 +2,6 @@
 
 Engines on its host map the segment; engines on hosts without such a worker fetch chunks of it over the network.
 With each heartbeat readers say which versions were announced to them last; a lost announcement is sent again.
-
-A worker sends facts about itself in its hello and with every heartbeat; `read_facts` checks them.
 """
 
 from __future__ import annotations
@@ -12,9 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any
 
-import msgspec
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -23,8 +19,8 @@ from distflow.comm.addresses import run_tag
 from distflow.comm.membership import BEAT_EVERY_S
 from distflow.config.plugins import VOCABULARY
 from distflow.data.batch import Batch, Ragged
-from distflow.data.decoding import MAX_NAME_CHARACTERS, Name, Whole, read
-from distflow.errors import ProtocolError, UserError, WorkerFailed
+from distflow.errors import UserError, WorkerFailed
+from distflow.exchange.facts import ANNOUNCED
 from distflow.flow.resolve import resolve
 from distflow.runtime.assembly import Setting
 from distflow.runtime.lockstep import LockstepModel
@@ -40,15 +36,6 @@ from distflow.weights.transport import WeightPublisher
 
 WEIGHTS = "weights"
 TELL_AGAIN_S = 2 * BEAT_EVERY_S
-ANNOUNCED = "announced"
-"""The fact in which a reader says which version of each model's weights was announced to it last."""
-SERVES = "serves"
-"""The fact in which a worker that answers calls says with which version of its model."""
-OWNERS, TERM, BEGINS = "owners", "term", "begins"
-"""Facts of a training worker once its pool has restarted: its members, its term, and where all terms began."""
-LOAD = "load"
-"""The fact in which a worker that answers calls says how many tokens it has to compute for them."""
-WHAT = "facts of a worker"
 
 
 class Announcer:
@@ -239,30 +226,3 @@ def build_canaries(setting: Setting, model: str) -> Canaries:
     section = setting.plan.recipe.models[model]
     vocabulary = int(resolve(VOCABULARY)(section.model_dump()))
     return Canaries(canary_rows(vocabulary, setting.plan.longest_sample(model)), section.dtype)
-
-
-_ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
-
-
-class _Reader(msgspec.Struct, frozen=True):
-    announced: dict[_ModelName, tuple[Whole, Whole]] = {}
-    serves: tuple[Whole, Whole] | None = None
-    load: Whole = 0
-    judged: dict[str, tuple[Whole, Whole]] = {}
-    judged_by_all: dict[str, tuple[Whole, Whole]] = {}
-
-
-class _Pool(msgspec.Struct, frozen=True):
-    owners: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1)]
-    term: Whole
-    begins: tuple[tuple[Whole, Whole], ...]
-
-
-def read_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The facts of a peer, after checking those that are used; raises ProtocolError."""
-    read(facts, _Reader, WHAT)
-    if OWNERS in facts:
-        owners = read(facts, _Pool, WHAT).owners
-        if len(set(owners)) < len(owners):
-            raise ProtocolError(f"malformed {WHAT}: duplicate owner")
-    return facts

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.exchange.tally import JUDGED_BY_ALL, Tallies, Tally
+from distflow.exchange.facts import JUDGED_BY_ALL
+from distflow.exchange.tally import Tallies, Tally
 
 
 class Workers:
