@@ -55,7 +55,7 @@ def later_bytes(recipe: Recipe, structure: Structure) -> int:
     home = structure.home.name
     calls = [edge for edge in wire(structure) if edge.kind == "call" and edge.source == home]
     fields = {name for edge in calls if edge.when in ("on arrival", "in window") for name in edge.back}
-    if recipe.run.deterministic or not structure.streams(recipe.batch):
+    if not structure.streams(recipe):
         fields |= {name for node in structure.after_custody for name in node.writes}
     wide = structure.models.configs[structure.models.primary].dtype == "float64"
     return len(fields) * (8 if wide else 4)

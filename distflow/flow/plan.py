@@ -199,7 +199,8 @@ class Plan:
     steps: tuple[StepPlan, ...]
     """The flow's steps in order, without workers' own."""
     streamed: bool
-    """False if training waits for the whole batch: a step needs it at once, or it is trained on several times."""
+    """False if training waits for the whole batch: a step needs it at once, it is trained on several times, or the run
+    is deterministic."""
     on_arrival: tuple[str, ...]
     """Steps that owners compute as samples arrive, although training waits for the whole batch."""
     later_bytes: int

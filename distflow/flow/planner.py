@@ -99,7 +99,7 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
         dump_fields=dumped,
         primary=structure.models.primary,
         steps=tuple(map(step_plan, ordered)),
-        streamed=structure.streams(recipe.batch),
+        streamed=structure.streams(recipe),
         on_arrival=_on_arrival(recipe, structure),
         later_bytes=later,
         code=_code(ordered),
@@ -116,7 +116,7 @@ def _on_arrival(recipe: Recipe, structure: Structure) -> tuple[str, ...]:
     """
     home = recipe.layout.pools[structure.home.name]
     scripted = home.script is not None or any(own.script is not None for own in home.each.values())
-    if structure.streams(recipe.batch) or recipe.run.deterministic or scripted or divides_models(home):
+    if structure.streams(recipe) or recipe.run.deterministic or scripted or divides_models(home):
         return ()
     there = [*structure.private.fills, *(field for node in structure.before_custody for field in node.writes)]
     return tuple(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
-from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
+from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, Recipe, RunConfig
 from distflow.errors import PluginError, Problems
 from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode, order_steps, read_steps
@@ -52,10 +52,11 @@ class Structure:
         """The steps behind that, in order."""
         return tuple(node for node in self.steps if node.name in self.sites and node not in self.before_custody)
 
-    def streams(self, batch: BatchConfig) -> bool:
+    def streams(self, recipe: Recipe) -> bool:
         """Whether samples can be trained on as they arrive; otherwise training waits for the whole batch."""
         whole = any(node.declaration.spec.scope == "batch" for node in self.after_custody)
-        return batch.minibatches * batch.epochs == 1 and not whole
+        updates = recipe.batch.minibatches * recipe.batch.epochs
+        return updates == 1 and not whole and not recipe.run.deterministic
 
     def on(self, pool: str) -> list[StepNode]:
         """The shared steps of a pool, in the order in which they run there."""

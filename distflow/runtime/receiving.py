@@ -295,7 +295,5 @@ class TrainingLimits:
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """The limits that the plan and its recipe set."""
-        run = plan.recipe.run
-        prefixes = tuple(step.prefix for step in plan.further_generation)
-        streamed = plan.streamed and not run.deterministic
-        return cls(plan.batch, streamed, run, plan.recipe.limits, plan.dump_fields, prefixes)
+        recipe, prefixes = plan.recipe, tuple(step.prefix for step in plan.further_generation)
+        return cls(plan.batch, plan.streamed, recipe.run, recipe.limits, plan.dump_fields, prefixes)

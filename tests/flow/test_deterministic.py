@@ -9,7 +9,10 @@ import pytest
 
 from distflow.config.plugins import PluginUse
 from distflow.errors import RecipeError, UserError
+from distflow.flow.plan_text import render_page
 from distflow.flow.recipe_check import plan_recipe
+from distflow.flow.script import render_script
+from distflow.types import WorkerName
 from distflow.workers.engines.sglang_options import SGLangOptions
 from distflow.workers.engines.vllm_options import VLLMOptions
 
@@ -30,6 +33,12 @@ def test_the_shipped_layouts_of_staleness_0_can_repeat() -> None:
     for layout in ("split", "colocated"):
         plan_recipe("quickstart", ["run.deterministic=true", f"layout={layout}"])
     plan_recipe("quickstart", ["run.deterministic=true", "flow=grpo_kl"])
+
+
+def test_training_waits_for_the_whole_batch_and_the_plan_says_so() -> None:
+    plan = plan_recipe("quickstart", ["run.deterministic=true"])[1]
+    assert "computed when the whole batch has arrived" in render_page(plan)
+    assert "  # the whole batch" in render_script(plan, WorkerName("trainer", 0))
 
 
 @pytest.mark.parametrize(
