@@ -11,8 +11,8 @@ from torch import Tensor
 from distflow.algorithms import advantages
 from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.losses import value as value_loss
-from distflow.data.batch import Batch, Ragged
-from distflow.data.micro_batches import micro_batches
+from distflow.data.batch import Batch
+from distflow.data.micro_batches import in_micro_batches, micro_batches
 from distflow.data.samples import SHARE, by_sample, sequence_ends, with_share, with_shares
 from distflow.errors import UserError
 from distflow.flow.resolve import chosen
@@ -24,14 +24,12 @@ from distflow.runtime.steps import StepContext
 @step(role="forward", reads=["prompt_ids", "response_ids"], writes=["values"], scope="sample", head="value")
 def values(batch: Batch, ctx: StepContext) -> Batch:
     """Write `values`: what the step's model, which has a value head, expects before each response token."""
-    responses = batch.ragged("response_ids")
-    rows: dict[int, Tensor] = {}
-    for numbers, part in micro_batches(batch, ctx.tokens_per_microbatch, ["prompt_ids", "response_ids"]):
+
+    def compute(part: Batch) -> Tensor:
         found = ctx.backend.values(part, grad=False)
-        flat = found.values_BT[found.mask_BT].cpu()
-        rows.update(zip(numbers.tolist(), torch.split(flat, part.ragged("response_ids").lengths.tolist()), strict=True))
-    flat = torch.cat([rows[row] for row in range(len(batch))]) if rows else torch.empty(0)
-    return batch.with_columns(values=Ragged(flat, responses.offsets))
+        return found.values_BT[found.mask_BT].cpu()
+
+    return batch.with_columns(values=in_micro_batches(batch, ctx.tokens_per_microbatch, compute))
 
 
 @step(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.micro_batches import micro_batches
+from distflow.data.micro_batches import in_micro_batches
 from distflow.flow.step import step
 from distflow.runtime.steps import StepContext
 
@@ -27,14 +27,9 @@ def old_logprobs(batch: Batch, ctx: StepContext) -> Batch:
 
 def _logprobs(batch: Batch, ctx: StepContext) -> Ragged:
     """One value per response token, at the temperature at which the flow samples."""
-    responses = batch.ragged("response_ids")
-    rows: dict[int, torch.Tensor] = {}
-    dtype = torch.float32
-    for numbers, part in micro_batches(batch, ctx.tokens_per_microbatch, ["prompt_ids", "response_ids"]):
+
+    def compute(part: Batch) -> Tensor:
         scores = ctx.backend.score(part, temperature=ctx.temperature, grad=False, entropy=False)
-        flat = scores.logprobs_BT[scores.mask_BT].cpu()
-        dtype = flat.dtype
-        lengths = part.ragged("response_ids").lengths.tolist()
-        rows.update(zip(numbers.tolist(), torch.split(flat, lengths), strict=True))
-    values = torch.cat([rows[row] for row in range(len(batch))]) if rows else torch.empty(0, dtype=dtype)
-    return Ragged(values, responses.offsets)
+        return scores.logprobs_BT[scores.mask_BT].cpu()
+
+    return in_micro_batches(batch, ctx.tokens_per_microbatch, compute)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, group_ranges, row_lengths
+from distflow.data.batch import Batch, Ragged, group_ranges, row_lengths
 
 MICRO_BATCH = "micro_batch"
 """[B] int64: the number of each row's micro-batch, where the replicas have agreed on it."""
@@ -29,6 +29,19 @@ def micro_batches(batch: Batch, tokens: int, fields: Sequence[str] | None = None
     agreed = MICRO_BATCH in batch
     for rows in _agreed_rows(batch) if agreed else split_rows(row_lengths(batch), tokens):
         yield rows, wanted if len(rows) == len(batch) else wanted.select(rows)
+
+
+def in_micro_batches(batch: Batch, tokens: int, compute: Callable[[Batch], Tensor]) -> Ragged:
+    """One value for each response token of a batch, computed in micro-batches of its tokens.
+
+    `compute` returns those of a part [N], row after row.
+    """
+    rows: dict[int, Tensor] = {}
+    for numbers, part in micro_batches(batch, tokens, ["prompt_ids", "response_ids"]):
+        lengths = part.ragged("response_ids").lengths.tolist()
+        rows.update(zip(numbers.tolist(), torch.split(compute(part), lengths), strict=True))
+    values = torch.cat([rows[row] for row in range(len(batch))]) if rows else torch.empty(0)
+    return batch.ragged("response_ids").like(values)
 
 
 def with_agreed(batch: Batch, numbers: Mapping[int, Sequence[int]]) -> Batch:
