@@ -10,13 +10,12 @@ engine, the loop over requests, or a training worker that waits for rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from distflow.config.schema import Refresh
 from distflow.data.batch import Batch
 from distflow.data.prefixes import own_fields, prompts_complaint
 from distflow.data.randomness import step_seed
-from distflow.errors import StepError
 from distflow.exchange.further_core import FurtherCore, FurtherTurn, WantedGroup
 from distflow.flow.plan import Plan, StepPlan
 from distflow.runtime.assembly import Setting, build_trajectories
@@ -24,8 +23,9 @@ from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine, Tokenizer
+from distflow.runtime.rollout_loop import load_weights
 from distflow.runtime.trajectories import Trajectories
-from distflow.types import SampleRequest, Version, prefixed
+from distflow.types import Version, prefixed
 from distflow.weights.receiver import WeightInbox
 
 
@@ -148,14 +148,21 @@ class FurtherGenerating:
         turn = self._turn()
         while turn.load or turn.abort:
             if turn.load:
-                self._load()
+                load_weights(
+                    self._inbox,
+                    self._engine,
+                    self._node,
+                    self._metrics,
+                    self._on_version,
+                    f"weights/canary_diff/{self.plan.model}",
+                )
             if turn.abort:
                 self._engine.abort(turn.abort)
                 self._samples.forget(turn.abort)
             turn = self._turn()
         for key in turn.start:
             if (rows := self._rows.get(key)) is not None:
-                self._submit(self._samples.begin_rows(rows, self._seed))
+                self._samples.submit(self._engine, self._samples.begin_rows(rows, self._seed))
         if self._core.running:
             self._decode()
 
@@ -170,30 +177,12 @@ class FurtherGenerating:
         with self._board.condition:
             return self._core.turn(engine.free_slots, engine.version, inbox.loaded, inbox.waiting)
 
-    def _load(self) -> None:
-        with self._metrics.timed("timing_s/weight_sync"):
-            self._inbox.load(self._engine)
-        loaded = self._inbox.loaded
-        if loaded is not None:
-            self._metrics.trace.arrive("weights", [f"{self._inbox.model}:{loaded.term}:{loaded.number}"])
-            self._node.work_done()
-            self._on_version(loaded)
-            if self._inbox.difference is not None:
-                self._metrics.mean(f"weights/canary_diff/{self.plan.model}", self._inbox.difference)
-
-    def _submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Raises StepError for what the generate step has asked for and the engine cannot do."""
-        try:
-            self._engine.submit(requests)
-        except ValueError as error:
-            raise StepError(f"{self._samples.step.where}: {error}") from error
-
     def _decode(self) -> None:
         with self._metrics.timed("timing_s/gen"):
             outputs = self._engine.poll()
         further, done = self._samples.take(outputs)
         if further:
-            self._submit(further)
+            self._samples.submit(self._engine, further)
         with self._board.condition:
             whole = [(key, self._position[key]) for key in self._core.collect(done)]
         for key, position in whole:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from distflow.config.schema import Recipe
-from distflow.errors import NoProgressError, StepError
+from distflow.errors import NoProgressError
 from distflow.exchange.messages import Lease
 from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
 from distflow.exchange.sample_channel import OutboundSamples
@@ -21,7 +21,7 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.waits import WaitBoard
-from distflow.types import SampleRequest, Version
+from distflow.types import Version
 from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
@@ -149,11 +149,13 @@ class RolloutLoop:
         turn = self._turn()
         while turn.load or turn.abort:
             if turn.load:
-                self._load()
+                load_weights(
+                    self._inbox, self._engine, self._node, self._metrics, self._on_version, "weights/canary_diff"
+                )
             self._discard(turn.abort)
             turn = self._turn()
         if turn.start:
-            self._submit(self._samples.begin(turn.start))
+            self._samples.submit(self._engine, self._samples.begin(turn.start))
 
     def decode(self) -> list[FinishedGroup]:
         """One decode step; returns the groups that are now whole. Reports progress and free room to the owners."""
@@ -162,7 +164,7 @@ class RolloutLoop:
         further, done = self._samples.take(outputs)
         if further:
             # Before anything new starts: a slot that a turn has left is for the next turn.
-            self._submit(further)
+            self._samples.submit(self._engine, further)
         core, now = self._core, time.monotonic()
         finished = core.collect(done)
         partials = self._samples.partials(self._engine.partials()) if core.wants_partials(now) else None
@@ -226,26 +228,6 @@ class RolloutLoop:
             self._count(lease)
         return turn
 
-    def _submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Raises StepError for what the generate step has asked for and the engine cannot do."""
-        try:
-            self._engine.submit(requests)
-        except ValueError as error:
-            raise StepError(f"{self._samples.step.where}: {error}") from error
-
-    def _load(self) -> None:
-        with self._metrics.timed("timing_s/weight_sync"):
-            self._inbox.load(self._engine)
-            if self._inbox.loaded is not None:
-                term, number = self._inbox.loaded
-                self._metrics.trace.arrive("weights", [f"{self._inbox.model}:{term}:{number}"])
-        if self._inbox.loaded is not None:
-            self._node.work_done()
-            self._on_version(self._inbox.loaded)
-            if self._inbox.difference is not None:
-                # After `_on_version`: what was measured before belongs to the previous version.
-                self._metrics.mean("weights/canary_diff", self._inbox.difference)
-
     def _discard(self, positions: Sequence[int]) -> None:
         """Drop these groups; the tokens of their unfinished samples are lost."""
         if not positions:
@@ -287,3 +269,25 @@ class RolloutLoop:
         """A value that changes as long as peers make progress or weights arrive."""
         chunks = self._inbox.chunks + (0 if self._meanwhile is None else self._meanwhile.chunks)
         return chunks, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
+
+
+def load_weights(
+    inbox: WeightInbox,
+    engine: Engine,
+    node: Node,
+    metrics: MetricStore,
+    on_version: Callable[[Version], None],
+    difference: str,
+) -> None:
+    """Give an engine the newest weights, and tell `on_version`; metric `difference` says how far its canary is off."""
+    with metrics.timed("timing_s/weight_sync"):
+        inbox.load(engine)
+    loaded = inbox.loaded
+    if loaded is None:
+        return
+    metrics.trace.arrive("weights", [f"{inbox.model}:{loaded.term}:{loaded.number}"])
+    node.work_done()
+    on_version(loaded)
+    if inbox.difference is not None:
+        # After `on_version`: what was measured before belongs to the previous version.
+        metrics.mean(difference, inbox.difference)

@@ -31,7 +31,7 @@ from distflow.errors import StepError
 from distflow.exchange.messages import Lease
 from distflow.exchange.partials import clipped
 from distflow.runtime.generate_step import GenerateStep, Returned, Wanted
-from distflow.runtime.protocols import Tokenizer
+from distflow.runtime.protocols import Engine, Tokenizer
 from distflow.runtime.trajectory import SampleOrigin, Segment, TokenSequence, Trajectory, assemble
 from distflow.types import (
     REWARD,
@@ -105,6 +105,13 @@ class Trajectories:
             self._open[key] = sample
             wanted.append(self._go_on(sample, None))
         return [request for request in wanted if request is not None]
+
+    def submit(self, engine: Engine, requests: Sequence[SampleRequest]) -> None:
+        """Give requests to the engine; raises StepError for what the step has asked for and the engine cannot do."""
+        try:
+            engine.submit(requests)
+        except ValueError as error:
+            raise StepError(f"{self.step.where}: {error}") from error
 
     def take(self, outputs: Sequence[SampleOutput]) -> tuple[list[SampleRequest], list[SampleOutput]]:
         """Go on with the samples whose requests are answered; returns what to ask for next, and finished samples.
