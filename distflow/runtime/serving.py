@@ -4,7 +4,7 @@
         w.answer(w.call("reward", batch))
 
 Requests of all callers are joined into batches by the server's core (`distflow/exchange/call_server.py`). A service
-trains nothing: it goes on until every training worker has left in order, or it is asked to leave itself. It then
+trains nothing: it goes on until every owner of ledgers has left in order, or it is asked to leave itself. It then
 finishes what it has begun, and the rest goes back to the callers.
 
 What a further model is asked to generate is begun as slots become free, and answered group by group:
@@ -60,11 +60,11 @@ class _Asked(NamedTuple):
 class Answering:
     """The requests at one worker, for the steps that it runs for others. `ports`: the calls that it answers.
 
-    `members`: the training workers when this worker started, in their term `term`.
+    `owners`: those when this worker started, in their term `term`.
     """
 
     def __init__(
-        self, node: Node, plan: Plan, ports: Sequence[Port], members: Sequence[str], term: int, metrics: MetricStore
+        self, node: Node, plan: Plan, ports: Sequence[Port], owners: Sequence[str], term: int, metrics: MetricStore
     ) -> None:
         self._node = node
         self._board = node.board
@@ -81,9 +81,9 @@ class Answering:
         self._further: FurtherGenerating | None = None
         self._asked: dict[CallKey, _Asked] = {}
         """What the engine makes."""
-        self._term, self._members = term, tuple(members)
+        self._term, self._owners = term, tuple(owners)
         self._left: set[str] = set()
-        """Training workers that have left in order."""
+        """Peers that have left in order."""
         node.on(REQUEST, self._on_request)
         node.on(WITHDRAWN, self._on_withdrawn)
         node.on_lost(self._lost)
@@ -255,13 +255,13 @@ class Answering:
 
     @property
     def term(self) -> int:
-        """The training workers' newest term that is known."""
+        """The newest term that is known."""
         return self._term
 
     @property
     def training_over(self) -> bool:
-        """Whether every training worker has left in order."""
-        return self._left.issuperset(self._members)
+        """Whether every owner has left in order."""
+        return self._left.issuperset(self._owners)
 
     @property
     def over_in(self) -> int | None:
@@ -357,11 +357,11 @@ class Answering:
         self._follow_term()
 
     def _follow_term(self) -> None:
-        """Learn of a later term from its members: some of those before may be missing in it."""
+        """Learn of a later term from its owners: some of those before may be missing in it."""
         peers = self._node.membership.peers
-        for facts in [peers[name].facts for name in self._members if name in peers and OWNERS in peers[name].facts]:
+        for facts in [peers[name].facts for name in self._owners if name in peers and OWNERS in peers[name].facts]:
             if facts[TERM] > self._term:
-                self._term, self._members = facts[TERM], tuple(facts[OWNERS])
+                self._term, self._owners = facts[TERM], tuple(facts[OWNERS])
                 if self._further is not None:
                     self._further.begin_term(self._term, dict(facts[BEGINS]))
 
