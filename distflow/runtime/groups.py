@@ -78,7 +78,7 @@ class MemberGroup:
         self._agreement = agreements.join(name, me, members)
         self._what = ""
         self._leaving = False
-        self._left: set[str] = set()
+        self.left: set[str] = set()
         """Members that left in order."""
         self._node.on_lost(self._on_lost)
 
@@ -88,7 +88,7 @@ class MemberGroup:
         Unless `stoppable`, it waits for the others even while the run is being stopped, since they contribute too.
         """
         self.contribute(what, fact)
-        return self._wait(self.agreed, what, stoppable=stoppable)
+        return self.wait(self.agreed, what, stoppable=stoppable)
 
     def contribute(self, what: str, fact: Fact) -> None:
         """The first half of `agree`, for callers with something to do meanwhile."""
@@ -131,7 +131,8 @@ class MemberGroup:
         """The members whose facts are not here yet."""
         return self._agreement.missing()
 
-    def _wait(self, ready: Callable[[], T | None], what: str, *, stoppable: bool = False) -> T:
+    def wait(self, ready: Callable[[], T | None], what: str, *, stoppable: bool = False) -> T:
+        """Wait until `ready` returns something, as long as the others make progress; `what` is awaited of them."""
         return self._board.until(
             ready,
             name=f"{what} of the other training replicas" if self.size > 1 else what,
@@ -145,7 +146,7 @@ class MemberGroup:
         # A replica whose work is done does not need the others: one that is gone may have left in order, and only its
         # message about that got lost. If it failed, its host agent reports it.
         if lost.orderly:
-            self._left.add(lost.name)
+            self.left.add(lost.name)
         if lost.name in self.others and not (lost.orderly or self._leaving):
             self._board.fault(
                 ReplicaLost(f"{lost.name} is lost ({lost.reason}); resume the run from its last checkpoint")

@@ -72,7 +72,7 @@ class Replicas(MemberGroup):
         # all have confirmed; one that has left meanwhile cannot confirm.
         facts = self.set.agree("the addresses of the training replicas", fact, stoppable=True)
         self.set.contribute(JOINING, {"stop": self.stopping})
-        self.stop_together(self.set._wait(self._all_joining, JOINING))
+        self.stop_together(self.set.wait(self._all_joining, JOINING))
         if self.size == 1 and not even_alone:
             return
         meeting = Rendezvous(self.rank, self.size, self._address, self._limits.no_progress_s)
@@ -82,7 +82,7 @@ class Replicas(MemberGroup):
         self._collective = Collective(meeting, self._store, nccl=nccl)
 
     def _all_joining(self) -> list[Fact] | None:
-        left = next((name for name in self.set.missing if name in self.set._left), None)
+        left = next((name for name in self.set.missing if name in self.set.left), None)
         if left is not None:
             raise RunStopped(self._board.stopping or f"{left} was asked to stop before the replicas had met")
         return self.set.agreed()
@@ -98,7 +98,7 @@ class Replicas(MemberGroup):
             return
         for piece in self._collective.pieces(tensors):
             piece.begin(self._board.wake)
-            self._wait(partial(_if_over, piece), "gradients")
+            self.wait(partial(_if_over, piece), "gradients")
             piece.finish()
 
     def leave(self) -> None:
