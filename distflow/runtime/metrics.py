@@ -226,6 +226,7 @@ PHASE = "timing_s/generation"
 """Seconds of a training step in which a colocated worker generates, before it turns to training."""
 TRAINER_WAITS = "timing_s/wait_samples"
 WAITS = "timing_s/wait_"
+WHILE_TRAINING = (TRAINER_WAITS, f"{WAITS}replicas", f"{WAITS}homes")
 REQUESTS, ROWS = "timing_s/wait_requests", "timing_s/wait_rows"
 SERVICE_IDLE = "perf/idle_share/"
 """And the name of a pool: the share of time in which its workers, which work for others, have nothing to do."""
@@ -249,7 +250,7 @@ def time_shares(timings: Mapping[str, float], roles: Mapping[str, float], interv
         shares |= _share("perf/trainer_idle_share", timings.get(TRAINER_WAITS, 0.0), step_s - generating_s)
         if PHASE in timings:
             shares |= _share("perf/generation_share", generating_s, step_s)
-    waits = [name for name in timings if name.startswith(WAITS) and name != TRAINER_WAITS]
+    waits = [name for name in timings if name.startswith(WAITS) and name not in WHILE_TRAINING]
     if GENERATE in timings or (waits and STEP not in timings):
         shares |= _share("perf/rollout_idle_share", sum(timings[name] for name in waits), generating_s)
         shares |= _share("perf/generate_share", timings.get(GENERATE, 0.0), generating_s)

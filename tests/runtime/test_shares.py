@@ -29,6 +29,8 @@ def test_a_colocated_workers_phases_are_measured_each_by_itself() -> None:
         "timing_s/gen": 3.0,
         "timing_s/wait_leases": 1.5,
         "timing_s/wait_samples": 1.0,
+        "timing_s/wait_replicas": 2.0,
+        "timing_s/wait_homes": 0.5,
     }
     assert time_shares(timings, {"score": 0.6, "train": 2.0}, 99.0) == {
         "perf/trainer_idle_share": (0.25, 4.0),
