@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distflow.errors import UserError
 from distflow.launch.deploy.launch_request import Options
 
 if TYPE_CHECKING:
@@ -83,11 +82,7 @@ def _launch(options: Options) -> int:
 def _hosts(options: Options) -> tuple[Host, ...] | None:
     from distflow.launch.deploy.hostfile import read_hosts
 
-    if options.hosts is not None:
-        return read_hosts(options.hosts, options.include, options.exclude)
-    if options.include is not None or options.exclude is not None:
-        raise UserError("--include and --exclude choose from a hosts file — give it with --hosts FILE")
-    return None
+    return None if options.hosts is None else read_hosts(options.hosts, options.include, options.exclude)
 
 
 def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:

@@ -59,9 +59,8 @@ log = logger(__name__)
 
 def launch_in_job(options: Options) -> int:
     """Launch from within a job: one process per node is active, the others on the node wait for the end."""
-    if options.hosts is not None or options.detach or options.dry_run:
-        raise UserError("--env: the job determines the hosts and lasts as long as the run — leave out "
-                        "--hosts, --detach and --dry-run")  # fmt: skip
+    if options.detach or options.dry_run:
+        raise UserError("--env: the job lasts as long as the run — leave out --detach and --dry-run")
     # A job that is cancelled before its workers run is cleaned up as if interrupted.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     node = with_address(read_node(os.environ))

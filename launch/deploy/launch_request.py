@@ -31,6 +31,17 @@ from distflow.runtime.checkpoint.commit import Commit
 RECIPE = "recipe.yaml"
 STOP_AFTER = "run.stop_after"
 """Applies to one launch only, not to later resumes."""
+BY_SSH, ON_HOSTS = ("--hosts",), ("--hosts", "--env", "--slurm")
+TAKEN_BY: Mapping[str, tuple[str, ...]] = {
+    "--include": BY_SSH,
+    "--exclude": BY_SSH,
+    "--ssh-config": BY_SSH,
+    "--ssh-options": BY_SSH,
+    "--forward": ON_HOSTS,
+    "--set": ("--hosts", "--env"),  # a job's script would show the values
+    "--ship-code": ON_HOSTS,
+}
+"""Options that only some ways of launching take: by what these are asked for."""
 
 
 def as_asked(options: Options) -> Options:
@@ -46,7 +57,20 @@ def as_asked(options: Options) -> Options:
     if options.recipe is None and options.name is None:
         run_dir = find_run(None, options.runs_dir)
         options = replace(options, name=run_dir.name)
+    check_way(options)
     return options
+
+
+def check_way(options: Options) -> None:
+    """Refuse several ways of launching at once, and options that the chosen one does not take."""
+    given = options.given
+    ways = [way for way in ON_HOSTS if given[way]]
+    if len(ways) > 1:
+        raise UserError(f"{' and '.join(ways)} are different ways to get to hosts — keep one of them")
+    for name, takers in TAKEN_BY.items():
+        if given[name] and not set(ways) & set(takers):
+            where = f"a run by {ways[0]}" if ways else "a run on this machine"
+            raise UserError(f"{name} has no effect on {where} — leave it out, or give {' or '.join(takers)}")
 
 
 def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan]:
@@ -180,6 +204,22 @@ class Options:
     slurm: tuple[str, ...]
     prepared: bool
     worker_entry: str | None
+
+    @property
+    def given(self) -> dict[str, object]:
+        """What asks for hosts, and what is only for these, by its name on the command line."""
+        return {
+            "--hosts": self.hosts,
+            "--env": self.env,
+            "--slurm": self.slurm,
+            "--include": self.include,
+            "--exclude": self.exclude,
+            "--ssh-config": self.ssh_config,
+            "--ssh-options": self.ssh_options,
+            "--forward": self.forward,
+            "--set": self.settings,
+            "--ship-code": self.ship_code,
+        }
 
     @property
     def words(self) -> list[str]:

@@ -312,6 +312,7 @@ def _report(record: RunRecord, options: Options) -> int:
 def submit_job(options: Options) -> int:
     """Write a batch script into a new run folder and hand it to Slurm; the job fills the folder."""
     settings = slurm_settings(options.slurm)
+    forwarded(os.environ, options.forward, ())  # told now rather than by the job
     plan = recipe_of(options, need_files=False)[1]
     name = plan.run_name if options.name is None else options.name
     made = not options.runs_dir.exists()
@@ -326,8 +327,9 @@ def submit_job(options: Options) -> int:
         run_dir = create_run_folder(options.runs_dir, name, explicit=options.name is not None, mode=mode)
     again = ["--run", run_dir.name, "--runs-dir", str(run_dir.parent), "--env", "--prepared"]
     again += ["--resume"] * options.resume + ["--recipe-as-written"] * options.recipe_as_written
-    code = ["--ship-code"] if options.ship_code else []
-    command = [sys.executable, "-m", "distflow.launch", "launch", *options.words, *again, *code]
+    again += ["--ship-code"] * options.ship_code
+    again += [word for names in options.forward for word in ("--forward", names)]
+    command = [sys.executable, "-m", "distflow.launch", "launch", *options.words, *again]
     text = render_job(settings, run_dir, command, Path.cwd())
     if options.dry_run:
         click.echo(text, nl=False)

@@ -128,6 +128,24 @@ def test_the_recipe_as_written_is_read_anew(folder):
         assert (loaded.recipe.run.training_steps, loaded.overrides) == (500, ())
 
 
+@pytest.mark.parametrize(
+    "way, option, cure",
+    [
+        ({}, {"settings": ("A=b",)}, r"--set has no effect on a run on this machine — .* --hosts or --env"),
+        ({}, {"forward": ("A",)}, "--forward has no effect on a run on this machine"),
+        ({}, {"ship_code": True}, "--ship-code has no effect on a run on this machine"),
+        ({}, {"include": "gpu-1"}, "--include has no effect on a run on this machine — leave it out, or give --hosts"),
+        ({"env": True}, {"ssh_options": "-p 7"}, "--ssh-options has no effect on a run by --env"),
+        ({"slurm": ("nodes=2",)}, {"settings": ("A=b",)}, "--set has no effect on a run by --slurm"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(folder, way, option, cure):
+    with pytest.raises(UserError, match=cure):
+        as_asked(replace(folder._plain, recipe="quickstart", **way, **option))
+    everywhere = {"forward": ("HOME",), "ship_code": True}
+    assert as_asked(replace(folder._plain, recipe="quickstart", slurm=("nodes=2",), **everywhere)).ship_code
+
+
 def test_what_cannot_be_meant_is_refused(folder):
     folder.launch()
     with pytest.raises(UserError, match=r"--resume: .*/runs/mine was launched from .*mine.yaml, not from .*quickstart"):
@@ -136,6 +154,8 @@ def test_what_cannot_be_meant_is_refused(folder):
         as_asked(replace(folder._plain, recipe=None))
     with pytest.raises(UserError, match="--recipe-as-written: a new run always reads its recipe"):
         as_asked(replace(folder._plain, recipe="quickstart", recipe_as_written=True))
+    with pytest.raises(UserError, match="--env and --slurm are different ways to get to hosts — keep one of them"):
+        as_asked(replace(folder._plain, recipe="quickstart", env=True, slurm=("nodes=2",)))
     with pytest.raises(UserError, match="there is no run 'other'"):
         folder.resume(None, name="other")
 

@@ -92,6 +92,13 @@ def test_dry_run_prints_the_script_and_takes_no_name(hosts):
     assert not hosts.runs_dir.exists()
 
 
+def test_the_job_forwards_what_is_asked_for(hosts):
+    code, out, _ = launch(hosts, "--slurm", "nodes=2", "--dry-run", "--forward", "HOME,PATH", "--ship-code")
+    assert (code, "--ship-code --forward HOME,PATH\n" in out) == (0, True)
+    code, _, err = launch(hosts, "--slurm", "nodes=2", "--dry-run", "--forward", "NO_SUCH_THING")
+    assert (code, "--forward NO_SUCH_THING: not set here" in err) == (2, True)
+
+
 def test_dry_run_of_a_resume_leaves_the_run_as_it_is(hosts):
     run_dir = hosts.runs_dir / "quickstart-2"
     run_dir.mkdir(parents=True, mode=0o755)
