@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from distflow.errors import WorkerFailed
 from distflow.runtime.checkpoint.format import put_together
 from distflow.runtime.protocols import Backend, BackendSpec
 
-BackendMaker = Callable[[BackendSpec], Backend]
 PROMPTS = [[3], [4, 5, 6], [7, 8], [2, 3, 4, 5, 6]]
 SAMPLES = 3
 

@@ -52,7 +52,6 @@ LLAMA = {"model_type": "llama", "num_key_value_heads": 4}
 QWEN3 = {"model_type": "qwen3", "head_dim": 8, "num_hidden_layers": 2}
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
 GEMMA2 = {"model_type": "gemma2", "head_dim": 4, "final_logit_softcapping": 3.0, "sliding_window": 64}
-_GENERAL = tiny_model()["init"]
 
 
 def _model(init: dict[str, Any]) -> dict[str, Any]:
