@@ -36,6 +36,11 @@ _EXPECTED = {
 _MISSING = "required, but not given"
 _GROUPS = (("flow",), ("layout",), ("data",))
 """Sections that a group of files of the same name goes to."""
+_NAMES = {
+    "name": "letters, digits, '.', '_' and '-', of which the first is a letter or a digit; ",
+    "prefix": "lower-case letters, digits and '_', of which the first is a letter; ",
+}
+"""What keys whose values are names may hold."""
 
 
 def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[Problem]]:
@@ -155,7 +160,7 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
         allowed = details["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         return f"{given} is not allowed", did_you_mean(str(details["input"]), allowed)
     if kind == "string_pattern_mismatch":
-        return f"{given} is not allowed", meaning
+        return f"{given} is not allowed", _NAMES.get(key[-1], "") + meaning
     if kind == "finite_number" and key[-1].endswith("_s"):
         return f"{given} is not allowed", f"for never give a large number of seconds, up to {LONGEST_S:g}"
     if kind in _EXPECTED:

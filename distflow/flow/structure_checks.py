@@ -78,8 +78,13 @@ def check_homes(structure: Structure, problems: Problems) -> None:
     for node in structure.after_custody:
         pool, home = structure.sites[node.name], structure.home.name
         if node.role == "train" and node.model is None and pool != home:
-            message = f"step {node.name!r} of role 'train', without a model, runs where the samples are"
-            problems.add(f"layout.pools.{pool}.steps", message, f"leave it to pool {home!r}")
+            policy = structure.models.primary
+            message = (
+                f"step {node.name!r} of role 'train', without a model, runs where the samples are: on pool {home!r}, "
+                f"which trains {policy!r}"
+            )
+            cure = f"leave it to pool {home!r}, or what trains {policy!r} to pool {pool!r}"
+            problems.add(f"layout.pools.{pool}.steps", message, cure, others=[f"layout.pools.{home}.steps"])
 
 
 def check_further_homes(structure: Structure, problems: Problems) -> None:
@@ -93,7 +98,7 @@ def check_further_homes(structure: Structure, problems: Problems) -> None:
             message = f"{steps} on the pool that trains {', '.join(pool.homes)}: not built yet"
             early = all(node.role in ("generate", "score") for node in others)
             better = structure.rollout if early else structure.home
-            cure = f"leave it to {better.name!r}"
+            cure = f"leave it to {better.name!r}" if better != pool else "leave it to a pool that does not train"
             problems.add(f"layout.pools.{pool.name}.steps", message, cure)
 
 
