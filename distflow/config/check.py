@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from distflow.config.other_tools import meant
 from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe, StepConfig
 from distflow.config.yamlfile import KeyPath, dotted
-from distflow.errors import Problem, Problems, did_you_mean, nearest
+from distflow.errors import Places, Problem, Problems, did_you_mean, nearest
 
 Where = Callable[[str], str]
 """Key path with dots -> `file:line`."""
@@ -36,6 +36,15 @@ _EXPECTED = {
 _MISSING = "required, but not given"
 _GROUPS = (("flow",), ("layout",), ("data",))
 """Sections that a group of files of the same name goes to."""
+_CHOICES = {
+    "flow": "choose one, such as flow=grpo",
+    "flow.steps": "choose a flow, such as flow=grpo, or give steps of your own",
+    "layout": "choose one, such as layout=split",
+    "layout.pools": "choose a layout, such as layout=split, or give pools of your own",
+    "data": "choose one, such as data=arithmetic, or give data.source",
+    "models": "choose one, such as model@models.policy=tiny, or give models.policy a `path` or `init`",
+}
+"""Sections that cannot be left out or empty, and what fills them."""
 _NAMES = {
     "name": "letters, digits, '.', '_' and '-', of which the first is a letter or a digit; ",
     "prefix": "lower-case letters, digits and '_', of which the first is a letter; ",
@@ -142,7 +151,10 @@ def problem_of(details: ErrorDetails, where: Where, root: type[BaseModel] = Reci
     """A schema error in the terms of a recipe. `root` is the schema that was violated."""
     key = tuple(str(part) for part in details["loc"])
     message, cure = _words(details, key, root)
-    return Problem(where(dotted(key)), dotted(key) or "recipe", message, cure)
+    at = dotted(key)
+    if details["type"] == "too_short" and isinstance(where, Places):
+        at = where.newest([at, *where.removed(at)])
+    return Problem(where(at), dotted(key) or "recipe", message, cure)
 
 
 def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
@@ -152,7 +164,9 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
         return "unknown key", known_key(key, details["input"], root)
     meaning = _meaning(key, root)
     if kind == "missing":
-        return _MISSING, meaning
+        return _MISSING, _CHOICES.get(dotted(key), meaning)
+    if kind == "too_short":
+        return "it is empty", _CHOICES.get(dotted(key), meaning)
     if kind == "distflow":
         message, _, cure = details["msg"].partition("; ")
         return message, cure

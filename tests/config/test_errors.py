@@ -246,6 +246,8 @@ def test_no_words_of_the_libraries_underneath(tmp_path: Path) -> None:
         # What the command line removes is the command line's.
         ("", ["~batch.prompts"], "command line: batch.prompts — required, but not given"),
         ("", ["~models.policy.tokenizer"], "command line: models.policy.tokenizer — a new model needs a tokenizer"),
+        ("", ["models.policy=null"], "command line: models — it is empty — choose one, such as model@models.policy=tiny"),
+        ("", ["~layout"], "layout — required, but not given — choose one, such as layout=split"),
     ],
 )
 def test_the_key_that_the_user_touched_is_blamed(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:
