@@ -159,7 +159,7 @@ def problem_of(details: ErrorDetails, where: Where, root: type[BaseModel] = Reci
 
 def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
     kind = details["type"]
-    given = _quoted(details["input"])
+    given = quoted(details["input"])
     if kind == "extra_forbidden":
         return "unknown key", known_key(key, details["input"], root)
     meaning = _meaning(key, root)
@@ -203,7 +203,8 @@ def known_key(key: KeyPath, given: object = None, root: type[BaseModel] = Recipe
         return did_you_mean(key[-1], siblings)
     words = list(_words_of(key[-1], given))[::-1]
     found = (text for word in words for text in (meant(word), _elsewhere(word)) if text)
-    return next(found, did_you_mean(key[-1], siblings))
+    told = next(found, did_you_mean(key[-1], siblings))
+    return told.replace("models.policy.", "models.critic.") if words[-1] == "critic" else told
 
 
 def _words_of(word: str, given: object) -> Iterator[str]:
@@ -255,7 +256,7 @@ def _lower(message: str) -> str:
     return re.sub(r"^\w+ should", "should", message)
 
 
-def _quoted(value: object) -> str:
+def quoted(value: object) -> str:
     """As it would be written in YAML, as far as that differs from Python."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "…"

@@ -107,6 +107,7 @@ def test_one_mistake(override: str, message: str) -> None:
     "override, message",
     [
         ("lr=1e-4", "command line: lr — unknown key — did you mean models.policy.optimizer.lr?"),
+        ("critic.optim.lr=1e-5", "command line: critic — unknown key — did you mean models.critic.optimizer.lr?"),
         ("run.lr=1e-4", "run.lr — unknown key — did you mean models.policy.optimizer.lr?"),
         ("prompts=8", "prompts — unknown key — did you mean batch.prompts?"),
         ("threads=2", "threads — unknown key — did you mean layout.pools.NAME.threads?"),

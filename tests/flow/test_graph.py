@@ -92,6 +92,7 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
             ["flow.steps.advantage.with.scal=2"],
             "flow.steps.advantage.with.scal — unknown setting — did you mean 'scale'?",
         ),
+        (["flow.steps.advantage.with.scale=null"], "flow.steps.advantage.with.scale — expected a number, got null"),
         (["flow.steps.advantage.with.scale=big"], "flow.steps.advantage.with.scale — expected a number, got 'big'"),
         (["flow.steps.advantage.with.weights=0.5"], "with.weights — expected a list of numbers, or null, got 0.5"),
         (["flow.steps.reward.call=./steps.py:reword"], "defines no 'reword' at its top level; did you mean 'reward'?"),
