@@ -32,7 +32,7 @@ def check_further_generation(structure: Structure, problems: Problems) -> None:
     """Refuse where, and beside what, further models do not generate."""
     by_name = {pool.name: pool for pool in structure.pools}
     for node in structure.steps:
-        if not node.generates_further:
+        if not node.generates_further or node.name not in structure.sites:
             continue
         key, pool = f"layout.pools.{structure.sites[node.name]}.steps", by_name[structure.sites[node.name]]
         for message, cure in _further_complaints(node, pool, structure):

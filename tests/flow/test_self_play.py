@@ -176,6 +176,11 @@ def test_samples_of_both_are_dumped() -> None:
             "models.solver.head — step 'solve' generates with it, and a model with `head: value` has no next tokens",
         ),
         (
+            ["layout=self_play", "layout.pools.rollout.steps=[solve]"],
+            "layout.pools.rollout.steps — the pools rollout, solver_rollout all take step 'solve' (role 'generate')",
+        ),
+        (["batch.critic_warmup=5"], "batch.critic_warmup — this flow trains no critic"),
+        (
             ["layout=split", "layout.pools.trainer.steps=[solve]"],
             "step 'solve' generates with 'solver' on pool 'trainer', which trains and does not generate: not built yet",
         ),
