@@ -144,4 +144,6 @@ def _report_idle(name: str, used: Sequence[str], problems: Problems) -> None:
     close = nearest(name, used)
     cure = f"set it for {', '.join(used)}, or choose another layout: {others}"
     cure = cure if close is None else f"did you mean {close!r}? Otherwise {cure}"
-    problems.add(f"layout.pools.{name}", message, cure)
+    key = f"layout.pools.{name}"
+    emptied = problems.where.newest([key, f"{key}.steps", f"{key}.roles"])
+    problems.add(emptied, message, cure if emptied == key else "remove it, or name the steps that the pool takes")

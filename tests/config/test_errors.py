@@ -93,6 +93,7 @@ def test_a_wrong_type(tmp_path: Path) -> None:
         ("model@models.judge=null", "model@models.judge — cannot be removed: nothing chooses it"),
         ("~run.sed", "run.sed — cannot be removed: there is no such key — did you mean 'seed'?"),
         ("batch.prompts", "command line: batch.prompts — cannot be read as an override — expected KEY=VALUE"),
+        ('layout.pools.rollout.each={"1": {threads: 2}}', "'KEY=\"a, b\"'; keys within braces stand without quotes"),
         ("batch.prompts=1,2", "several values for one key — give one value; write a list as KEY=[a,b]"),
         ("run.seed=${oc.env:DISTFLOW_NO_SUCH}", "the environment variable DISTFLOW_NO_SUCH is not set"),
         ("run.seed=${run.sede}", "run.seed — the interpolation cannot be resolved: Interpolation key 'run.sede'"),
