@@ -192,7 +192,8 @@ def check_private_steps(structure: Structure, problems: Problems) -> None:
         key = f"layout.pools.{pool}" + (f".each.{index}.steps" if index != EVERY else ".steps")
         if pool not in generating:
             cure = f"put them on pool {generating[0]!r}"
-            problems.add(key, "a worker's own steps need a generating pool", cure)
+            message = f"a worker's own steps need a pool that generates with {structure.models.primary!r}"
+            problems.add(key, message, cure)
             continue
         for node in nodes:
             if node.name in names:
