@@ -186,9 +186,7 @@ def _producers(steps: Sequence[StepNode], problems: Problems) -> dict[str, StepN
     return producers
 
 
-def _report_missing(
-    node: StepNode, field: str, steps: Sequence[StepNode], known: set[str], problems: Problems
-) -> None:
+def _report_missing(node: StepNode, field: str, steps: Sequence[StepNode], known: set[str], problems: Problems) -> None:
     setting = node.conditions.get(field)
     if setting == SEVERAL_UPDATES:
         why = " because batch.minibatches × batch.epochs is more than 1"

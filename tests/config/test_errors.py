@@ -248,7 +248,11 @@ def test_no_words_of_the_libraries_underneath(tmp_path: Path) -> None:
         # What the command line removes is the command line's.
         ("", ["~batch.prompts"], "command line: batch.prompts — required, but not given"),
         ("", ["~models.policy.tokenizer"], "command line: models.policy.tokenizer — a new model needs a tokenizer"),
-        ("", ["models.policy=null"], "command line: models — it is empty — choose one, such as model@models.policy=tiny"),
+        (
+            "",
+            ["models.policy=null"],
+            "command line: models — it is empty — choose one, such as model@models.policy=tiny",
+        ),
         ("", ["~layout"], "layout — required, but not given — choose one, such as layout=split"),
     ],
 )

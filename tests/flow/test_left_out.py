@@ -96,7 +96,9 @@ def test_a_pool_that_was_given_no_role_is_a_mistake(refused: Callable[..., str])
 
 def test_a_pool_of_a_shipped_layout_is_found_there(refused: Callable[..., str]) -> None:
     text = refused("layout.pools.critic.count=2")
-    assert "pool critic no roles, so no step runs on it — set it for rollout, trainer, or choose another layout: " in text
+    assert (
+        "pool critic no roles, so no step runs on it — set it for rollout, trainer, or choose another layout: " in text
+    )
     assert text.rstrip().endswith("layout=critic has it")
     text = refused("layout=self_play", "layout.pools.solver_rollout.steps=[]")
     assert "command line: layout.pools.solver_rollout.steps — the layout gives pool solver_rollout no roles" in text

@@ -67,8 +67,8 @@ def test_fields_read_because_of_a_setting_have_it_too() -> None:
     [
         (
             "flow.steps.solve.prefix=sovler",
-            "command line: flow.steps.solve.prefix — step 'solver_update' reads fields under 'solver', which this takes "
-            "away — flow.steps.solve.prefix=solver, or",
+            "command line: flow.steps.solve.prefix — step 'solver_update' reads fields under 'solver', which this "
+            "takes away — flow.steps.solve.prefix=solver, or",
         ),
         (
             "flow.steps.solver_advantage.prefix=sovler",
@@ -79,7 +79,7 @@ def test_fields_read_because_of_a_setting_have_it_too() -> None:
             "flow.steps.solve=null",
             'solver_sample: {call: "distflow.workers.rollout:sample", model: solver, prefix: solver}',
         ),
-        ("flow.steps.solve.prefix=a/b", "'a/b' is not allowed — lower-case letters, digits and '_', of which the first"),
+        ("flow.steps.solve.prefix=a/b", "'a/b' is not allowed — lower-case letters, digits and '_', of which"),
     ],
 )
 def test_a_wrong_prefix_is_told_where_it_was_written(override: str, told: str) -> None:
