@@ -77,7 +77,7 @@ def _chosen(keys: str, steps: list[dict[str, float]]) -> list[str]:
     for key in [part.strip() for part in keys.split(",") if part.strip()]:
         found = [name for name in there if fnmatchcase(name, key)]
         if not found and steps and key != "step":
-            near = get_close_matches(key, there, n=3)
+            near = get_close_matches(key, there, n=3) or [name for name in there if key in name][:3]
             hint = f"did you mean {', '.join(near)}?" if near else "`--json` prints all metrics"
             raise UserError(f"--keys {key}: the run has no metric of this name — {hint}")
         chosen += found

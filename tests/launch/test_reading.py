@@ -268,6 +268,8 @@ def test_metrics_can_be_narrowed_to_some_and_written_as_csv(fake_run, capsys):
     assert "--keys critic/scor/mean: the run has no metric of this name — did you mean critic/score/mean" in (
         capsys.readouterr().err
     )
+    assert distflow([*where, "--keys", "score"]) == 2
+    assert "did you mean critic/score/mean" in capsys.readouterr().err
 
 
 def test_metrics_that_make_too_long_lines_have_a_line_each(fake_run, capsys):
