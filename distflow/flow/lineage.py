@@ -24,6 +24,8 @@ FIXED = re.compile(
 """Keys that decide the order of the data and what the weights mean: with other values a checkpoint is useless."""
 FREE = re.compile(r"run\.(?!training_steps$).*|layout\.(?!max_staleness$).*|limits\..*|security\..*")
 """Keys that say where and how long to run: they do not change how the run continues."""
+_NAMED = re.compile(r"(layout\.pools|flow\.steps|models)\.[^.]+\.")
+"""Before the keys of what users name."""
 ARITHMETIC = "arithmetic"
 """Key of the arithmetic in a training worker's part of a checkpoint."""
 OF_MACHINE = ("processor", "PyTorch")
@@ -35,20 +37,24 @@ _VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key of the recipe whose value has changed."""
+    """One key of the recipe whose value has changed, or a pool, step or model that has come or gone as a whole."""
 
     key: str
     was: object
     now: object
+    below: tuple[str, ...] = ()
+    """The keys of what has come or gone as a whole."""
 
     @property
     def forbidden(self) -> bool:
         """Whether the checkpoint cannot be used with this change."""
-        return FIXED.fullmatch(self.key) is not None
+        return any(FIXED.fullmatch(key) is not None for key in (self.key, *self.below))
 
     def __str__(self) -> str:
         if self.key.startswith(_CODE):
             return f"{self.key} has changed"
+        if self.below:
+            return f"{self.key} is {'new' if self.was is None else 'no longer there'}"
         return f"{self.key} was {json.dumps(self.was)}, is {json.dumps(self.now)}"
 
 
@@ -69,9 +75,19 @@ def leaves(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """The differences between two lineages, by key."""
+    """The differences between two lineages, by key; what has come or gone as a whole is one of them."""
     keys = [key for key in sorted({*was, *now}) if key not in was or key not in now or was[key] != now[key]]
-    return [Change(key, was.get(key), now.get(key)) for key in keys]
+    whole = dict[str, list[str]]()
+    for key in keys:
+        named = _NAMED.match(key)
+        if named and not all(any(other.startswith(named[0]) for other in side) for side in (was, now)):
+            whole.setdefault(named[0].removesuffix("."), []).append(key)
+    below = {key for one in whole.values() for key in one}
+    found = [Change(key, was.get(key), now.get(key)) for key in keys if key not in below]
+    for name, inside in whole.items():
+        there = any(key in was for key in inside)
+        found.append(Change(name, name if there else None, None if there else name, tuple(inside)))
+    return sorted(found, key=lambda change: change.key)
 
 
 def _leaves(at: str, value: object) -> Iterator[tuple[str, Any]]:

@@ -107,8 +107,8 @@ class Updates:
         denominator = self._totals.pop(model, 0.0)
         if denominator <= 0:
             raise WorkerFailed(
-                f"training step {self._step}: nothing to train {model!r} on — no step accumulated a loss for it, "
-                f"or response_mask is empty everywhere"
+                f"training step {self._step}: nothing to train {model!r} on — no step accumulated a loss for it and "
+                "added its divisor to ctx.denominators, or response_mask is empty everywhere"
             )
         backend, metrics, prefix = self._models[model], self._metrics, self._trained[model]
         backend.schedule_at(self._step * self._batch.updates + self._done[model])

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from distflow.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 WIDTH = 200
 """Width of a table written to a pipe or a file."""
@@ -73,7 +77,7 @@ def _chosen(keys: str, steps: list[dict[str, float]]) -> list[str]:
     for key in [part.strip() for part in keys.split(",") if part.strip()]:
         found = [name for name in there if fnmatchcase(name, key)]
         if not found and steps and key != "step":
-            near = get_close_matches(key, there, n=3)
+            near = get_close_matches(key, there, n=3) or [name for name in there if key in name][:3]
             hint = f"did you mean {', '.join(near)}?" if near else "`--json` prints all metrics"
             raise UserError(f"--keys {key}: the run has no metric of this name — {hint}")
         chosen += found
@@ -95,13 +99,34 @@ def _finite(step: dict[str, float]) -> dict[str, float | None]:
 
 
 def _print_table(steps: list[dict[str, float]], table_columns: Sequence[tuple[str, str, str]]) -> None:
+    """One line per training step; one per metric if these lines were too long, of the last steps that have room."""
     from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    columns = [column for column in table_columns if any(column[1] in step for step in steps)]
+    found = [
+        [label, *(form.format(step[name]) if name in step else "" for step in steps)] for label, name, form in columns
+    ]
+    if sum(_room(cells) for cells in found) > console.width:
+        several = [_room(cells) for cells in zip(*found, strict=True)]
+        shown = max(1, sum(sum(several[-last:]) <= console.width - several[0] for last in range(1, len(several))))
+        if shown < len(steps):
+            click.echo(f"the last {shown} of {len(steps)} training steps; --csv prints all", err=True)
+        found = [list(row) for row in zip(*([cells[0], *cells[-shown:]] for cells in found), strict=True)]
+    console.print(_table(found))
+
+
+def _room(cells: Sequence[str]) -> int:
+    return max(map(len, cells), default=0) + 1
+
+
+def _table(columns: Sequence[Sequence[str]]) -> Table:
+    """A table of columns that begin with their heads."""
     from rich.table import Table
 
-    columns = [column for column in table_columns if any(column[1] in step for step in steps)]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for label, _, _ in columns:
-        table.add_column(label, justify="right")
-    for step in steps:
-        table.add_row(*(form.format(step[name]) if name in step else "" for _, name, form in columns))
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+    for head, *_ in columns:
+        table.add_column(head, justify="right", overflow="fold")
+    for row in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*row)
+    return table

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from distflow.flow.lineage import FIXED, lineage
+from distflow.config.load import recipe_to_mapping
+from distflow.flow.lineage import FIXED, changes, leaves, lineage
 from distflow.flow.plan import Plan, digest_parts
 from distflow.flow.recipe_check import plan_recipe
 
@@ -146,3 +147,20 @@ def test_the_code_of_a_function_that_a_setting_names_counts(folder) -> None:
     folder.write("mine.py", "def f(sample): return 1.0\n")
     after = parts("quickstart", override)
     assert {name for name in before if before[name] != after[name]} == {"code of step reward.function"}
+
+
+def test_what_has_come_or_gone_as_a_whole_is_one_change() -> None:
+    play, ppo = (
+        leaves(recipe_to_mapping(planned("quickstart", flow).recipe)) for flow in ("flow=self_play", "flow=ppo")
+    )
+    assert leaves({"layout": {"pools": {"one": {"each": {}}}}}) == {"layout.pools.one.each": {}}
+    found = {change.key: change for change in changes(play, ppo)}
+    assert str(found["flow.steps.solve"]) == "flow.steps.solve is no longer there"
+    assert str(found["flow.steps.gae"]) == "flow.steps.gae is new"
+    assert str(found["flow.steps.reward.prefix"]) == 'flow.steps.reward.prefix was "solver", is null'
+    assert str(found["models.critic"]) == "models.critic is new"
+    assert found["models.critic"].forbidden
+    assert not found["flow.steps.gae"].forbidden
+    assert not any(key.startswith(("flow.steps.solve.", "models.critic.")) for key in found)
+    moved = changes(*(leaves({"layout": {"pools": {name: {"count": 1, "zero": None}}}}) for name in ("one", "two")))
+    assert [str(change) for change in moved] == ["layout.pools.one is no longer there", "layout.pools.two is new"]

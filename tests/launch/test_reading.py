@@ -268,6 +268,28 @@ def test_metrics_can_be_narrowed_to_some_and_written_as_csv(fake_run, capsys):
     assert "--keys critic/scor/mean: the run has no metric of this name — did you mean critic/score/mean" in (
         capsys.readouterr().err
     )
+    assert distflow([*where, "--keys", "score"]) == 2
+    assert "did you mean critic/score/mean" in capsys.readouterr().err
+
+
+def test_metrics_that_make_too_long_lines_have_a_line_each(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 30}})
+    run.run()
+    names = [f"mine/a_rather_long_name_{number:02}" for number in range(12)]
+    with (run.run_dir / "metrics" / "trainer-0.jsonl").open("a") as file:
+        for step in range(1, 31):
+            file.write(json.dumps({"step": step, "term": 0, **dict.fromkeys(names, step / 7)}) + "\n")
+    assert distflow(["metrics", "--keys", "mine/*", *runs_dir(run)]) == 0
+    told = capsys.readouterr()
+    rows = [line.split() for line in told.out.splitlines()]
+    assert [row[0] for row in rows] == ["step", *names]
+    assert rows[0][-1] == "30"
+    shown = len(rows[0]) - 1
+    assert 12 < shown < 30
+    assert told.err == f"the last {shown} of 30 training steps; --csv prints all\n"
+    assert distflow(["metrics", "--keys", "mine/*", "--last", "2", *runs_dir(run)]) == 0
+    told = capsys.readouterr()
+    assert (told.out.splitlines()[0].split(), told.err) == (["step", "29", "30"], "")
 
 
 def sample(position, index, term, reward):
