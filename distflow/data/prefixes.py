@@ -68,7 +68,7 @@ def _texts_complaint(rows: Batch) -> str | None:
             texts = column.texts()
             tasks = [json.loads(text) for text in texts] if name == "task" else []
         except ValueError as error:
-            return f"has what is no text, or no JSON, in {name}: {error}"
+            return f"has a {name} that is no {'JSON' if name == 'task' else 'text'}: {error}"
         if any(not isinstance(task, dict) for task in tasks):
             return "has a task that is no JSON object"
     return None

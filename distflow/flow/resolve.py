@@ -107,8 +107,16 @@ def _import_file(path: Path, call: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # of the user's code, reported as it is
         del sys.modules[name]
-        raise PluginError(f"{call}: importing {path} raised {type(error).__name__}: {error}") from error
+        message = f"{call}: importing {path} raised {type(error).__name__}: {error}{_beside(path, error)}"
+        raise PluginError(message) from error
     return module
+
+
+def _beside(path: Path, error: Exception) -> str:
+    """What to do if a plug-in's file lacks a module that lies beside it."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    there = name and (path.with_name(f"{name}.py").is_file() or path.with_name(name).is_dir())
+    return f" — what lies beside it is found with PYTHONPATH={path.parent} before the command" if there else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,12 @@ from distflow.weights.receiver import WeightInbox
 def wrong_prompts(plan: Plan, step: str, rows: Batch) -> str | None:
     """What is wrong with a group that a further model is to generate for; None: nothing."""
     prefix = next(one.prefix for one in plan.further_generation if one.name == step)
-    return prompts_complaint(
+    wrong = prompts_complaint(
         own_fields(rows, prefix), plan.batch.samples_per_prompt, plan.recipe.data.max_prompt_tokens
     )
+    field = prefixed("prompt_ids", prefix)
+    writers = " and ".join(repr(one.name) for one in plan.steps if field in one.writes)
+    return None if wrong is None else f"{wrong} — step {writers} writes {field} and what belongs to it"
 
 
 class FurtherGenerating:

@@ -13,6 +13,8 @@ from distflow.data.prefixes import prompts_complaint
 from distflow.errors import StepError
 from distflow.exchange.sample_channel import _oldest
 from distflow.flow.plan import StepPlan
+from distflow.flow.recipe_check import plan_recipe
+from distflow.runtime.further_generating import wrong_prompts
 from distflow.runtime.metrics import MetricStore, PrefixedMetrics
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.types import Version
@@ -130,10 +132,20 @@ def prompts(**columns: Ragged | torch.Tensor) -> Batch:
         ({"prompt_ids": ragged([1], [-1])}, "a negative token id"),
         ({"prompt_ids": torch.tensor([1, 2])}, "no rows of int64 token ids"),
         ({"prompt_text": ragged([1], [2])}, "no texts in prompt_text"),
-        ({"task": Ragged.from_texts(["{}", "{"])}, "no JSON, in task"),
+        ({"task": Ragged.from_texts(["{}", "{"])}, "a task that is no JSON: Expecting"),
         ({"task": Ragged.from_texts(["{}", "[]"])}, "a task that is no JSON object"),
     ],
 )
 def test_prompts_for_a_further_model_are_checked(columns: dict[str, Ragged], wrong: str | None) -> None:
     found = prompts_complaint(prompts(**columns), samples=2, longest=4)
     assert (found is None) if wrong is None else re.search(wrong, found or ""), found
+
+
+def test_who_wrote_a_wrong_prompt_is_told() -> None:
+    plan = plan_recipe("quickstart", ["flow=self_play", "batch.samples_per_prompt=2"])[1]
+    given = prompts(prompt_ids=ragged([1], [])).columns
+    same = ("uid", "group", "sample")
+    rows = Batch({name if name in same else f"solver/{name}": column for name, column in given.items()})
+    told = wrong_prompts(plan, "solve", rows)
+    assert told is not None
+    assert told.startswith("has prompts of 0 to 1 tokens; expected 1 to 16 (data.max_prompt_tokens) — step 'propose' ")

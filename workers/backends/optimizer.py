@@ -117,8 +117,8 @@ class ScheduledAdamW(ABC):
         where = f"not finite in {', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}" if bad else "each entry is finite"
         return WorkerFailed(
             f"gradient norm is {norm} at optimizer step {self.steps + 1} ({where}; denominator {denominator}); the "
-            "weights were not changed. Look for infinite rewards or advantages, lower models.<name>.optimizer.lr, or "
-            "use a wider models.<name>.dtype"
+            "weights were not changed. Look for infinite rewards, advantages or losses, lower "
+            "models.<name>.optimizer.lr, or use a wider models.<name>.dtype"
         )
 
 
