@@ -52,10 +52,15 @@ class _RunningGroup:
 
 
 class FurtherCore:
-    """The groups of one further model at one worker. `refresh`: when newer weights are taken."""
+    """The groups of one further model at one worker. `refresh`: when newer weights are taken.
 
-    def __init__(self, refresh: Refresh = "eager") -> None:
+    `for_others`: they come from calls. A caller keeps what needs newer weights until these are loaded, so a worker that
+    waits for such a group takes them when nothing that it was asked for is left to start.
+    """
+
+    def __init__(self, refresh: Refresh = "eager", *, for_others: bool = False) -> None:
         self._refresh = refresh
+        self._for_others = for_others
         self._queued: dict[Hashable, WantedGroup] = {}
         self._running: dict[int, _RunningGroup] = {}
         """By position."""
@@ -167,4 +172,6 @@ class FurtherCore:
             return True
         if self._refresh == "when_idle":
             return not self._running
+        if self._for_others and not self._queued:
+            return True
         return any(not self._fresh(wanted, loaded) for wanted in self._queued.values())

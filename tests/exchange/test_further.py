@@ -78,6 +78,21 @@ def test_newer_weights_are_taken_as_the_layout_says(refresh: Refresh, loads: boo
     assert core.something(Version(0, 0), newer=True)
 
 
+def test_a_worker_that_generates_for_others_takes_weights_before_anybody_can_ask_for_them() -> None:
+    """Callers keep what needs version 1 until it is loaded, so at the bound it would wait for them, and they for it."""
+    core = FurtherCore("at_bound", for_others=True)
+    core.ask(group("a", 1))
+    core.ask(group("b", 2))
+    assert core.turn(G, FIRST, FIRST, newer=True).start == ["a"], "there is work that needs no newer weights"
+    assert not core.turn(0, FIRST, FIRST, newer=True).load
+    core.collect(finished(1))
+    assert core.turn(G, FIRST, FIRST, newer=True).start == ["b"]
+    assert core.turn(0, FIRST, FIRST, newer=True).load
+    assert core.something(FIRST, newer=True)
+    alone = FurtherCore("at_bound")
+    assert not alone.something(FIRST, newer=True), "who leases its groups itself knows what they need"
+
+
 # -- over calls
 
 
