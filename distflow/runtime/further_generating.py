@@ -134,7 +134,7 @@ class FurtherGenerating:
     def begin_term(self, term: int, begins: Mapping[int, int]) -> None:
         """Training has restarted (`begins`: training steps by term)."""
         self._inbox.begin_term(term, begins)
-        self._core.begin_term(begins, self._inbox.loaded)
+        self._core.begin_term(begins)
 
     # -- on the main thread
 
