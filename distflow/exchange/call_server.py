@@ -146,6 +146,10 @@ class CallServer:
     def __contains__(self, key: CallKey) -> bool:
         return key in self._queued or key in self._working
 
+    def works_on(self, key: CallKey) -> bool:
+        """Whether a request has been begun and is not answered yet."""
+        return key in self._working
+
     @property
     def load(self) -> int:
         """Tokens of the requests that are not answered yet."""
