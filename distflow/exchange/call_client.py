@@ -359,21 +359,16 @@ class CallClient:
         if target is not None and not self._targets.silent(target):
             return self._put(request, target)
         again = (live or holders)[0]
-        return self._put(request, again) if self._may_be_lost(request, again) else None
-
-    def _may_be_lost(self, request: _Open, target: CallTarget) -> bool:
-        """Whether a server that has a request should have answered by now, by what it says it has to do."""
-        waited = self._targets.clock - request.sent
-        return waited >= request.wait and waited >= SLOW * (self._expected_s(request, target) or 0.0)
+        # It may be lost once its server should have answered, by what that says it has to do.
+        late_s = max(request.wait, SLOW * (self._expected_s(request, again) or 0.0))
+        return self._put(request, again) if self._targets.clock - request.sent >= late_s else None
 
     def _helper(self, request: _Open, others: Sequence[CallTarget]) -> CallTarget | None:
         """A server that would have answered long before now."""
         waited = self._targets.clock - min(request.at.values())
         if waited < SLOW_S:
             return None
-        for target in others:
-            if target.name in request.at:
-                continue
+        for target in (other for other in others if other.name not in request.at):
             expected_s = self._expected_s(request, target)
             unknown_s = inf if target.estimate else UNKNOWN_S
             if waited < (unknown_s if expected_s is None else SLOW * expected_s):
@@ -393,8 +388,8 @@ class CallClient:
         target.put(request.number, call.t, call.nbytes, call.tokens)
         request.sent, request.wait = clock, min(LONGEST_RESEND_S, max(2 * request.wait, RESEND_S))
         request.at[target.name] = request.at.pop(target.name, clock)
-        message = CallRequest(call.step, request.number, call.t, call.need, call.tokens, call.at_least)
-        return OutgoingCall(target.name, message)
+        body = CallRequest(call.step, request.number, call.t, call.need, call.tokens, call.at_least)
+        return OutgoingCall(target.name, body)
 
 
 def _newest_first(request: _Open) -> tuple[int, int]:

@@ -81,6 +81,10 @@ class Run:
         files = [*self.folder.glob("metrics/trainer-*.jsonl"), *self.folder.glob("metrics/worker-*.jsonl")]
         return sum(file.read_text().count("\n") for file in files)
 
+    def saved(self) -> list[int]:
+        """The training steps after which a whole checkpoint was saved, in order."""
+        return sorted(int(path.parent.name.removeprefix("step_")) for path in self.folder.glob("checkpoints/*/COMMIT"))
+
     def version(self) -> int:
         """Of the policy, as the training worker tells it: also while nothing can be written."""
         told = cli("status", self.name, "--json", "--runs-dir", str(self.folder.parent))

@@ -61,13 +61,13 @@ def test_ended_in_the_midst_with_stale_samples_and_resumed(launch: Launch, victi
     """In-flight groups, taken ones of the open step, and those that wait for later steps are all sampled again."""
     settings = ["run.training_steps=30", "layout.max_staleness=2", "run.save_every=5", "layout.on_failure=stop"]
     first = launch("quickstart", *SMALL, *settings)
-    first.until(lambda: first.steps_done() >= 8, "the eighth training step")
+    first.until(lambda: first.steps_done() >= 8 and first.saved(), "the eighth training step, and a checkpoint")
     if victim == "launch":
         os.kill(first.process.pid, signal.SIGINT)
     else:
         os.kill(first.pid_of(victim), signal.SIGKILL)
     assert first.wait() == (130 if victim == "launch" else 3), first.output
-    begin = max(int(path.parent.name.removeprefix("step_")) for path in first.folder.glob("checkpoints/step_*/COMMIT"))
+    begin = max(first.saved())
     second = launch("quickstart", *SMALL, *settings, "--resume", f"run.stop_after={begin + 1}", name=first.name)
     assert second.wait() == 0, second.output
     trained_once(second, begin + 1)

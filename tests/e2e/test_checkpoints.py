@@ -14,26 +14,22 @@ def log_of(run: Run, worker: str) -> str:
     return (run.folder / "logs" / f"{worker.replace('/', '-')}.log").read_text()
 
 
-def steps_saved(run: Run) -> list[int]:
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in run.folder.glob("checkpoints/step_*/COMMIT"))
-
-
 def test_a_full_disk_costs_checkpoints_and_not_the_run(launch: Launch) -> None:
     """The disk refuses what is beyond a size that only a model's part has."""
     run = launch("quickstart", *PACED, "run.training_steps=250", "run.save_every=2", "run.trace=false")
-    run.until(lambda: steps_saved(run), "the first checkpoint")
+    run.until(run.saved, "the first checkpoint")
     trainer = psutil.Process(run.pid_of("trainer/0"))
     trainer.rlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     run.until(lambda: log_of(run, "trainer/0").count("could not write the") >= 2, "two checkpoints without room")
-    newest = steps_saved(run)[-1]
+    newest = run.saved()[-1]
     assert f"the newest one is step_{newest:06d}" in log_of(run, "trainer/0")
     trainer.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    run.until(lambda: steps_saved(run)[-1] > newest, "a checkpoint with room again")
+    run.until(lambda: run.saved()[-1] > newest, "a checkpoint with room again")
     assert cli("stop", run.name, "--runs-dir", str(run.folder.parent)).returncode == 0
     assert run.wait() == 130, run.output
     metrics = run.metrics()
     assert sum(line.get("checkpoint/failed/count", 0.0) for line in metrics) >= 2
-    assert steps_saved(run)[-1] == metrics[-1]["step"]
+    assert run.saved()[-1] == metrics[-1]["step"]
     assert not list(run.folder.glob("checkpoints/draft_*"))
 
 
@@ -41,7 +37,7 @@ def test_damaged_checkpoints_are_named_and_an_older_one_is_gone_on_from(launch: 
     settings = ["run.training_steps=24", "run.save_every=4", "run.keep_checkpoints=9"]
     first = launch("quickstart", *SMALL, *settings, "run.stop_after=20")
     assert first.wait() == 0, first.output
-    saved = steps_saved(first)
+    saved = first.saved()
     assert saved[-1] == 20
     flipped, truncated, lacking, whole = (
         first.folder / "checkpoints" / f"step_{step:06d}" for step in reversed(saved[-4:])
@@ -62,7 +58,7 @@ def test_damaged_checkpoints_are_named_and_an_older_one_is_gone_on_from(launch: 
     ):
         assert line in second.output, second.output
     check_trained_once(second, 24)
-    assert steps_saved(second)[-1] == 24
+    assert second.saved()[-1] == 24
     aside = {path.name for path in (second.folder / "checkpoints").glob("ignored_*")}
     assert aside == {folder.name.replace("step_", "ignored_") for folder in (flipped, truncated, lacking)}
 

@@ -26,7 +26,7 @@ def steps_of(run: Run, stem: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("victim", ["critic/1", "trainer/0"])
 def test_whoever_trains_dies_both_homes_go_back_to_one_step(launch: Launch, victim: str) -> None:
     run = launch("quickstart", *CRITIC, f"run.training_steps={STEPS}", "run.save_every=5")
-    run.until(lambda: list(run.folder.glob("checkpoints/*/COMMIT")), "a checkpoint")
+    run.until(run.saved, "a checkpoint")
     os.kill(run.pid_of(victim), signal.SIGKILL)
     assert run.wait() == 0, run.output
     check_trained_once(run, STEPS)
@@ -127,8 +127,8 @@ def test_a_stopped_run_has_both_models_at_one_step(launch: Launch, settings: lis
     run.until(lambda: run.steps_done() >= 6, "some training steps")
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.output
-    (newest,) = list(run.folder.glob("checkpoints/step_*/COMMIT"))[-1:]
-    names = {path.name for path in newest.parent.iterdir()}
+    newest = run.folder / "checkpoints" / f"step_{run.saved()[-1]:06d}"
+    names = {path.name for path in newest.iterdir()}
     assert {"model-policy-trainer-0.safetensors", "model-critic-critic-0.safetensors"} <= names
     assert run.leftovers() == []
     done = max(int(line["step"]) for line in run.metrics())

@@ -8,7 +8,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -63,7 +62,7 @@ def kill_and_resume(launch: Launch, settings: list[str], when: Callable[[Run], o
     delay = random.uniform(0.0, 0.1)
     time.sleep(delay)
     kill_everything(first)
-    begin = max(int(path.parent.name.removeprefix("step_")) for path in first.folder.glob("checkpoints/step_*/COMMIT"))
+    begin = max(first.saved())
     trained = first.steps_done()
     second = launch("quickstart", DETERMINISTIC, *settings, "--resume", name=first.name)
     assert second.wait(LONG_S) == 0, second.output
@@ -73,13 +72,9 @@ def kill_and_resume(launch: Launch, settings: list[str], when: Callable[[Run], o
     return second
 
 
-def saved(run: Run) -> list[Path]:
-    return list(run.folder.glob("checkpoints/step_*/COMMIT"))
-
-
 def saved_and_trained(steps: int) -> Callable[[Run], bool]:
     """Whether there is a checkpoint, and so many training steps are done."""
-    return lambda run: bool(saved(run)) and run.steps_done() >= steps
+    return lambda run: bool(run.saved()) and run.steps_done() >= steps
 
 
 LONG_S = 900.0

@@ -124,7 +124,7 @@ def test_one_of_two_that_generate_for_others_dies(launch: Launch) -> None:
 def test_whoever_trains_dies_both_homes_go_back_to_one_step(launch: Launch, victim: str) -> None:
     settings = [*SLOW, f"run.training_steps={STEPS}", "run.save_every=5", "layout.max_staleness=1"]
     run = launch("quickstart", *settings)
-    run.until(lambda: list(run.folder.glob("checkpoints/*/COMMIT")), "a checkpoint")
+    run.until(run.saved, "a checkpoint")
     os.kill(run.pid_of(victim), signal.SIGKILL)
     assert run.wait() == 0, run.output
     check_trained_once(run, STEPS)

@@ -44,7 +44,7 @@ def test_a_killed_training_worker_comes_back(
         pytest.importorskip("deepspeed")
     run = launch("quickstart", *SMALL, *layout, f"run.training_steps={STEPS}")
     run.until(lambda: run.steps_done() >= 8 * (1 + ("count=2" in str(layout))), "the eighth training step")
-    run.until(lambda: list(run.folder.glob("checkpoints/*/COMMIT")), "a checkpoint, which a busy disk may hold up")
+    run.until(run.saved, "a checkpoint, which a busy disk may hold up")
     pids = [run.pid_of(victim) for victim in victims]  # all before the first is killed: its peers end in answer to it
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

@@ -105,7 +105,7 @@ def test_a_host_with_a_critic_alone_needs_no_shared_memory_and_its_readers_fetch
     assert policy.shm.fail > 0 == critic.shm.fail
     beside = plan_recipe("quickstart", ["flow=ppo", "layout=critic"])[1]
     together = needs_of(beside, place_workers(beside, parse_hosts("a slots=8", "hosts")), 0)
-    readers = sum(worker.generates is not None for worker in plan.workers)
+    readers = sum(bool(worker.generates) for worker in plan.workers)
     fetched = policy.memory.fail + critic.memory.fail - together.memory.fail
     assert fetched == readers * policy.shm.fail // 4
 
