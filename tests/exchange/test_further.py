@@ -210,6 +210,11 @@ class Engine:
             self.running[wanted.position], self.versions[wanted.position] = (key, list(range(G))), set()
         assert len(self.running) >= len(before - set(turn.abort))
 
+    def restart(self) -> None:
+        """Training goes on behind an earlier training step."""
+        term, step = self.newest.term + 1, self.rng.randint(0, self.newest.number)
+        self.begins[term], self.newest = step, Version(term, step)
+
     def hear(self) -> None:
         """The core learns of the terms that have begun; their weights may have come before."""
         self.told = dict(self.begins)
@@ -259,15 +264,8 @@ def test_every_group_is_made_once_whatever_happens(events: list[str], refresh: R
                 core.cancel([key])
         elif event == "publish":
             engine.newest = Version(engine.newest.term, engine.newest.number + 1)
-        elif event == "restart":
-            term, step = engine.newest.term + 1, rng.randint(0, engine.newest.number)
-            engine.begins[term], engine.newest = step, Version(term, step)
-        elif event == "hear":
-            engine.hear()
-        elif event == "turn":
-            engine.turn()
-        elif event == "decode":
-            engine.decode()
+        elif event in ("restart", "hear", "turn", "decode"):
+            getattr(engine, event)()
     engine.hear()
     for _ in range(400):
         engine.newest = Version(engine.newest.term, engine.newest.number + 1)
