@@ -140,7 +140,10 @@ class FurtherCore:
     def awaited(self, loaded: Version | None) -> Version | None:
         """The version that the next group waits for; None: none does."""
         first = min(self._queued.values(), key=lambda wanted: wanted.least, default=None)
-        return None if first is None or self._fresh(first, loaded) else first.least
+        if first is None or self._fresh(first, loaded):
+            return None
+        lost = loaded is not None and not loaded.survives(self._begins)
+        return max([first.least, *(Version(*begun) for begun in self._begins.items() if lost)])
 
     # -- details
     def _start(self, room: int, running_on: Version | None) -> list[WantedGroup]:

@@ -62,6 +62,7 @@ def test_what_runs_on_lost_weights_starts_again() -> None:
     assert core.turn(8, Version(0, 6), Version(0, 6), newer=False) == FurtherTurn(abort=[1])
     assert core.collect(finished(1, Version(0, 6))) == [], "of the samples that were aborted"
     assert core.turn(8, Version(0, 6), Version(0, 6), newer=False).start == [], "those weights are gone"
+    assert core.awaited(Version(0, 6)) == Version(1, 5)
     assert core.turn(8, Version(0, 6), Version(0, 6), newer=True).load
     assert core.turn(8, Version(1, 5), Version(1, 5), newer=False).start == ["a"]
 
