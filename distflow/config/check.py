@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from distflow.config.other_tools import meant
 from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe, StepConfig
 from distflow.config.yamlfile import KeyPath, dotted
-from distflow.errors import Problem, Problems, did_you_mean, nearest
+from distflow.errors import Places, Problem, Problems, did_you_mean, nearest
 
 Where = Callable[[str], str]
 """Key path with dots -> `file:line`."""
@@ -36,6 +36,20 @@ _EXPECTED = {
 _MISSING = "required, but not given"
 _GROUPS = (("flow",), ("layout",), ("data",))
 """Sections that a group of files of the same name goes to."""
+_CHOICES = {
+    "flow": "choose one, such as flow=grpo",
+    "flow.steps": "choose a flow, such as flow=grpo, or give steps of your own",
+    "layout": "choose one, such as layout=split",
+    "layout.pools": "choose a layout, such as layout=split, or give pools of your own",
+    "data": "choose one, such as data=arithmetic, or give data.source",
+    "models": "choose one, such as model@models.policy=tiny, or give models.policy a `path` or `init`",
+}
+"""Sections that cannot be left out or empty, and what fills them."""
+_NAMES = {
+    "name": "letters, digits, '.', '_' and '-', of which the first is a letter or a digit; ",
+    "prefix": "lower-case letters, digits and '_', of which the first is a letter; ",
+}
+"""What keys whose values are names may hold."""
 
 
 def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[Problem]]:
@@ -137,17 +151,22 @@ def problem_of(details: ErrorDetails, where: Where, root: type[BaseModel] = Reci
     """A schema error in the terms of a recipe. `root` is the schema that was violated."""
     key = tuple(str(part) for part in details["loc"])
     message, cure = _words(details, key, root)
-    return Problem(where(dotted(key)), dotted(key) or "recipe", message, cure)
+    at = dotted(key)
+    if details["type"] == "too_short" and isinstance(where, Places):
+        at = where.newest([at, *where.removed(at)])
+    return Problem(where(at), dotted(key) or "recipe", message, cure)
 
 
 def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
     kind = details["type"]
-    given = _quoted(details["input"])
+    given = quoted(details["input"])
     if kind == "extra_forbidden":
         return "unknown key", known_key(key, details["input"], root)
     meaning = _meaning(key, root)
     if kind == "missing":
-        return _MISSING, meaning
+        return _MISSING, _CHOICES.get(dotted(key), meaning)
+    if kind == "too_short":
+        return "it is empty", _CHOICES.get(dotted(key), meaning)
     if kind == "distflow":
         message, _, cure = details["msg"].partition("; ")
         return message, cure
@@ -155,7 +174,7 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
         allowed = details["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         return f"{given} is not allowed", did_you_mean(str(details["input"]), allowed)
     if kind == "string_pattern_mismatch":
-        return f"{given} is not allowed", meaning
+        return f"{given} is not allowed", _NAMES.get(key[-1], "") + meaning
     if kind == "finite_number" and key[-1].endswith("_s"):
         return f"{given} is not allowed", f"for never give a large number of seconds, up to {LONGEST_S:g}"
     if kind in _EXPECTED:
@@ -184,7 +203,8 @@ def known_key(key: KeyPath, given: object = None, root: type[BaseModel] = Recipe
         return did_you_mean(key[-1], siblings)
     words = list(_words_of(key[-1], given))[::-1]
     found = (text for word in words for text in (meant(word), _elsewhere(word)) if text)
-    return next(found, did_you_mean(key[-1], siblings))
+    told = next(found, did_you_mean(key[-1], siblings))
+    return told.replace("models.policy.", "models.critic.") if words[-1] == "critic" else told
 
 
 def _words_of(word: str, given: object) -> Iterator[str]:
@@ -236,7 +256,7 @@ def _lower(message: str) -> str:
     return re.sub(r"^\w+ should", "should", message)
 
 
-def _quoted(value: object) -> str:
+def quoted(value: object) -> str:
     """As it would be written in YAML, as far as that differs from Python."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "…"

@@ -36,6 +36,9 @@ _SHIPPED, _OWN, _CHOSEN, _BY_COMMAND = 1, 1_000_000, 2_000_000, 3_000_000
 """Ranks of what is written in shipped files and in the user's, and in files that the command line chooses, all plus the
 number of the file, and of the command line's own values."""
 
+_QUOTED_KEY = re.compile(r"""[{,]\s*(["'])[^"']*\1\s*:""")
+"""As in YAML, but Hydra's overrides have none."""
+
 
 def compose(source: Path, overrides: Sequence[str], problems: list[Problem], *, resolved: bool = False) -> Layers:
     """Compose the recipe file `source` with overrides.
@@ -117,6 +120,7 @@ class _Composer:
                 override = parser.parse_override(text)
             except HydraException:
                 cure = "expected KEY=VALUE; quote values with spaces, commas or brackets: 'KEY=\"a, b\"'"
+                cure += "; keys within braces stand without quotes" if _QUOTED_KEY.search(text) else ""
                 self._refuse(text, "cannot be read as an override", cure)
                 continue
             if override.is_sweep_override():

@@ -43,6 +43,13 @@ def shipped_steps() -> frozenset[str]:
     return frozenset(name for flow in flows for name in flow["steps"])
 
 
+@functools.cache
+def layouts_with(pool: str) -> tuple[str, ...]:
+    """Names of the shipped layouts whose own file has a pool of this name."""
+    files = sorted((recipes_folder() / "layout").glob("*.yaml"))
+    return tuple(path.stem for path in files if pool in read_yaml(path).value.get("pools", {}))
+
+
 def find_recipe(name_or_path: str) -> Path:
     """The file of a shipped recipe's name or of a path; raises RecipeError."""
     if name_or_path in shipped_recipes():

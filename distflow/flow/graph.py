@@ -150,7 +150,7 @@ def order_steps(steps: Sequence[StepNode], optional: Iterable[str], problems: Pr
     for node in steps:
         for field in node.reads:
             if not written(field, known):
-                _report_missing(node, field, known, problems)
+                _report_missing(node, field, steps, known, problems)
     ordered: list[StepNode] = []
     pending = list(steps)
     while pending:
@@ -186,15 +186,20 @@ def _producers(steps: Sequence[StepNode], problems: Problems) -> dict[str, StepN
     return producers
 
 
-def _report_missing(node: StepNode, field: str, known: set[str], problems: Problems) -> None:
+def _report_missing(node: StepNode, field: str, steps: Sequence[StepNode], known: set[str], problems: Problems) -> None:
     setting = node.conditions.get(field)
     if setting == SEVERAL_UPDATES:
         why = " because batch.minibatches × batch.epochs is more than 1"
     else:
         why = "" if setting is None else f" because {setting} is {node.settings[setting]!r}"
     close, plain = nearest(field, known), field.removeprefix(f"{node.prefix}/")
-    if plain in SUPPLIERS:
-        cure = f"add to flow.steps:  {SUPPLIERS[plain]}" + (f", with prefix: {node.prefix}" if node.prefix else "")
+    bare = field.partition("/")[2] or field
+    elsewhere = [n for n in steps if {prefixed(plain, n.prefix), prefixed(bare, n.prefix)} & {*n.writes}]
+    misspelt = nearest(node.prefix, [other.prefix for other in elsewhere]) if node.prefix else None
+    if misspelt:
+        cure = f"did you mean prefix {misspelt!r}? One and the same prefix for all steps of a model"
+    elif plain in SUPPLIERS:
+        cure = f"add to flow.steps:  {_supplier(plain, node)}"
     elif close is not None:
         cure = f"did you mean {close!r}? Or add a step that writes {field!r}"
     else:
@@ -207,7 +212,20 @@ def _report_missing(node: StepNode, field: str, known: set[str], problems: Probl
         causes += ["batch.minibatches", "batch.epochs"]
     elif setting is not None:
         causes.append(f"{key}.with.{setting}")
+    causes += [f"flow.steps.{other.name}.prefix" for other in (node, *elsewhere)]
     newest = problems.where.newest(causes)
-    if newest != causes[0]:
+    if node.prefix and newest in [f"flow.steps.{other.name}.prefix" for other in elsewhere]:
+        key, message = newest, f"step {node.name!r} reads fields under {node.prefix!r}, which this takes away"
+        cure = f"{newest}={node.prefix}, or one and the same prefix for both steps"
+    elif newest != causes[0]:
         key, message = newest, f"step {node.name!r} {message}"
     problems.add(key, message, cure, at=newest)
+
+
+def _supplier(plain: str, node: StepNode) -> str:
+    """The line of a step that writes what this one lacks, for the samples of the same model."""
+    line, prefix = SUPPLIERS[plain], node.prefix
+    if not prefix:
+        return line
+    line = line.replace("model: policy", f"model: {node.model or prefix}")
+    return f"{prefix}_{line.removesuffix('}')}, prefix: {prefix}}}"

@@ -50,7 +50,8 @@ def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], p
     if generate is None or generate.model is None:
         return None
     trained = tuple(dict.fromkeys(n.model for n in steps if n.role == "train" and n.model is not None))
-    _check_primary(generate, given[generate.model], trained, problems)
+    keys = [f"flow.steps.{node.name}.model" for node in steps if node.role == "train"]
+    _check_primary(generate, given[generate.model], trained, keys, problems)
     for name in trained:
         if name in given and given[name].head == "score":
             step = next(node.name for node in steps if node.role == "train" and node.model == name)
@@ -88,7 +89,10 @@ def _primary_step(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], p
     return None
 
 
-def _check_primary(generate: StepNode, model: ModelConfig, trained: Sequence[str], problems: Problems) -> None:
+def _check_primary(
+    generate: StepNode, model: ModelConfig, trained: Sequence[str], keys: Sequence[str], problems: Problems
+) -> None:
+    """`keys`: those that say which models are `trained`."""
     if model.path is None and model.init is None:
         problems.add(f"models.{generate.model}", "neither `path` nor `init` is given", "give exactly one of them")
     if model.head != "tokens":
@@ -96,7 +100,8 @@ def _check_primary(generate: StepNode, model: ModelConfig, trained: Sequence[str
         problems.add(f"models.{generate.model}.head", message, "head: tokens")
     if generate.model not in trained:
         message = f"no train step trains {generate.model!r}, which the flow generates with"
-        problems.add("flow.steps", message, f"give a train step model: {generate.model}")
+        others = [*problems.where.removed("flow.steps"), *keys]
+        problems.add("flow.steps", message, f"give a train step model: {generate.model}", others=others)
 
 
 def _check_further(node: StepNode, steps: Sequence[StepNode], models: Models, problems: Problems) -> None:

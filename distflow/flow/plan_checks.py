@@ -47,7 +47,8 @@ def check_ledgers(recipe: Recipe, structure: Structure, problems: Problems) -> N
 
 def check_warmup(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse training steps in which nothing would be trained."""
-    if recipe.batch.critic_warmup and structure.models.trained == (structure.models.primary,):
+    policies = {node.model for node in structure.steps if node.role == "generate"}
+    if recipe.batch.critic_warmup and policies.issuperset(structure.models.trained):
         problems.add("batch.critic_warmup", "this flow trains no critic", "0, or flow=ppo")
 
 

@@ -199,6 +199,7 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
                 f"reason that it writes there ends the run — add it to the `steps` of {structure.rollout.name!r} or of "
                 "a service if it drops samples"
             )
+    yield from _untrained_samples(structure)
     relative = [
         node.name
         for node in structure.steps
@@ -215,6 +216,19 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
             f"warning: batch.samples_per_prompt is 1, and step {relative[0]!r} compares the samples of a prompt with "
             "each other, but there is only one — use 2 or more, or another advantage"
         )
+
+
+def _untrained_samples(structure: Structure) -> Iterator[str]:
+    """Further models that are trained, but on none of the samples that they generate."""
+    for node in structure.steps:
+        trained = [other for other in structure.steps if other.role == "train" and other.model == node.model]
+        tokens = prefixed("response_ids", node.prefix)
+        if node.generates_further and not any(tokens in other.reads for other in trained):
+            names = " and ".join(repr(other.name) for other in trained)
+            yield (
+                f"warning: step {node.name!r} generates with {node.model!r}, and {names}, which trains it, reads other "
+                f"samples — prefix: {node.prefix} for {names}"
+            )
 
 
 def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:

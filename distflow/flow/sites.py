@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from distflow.config.paths import shipped_steps
+from distflow.config.paths import layouts_with, shipped_steps
 from distflow.config.schema import LayoutConfig
 from distflow.errors import Problems, did_you_mean, nearest
 from distflow.flow.graph import StepNode
@@ -138,9 +138,12 @@ def _pool_for(node: StepNode, layout: LayoutConfig, problems: Problems) -> str |
 
 def _report_idle(name: str, used: Sequence[str], problems: Problems) -> None:
     """A pool without work: most often an override that sets a pool of another layout."""
-    others = "split and async have rollout and trainer, colocated has worker"
+    having = " or ".join(f"layout={layout}" for layout in layouts_with(name))
+    others = f"{having} has it" if having else "split and async have rollout and trainer, colocated has worker"
     message = f"the layout gives pool {name} no roles, so no step runs on it"
     close = nearest(name, used)
     cure = f"set it for {', '.join(used)}, or choose another layout: {others}"
     cure = cure if close is None else f"did you mean {close!r}? Otherwise {cure}"
-    problems.add(f"layout.pools.{name}", message, cure)
+    key = f"layout.pools.{name}"
+    emptied = problems.where.newest([key, f"{key}.steps", f"{key}.roles"])
+    problems.add(emptied, message, cure if emptied == key else "remove it, or name the steps that the pool takes")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
+from distflow.config.check import quoted
 from distflow.config.other_tools import meant
 from distflow.errors import PluginError, did_you_mean, nearest
 from distflow.flow.resolve import find_source
@@ -67,7 +68,7 @@ def complaints(
                 found.append((name, "unknown setting", _known_setting(name, parameters.settings)))
         elif not _fits(value, parameters.annotations.get(name)):
             expected = in_words(parameters.annotations[name])
-            found.append((name, f"expected {expected}, got {value!r}", "write a value of that kind"))
+            found.append((name, f"expected {expected}, got {quoted(value)}", "write a value of that kind"))
         elif name in ranges and _is_number(value) and not within(value, ranges[name]):
             found.append((name, f"{value} is not allowed", f"expected a number {ranges[name]}"))
         elif name in choices and isinstance(value, str) and not (name in (*plugins, *functions) and is_plugin(value)):

@@ -22,8 +22,8 @@ from distflow.flow.step_declaration import read_parameters
 from distflow.flow.step_settings import complaints
 from distflow.types import REWARD_PARTS
 
-_NEEDED = ("temperature", "max_new_tokens")
-"""Settings of a generate step that the runtime needs."""
+_NEEDED = {"temperature": "float = 1.0", "max_new_tokens": "int = 16"}
+"""Settings of a generate step that the runtime needs, and how they are declared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,24 +144,25 @@ def _check_roles(steps: list[StepNode], problems: Problems) -> None:
 def _check_generate(steps: list[StepNode], problems: Problems) -> None:
     by_prefix: dict[str, StepNode] = {}
     for node in steps:
+        key = f"flow.steps.{node.name}"
         if f"{node.prefix}/" == REWARD_PARTS:
             message = f"fields {REWARD_PARTS}… are parts of the reward"
-            problems.add(f"flow.steps.{node.name}.prefix", message, "another name, such as that of the step's model")
+            problems.add(f"{key}.prefix", message, "another name, such as that of the step's model")
         first = by_prefix.setdefault(node.prefix, node) if node.role == "generate" else node
         if first is not node:
             message = f"generates, as step {first.name!r} does, and both write the same fields"
             cure = "remove one of them, or give one a `prefix` of its own, if it generates with a further model"
-            problems.add(f"flow.steps.{node.name}.prefix", message, cure)
+            problems.add(f"{key}.prefix", message, cure)
         lacking = [name for name in _NEEDED if node.role == "generate" and name not in node.settings]
         if lacking:
-            key = f"flow.steps.{node.name}"
             message = f"a generate step needs the settings {', '.join(lacking)} with literal defaults"
-            cure = "declare them as keyword-only parameters, for example max_new_tokens: int = 16"
-            problems.add(key, message, cure)
+            declared = ", ".join(f"{name}: {_NEEDED[name]}" for name in lacking)
+            cure = f"declare them as keyword-only parameters, for example {declared}"
+            problems.add(key, message, cure, at=f"{key}.call")
         elif node.declaration.spec.environment is not None and "max_tokens" not in node.settings:
             message = "its environment's tokens need room too, and nothing says how much"
             cure = "declare max_tokens, a keyword-only parameter with a literal default: all tokens behind the prompt"
-            problems.add(f"flow.steps.{node.name}", message, cure)
+            problems.add(key, message, cure, at=f"{key}.call")
 
 
 def _check_plugins(layout: LayoutConfig, problems: Problems) -> None:

@@ -32,7 +32,7 @@ def check_further_generation(structure: Structure, problems: Problems) -> None:
     """Refuse where, and beside what, further models do not generate."""
     by_name = {pool.name: pool for pool in structure.pools}
     for node in structure.steps:
-        if not node.generates_further:
+        if not node.generates_further or node.name not in structure.sites:
             continue
         key, pool = f"layout.pools.{structure.sites[node.name]}.steps", by_name[structure.sites[node.name]]
         for message, cure in _further_complaints(node, pool, structure):
@@ -78,8 +78,13 @@ def check_homes(structure: Structure, problems: Problems) -> None:
     for node in structure.after_custody:
         pool, home = structure.sites[node.name], structure.home.name
         if node.role == "train" and node.model is None and pool != home:
-            message = f"step {node.name!r} of role 'train', without a model, runs where the samples are"
-            problems.add(f"layout.pools.{pool}.steps", message, f"leave it to pool {home!r}")
+            policy = structure.models.primary
+            message = (
+                f"step {node.name!r} of role 'train', without a model, runs where the samples are: on pool {home!r}, "
+                f"which trains {policy!r}"
+            )
+            cure = f"leave it to pool {home!r}, or what trains {policy!r} to pool {pool!r}"
+            problems.add(f"layout.pools.{pool}.steps", message, cure, others=[f"layout.pools.{home}.steps"])
 
 
 def check_further_homes(structure: Structure, problems: Problems) -> None:
@@ -93,7 +98,7 @@ def check_further_homes(structure: Structure, problems: Problems) -> None:
             message = f"{steps} on the pool that trains {', '.join(pool.homes)}: not built yet"
             early = all(node.role in ("generate", "score") for node in others)
             better = structure.rollout if early else structure.home
-            cure = f"leave it to {better.name!r}"
+            cure = f"leave it to {better.name!r}" if better != pool else "leave it to a pool that does not train"
             problems.add(f"layout.pools.{pool.name}.steps", message, cure)
 
 
@@ -187,7 +192,8 @@ def check_private_steps(structure: Structure, problems: Problems) -> None:
         key = f"layout.pools.{pool}" + (f".each.{index}.steps" if index != EVERY else ".steps")
         if pool not in generating:
             cure = f"put them on pool {generating[0]!r}"
-            problems.add(key, "a worker's own steps need a generating pool", cure)
+            message = f"a worker's own steps need a pool that generates with {structure.models.primary!r}"
+            problems.add(key, message, cure)
             continue
         for node in nodes:
             if node.name in names:

@@ -31,7 +31,7 @@ TRIES = 5
 @click.argument("run", required=False)
 @click.option("--step", type=click.IntRange(min=1), help="Training step.  [default: the newest complete checkpoint]")
 @click.option("--to", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder to create.")
-@click.option("--model", help="A further model of the flow.  [default: the one that generates]")
+@click.option("--model", help="A further model that the run trains, such as critic or solver.  [default: the policy]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, step: int | None, to: Path, model: str | None, runs_dir: Path) -> None:
     """Write a checkpoint of RUN (default: the newest) for transformers, load it again and compare log-probs."""

@@ -93,6 +93,7 @@ def test_a_wrong_type(tmp_path: Path) -> None:
         ("model@models.judge=null", "model@models.judge — cannot be removed: nothing chooses it"),
         ("~run.sed", "run.sed — cannot be removed: there is no such key — did you mean 'seed'?"),
         ("batch.prompts", "command line: batch.prompts — cannot be read as an override — expected KEY=VALUE"),
+        ('layout.pools.rollout.each={"1": {threads: 2}}', "'KEY=\"a, b\"'; keys within braces stand without quotes"),
         ("batch.prompts=1,2", "several values for one key — give one value; write a list as KEY=[a,b]"),
         ("run.seed=${oc.env:DISTFLOW_NO_SUCH}", "the environment variable DISTFLOW_NO_SUCH is not set"),
         ("run.seed=${run.sede}", "run.seed — the interpolation cannot be resolved: Interpolation key 'run.sede'"),
@@ -107,6 +108,7 @@ def test_one_mistake(override: str, message: str) -> None:
     "override, message",
     [
         ("lr=1e-4", "command line: lr — unknown key — did you mean models.policy.optimizer.lr?"),
+        ("critic.optim.lr=1e-5", "command line: critic — unknown key — did you mean models.critic.optimizer.lr?"),
         ("run.lr=1e-4", "run.lr — unknown key — did you mean models.policy.optimizer.lr?"),
         ("prompts=8", "prompts — unknown key — did you mean batch.prompts?"),
         ("threads=2", "threads — unknown key — did you mean layout.pools.NAME.threads?"),
@@ -246,6 +248,12 @@ def test_no_words_of_the_libraries_underneath(tmp_path: Path) -> None:
         # What the command line removes is the command line's.
         ("", ["~batch.prompts"], "command line: batch.prompts — required, but not given"),
         ("", ["~models.policy.tokenizer"], "command line: models.policy.tokenizer — a new model needs a tokenizer"),
+        (
+            "",
+            ["models.policy=null"],
+            "command line: models — it is empty — choose one, such as model@models.policy=tiny",
+        ),
+        ("", ["~layout"], "layout — required, but not given — choose one, such as layout=split"),
     ],
 )
 def test_the_key_that_the_user_touched_is_blamed(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ class Run:
 
     def saved(self) -> list[int]:
         """The training steps after which a whole checkpoint was saved, in order."""
-        return sorted(int(path.parent.name.removeprefix("step_")) for path in self.folder.glob("checkpoints/*/COMMIT"))
+        commits = self.folder.glob("checkpoints/step_*/COMMIT")
+        return sorted(int(path.parent.name.removeprefix("step_")) for path in commits)
 
     def version(self) -> int:
         """Of the policy, as the training worker tells it: also while nothing can be written."""

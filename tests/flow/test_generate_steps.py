@@ -49,3 +49,6 @@ def test_a_setting_that_the_runtime_needs_is_missed_with_everything_else(folder:
     folder.change("max_new_tokens: int = 4", "most: int = 4")
     with pytest.raises(UserError, match="(?s)batch.prompts — 31 .* needs the settings max_new_tokens with literal"):
         plan_recipe(folder.recipe, ["batch.prompts=31"])
+    given = ["flow=ppo", f"flow.steps.sample.call={folder.path}/steps.py:sample"]
+    with pytest.raises(UserError, match="command line: flow.steps.sample — a generate .* example max_new_tokens: int"):
+        plan_recipe("quickstart", given)

@@ -87,10 +87,12 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
         (["~flow.steps.sample.model"], "a generate step needs a model — add model: policy"),
         (["flow.steps.update.model=polici"], "models has no 'polici' — did you mean 'policy'?"),
         (["flow.steps.update.model=critic"], "no train step trains 'policy', which the flow generates with"),
+        (["flow.steps.update=null"], "command line: flow.steps.update — no train step trains 'policy', which the flow"),
         (
             ["flow.steps.advantage.with.scal=2"],
             "flow.steps.advantage.with.scal — unknown setting — did you mean 'scale'?",
         ),
+        (["flow.steps.advantage.with.scale=null"], "flow.steps.advantage.with.scale — expected a number, got null"),
         (["flow.steps.advantage.with.scale=big"], "flow.steps.advantage.with.scale — expected a number, got 'big'"),
         (["flow.steps.advantage.with.weights=0.5"], "with.weights — expected a list of numbers, or null, got 0.5"),
         (["flow.steps.reward.call=./steps.py:reword"], "defines no 'reword' at its top level; did you mean 'reward'?"),

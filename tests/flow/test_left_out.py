@@ -94,6 +94,16 @@ def test_a_pool_that_was_given_no_role_is_a_mistake(refused: Callable[..., str])
     assert "the layout gives pool judge no roles, so no step runs on it" in refused("layout.pools.judge.count=2")
 
 
+def test_a_pool_of_a_shipped_layout_is_found_there(refused: Callable[..., str]) -> None:
+    text = refused("layout.pools.critic.count=2")
+    assert (
+        "pool critic no roles, so no step runs on it — set it for rollout, trainer, or choose another layout: " in text
+    )
+    assert text.rstrip().endswith("layout=critic has it")
+    text = refused("layout=self_play", "layout.pools.solver_rollout.steps=[]")
+    assert "command line: layout.pools.solver_rollout.steps — the layout gives pool solver_rollout no roles" in text
+
+
 def test_a_step_of_another_shipped_flow_may_be_named(refused: Callable[..., str]) -> None:
     plan = planned("layout.pools.trainer.steps=[reference]")
     assert plan.notes == ("layout.pools.trainer.steps names 'reference', which this flow lacks",)

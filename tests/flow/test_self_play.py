@@ -58,7 +58,40 @@ def test_fields_read_because_of_a_setting_have_it_too() -> None:
     assert "solver/old_logprobs" in steps["solver_update"].reads
     text = complaints("flow.steps.solver_update.with.kl_coef=0.1")
     assert "step 'solver_update' reads the field 'solver/ref_logprobs' because kl_coef is 0.1" in text
-    assert 'reference: {call: "distflow.workers.reference:ref_logprobs", model: reference}, with prefix: solver' in text
+    line = '{call: "distflow.workers.reference:ref_logprobs", model: reference, prefix: solver}'
+    assert f"add to flow.steps:  solver_reference: {line}" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "flow.steps.solve.prefix=sovler",
+            "command line: flow.steps.solve.prefix — step 'solver_update' reads fields under 'solver', which this "
+            "takes away — flow.steps.solve.prefix=solver, or",
+        ),
+        (
+            "flow.steps.solver_advantage.prefix=sovler",
+            "command line: flow.steps.solver_advantage.prefix — step 'solver_advantage' reads the field "
+            "'sovler/response_ids', which no step of the flow writes — did you mean prefix 'solver'?",
+        ),
+        (
+            "flow.steps.solve=null",
+            'solver_sample: {call: "distflow.workers.rollout:sample", model: solver, prefix: solver}',
+        ),
+        ("flow.steps.solve.prefix=a/b", "'a/b' is not allowed — lower-case letters, digits and '_', of which"),
+    ],
+)
+def test_a_wrong_prefix_is_told_where_it_was_written(override: str, told: str) -> None:
+    text = complaints(override)
+    assert told in text
+    assert "recipes/flow/self_play.yaml" not in text
+
+
+def test_a_model_that_is_not_trained_on_what_it_generates_is_warned_of() -> None:
+    assert not planned().warnings
+    (told,) = planned("flow.steps.solver_update.prefix=null").warnings
+    assert told.startswith("warning: step 'solve' generates with 'solver', and 'solver_update', which trains it, reads")
 
 
 def test_both_models_have_edges_of_their_own() -> None:
@@ -142,6 +175,11 @@ def test_samples_of_both_are_dumped() -> None:
             ["models.solver.head=value"],
             "models.solver.head — step 'solve' generates with it, and a model with `head: value` has no next tokens",
         ),
+        (
+            ["layout=self_play", "layout.pools.rollout.steps=[solve]"],
+            "layout.pools.rollout.steps — the pools rollout, solver_rollout all take step 'solve' (role 'generate')",
+        ),
+        (["batch.critic_warmup=5"], "batch.critic_warmup — this flow trains no critic"),
         (
             ["layout=split", "layout.pools.trainer.steps=[solve]"],
             "step 'solve' generates with 'solver' on pool 'trainer', which trains and does not generate: not built yet",

@@ -144,6 +144,17 @@ def test_what_the_runtime_cannot_do_yet_is_refused_by_name(folder: Folder, refus
     message = "step 'reward' of role 'score' on the pool that trains critic: not built yet — leave it to 'rollout'"
     steps = "layout.pools.critic.steps=[values,critic_update,reward]"
     assert f"layout.pools.critic.steps — {message}" in refused(*OWN_CRITIC, steps)
+    message = "step 'sample' of role 'generate' on the pool that trains critic: not built yet — leave it to a pool that"
+    assert message in refused(*OWN_CRITIC, "layout.pools.critic.steps=[values,critic_update,sample]")
+
+
+def test_the_home_of_the_policy_is_where_its_update_is(folder: Folder, refused: Callable[..., str]) -> None:
+    folder.step(CRITIC)
+    message = (
+        "layout.pools.critic.steps — step 'advantage' of role 'train', without a model, runs where the samples are: on "
+        "pool 'critic', which trains 'policy' — leave it to pool 'critic', or what trains 'policy' to pool 'trainer'"
+    )
+    assert message in refused(*OWN_CRITIC, "layout.pools.critic.steps=[values,critic_update,update]")
 
 
 def test_a_model_has_one_home(folder: Folder, refused: Callable[..., str]) -> None:
