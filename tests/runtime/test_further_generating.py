@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.comm.message import decode
+from distflow.comm.message import Message, decode
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import NoProgressError
 from distflow.exchange.call_messages import CallMessage, CallRequest, CallWithdrawn
@@ -120,8 +120,12 @@ class Solver:
         assert {Version(term, number) for term, number, _, _ in versions} == {self.inbox.loaded}
         self.receiver.said.clear()
         self.answering.answer(groups)
+        return [message.body["number"] for message in self.said("call.answer")]
+
+    def said(self, kind: str) -> list[Message]:
+        """What it has said of this kind."""
         said = [decode(bytes(frames[0]), [memoryview(b"") for _ in frames[1:]], b"") for frames in self.receiver.said]
-        return [message.body["number"] for message in said if message.kind == "call.answer"]
+        return [message for message in said if message.kind == kind]
 
 
 @pytest.fixture
@@ -174,6 +178,23 @@ def test_what_is_withdrawn_may_be_asked_for_again_at_once(solver: Solver) -> Non
     solver.ask(1, position=1)
     assert solver.make() == [1]
     assert not solver.answering.asked, "it was made once"
+
+
+def test_what_was_begun_for_a_lost_version_takes_no_room(solver: Solver) -> None:
+    """Its caller, who may still want it, has it back: that version may never come again."""
+    solver.publish(LOST)
+    solver.begin()
+    solver.ask(1, position=1, version=LOST)
+    solver.begin()
+    solver.restart(1, {1: 5})
+    solver.begin()
+    solver.receiver.said.clear()
+    solver.publish(Version(1, 5))
+    solver.begin()
+    assert [message.body["numbers"] for message in solver.said("call.not_yet")] == [[1]]
+    solver.ask(2, position=2, version=Version(1, 5))
+    assert solver.make() == [2]
+    assert not solver.answering.asked
 
 
 @pytest.mark.parametrize(
