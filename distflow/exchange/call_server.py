@@ -69,12 +69,14 @@ class CallServer:
         self._forget([*generated, *(key for key in keys if key in self._queued)])
 
     def version(self, version: Version) -> list[OutgoingCall]:
-        """The model has another version now: requests that it can no longer answer go back to their callers.
+        """The model has another version now: requests that it can no longer answer go back to their callers. So does
+        what was begun to be generated for a version that is lost: it never starts.
 
         All callers that are known hear of it: some may keep requests for it.
         """
         self._version = version
-        outdated = [key for key, request in self._queued.items() if not self._allows(request)]
+        generated = {key: request for key, request in self._working.items() if request.at_least}
+        outdated = [key for key, request in (self._queued | generated).items() if not self._allows(request)]
         self._forget(outdated)
         numbers = dict.fromkeys(self._incarnations.items(), ()) | _by_client(outdated)
         return [
@@ -145,6 +147,10 @@ class CallServer:
     # -- what it holds
     def __contains__(self, key: CallKey) -> bool:
         return key in self._queued or key in self._working
+
+    def works_on(self, key: CallKey) -> bool:
+        """Whether a request has been begun and is not answered yet."""
+        return key in self._working
 
     @property
     def load(self) -> int:

@@ -168,4 +168,7 @@ def allows(need: Version | None, has: Version | None, at_least: bool) -> bool:
 
 
 def _behind(has: Version | None, need: Version, *, at_least: bool) -> bool:
-    return has is None or (not has.meets(need) if at_least else has < need)
+    """A worker that generates joins at any time, and may take minutes for its first weights: nobody waits for it."""
+    if has is None:
+        return not at_least
+    return not has.meets(need) if at_least else has < need

@@ -49,13 +49,20 @@ class _RunningGroup:
     wanted: WantedGroup
     left: int
     """Samples that are not finished."""
+    versions: set[Version]
+    """Those that its tokens may come from."""
 
 
 class FurtherCore:
-    """The groups of one further model at one worker. `refresh`: when newer weights are taken."""
+    """The groups of one further model at one worker. `refresh`: when newer weights are taken.
 
-    def __init__(self, refresh: Refresh = "eager") -> None:
+    `for_others`: they come from calls. A caller keeps what needs newer weights until these are loaded, so a worker that
+    waits for such a group takes them when nothing that it was asked for is left to start.
+    """
+
+    def __init__(self, refresh: Refresh = "eager", *, for_others: bool = False) -> None:
         self._refresh = refresh
+        self._for_others = for_others
         self._queued: dict[Hashable, WantedGroup] = {}
         self._running: dict[int, _RunningGroup] = {}
         """By position."""
@@ -77,13 +84,10 @@ class FurtherCore:
             del self._queued[key]
         self._abort([p for p, group in self._running.items() if group.wanted.key in gone])
 
-    def begin_term(self, begins: Mapping[int, int], loaded: Version | None) -> None:
-        """Training has restarted (`begins`: training steps by term): what runs on lost weights starts again."""
+    def begin_term(self, begins: Mapping[int, int]) -> None:
+        """Training has restarted (`begins`: training steps by term): what has tokens of lost weights starts again."""
         self._begins = dict(begins)
-        if loaded is not None and not loaded.survives(begins):
-            again = [group.wanted for group in self._running.values()]
-            self._abort(list(self._running))
-            self._queued = {wanted.key: wanted for wanted in again} | self._queued
+        self._start_again()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._queued or any(group.wanted.key == key for group in self._running.values())
@@ -106,6 +110,7 @@ class FurtherCore:
         if self._may_load and self._takes_weights(loaded, newer):
             self._may_load = False
             return FurtherTurn(load=True)
+        self._goes_on(running_on)
         if self._aborted:
             aborted, self._aborted = self._aborted, []
             return FurtherTurn(abort=aborted)
@@ -135,7 +140,10 @@ class FurtherCore:
     def awaited(self, loaded: Version | None) -> Version | None:
         """The version that the next group waits for; None: none does."""
         first = min(self._queued.values(), key=lambda wanted: wanted.least, default=None)
-        return None if first is None or self._fresh(first, loaded) else first.least
+        if first is None or self._fresh(first, loaded):
+            return None
+        lost = loaded is not None and not loaded.survives(self._begins)
+        return max([first.least, *(Version(*begun) for begun in self._begins.items() if lost)])
 
     # -- details
     def _start(self, room: int, running_on: Version | None) -> list[WantedGroup]:
@@ -148,8 +156,25 @@ class FurtherCore:
                 break
             room -= wanted.samples
             started.append(self._queued.pop(wanted.key))
-            self._running[wanted.position] = _RunningGroup(wanted, wanted.samples)
+            assert running_on is not None, "groups start with some version"
+            self._running[wanted.position] = _RunningGroup(wanted, wanted.samples, {running_on})
         return started
+
+    def _goes_on(self, running_on: Version | None) -> None:
+        """What runs may get tokens of this version next. It may be lost: what was loading when a term began."""
+        if running_on is None:
+            return
+        for group in self._running.values():
+            group.versions.add(running_on)
+        if not running_on.survives(self._begins):
+            self._start_again()
+
+    def _start_again(self) -> None:
+        """Queue the groups with tokens of lost weights, which newer ones may have followed, before all others."""
+        lost = [p for p, group in self._running.items() if not all(v.survives(self._begins) for v in group.versions)]
+        again = [self._running[position].wanted for position in lost]
+        self._abort(lost)
+        self._queued = {wanted.key: wanted for wanted in again} | self._queued
 
     def _abort(self, positions: Sequence[int]) -> None:
         for position in positions:
@@ -167,4 +192,6 @@ class FurtherCore:
             return True
         if self._refresh == "when_idle":
             return not self._running
+        if self._for_others and not self._queued:
+            return True
         return any(not self._fresh(wanted, loaded) for wanted in self._queued.values())

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
-from distflow.config.schema import Refresh
 from distflow.data.batch import Batch
 from distflow.data.prefixes import own_fields, prompts_complaint
 from distflow.data.randomness import step_seed
@@ -54,7 +53,7 @@ class FurtherGenerating:
         inbox: WeightInbox,
         node: Node,
         metrics: MetricStore,
-        refresh: Refresh,
+        core: FurtherCore,
         seed: int,
     ) -> None:
         self.plan = plan
@@ -66,7 +65,7 @@ class FurtherGenerating:
         self._board = node.board
         self._metrics = metrics
         self._seed = seed
-        self._core = FurtherCore(refresh)
+        self._core = core
         self._rows: dict[Hashable, Batch] = {}
         """What the open groups are made from."""
         self._position: dict[Hashable, int] = {}
@@ -138,7 +137,7 @@ class FurtherGenerating:
     def begin_term(self, term: int, begins: Mapping[int, int]) -> None:
         """Training has restarted (`begins`: training steps by term)."""
         self._inbox.begin_term(term, begins)
-        self._core.begin_term(begins, self._inbox.loaded)
+        self._core.begin_term(begins)
 
     # -- on the main thread
 
@@ -214,6 +213,8 @@ def build_further(
     """What generates at this worker by the step of a further model: nothing runs yet."""
     samples, recipe = build_trajectories(setting, step, tokenizer), setting.recipe
     seed = step_seed(recipe.run.seed, plan.name)
-    further = FurtherGenerating(plan, engine, samples, inbox, node, metrics, recipe.layout.refresh, seed)
+    for_others = setting.plan.primary not in setting.me.generates
+    core = FurtherCore(recipe.layout.refresh, for_others=for_others)
+    further = FurtherGenerating(plan, engine, samples, inbox, node, metrics, core, seed)
     further.publishers = setting.home_of(str(plan.model))
     return further

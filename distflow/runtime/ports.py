@@ -107,16 +107,20 @@ def holds(
     base: Base, inboxes: Mapping[str, WeightInbox], inbound: InboundSamples | None, calls: Calls | None
 ) -> OutboundSamples:
     """The holder's end of the leases. With `inbound`, the worker is its own owner."""
-    primary = inboxes[base.setting.plan.primary]
+    terms: dict[int, int] = {}
 
     def newest() -> Version | None:
-        """The newest version from which any sample here comes, of any model."""
-        if primary.loaded is None:
-            return None
+        """The newest version from which any sample here comes, of any model: a lost one if there is one."""
         answered = None if calls is None else calls.newest
-        return max(filter(None, (answered, *(inbox.loaded for inbox in inboxes.values()))))
+        found = [version for inbox in inboxes.values() if (version := inbox.loaded) is not None]
+        if len(found) < len(inboxes):
+            # One is being loaded, and what runs on the version before cannot be told from what is lost.
+            return None
+        found += [] if answered is None else [answered]
+        return max(found, key=lambda version: (not version.survives(terms), version))
 
     def begun(term: int, begins: Mapping[int, int]) -> None:
+        terms.update(begins)
         for inbox in inboxes.values():
             inbox.begin_term(term, begins)
         if calls is not None:

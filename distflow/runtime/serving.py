@@ -149,28 +149,34 @@ class Answering:
     def _generates(self) -> bool:
         """Whether there is something to generate, or to take for it."""
         further = self._further
-        return further is not None and (
-            further.something or any(self._makes(one.step) for one in self._queued.values())
-        )
+        return further is not None and (further.something or self._may_begin(further))
+
+    def _may_begin(self, further: FurtherGenerating) -> bool:
+        """Whether something is asked for that there is room for."""
+        asked = any(self._makes(one.step) for one in self._queued.values())
+        return asked and further.has_room(self._plan.batch.samples_per_prompt)
+
+    def _drop_unwanted(self, further: FurtherGenerating) -> None:
+        """End what nobody waits for any more; the same may have been asked for again since."""
+        gone = [key for key in self._asked if not self._core.works_on(key)]
+        further.cancel(gone)
+        for key in gone:
+            del self._asked[key]
 
     def _made(self) -> Batch | None:
         """Begin what there is room for, decode a token, and return the groups that are whole: they are in hand."""
         further = self._further
         assert further is not None, "only called where a model generates"
         with self._board.condition:
-            while further.has_room(self._plan.batch.samples_per_prompt) and (
-                begun := self._next([further.plan.name], 0)
-            ):
+            self._drop_unwanted(further)
+            while self._may_begin(further) and (begun := self._next([further.plan.name], 0)):
                 for key, asked in begun:
                     assert asked.version is not None, f"a request for {asked.step!r} says with which version"
                     self._asked[key] = asked._replace(since=self._since)
                     further.ask(key, asked.rows, asked.t, asked.version)
         further.advance()
         with self._board.condition:
-            gone = [key for key in self._asked if key not in self._core]
-            further.cancel(gone)
-            for key in gone:
-                del self._asked[key]
+            self._drop_unwanted(further)
             whole = [(key, answer) for key, answer in further.take() if isinstance(key, CallKey)]
             self._begun = [(key, self._asked.pop(key)) for key, _ in whole]
         if not whole:
@@ -180,7 +186,7 @@ class Answering:
     def _await_work(self, further: FurtherGenerating) -> None:
         with self._metrics.timed(REQUESTS):
             self._board.until(
-                lambda: True if self._queued or further.something or self.over else None,
+                lambda: True if self._generates() or self.over else None,
                 name=lambda: (further.waiting() or (f"requests of {further.plan.name}", ()))[0],
                 peers=lambda: (further.waiting() or ("", ()))[1],
                 limit_s=self._plan.recipe.limits.no_progress_s,

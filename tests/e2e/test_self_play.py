@@ -99,6 +99,15 @@ def test_neither_model_lags_behind_further_than_it_may(launch: Launch, layout: s
         assert max(line[name] for line in run.metrics()) == 1
 
 
+@pytest.mark.parametrize("refresh", ["at_bound", pytest.param("when_idle", marks=pytest.mark.long)])
+def test_the_second_model_takes_newer_weights_when_the_layout_says_so(launch: Launch, refresh: str) -> None:
+    settings = ["layout=self_play", "layout.max_staleness=1", f"layout.refresh={refresh}", "limits.no_progress_s=20"]
+    run = launch("quickstart", *PLAY, *settings, "run.training_steps=8")
+    assert run.wait() == 0, run.output
+    check_trained_once(run, 8)
+    assert run.leftovers() == []
+
+
 def test_one_of_two_that_generate_for_others_dies(launch: Launch) -> None:
     """What it was asked for goes to the other one, and nobody else notices."""
     run = launch("quickstart", *SLOW, "layout.pools.solver_rollout.count=2", f"run.training_steps={STEPS}")

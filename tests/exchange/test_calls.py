@@ -126,6 +126,21 @@ def test_not_yet_is_asked_again_when_the_version_is_announced_and_by_no_timer() 
     assert numbers(asking.core.announced(CRITIC, 0, Version(0, 7))) == numbers([sent])
 
 
+def test_nobody_waits_for_a_worker_that_joins_to_generate() -> None:
+    """It says that it has no version yet, perhaps for minutes, while the others could go on."""
+    asking = Asking(CRITIC, "critic/1")
+    asking.core.announced(CRITIC, 0, Version(0, 6))
+    for number in range(8):
+        call = Call(VERSIONED, f"{number}", 7, Version(0, 6), 1000, 10, at_least=True)
+        (sent,) = asking.core.ask(call, 0.0)
+        if sent.to == "critic/1":
+            (sent,) = asking.not_yet(sent, None)
+        assert sent.to == CRITIC
+    asking.core.announced("critic/1", 0, Version(0, 5))
+    late = Call(VERSIONED, "late", 7, Version(0, 6), 1000, 10, at_least=True)
+    assert asking.core.ask(late, 0.0) == [], "all take a version together"
+
+
 def test_what_waits_for_a_version_is_sent_once_all_servers_that_are_heard_have_it() -> None:
     """They take it together, and each its part: else the first to say so would get everything."""
     asking = Asking(CRITIC, "critic/1", "critic/2")

@@ -58,11 +58,37 @@ def test_what_runs_on_lost_weights_starts_again() -> None:
     core = FurtherCore()
     core.ask(group("a", 1))
     assert core.turn(8, Version(0, 6), Version(0, 6), newer=False).start == ["a"]
-    core.begin_term({1: 5}, Version(0, 6))
+    core.begin_term({1: 5})
     assert core.turn(8, Version(0, 6), Version(0, 6), newer=False) == FurtherTurn(abort=[1])
     assert core.collect(finished(1, Version(0, 6))) == [], "of the samples that were aborted"
     assert core.turn(8, Version(0, 6), Version(0, 6), newer=False).start == [], "those weights are gone"
+    assert core.awaited(Version(0, 6)) == Version(1, 5)
     assert core.turn(8, Version(0, 6), Version(0, 6), newer=True).load
+    assert core.turn(8, Version(1, 5), Version(1, 5), newer=False).start == ["a"]
+
+
+def test_what_has_tokens_of_lost_weights_starts_again_whatever_was_loaded_since() -> None:
+    core = FurtherCore()
+    core.ask(group("a", 1))
+    core.ask(group("b", 2, least=Version(0, 7)))
+    assert core.turn(8, Version(0, 6), Version(0, 6), newer=False).start == ["a"]
+    assert core.turn(6, Version(0, 6), Version(0, 6), newer=True).load
+    # The weights of the later term are here before anybody has told of it.
+    assert core.turn(6, Version(1, 7), Version(1, 7), newer=False).start == ["b"]
+    core.begin_term({1: 5})
+    assert core.turn(6, Version(1, 7), Version(1, 7), newer=False).abort == [1]
+    assert core.turn(6, Version(1, 7), Version(1, 7), newer=False).start == ["a"]
+    assert core.collect([*finished(2), *finished(1)]) == ["b", "a"]
+
+
+def test_weights_that_are_lost_while_they_are_loaded_leave_no_token() -> None:
+    core = FurtherCore()
+    core.ask(group("a", 1))
+    assert core.turn(8, Version(0, 4), Version(0, 4), newer=False).start == ["a"]
+    assert core.turn(8, Version(0, 4), Version(0, 4), newer=True).load
+    core.begin_term({1: 5})
+    assert core.turn(8, Version(0, 6), Version(0, 6), newer=False).abort == [1]
+    assert core.turn(8, Version(0, 6), Version(0, 6), newer=False) == FurtherTurn(start=[])
     assert core.turn(8, Version(1, 5), Version(1, 5), newer=False).start == ["a"]
 
 
@@ -76,6 +102,21 @@ def test_newer_weights_are_taken_as_the_layout_says(refresh: Refresh, loads: boo
     assert core.turn(6, Version(0, 0), Version(0, 0), newer=True).load is (refresh == "at_bound")
     core.collect(finished(1))
     assert core.something(Version(0, 0), newer=True)
+
+
+def test_a_worker_that_generates_for_others_takes_weights_before_anybody_can_ask_for_them() -> None:
+    """Callers keep what needs version 1 until it is loaded, so at the bound it would wait for them, and they for it."""
+    core = FurtherCore("at_bound", for_others=True)
+    core.ask(group("a", 1))
+    core.ask(group("b", 2))
+    assert core.turn(G, FIRST, FIRST, newer=True).start == ["a"], "there is work that needs no newer weights"
+    assert not core.turn(0, FIRST, FIRST, newer=True).load
+    core.collect(finished(1))
+    assert core.turn(G, FIRST, FIRST, newer=True).start == ["b"]
+    assert core.turn(0, FIRST, FIRST, newer=True).load
+    assert core.something(FIRST, newer=True)
+    alone = FurtherCore("at_bound")
+    assert not alone.something(FIRST, newer=True), "who leases its groups itself knows what they need"
 
 
 # -- over calls
@@ -137,6 +178,10 @@ class Engine:
     running: dict[int, tuple[str, list[int]]] = field(default_factory=dict)
     wanted: dict[str, WantedGroup] = field(default_factory=dict)
     whole: Counter[str] = field(default_factory=Counter)
+    versions: dict[int, set[Version]] = field(default_factory=dict)
+    """Those that the tokens of running groups come from."""
+    told: dict[int, int] = field(default_factory=dict)
+    """What the core has heard of `begins`, a little later."""
 
     @property
     def free(self) -> int:
@@ -150,7 +195,9 @@ class Engine:
             if turn.load:
                 self.loaded = self.newest
             for position in turn.abort:
-                assert self.running.pop(position, None) is not None, f"{position} does not run"
+                # Its last sample may have finished since it was cancelled.
+                self.running.pop(position, None)
+                self.versions.pop(position, None)
             if not (turn.load or turn.abort):
                 break
         for key in turn.start:
@@ -159,28 +206,43 @@ class Engine:
             assert wanted.position not in self.running, "two of one position"
             assert self.loaded is not None
             assert self.loaded.meets(wanted.least)
-            assert self.loaded.survives(self.begins)
+            assert self.loaded.survives(self.told)
             assert self.free >= G or not self.running, "no room"
-            self.running[wanted.position] = (key, list(range(G)))
+            self.running[wanted.position], self.versions[wanted.position] = (key, list(range(G))), set()
         assert len(self.running) >= len(before - set(turn.abort))
+
+    def restart(self) -> None:
+        """Training goes on behind an earlier training step."""
+        term, step = self.newest.term + 1, self.rng.randint(0, self.newest.number)
+        self.begins[term], self.newest = step, Version(term, step)
+
+    def hear(self) -> None:
+        """The core learns of the terms that have begun; their weights may have come before."""
+        self.told = dict(self.begins)
+        self.core.begin_term(self.told)
 
     def decode(self) -> None:
         outputs = []
-        for position, (_, left) in list(self.running.items()):
+        used = {}
+        for position, (key, left) in list(self.running.items()):
+            assert self.loaded is not None, "it was started with some weights"
+            self.versions[position].add(self.loaded)
+            used[key] = self.versions[position]
             if left and self.rng.random() < 0.5:
                 number = left.pop()
                 outputs.append(SampleOutput(position, number, (1,), (0.0,), (), "stop"))
             if not left:
-                del self.running[position]
+                del self.running[position], self.versions[position]
         for key in self.core.collect(outputs):
             assert isinstance(key, str)
             assert key in self.wanted, "it was cancelled"
+            assert all(version.survives(self.told) for version in used[key]), "it has tokens of lost weights"
             self.whole[key] += 1
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(
-    st.lists(st.sampled_from(["ask", "cancel", "publish", "restart", "turn", "decode"]), max_size=80),
+    st.lists(st.sampled_from(["ask", "cancel", "publish", "restart", "hear", "turn", "decode"]), max_size=80),
     st.sampled_from(["eager", "when_idle", "at_bound"]),
     st.integers(1, 8),
     st.integers(0, 1 << 20),
@@ -203,14 +265,9 @@ def test_every_group_is_made_once_whatever_happens(events: list[str], refresh: R
                 core.cancel([key])
         elif event == "publish":
             engine.newest = Version(engine.newest.term, engine.newest.number + 1)
-        elif event == "restart":
-            term, step = engine.newest.term + 1, rng.randint(0, engine.newest.number)
-            engine.begins[term], engine.newest = step, Version(term, step)
-            core.begin_term(engine.begins, engine.loaded)
-        elif event == "turn":
-            engine.turn()
-        elif event == "decode":
-            engine.decode()
+        elif event in ("restart", "hear", "turn", "decode"):
+            getattr(engine, event)()
+    engine.hear()
     for _ in range(400):
         engine.newest = Version(engine.newest.term, engine.newest.number + 1)
         engine.turn()
