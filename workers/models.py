@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distflow.config.paths import CHARS_PREFIX
 from distflow.errors import UserError
-from distflow.workers.tokenizers import CHARS_PREFIX, EOS_ID, PAD_ID, vocabulary
+from distflow.workers.tokenizers import EOS_ID, PAD_ID, vocabulary
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distflow.config.paths import CHARS_PREFIX
 from distflow.errors import UserError
 
-CHARS_PREFIX = "chars:"
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 

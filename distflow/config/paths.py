@@ -16,6 +16,8 @@ import distflow
 from distflow.config.yamlfile import KeyPath, read_yaml, shown
 from distflow.errors import Problem, RecipeError, did_you_mean, nearest
 
+CHARS_PREFIX = "chars:"
+"""What precedes the characters of a tokenizer that has a token for each."""
 _FILE_PLUGIN = re.compile(r"^(?P<plus>\+?)(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)$")
 _FILE_NAME = re.compile(r"^[^/\s][^\s]*(/[^\s]*|\.\w+)$")
 """Text that looks like a relative file: with a slash or a suffix."""
@@ -115,12 +117,12 @@ def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folde
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name is a folder and not a hub id such as Qwen/Qwen2.5-0.5B."""
-    return not _HUB_ID.match(name)
+    """Whether a name is a folder, no hub id such as Qwen/Qwen2.5-0.5B and no `chars:…`."""
+    return not (name.startswith(CHARS_PREFIX) or _HUB_ID.match(name))
 
 
 def _model_path(name: str, folder: Path) -> str:
-    if name.startswith("chars:"):
+    if name.startswith(CHARS_PREFIX):
         return name
     path = (folder / Path(name).expanduser()).resolve()
     # `models/mine` looks like a hub id, but not if there is a folder `models`.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distflow.config.paths import CHARS_PREFIX
 from distflow.config.schema import ModelConfig
 from distflow.config.yamlfile import shown
 from distflow.errors import Problems
@@ -18,7 +19,6 @@ from distflow.flow.graph import StepNode
 from distflow.flow.sizes import configuration
 from distflow.flow.structure import Structure
 
-_CHARS = "chars:"
 _SCORE = "score"
 _GIVES = {
     "tokens": "log-probs of tokens",
@@ -147,8 +147,8 @@ def _tokens(tokenizer: str | None) -> Mapping[int, str] | None:
     """Token by id; None if that cannot be read here."""
     if tokenizer is None:
         return None
-    if tokenizer.startswith(_CHARS):
-        return dict(enumerate(("<pad>", "<eos>", *tokenizer.removeprefix(_CHARS))))
+    if tokenizer.startswith(CHARS_PREFIX):
+        return dict(enumerate(("<pad>", "<eos>", *tokenizer.removeprefix(CHARS_PREFIX))))
     return _in_folder(Path(tokenizer))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distflow.config.paths import looks_like_path
+from distflow.config.paths import CHARS_PREFIX, looks_like_path
 from distflow.config.schema import DataConfig, ModelConfig
 from distflow.config.yamlfile import shown
 from distflow.errors import PluginError, Problems, did_you_mean, nearest
@@ -26,7 +26,6 @@ from distflow.flow.sizes import configuration
 _AUTO = Path("models", "auto", "modeling_auto.py")
 _MAPPINGS = {"score": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"}
 _CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-_CHARS = "chars:"
 _CHARACTERS = "CHARACTERS"
 """Name in the module of a data source: by function, the characters that prompts and answers consist of."""
 
@@ -133,7 +132,7 @@ def check_files(models: Mapping[str, ModelConfig], problems: Problems) -> None:
     """Report folders of models or tokenizers that do not exist. Hub ids pass."""
     for name, model in models.items():
         for field, value in (("path", model.path), ("tokenizer", model.tokenizer)):
-            if value is None or value.startswith("chars:") or not looks_like_path(value) or Path(value).exists():
+            if value is None or not looks_like_path(value) or Path(value).exists():
                 continue
             cure = "correct the path; hub ids work where there is a network; for SmolLM2 run `make smollm2`"
             key = f"models.{name}.{field}"
@@ -178,10 +177,10 @@ def check_families(models: Mapping[str, ModelConfig], problems: Problems) -> Non
 def check_characters(plan: Plan, problems: Problems) -> None:
     """Report a tokenizer of single characters without some that the data source declares that it needs."""
     model = plan.recipe.models[plan.primary]
-    if model.tokenizer is None or not model.tokenizer.startswith(_CHARS):
+    if model.tokenizer is None or not model.tokenizer.startswith(CHARS_PREFIX):
         return
     needed = _characters_of(plan.recipe.data)
-    lacking = "".join(dict.fromkeys(char for char in needed if char not in model.tokenizer[len(_CHARS) :]))
+    lacking = "".join(dict.fromkeys(char for char in needed if char not in model.tokenizer[len(CHARS_PREFIX) :]))
     if lacking:
         message = f"{model.tokenizer!r} lacks {lacking!r}, which the prompts of {plan.recipe.data.source} need"
         problems.add(f"models.{plan.primary}.tokenizer", message, f"for example '{model.tokenizer}{lacking}'")

@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from distflow.config.paths import CHARS_PREFIX
 from distflow.config.schema import ModelConfig
 from distflow.errors import UserError
 
@@ -24,7 +25,6 @@ PINNED = 1
 GATED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose parameters can be counted from the configuration (embeddings are untied unless it says otherwise);
 other families need their files."""
-_CHARS = "chars:"
 _SPECIAL_CHARS = 2
 """Tokens of `chars:…` besides its characters: padding, end of sequence."""
 _HEADER_LIMIT = 64 << 20
@@ -116,8 +116,8 @@ def configuration(model: ModelConfig) -> Mapping[str, Any]:
 def model_config(model: ModelConfig) -> Mapping[str, Any]:
     """The configuration of a `models.<name>` section as transformers reads it; raises UserError if unknown here."""
     if model.init is not None:
-        chars = model.tokenizer is not None and model.tokenizer.startswith(_CHARS)
-        own = {"vocab_size": len(set(str(model.tokenizer)[len(_CHARS) :])) + _SPECIAL_CHARS} if chars else {}
+        chars = model.tokenizer is not None and model.tokenizer.startswith(CHARS_PREFIX)
+        own = {"vocab_size": len(set(str(model.tokenizer)[len(CHARS_PREFIX) :])) + _SPECIAL_CHARS} if chars else {}
         return {**own, **model.init}
     path = Path(str(model.path)) / "config.json"
     try:

@@ -316,5 +316,5 @@ def _paths(worker: WorkerPlan, plan: Plan) -> Iterable[str]:
     for name in (*worker.models, *worker.generates):
         model = plan.recipe.models[name]
         for path in (model.path, model.tokenizer):
-            if path is not None and not path.startswith("chars:") and looks_like_path(path):
+            if path is not None and looks_like_path(path):
                 yield path
