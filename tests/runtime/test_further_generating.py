@@ -13,11 +13,11 @@ from distflow.comm.message import Message, decode
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import NoProgressError
 from distflow.exchange.call_messages import CallMessage, CallRequest, CallWithdrawn
+from distflow.exchange.facts import BEGINS, OWNERS, TERM
 from distflow.exchange.messages import Grant
 from distflow.runtime.assembly import build_contexts, build_tokenizer
 from distflow.runtime.further_generating import build_further
 from distflow.runtime.steps import StepRunner
-from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM
 from distflow.testing.fakes import SHAPES, FakeEngine
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
