@@ -89,13 +89,10 @@ class HolderCore:
         """
         self._wanted = max(0, free_slots // self._settings.samples_per_prompt + 1 - len(self._granted))
         self._idle = idle and self._settings.hedging
-        owners = self._open_owners()
-        if not self._wanted or self._leaving or not owners:
-            return []
-        if self._walk.owner is not None:
-            return [self._ask()] if self._idle and not self._told_idle else []
-        self._walk.begin(owners, now)
-        return [self._ask()]
+        if self._walk.owner is None:
+            return self._ask_anew(now)
+        told = self._told_idle or not self._idle or not self._wanted or self._leaving
+        return [] if told or not self._open_owners() else [self._ask()]
 
     def report(self, position: int, tokens: int, version: int) -> None:
         """Progress of a running group: tokens so far (all samples), and the version its first sample started on."""
@@ -176,7 +173,7 @@ class HolderCore:
         for position, one in kept.items():
             one.go_on(term, now)
             self._link_of(position).held[position] = one
-        return [message for owner in owners for message in self.offer(owner)]
+        return [message for owner in owners for message in self.offer(owner)] + self._ask_anew(now)
 
     def offer(self, owner: str) -> list[Outgoing]:
         """Report the groups begun of an owner's positions: the first message to an owner of a new term."""
@@ -320,12 +317,9 @@ class HolderCore:
         link.finished = True
         self._release(link, tuple(link.held))
         out = [self._bye(link)]
-        owners = self._open_owners()
         if self._walk.owner == self._number_of[link.name]:
             self._walk.end()
-            if owners and self._wanted:
-                self._walk.begin(owners, now)
-                out.append(self._ask())
+            out += self._ask_anew(now)
         return out
 
     def _release(self, link: Link, positions: Sequence[int]) -> None:
@@ -346,6 +340,14 @@ class HolderCore:
         link = self._links[walk.owner]
         self._told_idle = self._idle
         return Outgoing(link.name, Ask(self._report(link), walk.number, self._wanted, walk.park, self._idle))
+
+    def _ask_anew(self, now: float) -> list[Outgoing]:
+        """Begin to ask, if there was room: an idle worker calls `want` only when something comes."""
+        owners = self._open_owners()
+        if not self._wanted or self._leaving or not owners:
+            return []
+        self._walk.begin(owners, now)
+        return [self._ask()]
 
     def _ask_again(self, now: float) -> list[Outgoing]:
         walk = self._walk

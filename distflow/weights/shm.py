@@ -121,7 +121,8 @@ class ShmReader:
         self._lock = threading.Lock()
 
     def fetch(self, manifest: Manifest) -> NamedTensors:
-        """Views of the announced version; raises Overtaken if it was overwritten, ChecksumError if it is corrupt."""
+        """Views of the announced version; raises Overtaken if it was overwritten or removed, ChecksumError if it is
+        corrupt."""
         self.begin_term(manifest.version.term)
         with self._lock:
             segment = self._maps.get(manifest.place)
@@ -196,14 +197,18 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def open_segment(manifest: Manifest) -> mmap.mmap:
-    """Map an announced segment; raises ProtocolError for another path, ChecksumError if it is gone or too small."""
+    """Map an announced segment.
+
+    Raises ProtocolError for another path, ChecksumError if it is too small. If it is gone, its publisher has ended, and
+    the next one announces other weights: Overtaken.
+    """
     path = Path(manifest.place)
     if path.parent != SEGMENTS or not path.name.startswith("distflow-"):
         raise ProtocolError(f"{manifest.title}: {path} is not a shared segment of a run")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError as error:
-        raise ChecksumError(f"{manifest.title}: {path} is gone; its publisher has ended") from error
+        raise Overtaken(f"{manifest.title}: {path} is gone; its publisher has ended") from error
     try:
         # A private mapping sees the publisher's writes but cannot change them.
         return mmap.mmap(handle, HEADER_BYTES + manifest.size, access=mmap.ACCESS_COPY)

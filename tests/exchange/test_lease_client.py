@@ -335,3 +335,19 @@ def test_a_grant_that_comes_after_the_end_is_not_kept() -> None:
     holder.handle(grant(1, 2), 0.1)
     assert holder.take_granted() == []
     assert holder.held() == []
+
+
+def test_an_idle_worker_asks_the_owners_of_a_later_term() -> None:
+    """It has nothing that is cancelled, and perhaps takes no newer weights until it has leases that need them."""
+    holder = new_holder()
+    holder.want(100, 0.0)
+    out = holder.begin_term(1, [HOME], {1: 5}, Version(0, 4), 1.0)
+    assert [(to, groups > 0) for to, _, groups, _ in asks(out)] == [(HOME, True)]
+    holder.hand_back(1.0)
+    assert asks(holder.begin_term(2, [HOME], {1: 5, 2: 5}, Version(0, 4), 2.0)) == []
+
+
+def test_who_has_no_room_asks_nobody_when_a_term_begins() -> None:
+    holder = new_holder()
+    holder.want(-100, 0.0)
+    assert asks(holder.begin_term(1, [HOME], {1: 5}, Version(0, 4), 1.0)) == []

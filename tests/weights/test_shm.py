@@ -111,7 +111,7 @@ def test_segments_are_named_after_the_run_and_leave_with_the_publisher() -> None
     assert len(list(SEGMENTS.glob(f"distflow-{run}-*"))) == PUBLISHED + PINNED, "what hosts are checked to have"
     with_network.close()
     assert not list(SEGMENTS.glob(f"distflow-{run}-*"))
-    with pytest.raises(ChecksumError, match="is gone; its publisher has ended"):
+    with pytest.raises(Overtaken, match="is gone; its publisher has ended"):
         ShmReader().fetch(manifest)
 
 
