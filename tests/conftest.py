@@ -8,6 +8,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from tests import budget, warm_start
@@ -30,6 +31,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Budgets of seconds are for the short tests; and there is one server for pytest and all its workers."""
+    # An example takes longer where another test has the processor: what is slow is told by budgets.
+    hypothesis.settings.register_profile("shared processor", deadline=None)
+    hypothesis.settings.load_profile("shared processor")
     budget.unlimited = "not long" not in config.getoption("markexpr")
     warm_start.door()
 

@@ -65,7 +65,7 @@ class Group:
         raise AssertionError(f"no agreement: {[(m.round, m.missing()) for m in self.members.values()]}")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 9), seed=st.integers(0, 10_000), loss=st.sampled_from([0.0, 0.1, 0.4]))
 def test_every_member_learns_every_fact_of_every_round(size: int, seed: int, loss: float) -> None:
     for found in Group(size, seed, loss).run(rounds=4):

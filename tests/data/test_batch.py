@@ -48,7 +48,7 @@ def test_padding_is_for_computing_only() -> None:
     assert example().ragged("ids").mask().sum(1).tolist() == [2, 0, 1, 3, 1]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(rows, min_size=1, max_size=4))
 def test_concat_then_slice_gives_the_parts_back(parts: list[list[list[int]]]) -> None:
     batches = [Batch({"ids": Ragged.from_rows(part, torch.int64)}) for part in parts]
@@ -58,7 +58,7 @@ def test_concat_then_slice_gives_the_parts_back(parts: list[list[list[int]]]) ->
         at += batch.rows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows, st.booleans())
 def test_the_wire_keeps_every_bit(part: list[list[int]], flag: bool) -> None:
     batch = Batch(

@@ -68,7 +68,7 @@ def check(scenario: CallScenario, record: CallRecord) -> None:
     assert len(record.answers) == len(asked) - record.cancelled
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True)
 @given(scenarios())
 @within(6, examples=300)
 def test_every_call_is_answered_once_whatever_happens(scenario: CallScenario) -> None:

@@ -73,7 +73,7 @@ def test_most_groups_stay_with_their_owners() -> None:
     assert pinned == [[p for p in step if step[p].owner == replica] for replica in range(REPLICAS)]
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True)
 @given(
     st.integers(1, 6),
     st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=4), min_size=1, max_size=30),
@@ -191,7 +191,7 @@ def test_groups_of_a_step_that_is_over_are_acknowledged_and_not_kept() -> None:
     assert [item.kind for item in second.handle(GROUPS, "trainer/0", sent.body, ())] == [KEPT]
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True)
 @given(st.integers(0, 2**20), st.sampled_from([0.0, 0.2]), st.integers(2, 4), st.booleans())
 @within(3, examples=60)
 def test_replicas_that_deal_train_on_everything_once(seed: int, loss: float, owners: int, lazy: bool) -> None:

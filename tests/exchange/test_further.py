@@ -240,7 +240,7 @@ class Engine:
             self.whole[key] += 1
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True)
 @given(
     st.lists(st.sampled_from(["ask", "cancel", "publish", "restart", "hear", "turn", "decode"]), max_size=80),
     st.sampled_from(["eager", "when_idle", "at_bound"]),

@@ -192,7 +192,7 @@ def test_rows_of_groups_that_others_have_kept_are_forgotten_after_the_step() -> 
     assert replica.core.forget() == []
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True)
 @given(st.integers(0, 2**20), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 2.0]))
 @within(3, examples=60)
 def test_replicas_that_steal_train_on_everything_once(seed: int, loss: float, answer_s: float) -> None:

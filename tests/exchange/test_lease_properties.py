@@ -151,21 +151,21 @@ def check(scenario: Scenario, record: Record) -> None:
     assert record.largest_message <= 1000 + 2 * limits.message_bytes + group
 
 
-@settings(max_examples=250, derandomize=True, deadline=None)
+@settings(max_examples=250, derandomize=True)
 @given(scenarios())
 @within(4, examples=250)
 def test_every_position_ends_once_in_the_same_step_whatever_happens(scenario: Scenario) -> None:
     check(scenario, LeaseNetwork(scenario).run())
 
 
-@settings(max_examples=120, derandomize=True, deadline=None)
+@settings(max_examples=120, derandomize=True)
 @given(scenarios(colocated=True))
 @within(4, examples=120)
 def test_colocated_workers_switch_together_and_never_deadlock(scenario: Scenario) -> None:
     check(scenario, LeaseNetwork(scenario).run())
 
 
-@settings(max_examples=80, derandomize=True, deadline=None)
+@settings(max_examples=80, derandomize=True)
 @given(scenarios(), st.integers(1, 4), st.integers(1, 4))
 @within(4, examples=80)
 def test_a_run_that_stops_and_resumes_trains_the_same_positions(scenario: Scenario, stop: int, owners: int) -> None:

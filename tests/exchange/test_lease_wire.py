@@ -181,7 +181,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True)
 @given(index=st.integers(0, len(MESSAGES) - 1), data=st.data())
 def test_nonsense_is_refused_or_read_never_anything_else(index: int, data: st.DataObject) -> None:
     body, payload = to_wire(MESSAGES[index])

@@ -177,7 +177,7 @@ def test_a_snapshot_keeps_the_frontier_and_drops_ahead_of_it() -> None:
     assert lease_all(again) == [5, 7, 8, 9]
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True)
 @given(b=st.integers(1, 4), s=st.integers(0, 3), drop_rate=st.floats(0, 0.6), seed=st.integers(0, 2**32))
 def test_streamed_consumption_equals_the_first_b_accepted(b: int, s: int, drop_rate: float, seed: int) -> None:
     """Whatever the order of arrivals, drops, losses and takes, each step trains the same positions."""

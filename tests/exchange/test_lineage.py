@@ -178,7 +178,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scenarios())
 def test_whatever_is_kept_every_position_ends_once(scenario: Scenario) -> None:
     record = run(scenario)

@@ -97,7 +97,7 @@ def lease(position: int, version: int, attempt: int) -> Lease:
     return Lease(prompt.uid, *place, prompt.prompt_ids, prompt.prompt_text, prompt.task, version, 0)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True)
 @given(st.integers(0, 2**20), st.sampled_from(["eager", "when_idle", "at_bound"]), st.integers(1, 4))
 @within(4, examples=200)
 def test_groups_start_once_in_order_on_weights_that_they_may_have(seed: int, refresh: Refresh, groups: int) -> None:

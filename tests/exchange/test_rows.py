@@ -141,7 +141,7 @@ class Network:
         assert all(taken[-1] == ("stop", {}) for taken in self.taken.values())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     owners=st.integers(1, 3),
     critics=st.integers(1, 3),

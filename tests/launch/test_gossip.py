@@ -89,7 +89,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(EVENTS)
 def test_whatever_is_lost_doubled_or_overtaken_in_the_end_all_know_the_newest(events):
     world = World(4)
@@ -115,7 +115,7 @@ FOLLOWS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(FOLLOWS)
 def test_whatever_an_agent_begins_to_count_from_it_is_heard_and_no_other_is_taken_for_it(events):
     """Agents are followed by others, again and again, which know nothing of what those before them have sent."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.launch.agent.record_writer import Journal, JournalWriter, Succession, journal_file, read_journal
@@ -158,7 +158,6 @@ class World:
                 self.obey(self.core.exited(action.worker, KILLED, self.now))
 
 
-@settings(deadline=None)
 @given(EVENTS)
 def test_whenever_an_agent_is_killed_the_next_one_stands_where_it_stood(tmp_path_factory, events):
     folder = tmp_path_factory.mktemp("run")

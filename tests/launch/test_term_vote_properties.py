@@ -182,7 +182,7 @@ EVENTS = st.lists(
 LAYOUTS = st.sampled_from([[0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1], [0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4]])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(LAYOUTS, st.integers(0, 2), st.booleans(), st.integers(0, 10_000), EVENTS)
 @within(4, examples=40)
 def test_never_two_terms_that_train(
@@ -194,7 +194,7 @@ def test_never_two_terms_that_train(
         world.check()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(LAYOUTS, st.integers(0, 10_000), EVENTS)
 @within(4, examples=15)
 def test_a_pool_that_is_whole_again_goes_on(layout: list[int], seed: int, events: list[object]) -> None:
