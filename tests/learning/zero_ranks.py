@@ -37,6 +37,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     chunk: int = 1 << 26
     """`scoring.LOGITS_CHUNK`."""
+    deterministic: bool = False
 
     def section(self) -> dict[str, Any]:
         optimizer = {"lr": 1e-3, "eps": 1e-5, "schedule": "cosine", "warmup_steps": 2, "max_grad_norm": 0.3}
@@ -45,7 +46,8 @@ class Case:
 
     def spec(self, replicas: Reducer | None = None, **changes: Any) -> BackendSpec:
         extra = {} if replicas is None else {"replicas": replicas}
-        return BackendSpec(self.section(), "cpu", True, 0, 6, {**self.options, **changes}, **extra)
+        options, same = {**self.options, **changes}, self.deterministic
+        return BackendSpec(self.section(), "cpu", True, 0, 6, options, **extra, deterministic=same)
 
 
 HALF = {"dtype": "bfloat16"}
@@ -61,6 +63,7 @@ CASES = {
     "1": Case({"zero": 1}),
     "2": Case({"zero": 2, "ds_config": {"zero_optimization": {"reduce_bucket_size": 300}}}, chunk=PIECES),
     "3": Case({"zero": 3}, chunk=PIECES),
+    "3-deterministic": Case({"zero": 3}, {"init": {}}, chunk=PIECES, deterministic=True),
     "1-bfloat16": Case({"zero": 1}, HALF),
     "2-bfloat16": Case({"zero": 2}, HALF),
     "3-bfloat16": Case({"zero": 3}, {**HALF, "gradient_checkpointing": True}),

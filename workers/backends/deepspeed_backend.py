@@ -102,7 +102,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
         head = output_layer(self._model)
         if self._stage < 3:
             return
-        if type(head) is not nn.Linear:
+        if not isinstance(head, nn.Linear):
             raise UserError(
                 f"backend_options.zero 3 with an output layer of type {type(head).__name__}: a plain linear one is "
                 "needed; use zero: 2"

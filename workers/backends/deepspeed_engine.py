@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from distflow.data.batch import Batch
@@ -86,7 +85,7 @@ class BorrowedLinear(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Logits [.., V] of states [.., W]."""
-        return linear(states, self._lender[0].weight, self._lender[0].bias)
+        return self._lender[0].forward(states)
 
 
 def make_engine(
