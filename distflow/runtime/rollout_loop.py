@@ -282,10 +282,11 @@ def load_weights(
     """Give an engine the newest weights, and tell `on_version`; metric `difference` says how far its canary is off."""
     with metrics.timed("timing_s/weight_sync"):
         inbox.load(engine)
-    loaded = inbox.loaded
+        loaded = inbox.loaded
+        if loaded is not None:
+            metrics.trace.arrive("weights", [f"{inbox.model}:{loaded.term}:{loaded.number}"])
     if loaded is None:
         return
-    metrics.trace.arrive("weights", [f"{inbox.model}:{loaded.term}:{loaded.number}"])
     node.work_done()
     on_version(loaded)
     if inbox.difference is not None:

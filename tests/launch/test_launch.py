@@ -391,7 +391,7 @@ def test_dry_run_shows_the_plan_and_takes_no_name(launcher):
         (["--run", "a/b"], "run name 'a/b'"),
         (["--hostz", "x"], "No such option"),
         (["--hosts", "x"], "--hosts x: cannot be read"),
-        (["--include", "x"], "give it with --hosts FILE"),
+        (["--include", "x"], "give --hosts"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_starts(launcher, arguments, message):
