@@ -22,6 +22,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.trace_writer import spanned
+from distflow.types import prefixed
 
 WHOLE = "whole batches"
 
@@ -256,10 +257,10 @@ class Receiving:
         tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
         tally.samples += len(sample_bounds(batch)) - 1
         tally.tokens += int(batch.ragged("prompt_ids").offsets[-1] + batch.ragged("response_ids").offsets[-1])
-        for prefix in ("", *(f"{name}/" for name in self._limits.prefixes)):
-            lags = [t - oldest for oldest in _oldest_versions(batch, f"{prefix}policy_versions")]
-            self._metrics.mean(f"{prefix}staleness/mean", sum(lags) / len(lags), len(lags))
-            self._metrics.max(f"{prefix}staleness/max", max(lags))
+        for prefix in ("", *self._limits.prefixes):
+            lags = [t - oldest for oldest in _oldest_versions(batch, prefixed("policy_versions", prefix))]
+            self._metrics.mean(prefixed("staleness/mean", prefix), sum(lags) / len(lags), len(lags))
+            self._metrics.max(prefixed("staleness/max", prefix), max(lags))
         return batch
 
 

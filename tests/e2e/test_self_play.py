@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import PACED, PROMPTS, SAMPLES, SMALL, Launch, Run, check_trained_once
-from tests.e2e.test_critic_home import steps_of
+from tests.e2e.test_critic_home import check_homes_go_back
 from tests.e2e.test_scale import scale
-from tests.e2e.test_trainer_recovery import steps_of_term
 
 STEPS = 20
 PLAY = ("flow=self_play", *SMALL)
@@ -124,14 +123,7 @@ def test_one_of_two_that_generate_for_others_dies(launch: Launch) -> None:
 def test_whoever_trains_dies_both_homes_go_back_to_one_step(launch: Launch, victim: str) -> None:
     settings = [*SLOW, f"run.training_steps={STEPS}", "run.save_every=5", "layout.max_staleness=1"]
     run = launch("quickstart", *settings)
-    run.until(run.saved, "a checkpoint")
-    os.kill(run.pid_of(victim), signal.SIGKILL)
-    assert run.wait() == 0, run.output
-    check_trained_once(run, STEPS)
-    again = min(steps_of_term(run, 1))
-    assert again % 5 == 1, "behind a checkpoint"
-    for stem in ("trainer-0", "solver_trainer-0"):
-        assert [step for term, step in steps_of(run, stem) if term == 1] == list(range(again, STEPS + 1)), stem
+    check_homes_go_back(run, victim, ("trainer-0", "solver_trainer-0"), STEPS)
     for line in run.dumps():
         for field in ("policy_versions", "solver/policy_versions"):
             assert all(0 <= line["step"] - 1 - version <= 1 for _, version, _, _ in line[field])
