@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from distflow.config.training_schema import OptimizerConfig
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import WorkerFailed
 from distflow.runtime.checkpoint.format import put_together
@@ -19,16 +20,7 @@ SAMPLES = 3
 
 def tiny_model(**changes: Any) -> dict[str, Any]:
     """A `models.<name>` section: a Qwen2 of one layer with 13 tokens, in float64 unless `dtype` says otherwise."""
-    optimizer = {
-        "name": "adamw",
-        "lr": 1e-2,
-        "betas": [0.9, 0.95],
-        "eps": 1e-8,
-        "weight_decay": 0.01,
-        "max_grad_norm": None,
-        "schedule": "constant",
-        "warmup_steps": 0,
-    }
+    optimizer = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=None).model_dump()
     init = {
         "model_type": "qwen2",
         "hidden_size": 16,
