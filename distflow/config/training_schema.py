@@ -18,8 +18,8 @@ def _pattern(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        wrong = {"text": text, "error": str(error)}
-        raise PydanticCustomError("distflow", "{text!r} is not a regular expression: {error}", wrong) from error
+        wrong = {"text": repr(text), "error": str(error)}
+        raise PydanticCustomError("distflow", "{text} is not a regular expression: {error}", wrong) from error
     return text
 
 
@@ -55,7 +55,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     groups: list[ParameterGroup] = Field(default=[])
-    """Parameters with settings of their own: `[{match: norm|bias, weight_decay: 0}]`."""
+    """Parameters with settings of their own: `[{match: norm, weight_decay: 0}]`."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are clipped to this norm; null: never."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
