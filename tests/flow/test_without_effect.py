@@ -34,6 +34,9 @@ REFERENCE = ("flow=grpo_kl", "models.reference.head=tokens")
         ((), "layout.stealing=true", f"has one worker, and none to share with .* {TRAINER}.count=2 or more"),
         (REFERENCE, "models.reference.optimizer.lr=0.1", "no step trains model 'reference'"),
         (REFERENCE, "models.reference.gradient_checkpointing=true", "no step trains model 'reference'"),
+        ((), "models.policy.optimizer.momentum=0.5", "name is 'adamw', and only muon has it"),
+        ((), "models.policy.optimizer.decay_steps=5", "schedule is 'constant', and only wsd has a decay"),
+        ((), "models.policy.optimizer.min_lr=1e-9", "schedule is 'constant', which never decays"),
         (REFERENCE, "models.reference.tokenizer=chars:01", "model 'reference' is a copy of 'policy', and has its"),
     ],
 )
