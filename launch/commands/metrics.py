@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -46,28 +46,33 @@ TABLE = (
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, as_json: bool, as_csv: bool, keys: str | None, last: int | None, runs_dir: Path) -> None:
     """Show metrics per training step of RUN (default: the newest), merged over its workers."""
-    from distflow.launch.observe.file_sync import refresh
     from distflow.launch.run.folder import find_run
-    from distflow.launch.run.metrics_merge import MetricsReader
 
-    run_dir = find_run(run, runs_dir)
-    for line in refresh(run_dir, ("metrics",), "metrics"):
-        click.echo(line, err=True)
-    reader = MetricsReader(run_dir)
-    reader.read()
-    if reader.malformed:
-        click.echo(f"{run_dir}/metrics: {reader.malformed} incomplete lines were skipped", err=True)
-    steps = reader.merged()
+    steps = read_steps(find_run(run, runs_dir), lambda line: click.echo(line, err=True))
     steps = steps if last is None else steps[-last:]
     names = None if keys is None else _chosen(keys, steps)
     if names is not None:
         steps = [{name: step[name] for name in ("step", *names) if name in step} for step in steps]
     if as_json:
-        click.echo(json.dumps([_finite(step) for step in steps]))
+        click.echo(json.dumps([finite(step) for step in steps]))
     elif as_csv:
         _print_csv(names, steps)
     else:
         _print_table(steps, TABLE if names is None else [TABLE[0], *((name, name, "{:.6g}") for name in names)])
+
+
+def read_steps(run_dir: Path, tell: Callable[[str], None]) -> list[dict[str, float]]:
+    """The merged metrics of a run, one mapping per training step; `tell` gets lines about what is missing."""
+    from distflow.launch.observe.file_sync import refresh
+    from distflow.launch.run.metrics_merge import MetricsReader
+
+    for line in refresh(run_dir, ("metrics",), "metrics"):
+        tell(line)
+    reader = MetricsReader(run_dir)
+    reader.read()
+    if reader.malformed:
+        tell(f"{run_dir}/metrics: {reader.malformed} incomplete lines were skipped")
+    return reader.merged()
 
 
 def _chosen(keys: str, steps: list[dict[str, float]]) -> list[str]:
@@ -93,7 +98,7 @@ def _print_csv(names: list[str] | None, steps: list[dict[str, float]]) -> None:
         writer.writerow(step[name] if name in step and math.isfinite(step[name]) else "" for name in columns)
 
 
-def _finite(step: dict[str, float]) -> dict[str, float | None]:
+def finite(step: dict[str, float]) -> dict[str, float | None]:
     """Replace NaN and infinity, which JSON lacks, by null."""
     return {name: value if math.isfinite(value) else None for name, value in step.items()}
 
