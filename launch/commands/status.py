@@ -1,4 +1,4 @@
-"""`distflow status`: what each worker reports about itself."""
+"""`distflow status`, `watch` and `stacks`: what the workers of a run report about themselves, once or until it ends."""
 
 from __future__ import annotations
 
@@ -152,3 +152,50 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         cells = [row[column] for column in ("name", "pid", "host", "state", "step", "version")]
         table.add_row(*("" if cell is None else str(cell) for cell in (*cells, row.get("memory_mb"), *sent)))
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def watch(run: str | None, runs_dir: Path) -> int:
+    """Show the progress of RUN (default: the newest) until it is over; Ctrl-C stops watching, not the run.
+
+    Returns the exit code of the run.
+    """
+    from distflow.launch.deploy.monitor import Monitor
+    from distflow.launch.observe.progress import make_display
+    from distflow.launch.observe.run_summary import tell_end
+    from distflow.launch.run.folder import find_run
+    from distflow.launch.run.record import read_record
+
+    run_dir = find_run(run, runs_dir)
+    first = read_record(run_dir)
+    try:
+        record = Monitor(run_dir, make_display(first.training_steps)).only_look()
+    except KeyboardInterrupt:
+        click.echo(f"no longer watching; {first.name} continues — `distflow stop {first.name}` ends it")
+        return 0
+    return tell_end(record, runs_dir)
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--worker", help="Only this worker, for example rollout/0.")
+@click.option("--all", "everything", is_flag=True, help="All threads, not only those in your code or in the script.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def stacks(run: str | None, worker: str | None, everything: bool, runs_dir: Path) -> None:
+    """Show where RUN's workers (default: the newest) are in your code and in the script, and what each waits for."""
+    from distflow.errors import UserError
+    from distflow.launch.observe.run_client import stacks_of
+    from distflow.launch.run.folder import find_run
+    from distflow.launch.run.record import read_record
+
+    record = read_record(find_run(run, runs_dir))
+    names = [entry.name for entry in record.workers]
+    if worker is not None and worker not in names:
+        raise UserError(f"--worker {worker}: {record.name} has no such worker — there are: {', '.join(names)}")
+    for found in stacks_of(record, names if worker is None else [worker], everything=everything):
+        process = "" if found.pid is None else f" (pid {found.pid})"
+        click.echo(f"{found.worker}{process} {found.note}")
+        for line in found.text.splitlines():
+            click.echo(f"    {line}")

@@ -5,11 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distflow.launch.cli import run as distflow
+from distflow.launch.commands.metrics import read_runs
+from distflow.launch.commands.plot import PANELS, Panel, draw
 
 
 def leave_run(runs_dir: Path, name: str, steps: int, **metrics: list[float]) -> Path:
@@ -88,3 +93,85 @@ def test_many_runs_stand_below_each_other(tmp_path: Path, capsys: pytest.Capture
 def test_a_metric_that_no_run_has(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert distflow(["metrics", *two, "--keys", "critic/scores/mean"]) == 2
     assert "did you mean critic/score/mean" in capsys.readouterr().err
+
+
+def test_a_picture_of_what_there_is(two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert distflow(["plot", *two, "-o", str(tmp_path / "curves.png")]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{tmp_path / 'curves.png'}: 1 panels of one, two\n"
+    assert "note: no reward: no run has critic/rewards/mean\n" in err
+    assert "note: no KL: no run has actor/kl_loss, critic/kl, actor/ppo_kl\n" in err
+    assert len(err.splitlines()) == len(PANELS) - 1
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def curves_of(figure: Any) -> list[tuple[str, list[Any]]]:
+    return [(axes.get_title("left"), [line for line in axes.lines if len(line.get_xdata())]) for axes in figure.axes]
+
+
+def test_runs_are_drawn_over_each_other_and_metrics_beside(two: list[str], tmp_path: Path) -> None:
+    runs = read_runs(two, tmp_path)
+    chosen = [Panel(name, ((name, ""),)) for name in ("critic/score/mean", "actor/loss")]
+    (score, scores), (loss, losses) = curves_of(draw(chosen, runs))
+    assert (score, loss) == ("critic/score/mean", "actor/loss")
+    assert [list(line.get_ydata()) for line in scores if len(line.get_ydata())] == [[0.1, 0.9, 0.3, 0.5], [0.25, 0.75]]
+    assert len({line.get_color() for line in scores}) == 2
+    assert [list(line.get_ydata()) for line in losses if len(line.get_ydata())] == [[4.0, 3.0, 2.0, 1.0]]
+    figure = draw(chosen, runs)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["one", "two"]
+
+
+def test_the_metrics_of_a_panel_differ_by_colour_or_by_style(tmp_path: Path) -> None:
+    shares = {"perf__trainer_idle_share": [0.5] * 3, "perf__score_share": [0.1] * 3}
+    paths = [str(leave_run(tmp_path, name, 3, **shares)) for name in ("one", "two")]
+    for runs in (paths[:1], paths):
+        ((_, lines),) = curves_of(draw([PANELS[-1]], read_runs(runs, tmp_path)))
+        assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 2 * len(runs)
+
+
+def test_many_steps_are_smoothed(tmp_path: Path) -> None:
+    values = [float(step % 2) for step in range(400)]
+    run = leave_run(tmp_path, "long", 400, actor__entropy=values)
+    ((_, (faint, bold)),) = curves_of(draw([PANELS[3]], read_runs([str(run)], tmp_path)))
+    assert list(faint.get_ydata()) == values
+    assert bold.get_ydata() == pytest.approx(0.5, abs=0.11)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "curves.docx"], r"-o curves\.docx: unknown kind of picture '\.docx' — .*png"),
+        (["-o", "nowhere/curves.png"], r"-o nowhere/curves\.png: cannot be written \(No such file or directory\)"),
+        (["-o", "curves.png", "--keys", "critic/scores/mean"], "did you mean critic/score/mean"),
+    ],
+)
+def test_pictures_that_cannot_be_made(
+    two: list[str],
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert distflow(["plot", *two, *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "curves.png")
+    assert distflow(["plot", str(leave_run(tmp_path, "young", 0)), "-o", out]) == 2
+    assert "young: no training step has been done yet" in capsys.readouterr().err
+    assert distflow(["plot", str(leave_run(tmp_path, "other", 1, mine=[1.0])), "-o", out]) == 2
+    assert "choose some with --keys" in capsys.readouterr().err
+
+
+def test_without_matplotlib(
+    two: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert distflow(["plot", *two, "-o", "curves.png"]) == 2
+    assert "needs matplotlib" in (told := capsys.readouterr().err)
+    assert "pip install 'distflow-rl[plot]'" in told
