@@ -3,8 +3,8 @@
     python -m benchmarks.flows_learning --flows dr_grpo rloo --seeds 0 1 2
 
 Prints a row for each flow: the mean exact-match score of the last ten training steps, the training step with which the
-first ten steps of mean 0.9 end, and seconds from the launch command to the end, for each seed. Exit code 1 if a flow
-ends below `--least` on any seed.
+first ten steps of mean 0.9 end, and seconds from the launch command to the end, for each seed. `--picture` draws their
+scores. Exit code 1 if a flow ends below `--least` on any seed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,14 @@ class Learned(NamedTuple):
         return f"{self.score:.3f} / {since} / {self.seconds:.0f} s"
 
 
+def run_name(flow: str, seed: int) -> str:
+    """Of one run."""
+    return f"{flow.replace('_', '-')}-{seed}"
+
+
 def learn(flow: str, seed: int, overrides: list[str], runs_dir: str, limit_s: float) -> Learned:
     """Launch one run and read its metrics; raises RuntimeError with its output if it fails."""
-    name, folder = f"{flow.replace('_', '-')}-{seed}", ["--runs-dir", runs_dir]
+    name, folder = run_name(flow, seed), ["--runs-dir", runs_dir]
     chosen = [f"flow={flow}", "layout=colocated", f"run.seed={seed}", "run.dump_rollouts=0", *overrides]
     begun = time.monotonic()
     launch = [*DISTFLOW, "launch", "quickstart", *chosen, "--run", name, *folder]
@@ -63,18 +68,22 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--least", type=float, default=GOOD)
     parser.add_argument("--limit-s", type=float, default=1800.0, help="of one run")
+    parser.add_argument("--picture", metavar="FILE", help="draw the curves of all scores (extra `plot`)")
     parser.add_argument("--runs-dir", default=None, help="keep the runs there")
     parser.add_argument("overrides", nargs="*", default=[], help="KEY=VALUE, after --")
     args = parser.parse_args()
     print(f"| flow | {' | '.join(f'seed {seed}' for seed in args.seeds)} |", flush=True)
     print(f"| --- {'| --- ' * len(args.seeds)}|", flush=True)
     with tempfile.TemporaryDirectory(prefix="distflow-learning-") as folder:
-        worst = 1.0
+        worst, runs_dir = 1.0, args.runs_dir or folder
         for flow in args.flows:
-            runs_dir = args.runs_dir or folder
             found = [learn(flow, seed, args.overrides, runs_dir, args.limit_s) for seed in args.seeds]
             print(f"| {flow} | {' | '.join(map(str, found))} |", flush=True)
             worst = min(worst, *(each.score for each in found))
+        if args.picture:
+            names = [run_name(flow, seed) for flow in args.flows for seed in args.seeds]
+            drawn = ["-o", args.picture, "--keys", "critic/score/mean", "--runs-dir", runs_dir]
+            subprocess.run([*DISTFLOW, "plot", *names, *drawn], check=True)
     return int(worst < args.least)
 
 
