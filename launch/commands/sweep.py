@@ -54,6 +54,9 @@ def _launched(run: Options, launch: Callable[[Options], int]) -> int:
     except DistflowError as error:
         click.echo(str(error), err=True)
         return error.exit_code
+    except KeyboardInterrupt:
+        # Before the run was watched.
+        return STOPPED
 
 
 def _combinations(options: Options) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -111,8 +114,8 @@ def _run_names(options: Options, keys: Sequence[str], combinations: Sequence[Seq
     labels = short if len(set(short)) == len(short) else keys
     ends = []
     for words in combinations:
-        named = (f"{label}-{word.partition('=')[2]}" for label, word in zip(labels, words, strict=True))
-        ends.append(re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(named)).strip("-"))
+        values = [re.sub(r"[^A-Za-z0-9._-]+", "-", word.partition("=")[2]).strip("-") for word in words]
+        ends.append("-".join(f"{label}-{value}" for label, value in zip(labels, values, strict=True)))
     if len(set(ends)) < len(ends):
         raise UserError(
             f"--sweep: the names of the runs would not differ: {', '.join(ends)} — start them singly, with --run"
