@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from distflow.config.section import Section
+from distflow.config.training_schema import OptimizerConfig
 from distflow.types import MOST_WORKERS
 
 PoolRole = Literal["generate", "score", "forward", "train", "*"]
@@ -34,25 +36,6 @@ def _staleness(value: object) -> object:
         return value
     wrong = f"{value} should be greater than or equal to 0" if type(value) is int else f"{value!r} is not allowed"
     raise PydanticCustomError("distflow", "{wrong}; allowed: 0, 1, 2 …, or unbounded", {"wrong": wrong})
-
-
-_Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are not converted between types and never change.
-
-    Numbers with a meaning here are finite; plug-ins get theirs as they are written, so inf stays inf.
-    """
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",
-    )
 
 
 class RunConfig(Section):
@@ -157,7 +140,7 @@ class WorkerSettings(Section):
     """Samples decoded at the same time."""
     sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
     """Memory reserved for results or rows that arrive, in MiB."""
-    steps: list[str] = []
+    steps: list[str] = Field(default=[])
     """Steps of its own, `+./file.py:name`: they may write only fields that they declare with a fill value."""
     script: str | None = None
     """A script of its own instead of the rendered one: a Python file with `def script(w)`."""
@@ -170,17 +153,17 @@ class PoolConfig(Section):
 
     count: int = Field(default=1, ge=1, le=MOST_WORKERS, json_schema_extra={"unit": "workers"})
     """Number of workers."""
-    roles: list[PoolRole] = []
+    roles: list[PoolRole] = Field(default=[])
     """Roles this pool takes: generate, score, forward, train; `*` takes what no other pool takes."""
-    steps: list[str] = []
+    steps: list[str] = Field(default=[])
     """Single steps this pool takes, by name; they come before roles. `+./file.py:name` adds a step of its own."""
     engine: str = "torch"
     """Generation engine: a short name, `module:name` or `./file.py:name`."""
-    engine_options: dict[str, Any] = {}
+    engine_options: dict[str, Any] = Field(default={})
     """Options that the engine itself defines."""
     backend: str = "torch"
     """Training backend: a short name, `module:name` or `./file.py:name`."""
-    backend_options: dict[str, Any] = {}
+    backend_options: dict[str, Any] = Field(default={})
     """Options that the backend itself defines."""
     zero: int | None = Field(default=None, ge=0, le=3)
     """ZeRO stage of backend deepspeed, 0 to 3: short for `backend_options: {zero: …}`."""
@@ -197,9 +180,9 @@ class PoolConfig(Section):
     offload: bool = False
     """For a pool that generates and trains: the engine leaves the device while the worker trains, and the models while
     it generates. The result is the same."""
-    hosts: list[str] = []
+    hosts: list[str] = Field(default=[])
     """Hosts that its workers run on, by name or pattern (`gpu-*`); none: any. Ignored in a run on one host."""
-    each: dict[str, WorkerSettings] = {}
+    each: dict[str, WorkerSettings] = Field(default={})
     """Workers that differ, by index: `each: {"1": {threads: 2}}`."""
     script: str | None = None
     """A script of this pool's own instead of the rendered one: a Python file with `def script(w)`."""
@@ -249,27 +232,6 @@ class LayoutConfig(Section):
     refresh: Refresh = "eager"
     """When a generating worker takes newer weights: eager (at once, within samples), when_idle (between samples), or
     at_bound (only when its next group needs them)."""
-
-
-class OptimizerConfig(Section):
-    """AdamW (arXiv 1711.05101) and its learning-rate schedule."""
-
-    name: Literal["adamw"] = "adamw"
-    """Kind of optimizer."""
-    lr: float = Field(default=1e-6, ge=0)
-    """Peak learning rate."""
-    betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.999), strict=False)
-    """Decay rates of the two moments."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are clipped to this norm; null: never."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate decays after warm-up, to 0 at the end of the run (constant: not at all)."""
-    warmup_steps: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
-    """Training steps during which the learning rate rises from 0."""
 
 
 class ModelConfig(Section):

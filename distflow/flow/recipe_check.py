@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from distflow.config.load import Examined, LoadedRecipe, examine_recipe
 from distflow.config.plugins import MODEL_CONFIG, VOCABULARY
-from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig, Section
+from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
+from distflow.config.section import Section
 from distflow.config.yamlfile import shown
 from distflow.errors import Problem, Problems, RecipeError, UserError
 from distflow.flow.chosen_function import chosen_function

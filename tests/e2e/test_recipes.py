@@ -15,9 +15,10 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["quickstart", "layout=async"],
-        ["quickstart", "flow=grpo_kl", "layout=colocated"],
-        ["quickstart", "flow=grpo_kl"],
+        ["quickstart", "layout=async", "flow=aipo"],
+        ["quickstart", "layout=async", "flow=decoupled_ppo", "batch.minibatches=2"],
+        ["quickstart", "flow=gspo", "batch.epochs=2"],
+        ["quickstart", "flow=reinforce_plus_plus", "batch.epochs=2"],
         ["quickstart", "layout=colocated", "layout.max_staleness=2"],
         ["quickstart", "layout=async", "layout.max_staleness=3", "layout.refresh=at_bound"],
         ["quickstart", "layout=colocated", "layout.max_staleness=2", "layout.refresh=when_idle"],
@@ -25,7 +26,6 @@ LONG = pytest.mark.long
         ["custom_step"],
         ["two_turns"],
         ["two_turns", "flow.steps.sample.with.strip=true"],
-        ["quickstart", "flow=remax", "layout=colocated"],
         pytest.param(
             ["quickstart", "layout=async", "layout.max_staleness=2", "layout.pools.rollout.slots=8"], marks=LONG
         ),

@@ -13,10 +13,11 @@ from distflow.errors import WorkerFailed
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import Reducer
 from distflow.workers.backends.deepspeed_partition import Stretch, partition_of
-from distflow.workers.backends.optimizer import MOMENTS, STEPS, ScheduledAdamW, check_same, not_finite, total_norm
+from distflow.workers.backends.optimizer import STEPS, ScheduledOptimizer, check_same, not_finite, total_norm
+from distflow.workers.backends.update_rules import MOMENTS, start_state
 
 
-class ZeroOptimizer(ScheduledAdamW):
+class ZeroOptimizer(ScheduledOptimizer):
     """Steps the model of a DeepSpeed engine, of which every replica owns a part; all replicas call `apply` together.
 
     `shapes`: shapes of the whole parameters, by name.
@@ -37,15 +38,16 @@ class ZeroOptimizer(ScheduledAdamW):
         self._shapes = shapes
         self._stage = int(engine.zero_optimization_stage())
         self._adamw = engine.basic_optimizer
+        self._rules = [self._adamw]
         self._partition = partition_of(engine.optimizer, parameters, self._stage)
         self._half = next(iter(parameters.values())).dtype == torch.bfloat16
         self._rounds = 0
         for group in self._adamw.param_groups:
             for flat in group["params"]:
-                self._start_moments(flat)
+                start_state(self._adamw, flat)
         for run in self._partition.runs:
             if run.flat not in self._adamw.state:
-                self._start_moments(run.flat)
+                start_state(self._adamw, run.flat)
 
     @property
     def untouched(self) -> bool:

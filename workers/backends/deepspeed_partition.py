@@ -27,6 +27,8 @@ class Stretch:
     """What the optimizer steps: a vector of float32 weights, or the parameter itself if nothing is sharded."""
     at: int
     """Where the run begins in `flat`."""
+    group: int = 0
+    """The parameter group of the optimizer that it belongs to."""
 
     def of(self, flat: Tensor) -> Tensor:
         """This run's elements of a vector laid out as `flat`, as a view."""
@@ -98,21 +100,27 @@ class Flattened:
             mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
                 mine, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                flat = flats[mapping.param_group_index]
-                self.runs.append(Stretch(name, parameter, mine.start, mine.numel, flat, there.start))
+                group = mapping.param_group_index
+                self.runs.append(Stretch(name, parameter, mine.start, mine.numel, flats[group], there.start, group))
 
     def gradients(self) -> Iterator[tuple[Stretch, Tensor]]:
-        """Parts of the owned vector."""
+        """Parts of the owned vectors, one for each parameter group."""
+        for group, vector in enumerate(self._vectors()):
+            runs = [run for run in self.runs if run.group == group]
+            if isinstance(vector, Tensor):
+                yield from ((run, run.of(vector)) for run in runs)
+            else:
+                # One tensor per run, in the order of the vector, and one for the padding.
+                yield from zip(sorted(runs, key=lambda run: run.at), vector, strict=False)
+
+    def _vectors(self) -> list[Any]:
+        """The gradients of each parameter group: one vector, or a list of its parts."""
         if self._bf16:
-            vector = self._optimizer.fp32_groups_gradient_flat_partition[0]
-        elif self._optimizer.cpu_offload:
-            vector = self._optimizer.single_partition_of_fp32_groups[0].grad
-        else:
-            # One tensor per run, in the order of the vector, and one for the padding.
-            ordered = sorted(self.runs, key=lambda run: run.at)
-            yield from zip(ordered, self._optimizer.averaged_gradients[0], strict=False)
-            return
-        yield from ((run, run.of(vector)) for run in self.runs)
+            return list(self._optimizer.fp32_groups_gradient_flat_partition)
+        if self._optimizer.cpu_offload:
+            return [flat.grad for flat in self._optimizer.single_partition_of_fp32_groups]
+        gradients = self._optimizer.averaged_gradients
+        return [gradients[group] for group in sorted(gradients)]
 
     def weights(self, run: Stretch) -> Tensor:
         """A part of the whole parameter."""
