@@ -41,7 +41,7 @@ COMMANDS = {
     "doctor": "Check this machine, and look for leftovers of dead runs.",
 }
 
-BESIDE = {"watch": ("status", "watch"), "stacks": ("status", "stacks")}
+BESIDE = {"watch": ("status", "watch"), "stacks": ("status", "stacks"), "stop": ("launch", "stop")}
 """File and name of commands that stand in the file of another one."""
 
 

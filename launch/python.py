@@ -38,6 +38,7 @@ NOT_HERE: Mapping[str, str] = {
     "dry_run": "use `distflow plan`",
     "env": "every node of a job starts the command: use `distflow launch --env`",
     "slurm": "a submitted job is no run before it begins: use `distflow launch --slurm`, then load_run",
+    "sweep": "call launch in a loop",
 }
 """Options of the command that start no run to hold in hand."""
 

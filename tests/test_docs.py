@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -56,7 +57,9 @@ def complete_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
         words = shlex.split(command)
         placeholder = re.search(r"…|\[[A-Z-]|\b(NAME|RECIPE)\b", command)
         if words[1] in ("launch", "plan", "validate") and placeholder is None and len(words) > 2:
-            yield words[2], [word for word in words[3:] if "=" in word or word.startswith("~")]
+            given = [(before, word) for before, word in pairwise(words[2:]) if "=" in word or word.startswith("~")]
+            # Of a sweep, the first run.
+            yield words[2], [word.partition(",")[0] if before == "--sweep" else word for before, word in given]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`distflow launch`: start a run on this machine or on many, then watch it."""
+"""`distflow launch` and `stop`: start a run on this machine or on many, then watch it; end one."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     "--recipe-as-written", is_flag=True, help="With --resume: read RECIPE again instead of using the run's own copy."
 )
 @click.option("--detach", is_flag=True, help="Return as soon as the workers are started.")
+@click.option(
+    "--sweep",
+    multiple=True,
+    metavar="KEY=A,B,…",
+    help="A run for each value, one after another; of several keys, for each combination.",
+)
 @click.option("--dry-run", is_flag=True, help="Only show the plan; start nothing, contact no host, reserve no name.")
 @click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Run on the hosts of this file, by ssh.")
 @click.option("--include", metavar="HOSTS", help="Only these hosts and slots, as in gpu-1@gpu-2:0,2.")
@@ -52,7 +58,12 @@ def command(**given: Any) -> int:
     """
     from distflow.launch.deploy.launch_request import as_asked
 
-    return _launch(as_asked(Options(**given)))
+    options = as_asked(Options(**given))
+    if options.sweep:
+        from distflow.launch.commands.sweep import launch_each
+
+        return launch_each(options, _launch)
+    return _launch(options)
 
 
 def _launch(options: Options) -> int:
@@ -98,3 +109,28 @@ def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
         lines = placement_lines(plan, place_workers(plan, hosts))
         click.echo("\n".join(["", "hosts", *(f"  {line}" for line in lines)]))
     return 0
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=None,
+    help="Seconds without progress that the run gets to save and exit; 0: it ends at once, and saves nothing.  "
+    "[default: the recipe's limits.drain_s + 10]",
+)
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def stop(run: str | None, timeout: float | None, runs_dir: Path) -> None:
+    """Stop RUN (default: the newest): it saves and exits, or is killed; prints what was ended and removed."""
+    from distflow.launch.deploy.stop_run import stop_run
+    from distflow.launch.run.folder import find_run
+    from distflow.launch.run.record import read_record
+
+    run_dir = find_run(run, runs_dir)
+    lines = stop_run(run_dir, read_record(run_dir).drain_s + 10 if timeout is None else timeout, tell=click.echo)
+    for line in lines:
+        click.echo(f"ended: {line}")
+    click.echo(
+        f"{run_dir}: {read_record(run_dir).state}; nothing of it is left running" + ("" if lines else " (nothing was)")
+    )

@@ -219,6 +219,13 @@ def _print_table(steps: Steps, table_columns: Sequence[tuple[str, str, str]]) ->
     console.print(_table(found))
 
 
+def print_columns(columns: Sequence[Sequence[str]]) -> None:
+    """A table of columns that begin with their heads."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(_table(columns))
+
+
 def _room(cells: Sequence[str]) -> int:
     return max((len(line) for cell in cells for line in cell.splitlines()), default=0) + 1
 

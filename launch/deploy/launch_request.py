@@ -192,6 +192,8 @@ class Options:
     """With `resume`: read the recipe file again instead of using the run's own copy."""
     detach: bool
     dry_run: bool
+    sweep: tuple[str, ...]
+    """KEY=A,B,…: a run for each value."""
     hosts: Path | None
     include: str | None
     exclude: str | None

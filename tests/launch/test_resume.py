@@ -35,7 +35,8 @@ class Folder:
         self._plain = Options(
             recipe=None, overrides=none, name=None, runs_dir=self.runs_dir, resume=False, recipe_as_written=False,
             detach=False, dry_run=False, hosts=None, include=None, exclude=None, ssh_config=None, ssh_options="",
-            forward=none, settings=none, ship_code=False, env=False, slurm=none, prepared=False, worker_entry=None,
+            sweep=none, forward=none, settings=none, ship_code=False, env=False, slurm=none, prepared=False,
+            worker_entry=None,
         )  # fmt: skip
 
     def launch(self, *overrides: str) -> Path:

@@ -137,8 +137,9 @@ def test_who_stops_reading_the_output_does_not_cost_agents_that_run_their_folder
 
     options = Options(
         recipe="quickstart", overrides=(), name=None, runs_dir=tmp_path / "runs", resume=False, recipe_as_written=False,
-        detach=True, dry_run=False, hosts=None, include=None, exclude=None, ssh_config=None, ssh_options="",
-        forward=(), settings=(), ship_code=False, env=False, slurm=(), prepared=False, worker_entry=None,
+        detach=True, dry_run=False, sweep=(), hosts=None, include=None, exclude=None, ssh_config=None,
+        ssh_options="", forward=(), settings=(), ship_code=False, env=False, slurm=(), prepared=False,
+        worker_entry=None,
     )  # fmt: skip
     loaded, plan = recipe_of(options, need_files=False)
     placing = place_workers(plan, parse_hosts("here slots=3", "hosts"))
