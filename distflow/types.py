@@ -43,8 +43,18 @@ IDENTITY = ("uid", "group", "sample", SEQUENCE, DROP_REASON)
 ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")
 SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
 
+LeaseKind = Literal["train", "val"]
+VALIDATION = 1 << 48
+"""First prompt position of validation: those of training are far below it."""
+
+
 MOST_WORKERS = 4096
 """Of one pool; more are taken for a typo."""
+
+
+def lease_kind(position: int) -> LeaseKind:
+    """What the group at a prompt position is for."""
+    return "val" if position >= VALIDATION else "train"
 
 
 def written(field: str, fields: Iterable[str]) -> bool:

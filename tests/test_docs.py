@@ -171,7 +171,7 @@ def leaves(at: str, section: type[Section]) -> Iterator[tuple[str, str, str]]:
     for name, field in section.model_fields.items():
         key = f"{at}{key_of(section, name)}"
         below = section_at((*key.split("."),)) or section_at((*key.split("."), "NAME"))
-        if below is not None and not key.endswith(".each"):
+        if below is not None and not key.endswith((".each", "val.data")):
             named = "" if section_at((*key.split("."),)) is not None else "NAME."
             yield from leaves(f"{key}.{named}", below)
             continue
@@ -187,8 +187,8 @@ def _default(required: bool, value: object) -> str:
 
 
 def test_the_reference_lists_every_key() -> None:
-    text = "".join((ROOT / "docs" / page).read_text() for page in ("recipes.md", "models.md"))
-    rows = set(re.findall(r"^\| `((?:run|batch|flow|layout|models|data|limits|security)\..*)$", text, re.M))
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("recipes.md", "models.md", "validation.md"))
+    rows = set(re.findall(r"^\| `((?:run|batch|flow|layout|models|data|val|limits|security)\..*)$", text, re.M))
     expected = {f"{key}` | {default} | {meaning} |" for key, default, meaning in leaves("", Recipe)}
     assert rows == expected
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _METRICS = "no such logger is built; metrics are files of the run folder: `distflow metrics RUN --csv` or --json"
-_EVALUATION = "validation during training is not built; metrics and rollouts show the training samples"
+_EVALUATION = "val.every (docs/validation.md)"
 _ADAPTERS = "adapters are not built: all weights are trained"
 _EPOCHS = "batch.epochs (passes over the samples of a training step)"
 _UPDATES = "batch.minibatches (their number: a pass over the samples of a training step has as many optimizer steps)"
@@ -35,8 +35,10 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(("wandb", "tensorboard", "mlflow", "swanlab", "trackio", "logger", "report_to"), _METRICS),
     **dict.fromkeys(("project_name", "experiment_name", "run_name"), "run.name, or --run NAME"),
     **dict.fromkeys(
-        ("eval", "evaluation", "val", "validation", "test_freq", "eval_steps", "val_before_train"), _EVALUATION
+        ("eval", "evaluation", "validation", "test_freq", "eval_freq", "eval_steps", "eval_interval"), _EVALUATION
     ),
+    **dict.fromkeys(("val_before_train", "eval_on_start"), "val.at_start"),
+    **dict.fromkeys(("val_files", "eval_dataset", "test_files"), "val.data.source"),
     **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "peft", "peft_config", "qlora"), _ADAPTERS),
     **dict.fromkeys(("ppo_epochs", "num_iterations", "num_ppo_epochs", "update_epochs"), _EPOCHS),
     **dict.fromkeys(("mini_batch_size", "ppo_mini_batch_size", "num_mini_batches", "minibatches"), _UPDATES),

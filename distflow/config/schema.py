@@ -277,6 +277,23 @@ class DataConfig(Section):
     """Longest prompt, in tokens; a longer one is an error that names it."""
 
 
+class ValConfig(Section):
+    """Validation: how good the policy is on prompts that it may not be trained on."""
+
+    every: int = Field(ge=1, json_schema_extra={"unit": "training steps"})
+    """Validate after every so many training steps, and after the last one."""
+    at_start: bool = True
+    """Validate before the first training step too."""
+    data: DataConfig | None = None
+    """Where its prompts come from, taken in their order; null: from the prompts of training."""
+    prompts: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "prompts"})
+    """Use the first so many of them; null: all."""
+    samples_per_prompt: int = Field(default=1, ge=1, json_schema_extra={"unit": "samples"})
+    """k of `val/avg@k`, `val/pass@k` and `val/maj@k`."""
+    sampling: dict[str, Any] = Field(default={})
+    """Settings of the flow's generate step that differ, such as temperature."""
+
+
 class LimitsConfig(Section):
     """How long to wait, and how often to try again."""
 
@@ -328,6 +345,8 @@ class Recipe(Section):
     section may then still give a head, an optimizer, dtype and gradient_checkpointing of their own."""
     data: DataConfig
     """Where prompts come from."""
+    val: ValConfig | None = None
+    """Validation; null: none."""
     limits: LimitsConfig = LimitsConfig()
     """How long to wait, and how often to try again."""
     security: SecurityConfig = SecurityConfig()

@@ -249,6 +249,11 @@ class RowRange:
         return self.batch.slice(self.start, self.stop)
 
 
+def whole(batch: Batch) -> RowRange:
+    """All rows of a batch."""
+    return RowRange(batch, 0, batch.rows)
+
+
 def join(ranges: Sequence[RowRange]) -> Batch:
     """The rows of all ranges in this order. Adjacent ranges of one batch are taken in one piece."""
     pieces: list[RowRange] = []

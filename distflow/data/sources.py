@@ -84,6 +84,10 @@ class PromptOrder:
         self._settings = settings
         self._orders: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Number of prompts in one pass."""
+        return len(self._source)
+
     def uid(self, position: int) -> Uid:
         """Identity of the prompt at a position; raises ValueError for a negative one."""
         if position < 0:

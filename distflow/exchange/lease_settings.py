@@ -1,5 +1,8 @@
 """Settings that owners and holders share: the arithmetic of ledgers, the staleness bound, memory and timing.
 
+A set of ledgers is for training or for validation. That of validation has a single ledger, of the first owner; its
+*step* r is round r, on the weights of version `versions[r]`, and its positions begin at `VALIDATION`.
+
 Arithmetic: global prompt position i stands in ledger j = i mod K as its k-th entry, k = i div K. Owner number j mod R
 (of R owners, in the order of the training pool) owns ledger j. Each ledger feeds b groups to every training
 step.
@@ -7,10 +10,12 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distflow.errors import UserError
+from distflow.types import VALIDATION, LeaseKind
 
 MESSAGE_BYTES = 4 << 20
 """Most bytes of leases, tokens or results in one message, unless a single group is larger."""
@@ -36,6 +41,9 @@ class LeaseSettings:
     """Upper bound of the bytes of one group's result, by the number of its prompt's tokens."""
     max_prompt_tokens: int
     """Longest prompt there may be, in tokens."""
+    kind: LeaseKind = "train"
+    versions: Sequence[int] = ()
+    """Of validation: the version that each round measures, rising."""
     seed: int = 0
     """The run's seed; leases pass it on to the engines."""
     max_refills: int | None = None
@@ -95,21 +103,36 @@ class LeaseSettings:
         left = self.training_steps - version
         return left if self.max_staleness is None else min(1 + self.max_staleness, left)
 
+    @property
+    def first_position(self) -> int:
+        """The lowest prompt position of these ledgers."""
+        return VALIDATION if self.kind == "val" else 0
+
     def ledger_of(self, position: int) -> int:
         """Ledger j of a prompt position."""
-        return position % self.ledgers
+        return (position - self.first_position) % self.ledgers
 
     def k_of(self, position: int) -> int:
         """Place k of a prompt position within its ledger."""
-        return position // self.ledgers
+        return (position - self.first_position) // self.ledgers
 
     def position_of(self, ledger: int, k: int) -> int:
         """The prompt position at place k of a ledger."""
-        return k * self.ledgers + ledger
+        return self.first_position + k * self.ledgers + ledger
 
     def owner_of(self, position: int, owners: int) -> int:
         """Number (0 … R−1) of the owner that owns a prompt position, among `owners` = R."""
-        return position % self.ledgers % owners
+        return self.ledger_of(position) % owners
+
+    def least_version(self, step: int) -> int:
+        """The lowest version on which a group of this step may start."""
+        if self.versions:
+            return self.versions[min(step, len(self.versions) - 1)]
+        return 0 if self.max_staleness is None else max(0, step - self.max_staleness)
+
+    def rounds_due(self, version: int) -> int:
+        """Rounds of validation that are due once there is this version."""
+        return bisect_right(self.versions, version)
 
     def ledger_memory(self, own_ledgers: int) -> int:
         """Bytes of each of an owner's ledgers. Raises UserError when b of the largest groups do not fit."""

@@ -33,7 +33,6 @@ from distflow.exchange.messages import (
     Grant,
     HandBack,
     Lease,
-    LeaseKind,
     Message,
     Piece,
     Progress,
@@ -43,7 +42,7 @@ from distflow.exchange.messages import (
     Running,
 )
 from distflow.exchange.partials import LOGPROB, LOGPROB_BYTES, TOKEN, TOKEN_BYTES
-from distflow.types import BegunSample, Span, Uid
+from distflow.types import BegunSample, LeaseKind, Span, Uid
 
 M = TypeVar("M", bound=Message)
 EndOfSample = Annotated[str, msgspec.Meta(pattern=r"\A(stop|length|)\Z")]
@@ -132,6 +131,8 @@ _FORMS: Mapping[str, type[Any]] = {
     "finished": Finished,
 }
 
+OF_VALIDATION = "val-"
+"""What the names of messages about validation leases begin with."""
 KINDS: tuple[str, ...] = tuple(_FORMS)
 """Names of all lease messages on the wire."""
 
@@ -167,7 +168,7 @@ def said_by(message: Message) -> str:
 @decoder
 def lease_message(envelope: Envelope) -> Message:
     """The lease message in an envelope; raises ProtocolError if it is malformed or names another sender."""
-    message = from_wire(envelope.kind, envelope.body, envelope.payload)
+    message = from_wire(envelope.kind.removeprefix(OF_VALIDATION), envelope.body, envelope.payload)
     return check_sender(envelope, message)
 
 

@@ -377,7 +377,6 @@ class Ledger:
         position = self._settings.position_of(self.index, k)
         assert prompt.uid.position == position, f"prompt_at({position}) gave position {prompt.uid.position}"
         rank = k - self._dropped
-        staleness = self._settings.max_staleness
         return Lease(
             uid=prompt.uid,
             ledger=self.index,
@@ -387,6 +386,7 @@ class Ledger:
             prompt_ids=prompt.prompt_ids,
             prompt_text=prompt.prompt_text,
             task=prompt.task,
-            min_version=0 if staleness is None else max(0, rank // self._b - staleness),
+            min_version=self._settings.least_version(rank // self._b),
             term=term,
+            kind=self._settings.kind,
         )

@@ -11,15 +11,12 @@ until their effect is seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal
 
 import msgspec
 from msgspec import structs
 
 from distflow.data.decoding import MOST, Form, FromMinusOne, PeerName, Row, Whole
-from distflow.types import BegunSample, Span, Uid, Version
-
-LeaseKind = Literal["train", "val"]
+from distflow.types import BegunSample, LeaseKind, Span, Uid, Version
 
 
 class LeasePrompt(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from distflow.config.schema import Refresh
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Outgoing
-from distflow.types import SampleOutput, Version
+from distflow.types import SampleOutput, Version, lease_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,20 @@ class FinishedGroup:
     samples: tuple[SampleOutput, ...]
 
 
+class Messages(NamedTuple):
+    """Messages about leases of both kinds; each has owners, and messages, of its own."""
+
+    train: Sequence[Outgoing] = ()
+    val: Sequence[Outgoing] = ()
+
+
 class Turn(NamedTuple):
     """What to do before the next decode step. One that loads or aborts has nothing else: ask for another after it."""
 
     load: bool = False
     abort: Sequence[int] = ()
     start: Sequence[Lease] = ()
-    messages: Sequence[Outgoing] = ()
+    messages: Messages = Messages()
 
 
 @dataclass(slots=True)
@@ -55,14 +62,20 @@ class RolloutCore:
 
     In any case nothing starts below the minimum version of its lease, and a group that cannot start for that reason
     makes the worker take newer weights, at the latest when it is idle.
+
+    Groups for `validation` start before those for training. While some run, or may still be granted on the version that
+    they measure, no newer weights are taken: all are measured on one version.
     """
 
-    def __init__(self, holder: HolderCore, refresh: Refresh = "eager") -> None:
+    def __init__(self, holder: HolderCore, refresh: Refresh = "eager", validation: HolderCore | None = None) -> None:
         self._holder = holder
         self._refresh = refresh
         self._settings = holder.settings
-        self._group_size = holder.settings.samples_per_prompt
+        self._validation = validation
+        self._holders = [holder] if validation is None else [holder, validation]
         self._queued: deque[Lease] = deque()
+        self._validating: deque[Lease] = deque()
+        """Queued, too, and the first to start."""
         self._running: dict[int, _Running] = {}
         self._whole: dict[int, FinishedGroup] = {}
         """Not sent yet."""
@@ -76,12 +89,15 @@ class RolloutCore:
         self._partials_due = 0.0
         self._draining = False
         self._until: int | None = None
+        self._only_validates = False
         self._over_in: int | None = None
 
     # -- how long to generate
-    def until(self, step: int | None) -> None:
-        """Generate until every owner has its set for this training step; None: until the run is over."""
-        self._until = step
+    def until(self, step: int | None, *, only_validation: bool = False) -> None:
+        """Generate until every owner has its set for this training step, and all validation is closed that is due by
+        then; None: until the run is over. With `only_validation`, the latter alone.
+        """
+        self._until, self._only_validates = step, only_validation
 
     @property
     def endless(self) -> bool:
@@ -106,8 +122,10 @@ class RolloutCore:
     def over(self) -> bool:
         """Whether generation is over for now."""
         if self._until is None:
-            return self._draining or self._holder.run_finished or self._over_in is not None
-        return self._holder.run_finished or self._holder.closed(self._until)
+            finished = all(holder.run_finished for holder in self._holders)
+            return self._draining or finished or self._over_in is not None
+        closed = self._only_validates or self._holder.run_finished or self._holder.closed(self._until)
+        return closed and self._validated(self._until)
 
     def open(self) -> bool:
         """Whether to continue; generation that was to last until the end of the run never begins again."""
@@ -135,7 +153,7 @@ class RolloutCore:
         self._slots = max(self._slots, free_slots)
         start = self._startable(free_slots, running_on)
         self._running.update((lease.position, _Running(lease)) for lease in start)
-        return Turn(start=start, messages=self._ask(free_slots - self._group_size * len(start), now))
+        return Turn(start=start, messages=self._ask(free_slots - self._samples(start), now))
 
     @property
     def running(self) -> Collection[int]:
@@ -150,11 +168,10 @@ class RolloutCore:
             group = self._running[out.position]
             group.done[out.sample] = out
             group.tokens += len(out.token_ids)
-            if len(group.done) == self._group_size:
+            size = self._samples([group.lease])
+            if len(group.done) == size:
                 del self._running[out.position]
-                self._whole[out.position] = FinishedGroup(
-                    group.lease, tuple(group.done[i] for i in range(self._group_size))
-                )
+                self._whole[out.position] = FinishedGroup(group.lease, tuple(group.done[i] for i in range(size)))
                 finished.append(self._whole[out.position])
         return finished
 
@@ -183,12 +200,13 @@ class RolloutCore:
         `wants_partials`, what these have.
         """
         if partials is not None:
-            self._holder.produced([*partials, *self._done()])
+            self._produced([*partials, *self._done()])
         version = -1 if loaded is None else loaded.number
         for position in self._running.keys() & progress.keys():
-            self._holder.report(position, self._running[position].tokens + progress[position], version)
+            tokens = self._running[position].tokens + progress[position]
+            self.holder_of(position).report(position, tokens, version)
 
-    def ask(self, free_slots: int, now: float) -> list[Outgoing]:
+    def ask(self, free_slots: int, now: float) -> Messages:
         """Ask for leases: results that are about to be sent tell the owner how much room there is now."""
         return self._ask(free_slots, now)
 
@@ -196,48 +214,102 @@ class RolloutCore:
     def something(self, loaded: Version | None, newer: bool) -> bool:
         """Whether an idle worker has something to do; to ask for leases, too, if no ask is in flight any more."""
         self._sync()
-        startable = bool(self._queued) and _fresh_enough(self._queued[0], loaded)
-        may_go_on = startable or self._holder.to_ask or self._takes_weights(loaded, newer)
-        return may_go_on or bool(self._cancelled) or self.over
+        queues = self._queues[: 1 if self._only_validates else None]
+        startable = any(queue and _fresh_enough(queue[0], loaded) for queue in queues)
+        to_ask = any(holder.to_ask for holder in self._holders[self._only_validates :])
+        return startable or to_ask or self._takes_weights(loaded, newer) or bool(self._cancelled) or self.over
 
     def reason(self, loaded: Version | None) -> tuple[str, tuple[str, ...] | None]:
         """What an idle worker waits for, and from which owner; None: weights come from anybody."""
-        if loaded is None or (self._queued and not _fresh_enough(self._queued[0], loaded)):
-            wanted = self._queued[0].min_version if self._queued else 0
+        waiting = [queue[0] for queue in self._queues if queue and not _fresh_enough(queue[0], loaded)]
+        if loaded is None or waiting:
+            wanted = min((lease.min_version for lease in waiting), default=0)
             return f"weights of version {wanted} or newer", None
+        if self._holder.run_finished and self._validation is not None:
+            return "the end of validation", self._validation.owners
         asking = self._holder.asking()
         return "leases", () if asking is None else (asking.owner,)
 
     # -- when the worker leaves
-    def hand_back(self, outputs: Iterable[SampleOutput], now: float) -> list[Outgoing]:
+    def hand_back(self, outputs: Iterable[SampleOutput], now: float) -> Messages:
         """Give up all leases, with what their samples have produced; `outputs` are those that were still running."""
-        self._holder.produced([*outputs, *self._done()])
+        self._produced([*outputs, *self._done()])
         self._running.clear()
-        self._queued.clear()
+        for queue in self._queues:
+            queue.clear()
         self._whole.clear()
-        return self._holder.hand_back(now)
+        return Messages(*(holder.hand_back(now) for holder in self._holders))
+
+    @property
+    def held(self) -> int:
+        """How many leases the owners have not taken over yet, finished ones too."""
+        return sum(len(holder.held()) for holder in self._holders if not holder.run_finished)
 
     @property
     def released(self) -> bool:
         """Whether the owners have taken over all results, and all that was handed back."""
-        return self._holder.run_finished or not self._holder.held()
+        return not self.held
+
+    def holder_of(self, position: int) -> HolderCore:
+        """Which of the two holds the lease of a position, if it is held."""
+        return self._holder if self._validation is None or lease_kind(position) == "train" else self._validation
 
     # -- details
     def _sync(self) -> None:
         """Apply what the owners have sent. Cancellations concern leases from before the new grants."""
-        cancelled = set(self._holder.take_cancelled())
+        cancelled = {position for holder in self._holders for position in holder.take_cancelled()}
         if cancelled:
-            self._queued = deque(lease for lease in self._queued if lease.position not in cancelled)
+            for queue in self._queues:
+                kept = [lease for lease in queue if lease.position not in cancelled]
+                queue.clear()
+                queue.extend(kept)
             self._cancelled += [position for position in cancelled if self._running.pop(position, None) is not None]
             self._given_up += [position for position in cancelled if self._whole.pop(position, None) is not None]
-        granted = self._holder.take_granted()
-        if granted:
-            # The oldest first: others wait for them, and they need no newer weights.
-            self._queued = deque(sorted((*self._queued, *granted), key=lambda lease: lease.position))
+        for holder, queue in zip(self._holders, (self._queued, self._validating), strict=False):
+            granted = holder.take_granted()
+            if granted:
+                # The oldest first: others wait for them, and they need no newer weights.
+                ordered = sorted((*queue, *granted), key=lambda lease: lease.position)
+                queue.clear()
+                queue.extend(ordered)
 
-    def _ask(self, free_slots: int, now: float) -> list[Outgoing]:
-        room = free_slots - self._group_size * len(self._queued)
-        return self._holder.want(room, now, idle=2 * free_slots >= self._slots)
+    def _ask(self, free_slots: int, now: float) -> Messages:
+        idle = 2 * free_slots >= self._slots
+        room = free_slots - self._samples(self._validating)
+        val = [] if self._validation is None else self._validation.want(room, now, idle=idle)
+        room -= self._samples(self._queued)
+        return Messages([] if self._only_validates else self._holder.want(room, now, idle=idle), val)
+
+    @property
+    def _queues(self) -> list[deque[Lease]]:
+        """In the order in which they may start."""
+        return [self._validating, self._queued]
+
+    def _samples(self, leases: Iterable[Lease]) -> int:
+        """How many samples these groups have."""
+        return sum(self.holder_of(lease.position).settings.samples_per_prompt for lease in leases)
+
+    def _produced(self, outputs: Sequence[SampleOutput]) -> None:
+        for holder in self._holders:
+            holder.produced([output for output in outputs if self.holder_of(output.position) is holder])
+
+    def _validated(self, version: int) -> bool:
+        """Whether all validation is closed that is due once there is this version."""
+        validation = self._validation
+        due = 0 if validation is None else validation.settings.rounds_due(version)
+        return validation is None or not due or validation.run_finished or validation.closed(due - 1)
+
+    def _measures(self, loaded: Version | None) -> bool:
+        """Whether groups run, or may still come, that are to be measured on the version loaded."""
+        if self._validation is None or loaded is None:
+            return False
+        if any(lease_kind(position) == "val" for position in self._running):
+            return True
+        if self._validating and _fresh_enough(self._validating[0], loaded):
+            return True
+        asking = self._validation.asking()
+        unanswered = asking is not None and not asking.parked
+        return unanswered and loaded.number in self._validation.settings.versions
 
     def _done(self) -> list[SampleOutput]:
         """Finished samples of groups that are not sent yet."""
@@ -246,22 +318,24 @@ class RolloutCore:
 
     def _takes_weights(self, loaded: Version | None, newer: bool) -> bool:
         """Whether there are newer weights that the refresh policy takes now."""
-        if not newer:
+        if not newer or self._measures(loaded):
             return False
         if loaded is None or self._refresh == "eager":
             return True
         if self._refresh == "when_idle":
             return not self._running
-        return bool(self._queued) and not _fresh_enough(self._queued[0], loaded)
+        return any(queue and not _fresh_enough(queue[0], loaded) for queue in self._queues)
 
     def _startable(self, room: int, running_on: Version | None) -> list[Lease]:
         """The groups for which there is room. An empty engine takes one that it has fewer slots for: samples wait."""
         taken: list[Lease] = []
-        while self._queued and _fresh_enough(self._queued[0], running_on):
-            if room < self._group_size and (taken or self._running):
-                break
-            taken.append(self._queued.popleft())
-            room -= self._group_size
+        for queue in self._queues[: 1 if self._only_validates else None]:
+            while queue and _fresh_enough(queue[0], running_on):
+                size = self._samples([queue[0]])
+                if room < size and (taken or self._running):
+                    return taken
+                taken.append(queue.popleft())
+                room -= size
         return taken
 
 

@@ -27,10 +27,10 @@ from distflow.data.decoding import Form, decoder, read
 from distflow.errors import ProtocolError
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import MESSAGE_BYTES
-from distflow.exchange.lease_wire import check_sender, kind_of, lease_message, to_wire
+from distflow.exchange.lease_wire import OF_VALIDATION, check_sender, kind_of, lease_message, to_wire
 from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Result, merge_acks
 from distflow.exchange.owner import OwnerCore
-from distflow.types import TOKENS, Version
+from distflow.types import TOKENS, LeaseKind, Version
 
 Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], Delivery]
 """`post(to, kind, body, payload)`: hands a message to the endpoint; never blocks."""
@@ -39,6 +39,11 @@ LocalAccept = Callable[[Sequence[Result], Batch | None], None]
 HOLDER_KINDS = ("ask", "progress", "handback", "bye")
 RESULTS = "results"
 OWNER_KINDS = ("grant", "refuse", "ack", "cancel", "again", "closed", "finished")
+
+
+def names_of(kinds: Iterable[str], leases: LeaseKind) -> tuple[str, ...]:
+    """What these kinds of messages are called on the wire, about leases for training or for validation."""
+    return tuple((OF_VALIDATION if leases == "val" else "") + kind for kind in kinds)
 
 
 class OutboundSamples:
@@ -57,6 +62,8 @@ class OutboundSamples:
         self._local_accept = local_accept
         self._sent = SentOnce()
         self._kept: dict[int, RowRange] = {}
+        self.kinds = names_of(OWNER_KINDS, core.settings.kind)
+        """The messages it takes."""
 
     def on_message(self, message: Envelope, now: float) -> None:
         """A lease message from the wire; raises ProtocolError if it is malformed."""
@@ -90,7 +97,7 @@ class OutboundSamples:
             if isinstance(item.message, Result):
                 results.setdefault(item.to, []).append(item.message)
                 continue
-            delivery = self._post(item.to, kind_of(item.message), *to_wire(item.message))
+            delivery = self._post(item.to, self._name(kind_of(item.message)), *to_wire(item.message))
             if key is not None:
                 self._sent.note(item.to, key, delivery)
         for owner, found in results.items():
@@ -117,11 +124,14 @@ class OutboundSamples:
         if batch is not None:
             body["batch"], buffer = encode_batch(batch)
             payload = (buffer,)
-        delivery = self._post(owner, RESULTS, body, payload)
+        delivery = self._post(owner, self._name(RESULTS), body, payload)
         if delivery.dropped:
             self.core.not_sent(result.position for result in results)
         for result in results:
             self._sent.note(owner, result.position, delivery)
+
+    def _name(self, kind: str) -> str:
+        return names_of([kind], self.core.settings.kind)[0]
 
 
 def _key(message: Message) -> Hashable:
@@ -195,6 +205,8 @@ class InboundSamples:
         self._grants = SentOnce()
         self._stored: dict[int, ArrivedGroup] = {}
         self._arrived: Arrived = lambda lengths: None
+        self.kinds = names_of((*HOLDER_KINDS, RESULTS), core.settings.kind)
+        """The messages it takes."""
 
     def on_arrival(self, handler: Arrived) -> None:
         """Called with the groups that have been stored; first of all, now, with those that are here already."""
@@ -207,7 +219,7 @@ class InboundSamples:
 
     def on_message(self, message: Envelope, now: float) -> None:
         """A lease message from the wire; raises ProtocolError if it is malformed."""
-        if message.kind == RESULTS:
+        if message.kind == self.kinds[-1]:
             self._on_results(message, now)
         else:
             self.send(self.core.handle(lease_message(message), now))
@@ -247,7 +259,8 @@ class InboundSamples:
             message = item.message
             if isinstance(message, Grant) and self._grants.under_way(item.to, message.number):
                 continue
-            delivery = self._post(item.to, kind_of(message), *to_wire(message))
+            (name,) = names_of([kind_of(message)], self.core.settings.kind)
+            delivery = self._post(item.to, name, *to_wire(message))
             if isinstance(message, Grant):
                 self._grants.note(item.to, message.number, delivery)
 

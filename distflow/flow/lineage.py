@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from distflow.config.load import recipe_to_mapping
-from distflow.flow.plan import Plan, digest_parts, portable
+from distflow.flow.digest import digest_parts, portable
+from distflow.flow.plan import Plan
 
 FIXED = re.compile(
     r"run\.seed|batch\.(prompts|ledgers)|data\.(source|shuffle|chat|with\..*)|models\.[^.]+\.(path|tokenizer|dtype|head|init\..*)"

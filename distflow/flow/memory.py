@@ -61,9 +61,12 @@ def later_bytes(recipe: Recipe, structure: Structure) -> int:
     return len(fields) * (8 if wide else 4)
 
 
-def frame_bytes(recipe: Recipe, new_tokens: int) -> int:
+def frame_bytes(plan: Plan) -> int:
     """The largest frame of a message that a worker accepts: several times the size of a group or a micro-batch."""
-    largest = group_bytes(recipe.batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens)
+    recipe, val = plan.recipe, plan.val
+    largest = group_bytes(recipe.batch.samples_per_prompt, recipe.data.max_prompt_tokens, plan.response_tokens)
+    if val is not None:
+        largest = max(largest, group_bytes(val.samples_per_prompt, val.data.max_prompt_tokens, val.response_tokens))
     return max(
         LEAST_FRAME_BYTES, FRAME_FACTOR * largest, FRAME_FACTOR * BYTES_PER_TOKEN * recipe.batch.tokens_per_microbatch
     )
@@ -181,7 +184,7 @@ def cache_bytes(plan: Plan, worker: WorkerPlan, model: str, size: ModelSize, *, 
     `gpu`: memory of the GPU; None: the cache is in the host's memory.
     """
     parts = engine_width(worker, on_gpu=gpu is not None)
-    wanted = worker.slots * plan.longest_sample(model) * size.kv_bytes // parts
+    wanted = worker.slots * plan.engine_tokens(model) * size.kv_bytes // parts
     options = worker.engine_options
     if "kv_cache_memory_bytes" in options and options["kv_cache_memory_bytes"] is not None:
         return int(options["kv_cache_memory_bytes"])

@@ -1,25 +1,19 @@
-"""The plan, as data: a graph of pools, models and edges, the workers, their arithmetic and their digest.
+"""The plan, as data: a graph of pools, models and edges, the workers and their arithmetic.
 
-`planner.py` makes it.
-Workers whose interface digests differ must not exchange samples; the parts of the digest say what differs.
+`planner.py` makes it, with the digest of `digest.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.config.schema import Recipe
+from distflow.config.schema import DataConfig, Recipe
 from distflow.flow.edges import Edge, EdgeKind, End
 from distflow.flow.step import reserved_tokens, response_tokens
 from distflow.types import Role, Scope, WorkerName
-
-_ABSOLUTE = re.compile(r"^/(?:[^/]*/)*([^/]+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +177,30 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ValPlan:
+    """Validation, whose groups are leased by the first owner to the workers that generate with the primary model."""
+
+    versions: tuple[int, ...]
+    """Those that are validated, rising."""
+    data: DataConfig
+    prompts: int | None
+    """The first so many; None: all that there are."""
+    samples_per_prompt: int
+    settings: Mapping[str, Any]
+    """Of the generate step."""
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens behind the prompt of the longest sample."""
+        return int(response_tokens(self.settings))
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest prompt and response."""
+        return self.data.max_prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The plan of a whole run."""
 
@@ -211,6 +229,7 @@ class Plan:
     notes: tuple[str, ...]
     dump_fields: tuple[str, ...] = ()
     """Further fields of the rollout dumps; may hold patterns."""
+    val: ValPlan | None = None
     warnings: tuple[str, ...] = ()
     """Notes on likely mistakes, which are also shown at the launch."""
 
@@ -312,6 +331,11 @@ class Plan:
         """Tokens of the longest prompt and response of a model that generates."""
         return self.recipe.data.max_prompt_tokens + int(response_tokens(self.generate_step_of(model).settings))
 
+    def engine_tokens(self, model: str) -> int:
+        """The same of all that its engine generates, validation included."""
+        validated = self.val is not None and model == self.primary
+        return max(self.longest_sample(model), self.val.longest_sample if validated and self.val is not None else 0)
+
     @property
     def owner_plan(self) -> WorkerPlan:
         """The plan of the first owner."""
@@ -333,46 +357,3 @@ def publisher_for(host: int, leaders: Mapping[int, str]) -> str:
         return leaders[host]
     numbers = sorted(leaders)
     return leaders[numbers[host % len(numbers)]]
-
-
-def interface_digest(plan: Plan) -> Plan:
-    """The plan with its digest filled in."""
-    return dataclasses.replace(plan, digest=_hash(digest_parts(plan)))
-
-
-def digest_parts(plan: Plan) -> dict[str, str]:
-    """A hash of each thing that peers must agree on.
-
-    Not of the size of pools that do not train, of how anything travels between two workers, or a worker's own settings.
-    """
-    recipe = plan.recipe
-    run = {"seed": recipe.run.seed, "training_steps": recipe.run.training_steps}
-    flow = [dataclasses.asdict(step) for step in plan.steps]
-    parts: dict[str, Any] = {
-        "edges": [dataclasses.asdict(edge) for edge in plan.edges],
-        "dtypes": {name: model.dtype for name, model in recipe.models.items()},
-        "batch": dataclasses.asdict(plan.batch),
-        "run": run,
-        "homes": {pool.name: [pool.homes, pool.members] for pool in plan.pools if pool.homes},
-        "flow": [flow, {pool.name: pool.steps for pool in plan.pools}, plan.streamed],
-        "models": {name: model.model_dump() for name, model in recipe.models.items()},
-        "data": recipe.data.model_dump(),
-        **{f"code of step {name}": text for name, text in plan.code.items()},
-    }
-    return {name: _hash(value) for name, value in parts.items()}
-
-
-def _hash(value: object) -> str:
-    text = json.dumps(portable(value), sort_keys=True, default=repr)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def portable(value: object) -> object:
-    """The value with file names in place of absolute paths, which may differ between machines."""
-    if isinstance(value, Mapping):
-        return {str(key): portable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [portable(item) for item in value]
-    if isinstance(value, str) and (match := _ABSOLUTE.match(value)):
-        return match[1]
-    return value

@@ -13,6 +13,7 @@ from distflow.flow.memory import MIB, STEPS_OF_ROWS, rows_bytes, step_bytes
 from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sharding import divides_models
+from distflow.flow.validation import val_lines
 
 
 def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
@@ -25,6 +26,7 @@ def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
         ["edges", *_indent(edge_lines(plan))],
         ["models", *_indent(model_lines(plan))],
         ["batch", *_indent(_batch(plan))],
+        *([] if plan.val is None else [["validation", *_indent(val_lines(plan.recipe, plan.val))]]),
         ["memory of each worker, estimated, in GiB", *_indent(memory_lines(plan, capacity))],
         *_saving(plan),
         ["network", *_indent(network_lines(plan))],

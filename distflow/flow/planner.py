@@ -9,12 +9,13 @@ from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import LayoutConfig, PoolConfig, Recipe
 from distflow.errors import Problems, RecipeError
+from distflow.flow.digest import interface_digest
 from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode, generate_settings
 from distflow.flow.left_out import left_out_notes
 from distflow.flow.memory import later_bytes, rows_bytes, rows_memory_mb, sample_memory_mb
 from distflow.flow.model_roles import check_files
-from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan, interface_digest
+from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan
 from distflow.flow.plan_checks import check_plan
 from distflow.flow.resolve import find_source
 from distflow.flow.sharding import divided_notes, divides_models
@@ -22,6 +23,7 @@ from distflow.flow.step import SEVERAL_UPDATES, reserved_tokens
 from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure, check_data
 from distflow.flow.structure_checks import check_structure
+from distflow.flow.validation import val_plan
 from distflow.flow.wiring import ports_of, wire
 from distflow.types import WorkerName, prefixed, written
 
@@ -76,7 +78,8 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
     batch = batch_plan(recipe)
     dumped = dump_fields(recipe.run, (*ordered, *structure.private.all))
     steps_ahead = batch.training_steps if batch.max_staleness is None else 1 + batch.max_staleness
-    most_slots = batch.samples * steps_ahead  # no more samples are ever leased at once
+    # No more samples are ever leased at once, apart from those for validation, which are not waited with.
+    most_slots = batch.samples * steps_ahead
     new_tokens = reserved_tokens(generate_settings(ordered), recipe.data.max_prompt_tokens)
     later = later_bytes(recipe, structure)
     sample_memory = sample_memory_mb(recipe, structure.home.name, new_tokens, later)
@@ -105,6 +108,7 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
         code=_code(ordered),
         digest="",
         notes=notes,
+        val=val_plan(recipe, structure),
     )
 
 

@@ -33,10 +33,14 @@ def render_script(plan: Plan, name: WorkerName) -> str:
         lines += _indented(_further(plan, pool), 2)
     elif pool.homes:
         if lease is not None:
-            lines += _indented(_generating(plan, worker, lease, "t"), 2)
+            lines += _indented(_generating(plan, worker, lease, "w.leases(t)"), 2)
         lines += _indented(_training(plan, pool), 2)
+        if lease is not None and plan.val is not None:
+            run = plan.recipe.run
+            last = min(run.training_steps, run.stop_after or run.training_steps)
+            lines += _indented(_generating(plan, worker, lease, f"w.validation({last})"), 1)
     elif lease is not None:
-        lines += _indented(_generating(plan, worker, lease, ""), 1)
+        lines += _indented(_generating(plan, worker, lease, "w.leases()"), 1)
     else:
         lines += _indented(_serving(worker), 1)
     return "\n".join(lines) + "\n"
@@ -50,7 +54,13 @@ def _indented(lines: Sequence[str], depth: int) -> list[str]:
     return [_INDENT * depth + line for line in lines]
 
 
-def _generating(plan: Plan, worker: WorkerPlan, lease: Edge, leases_of: str) -> list[str]:
+_WHY = {
+    "w.leases()": "",
+    "w.leases(t)": "  # until every owner has its samples for t",
+}
+
+
+def _generating(plan: Plan, worker: WorkerPlan, lease: Edge, leases: str) -> list[str]:
     shared = {step.name for step in plan.steps}
     own = [step.name for step in worker.steps if step.name in lease.steps or step.name not in shared]
     further = [step.name for step in worker.steps if step.generates_further]
@@ -59,12 +69,11 @@ def _generating(plan: Plan, worker: WorkerPlan, lease: Edge, leases_of: str) -> 
     others += [name for name in own if name not in lease.steps]
     # Steps of this worker that an asked one follows run on the stream; those behind the last one in the loop.
     last = max((number for number, name in enumerate(others) if name in asked), default=-1)
-    groups = f'w.generate("{first}", w.leases({leases_of}))'
+    groups = f'w.generate("{first}", {leases})'
     for name in others[: last + 1]:
         groups = f'w.{"ask" if name in asked else "each"}("{name}", {groups})'
-    why = "  # until every owner has its samples for t" if leases_of else ""
     return [
-        f"for groups in {groups}:{why}",
+        f"for groups in {groups}:{_WHY.get(leases, '  # what is left to validate')}",
         *_indented([f'groups = w.call("{name}", groups)' for name in others[last + 1 :]], 1),
         f'{_INDENT}w.send("{lease.name}", groups)  # to the owners of the leases',
     ]

@@ -121,19 +121,19 @@ def _on_pools(
     )
 
 
-def check_data(data: DataConfig, problems: Problems) -> None:
+def check_data(data: DataConfig, problems: Problems, section: str = "data") -> None:
     """Check that the data source exists and takes the settings in `with`."""
-    node = _definition(data.source, "data.source", problems)
+    node = _definition(data.source, f"{section}.source", problems)
     if node is None or isinstance(node, ast.ClassDef):
         return
     parameters = read_parameters(node)
     if parameters.positional:
         message = f"{node.name!r} takes positional parameters ({', '.join(parameters.positional)})"
         cure = f"expected def {node.name}(*, setting=default, …)"
-        problems.add("data.source", message, cure)
+        problems.add(f"{section}.source", message, cure)
         return
     for setting, message, cure in complaints(data.with_, parameters, {}, {}):
-        problems.add(f"data.with.{setting}", message, cure)
+        problems.add(f"{section}.with.{setting}", message, cure)
 
 
 def _check_roles(steps: list[StepNode], problems: Problems) -> None:

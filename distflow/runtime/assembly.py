@@ -27,8 +27,8 @@ from distflow.runtime.metrics import MetricStore, PrefixedMetrics
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
-from distflow.runtime.trajectories import Trajectories
-from distflow.types import Version, WorkerName
+from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.types import LeaseKind, Version, WorkerName
 
 log = logger(__name__)
 
@@ -150,7 +150,7 @@ def build_engine(setting: Setting, model: str, device: str, life: int, go_on: Ca
         model=_model(recipe, model),
         device=device,
         slots=me.slots,
-        max_tokens=setting.plan.longest_sample(model),
+        max_tokens=setting.plan.engine_tokens(model),
         seed=recipe.run.seed,
         options=me.engine_options,
         offload=me.offload,
@@ -265,7 +265,10 @@ def build_trajectories(setting: Setting, step: GenerateStep, tokenizer: Tokenize
     model = str(step.plan.model)
     dtype = torch.float64 if recipe.models[model].dtype == "float64" else torch.float32
     most = plan.longest_sample(model) - recipe.data.max_prompt_tokens
-    return Trajectories(step, recipe.batch.samples_per_prompt, most, tokenizer, dtype)
+    limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(recipe.batch.samples_per_prompt, most)}
+    if plan.val is not None and model == plan.primary:
+        limits["val"] = SampleLimits(plan.val.samples_per_prompt, plan.val.response_tokens)
+    return Trajectories(step, limits, tokenizer, dtype)
 
 
 def _model(recipe: Recipe, name: str) -> Mapping[str, object]:

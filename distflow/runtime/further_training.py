@@ -111,6 +111,9 @@ class FurtherTraining:
             yield t
             self._end(t)
         self.finished = True
+
+    def finish(self) -> None:
+        """All training steps are done."""
         self._node.facts |= {"state": "finished"}
 
     def receive(self, t: int) -> Iterator[Batch]:

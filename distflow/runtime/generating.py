@@ -1,7 +1,6 @@
 """The generating side of one worker: its script's `leases`, `generate` and `send`, and the messages behind them.
 
-`build_outbound` wires the holder's core (`distflow/exchange/lease_client.py`) to the worker, `build_inbox` the
-announcements of weights.
+`build_outbound` wires the holder's core (`distflow/exchange/lease_client.py`) to the worker.
 
 A worker that also trains shares its device between the two sides (`Turns`). With `offload: true` only one side is on
 the device at a time: the side that needs it takes it and moves the other one away; nothing moves if it already has it.
@@ -25,12 +24,13 @@ import torch
 from torch import Tensor
 
 from distflow.comm.membership import Lost
-from distflow.comm.message import Message
 from distflow.data.batch import Batch
-from distflow.errors import ProtocolError, UserError
-from distflow.exchange.facts import ANNOUNCED, BEGINS, OWNERS, TERM
+from distflow.errors import UserError
+from distflow.exchange.facts import BEGINS, OWNERS, TERM
 from distflow.exchange.lease_client import HolderCore
-from distflow.exchange.sample_channel import OWNER_KINDS, InboundSamples, OutboundSamples
+from distflow.exchange.lease_settings import LeaseSettings
+from distflow.exchange.owner_links import Held
+from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.flow.edges import Edge
 from distflow.flow.memory import MIB
 from distflow.log import logger
@@ -38,16 +38,14 @@ from distflow.runtime.assembly import Setting
 from distflow.runtime.calls import Asking, fields_of
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Lanes, Node
-from distflow.runtime.owner_side import lease_settings
+from distflow.runtime.owner_side import lessors
 from distflow.runtime.protocols import Backend, Engine, Measured
 from distflow.runtime.rollout_loop import RolloutLoop
+from distflow.runtime.steps import by_kind
 from distflow.runtime.trajectories import Trajectories
-from distflow.runtime.weight_publisher import WEIGHTS
-from distflow.types import DROP_REASON, Version
-from distflow.weights.manifest import Manifest
-from distflow.weights.prefetch import Stage
+from distflow.types import DROP_REASON, LeaseKind, Version, lease_kind
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.transport import InprocLink, WeightReader
+from distflow.weights.transport import InprocLink
 
 OFFLOAD = "timing_s/offload"
 log = logger(__name__)
@@ -59,7 +57,7 @@ class Generating:
     def __init__(
         self,
         loop: RolloutLoop,
-        channel: OutboundSamples,
+        channels: Mapping[LeaseKind, OutboundSamples],
         samples: Trajectories,
         engine: Engine,
         node: Node,
@@ -68,7 +66,7 @@ class Generating:
         turns: Turns,
     ) -> None:
         self.loop = loop
-        self._channel = channel
+        self._channels = channels
         self._samples = samples
         self._engine = engine
         self._node = node
@@ -95,7 +93,13 @@ class Generating:
 
     def _batches(self, loop: RolloutLoop) -> Iterator[Batch | None]:
         while (groups := loop.groups()) is None or groups:
-            yield None if groups is None else self._samples.batch([group.lease.position for group in groups])
+            if groups is None:
+                yield None
+                continue
+            for kind in self._channels:
+                positions = [group.lease.position for group in groups if group.lease.kind == kind]
+                if positions:
+                    yield self._samples.batch(positions)
 
     def ask(self, step: str, source: Iterator[Batch | None]) -> Iterator[Batch | None]:
         """Yield the groups of `source` once another pool, or a further engine here, has run a step on them."""
@@ -115,7 +119,12 @@ class Generating:
 
     def send(self, groups: Batch) -> None:
         """Send groups to the owners of their leases: no dropped groups, and only fields that are read there."""
-        dropped = _dropped(groups)
+        for kind, rows in by_kind(groups).items():
+            self._send(kind, groups if len(rows) == groups.rows else groups.select(rows))
+
+    def _send(self, kind: LeaseKind, groups: Batch) -> None:
+        # Every prompt of validation counts.
+        dropped = _dropped(groups) if kind == "train" else {}
         if dropped:
             self._metrics.add("group/dropped", len(dropped))
         with self._metrics.timed("timing_s/send"):
@@ -124,9 +133,13 @@ class Generating:
             sent = [str(group) for group in dict.fromkeys(kept.dense("group").tolist()) if group not in dropped]
             self._metrics.trace.depart("group", sent)
             with self._node.board.condition:
-                self._channel.finish(kept, dropped, time.monotonic())
+                self._channels[kind].finish(kept, dropped, time.monotonic())
                 self.loop.sent(kept.dense("group").tolist())
         self._node.work_done()
+
+    def find(self, position: int) -> Held | None:
+        """The lease of a position, if it is held."""
+        return self._channels[lease_kind(position)].core.find(position)
 
     def leave(self) -> None:
         """Give up all leases and close the engine.
@@ -136,7 +149,8 @@ class Generating:
         if self.loop.draining and not self._node.board.over:
             self.loop.hand_back()
         with self._node.board.condition:
-            self._channel.send(self._channel.core.leave())
+            for channel in self._channels.values():
+                channel.send(channel.core.leave())
         self._engine.close()
 
     def _filled(self, groups: Batch) -> dict[str, Tensor]:
@@ -295,6 +309,7 @@ def build_turns(
 
 def build_outbound(
     setting: Setting,
+    settings: LeaseSettings,
     node: Node,
     lanes: Lanes,
     inbound: InboundSamples | None,
@@ -305,19 +320,20 @@ def build_outbound(
 
     `begun` is called with each later term and the training steps at which terms began, before groups continue in it.
     """
-    name, index, owners = str(setting.me.name), setting.me.name.index, setting.owners
+    name, index = str(setting.me.name), setting.me.name.index
+    owners = lessors(setting.owners, settings.kind)
     core = HolderCore(
         name,
         node.endpoint.incarnation,
         owners,
-        lease_settings(setting),
+        settings,
         home=index % len(owners),
         term=setting.document.term,
         seed=index,
     )
     accept = None if inbound is None else lambda results, batch: inbound.accept(results, batch, time.monotonic())
     outbound = OutboundSamples(core, lanes.post, name, accept)
-    lanes.register(node, OWNER_KINDS, outbound.on_message)
+    lanes.register(node, outbound.kinds, outbound.on_message)
     node.on_tick(lambda now: outbound.send(core.tick(now)))
 
     def owner_lost(lost: Lost) -> None:
@@ -330,7 +346,7 @@ def build_outbound(
             log.warning("%s is lost (%s): waiting for its pool to restart", lost.name, lost.reason)
 
     node.on_lost(owner_lost)
-    _follow_terms(node, outbound, owners, loaded, begun)
+    _follow_terms(node, outbound, setting.owners, loaded, begun)
     return outbound
 
 
@@ -353,8 +369,8 @@ def _follow_terms(
             if term > known:
                 # Before groups continue: from here on no version is loaded that does not survive.
                 begun(term, begins)
-            outbound.send(core.begin_term(term, names, begins, loaded(), now))
-            if core.term != known:
+            outbound.send(core.begin_term(term, lessors(names, core.settings.kind), begins, loaded(), now))
+            if core.term != known and core.settings.kind == "train":
                 log.info(
                     "term %d of the training workers has begun: %d groups continue here", core.term, len(core.held())
                 )
@@ -365,21 +381,3 @@ def _follow_terms(
 
     node.on_joined(joined)
     node.on_tick(look)
-
-
-def build_inboxes(
-    node: Node, readers: Mapping[str, WeightReader | Stage], far: Callable[[], Stage]
-) -> dict[str, WeightInbox]:
-    """Receive announcements of weights, by model. `far` makes a reader for weights from the network."""
-    inboxes = {model: WeightInbox(reader, far) for model, reader in readers.items()}
-
-    def on_weights(message: Message) -> None:
-        manifest = Manifest.from_wire(message.body)
-        if manifest.model not in inboxes:
-            known = ", ".join(inboxes)
-            raise ProtocolError(f"{manifest.title} from {message.sender}: this worker generates with {known}")
-        inboxes[manifest.model].announce(manifest)
-        node.facts[ANNOUNCED] = {model: list(one.newest) for model, one in inboxes.items() if one.newest is not None}
-
-    node.on(WEIGHTS, on_weights)
-    return inboxes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from distflow.comm.message import Message
@@ -21,6 +22,7 @@ from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import Outgoing
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.exchange.steal_core import GROUPS, KINDS, Send, Transfer
+from distflow.runtime.calls import Calls
 from distflow.runtime.node import Node
 
 Ask = Callable[[Sequence[tuple[str, int]]], None]
@@ -228,3 +230,20 @@ def join_groups(groups: Sequence[ArrivedGroup]) -> Batch:
 
 def _joined(columns: Sequence[Column]) -> Column:
     return Batch.concat([Batch({"column": column}) for column in columns])["column"]
+
+
+def ask_on_arrival(
+    calls: Calls, intake: Intake, asked: Collection[str], prompts: int, versioned: Collection[str]
+) -> None:
+    """Ask for steps over the groups that arrive; `prompts`: groups of a training step."""
+
+    def ask(wanted: Sequence[tuple[str, int]]) -> None:
+        for step, position in wanted:
+            # Those in the window are for the step that is open for leasing. For others this is exact unless groups were
+            # dropped, and orders the requests.
+            t = intake.owner.version if step in versioned else max(intake.core.step, position // prompts)
+            calls.ask(step, position, intake.rows_of(position), t)
+
+    for step in asked:
+        calls.deliver(step, partial(intake.answered, step))
+    intake.asks_by(ask, calls.waiting)

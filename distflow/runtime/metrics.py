@@ -370,9 +370,12 @@ class MetricWriter:
         self._path = folder / f"{worker_stem}.jsonl"
         self._handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def write(self, step: int, term: int, values: Mapping[str, float]) -> None:
-        """Write one line; `step` counts training steps from 1. NaN and infinity, which JSON lacks, become null."""
-        values = {**values, **self._measure()}
+    def write(self, step: int, term: int, values: Mapping[str, float], *, measured: bool = True) -> None:
+        """Write one line; `step` counts training steps from 1. NaN and infinity, which JSON lacks, become null.
+
+        `measured`: with what the worker measures for each line, since the last one with it.
+        """
+        values = {**values, **(self._measure() if measured else {})}
         for name, value in self._untold.items():
             values[name] = value if name.endswith(SUM_SUFFIX) else value + values.get(name, 0.0)
         line_values = {name: finite(value) for name, value in sorted(values.items())}

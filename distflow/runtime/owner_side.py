@@ -19,18 +19,18 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from distflow.config.plugins import TOKENIZER
-from distflow.config.schema import Recipe
+from distflow.config.schema import DataConfig
 from distflow.data.sources import PromptOrder, PromptSettings
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.sample_channel import HOLDER_KINDS, RESULTS, InboundSamples
+from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan
 from distflow.flow.resolve import resolve
@@ -39,7 +39,7 @@ from distflow.runtime.assembly import Setting
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
-from distflow.types import Prompt
+from distflow.types import LeaseKind, Prompt
 
 READ_AHEAD = 64
 """Fewest prompts that are read ahead; otherwise those of two training steps."""
@@ -211,15 +211,12 @@ def _size(found: Read) -> int:
     return _PROMPT_BYTES + _TOKEN_BYTES * len(found.prompt_ids) + len(found.prompt_text) + len(found.task)
 
 
-def build_prompts(recipe: Recipe, tokenizer: Tokenizer, where: str) -> PromptOrder:
+def build_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer, where: str) -> PromptOrder:
     """Build the source; raises StepError, with `where`, for exceptions of the source, else UserError."""
-    data = recipe.data
     make = resolve(data.source)
     with user_code(f"{where}, when it was made with {data.with_}"):
         source = make(**data.with_)
-        return PromptOrder(
-            source, tokenizer, PromptSettings(recipe.run.seed, data.shuffle, data.chat, data.max_prompt_tokens)
-        )
+        return PromptOrder(source, tokenizer, PromptSettings(seed, data.shuffle, data.chat, data.max_prompt_tokens))
 
 
 def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Problem]]:
@@ -231,7 +228,7 @@ def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Proble
     where = f"data source {recipe.data.source}"
     try:
         tokenizer = resolve(TOKENIZER)(recipe.models[plan.primary].model_dump())
-        prompts = build_prompts(recipe, tokenizer, where)
+        prompts = build_prompts(recipe.data, recipe.run.seed, tokenizer, where)
         with user_code(f"{where}, at prompt position 0"):
             return prompts.prompt(0), []
     except UserError as error:
@@ -239,6 +236,35 @@ def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Proble
     except DistflowError as error:
         message, cure = f"it fails:\n{error}", "the workers would fail in the same way"
     return None, [Problem(key_where, "data.source", message, cure)]
+
+
+def lessors(owners: Sequence[str], kind: LeaseKind) -> list[str]:
+    """Those that lease groups of a kind: for validation the first owner alone."""
+    return list(owners[:1] if kind == "val" else owners)
+
+
+def val_settings(setting: Setting, prompts: int = 1) -> LeaseSettings | None:
+    """The same of validation, if there is any. `prompts` of a round: only its owner knows how many there are."""
+    plan, train = setting.plan, lease_settings(setting)
+    val = plan.val
+    if val is None:
+        return None
+    longest = group_bytes(val.samples_per_prompt, val.data.max_prompt_tokens, val.response_tokens)
+    return replace(
+        train,
+        ledgers=1,
+        groups_per_ledger=prompts,
+        samples_per_prompt=val.samples_per_prompt,
+        max_staleness=0,
+        training_steps=len(val.versions),
+        # What arrives is judged already: its rows are small, and there is no bound to keep to.
+        memory_bytes=prompts * longest,
+        group_bytes=lambda prompt_tokens: longest,
+        max_prompt_tokens=val.data.max_prompt_tokens,
+        kind="val",
+        versions=val.versions,
+        seed=setting.recipe.run.seed,
+    )
 
 
 def lease_settings(setting: Setting) -> LeaseSettings:
@@ -269,7 +295,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     """Wire the owner's side: its ledgers, new or from the checkpoint, and the messages that reach them."""
     name, plan = str(setting.me.name), setting.plan
     where = f"data source {setting.recipe.data.source} on {name}"
-    order = build_prompts(setting.recipe, tokenizer, where)
+    order = build_prompts(setting.recipe.data, setting.recipe.run.seed, tokenizer, where)
 
     def read(position: int) -> LeasePrompt:
         with user_code(f"{where}, at prompt position {position}"):
@@ -302,11 +328,17 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     node.on_close(reader.close)
     node.on_tick(lambda now: arrived())  # the reader calls it too, unless the next prompt keeps it busy
     core.prompts_arrived(time.monotonic())  # none has; this asks for the first ones
-    lanes.register(node, (*HOLDER_KINDS, RESULTS), inbound.on_message)
+    connect_owner(node, lanes, inbound)
+    return inbound
+
+
+def connect_owner(node: Node, lanes: Lanes, inbound: InboundSamples) -> None:
+    """Give an owner's core the messages that are for it, the time, and word of workers that are lost."""
+    core = inbound.core
+    lanes.register(node, inbound.kinds, inbound.on_message)
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
     node.on_tick(lambda now: _look(inbound, now))
     node.count_work(lambda: core.progress_count)
-    return inbound
 
 
 def _look(inbound: InboundSamples, now: float) -> None:

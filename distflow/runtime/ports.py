@@ -7,9 +7,10 @@ engine afterwards (`publishes`, `trains`). Nothing runs yet.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import CostRule, DealRule
@@ -22,12 +23,12 @@ from distflow.runtime.calls import Calls
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.further_training import FurtherParts, FurtherTraining
-from distflow.runtime.generating import Generating, Turns, build_inboxes, build_outbound, build_turns
-from distflow.runtime.intake import Intake
+from distflow.runtime.generating import Generating, Turns, build_outbound, build_turns
+from distflow.runtime.intake import Intake, ask_on_arrival
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Hosts, Lanes, Node
-from distflow.runtime.owner_side import build_inbound
+from distflow.runtime.owner_side import build_inbound, lease_settings, lessors, val_settings
 from distflow.runtime.protocols import Backend, Engine, Priced, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
@@ -36,8 +37,9 @@ from distflow.runtime.rows import InboundRows, OutboundRows, register_rows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training, TrainingParts
-from distflow.runtime.weight_publisher import Announcer, Publishing, build_canaries
-from distflow.types import Version, WorkerName
+from distflow.runtime.validation import Validation
+from distflow.runtime.weight_publisher import Announcer, Publishing, build_canaries, build_inboxes
+from distflow.types import LeaseKind, Version, WorkerName
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
@@ -86,6 +88,14 @@ def owns(base: Base, tokenizer: Tokenizer) -> InboundSamples:
     return build_inbound(base.setting, base.node, base.lanes, tokenizer)
 
 
+def validates(base: Base, tokenizer: Tokenizer) -> Validation | None:
+    """The owner's end of the leases for validation; None at others than the first owner."""
+    setting = base.setting
+    if setting.plan.val is None or base.name not in lessors(setting.owners, "val"):
+        return None
+    return Validation(setting, base.node, base.lanes, base.writer, tokenizer)
+
+
 def reads(base: Base) -> dict[str, WeightInbox]:
     """The reader's ends of the weights, by model: from this process, from this host's memory or from the network."""
     stage = partial(far_reader, base)
@@ -103,10 +113,23 @@ def far_reader(base: Base) -> Stage:
     return Stage(SwarmReader(base.hosts.keys, base.setting.recipe.limits.no_progress_s), base.node.board.wake)
 
 
+class Outbound(NamedTuple):
+    """The holder's ends of the leases of a worker."""
+
+    train: OutboundSamples
+    val: OutboundSamples | None
+    """None without validation."""
+
+
 def holds(
-    base: Base, inboxes: Mapping[str, WeightInbox], inbound: InboundSamples | None, calls: Calls | None
-) -> OutboundSamples:
-    """The holder's end of the leases. With `inbound`, the worker is its own owner."""
+    base: Base,
+    inboxes: Mapping[str, WeightInbox],
+    inbound: InboundSamples | None,
+    validation: Validation | None,
+    calls: Calls | None,
+) -> Outbound:
+    """The holder's ends of the leases. With `inbound`, or `validation`, the worker is its own owner."""
+    setting = base.setting
     terms: dict[int, int] = {}
 
     def newest() -> Version | None:
@@ -126,12 +149,18 @@ def holds(
         if calls is not None:
             calls.restarted(begins)
 
-    return build_outbound(base.setting, base.node, base.lanes, inbound, newest, begun)
+    train = build_outbound(setting, lease_settings(setting), base.node, base.lanes, inbound, newest, begun)
+    of_validation = val_settings(setting)
+    if of_validation is None:
+        return Outbound(train, None)
+    own = None if validation is None else validation.inbound
+    known = lambda term, begins: None  # noqa: E731  # what is for training has heard of it before
+    return Outbound(train, build_outbound(setting, of_validation, base.node, base.lanes, own, newest, known))
 
 
 def generates(
     base: Base,
-    outbound: OutboundSamples,
+    outbound: Outbound,
     inbox: WeightInbox,
     engine: Engine,
     models: Mapping[str, Backend],
@@ -140,12 +169,17 @@ def generates(
 ) -> tuple[Generating, Turns]:
     """What makes groups of leases, with the primary model; and how it shares the device with the `models` here."""
     setting, plan, turns = base.setting, base.setting.plan, Turns()
-    samples = build_trajectories(setting, steps.generate_step(plan.generate_step.name), tokenizer)
-    loop = RolloutLoop(engine, samples, outbound, inbox, base.node, base.metrics, setting.recipe)
+    of_validation = None if plan.val is None else plan.val.settings
+    samples = build_trajectories(setting, steps.generate_step(plan.generate_step.name, of_validation), tokenizer)
+    about = (inbox, base.node, base.metrics, setting.recipe)
+    loop = RolloutLoop(engine, samples, outbound.train, *about, outbound.val)
     if plan.primary in base.links:
         turns = build_turns(setting, engine, models, base.links[plan.primary], inbox, base.metrics)
     edge = plan.edge(SAMPLES)
-    return Generating(loop, outbound, samples, engine, base.node, edge, base.metrics, turns), turns
+    channels: dict[LeaseKind, OutboundSamples] = {"train": outbound.train}
+    if outbound.val is not None:
+        channels["val"] = outbound.val
+    return Generating(loop, channels, samples, engine, base.node, edge, base.metrics, turns), turns
 
 
 def asks(base: Base) -> Calls | None:
@@ -231,6 +265,7 @@ class OwnerEnds:
     inbound: InboundSamples
     rows: Mapping[str, OutboundRows]
     calls: Calls | None
+    validation: Validation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +305,8 @@ def trains(
         turns=held.turns,
         rows=ends.rows,
         recovery=_recovery(setting),
+        validation=ends.validation,
+        validates=setting.plan.val is not None,
     )
     return Training(parts, limits, base.node, setting.start)
 
@@ -329,7 +366,7 @@ def takes(base: Base, ends: OwnerEnds, replicas: Replicas, dealt: DealRule, roun
     if rounds is not None:
         rounds.carry(intake.tell, intake.hear)
     if ends.calls is not None:
-        _ask_on_arrival(ends.calls, intake, answers, dealt.prompts, versioned)
+        ask_on_arrival(ends.calls, intake, answers, dealt.prompts, versioned)
     return intake
 
 
@@ -345,23 +382,6 @@ def _deal_rule(base: Base, limits: TrainingLimits, held: HeldModels, model: str)
         divided=held.rounds is not None,
         pinned=not base.setting.recipe.layout.stealing,
     )
-
-
-def _ask_on_arrival(
-    calls: Calls, intake: Intake, asked: Collection[str], prompts: int, versioned: Collection[str]
-) -> None:
-    """Ask for steps over the groups that arrive; `prompts`: groups of a training step."""
-
-    def ask(wanted: Sequence[tuple[str, int]]) -> None:
-        for step, position in wanted:
-            # Those in the window are for the step that is open for leasing. For others this is exact unless groups were
-            # dropped, and orders the requests.
-            t = intake.owner.version if step in versioned else max(intake.core.step, position // prompts)
-            calls.ask(step, position, intake.rows_of(position), t)
-
-    for step in asked:
-        calls.deliver(step, partial(intake.answered, step))
-    intake.asks_by(ask, calls.waiting)
 
 
 def _dumps(base: Base) -> DumpWriter:

@@ -13,7 +13,7 @@ from typing import Protocol
 from distflow.config.schema import Recipe
 from distflow.errors import NoProgressError
 from distflow.exchange.messages import Lease
-from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
+from distflow.exchange.rollout_core import FinishedGroup, Messages, RolloutCore, Turn
 from distflow.exchange.sample_channel import OutboundSamples
 from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
@@ -53,7 +53,7 @@ class Meanwhile(Protocol):
 
 
 class RolloutLoop:
-    """Drives the engine of one worker, on its main thread."""
+    """Drives the engine of one worker, on its main thread. `validation`: the channel of validation leases, if any."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class RolloutLoop:
         node: Node,
         metrics: MetricStore,
         recipe: Recipe,
+        validation: OutboundSamples | None = None,
     ) -> None:
         self._engine = engine
         self._samples = samples
@@ -75,14 +76,19 @@ class RolloutLoop:
         self._no_progress_s = recipe.limits.no_progress_s
         # Half of it, to be done before the host agent, which counts `drain_s` too, kills this worker.
         self._drain_s = recipe.limits.drain_s / 2
-        self._core = RolloutCore(channel.core, recipe.layout.refresh)
+        self._validation = validation
+        core = None if validation is None else validation.core
+        self._core = RolloutCore(channel.core, recipe.layout.refresh, core)
         self._on_version: Callable[[Version], None] = lambda version: None
         self._meanwhile: Meanwhile | None = None
 
-    def until_closed(self, step: int | None) -> RolloutLoop:
-        """Set how long `open` is true: until every owner has its set for this step; None: until the run is over."""
+    def until_closed(self, step: int | None, *, only_validation: bool = False) -> RolloutLoop:
+        """Set how long `open` is true: until every owner has its set for this step; None: until the run is over.
+
+        `only_validation`: until the validation is closed that is due by then.
+        """
         with self._board.condition:
-            self._core.until(step)
+            self._core.until(step, only_validation=only_validation)
         return self
 
     @property
@@ -172,7 +178,7 @@ class RolloutLoop:
         with self._board.condition:
             core.report(progress, partials, self._inbox.loaded)
             if finished:
-                self._channel.send(core.ask(self._engine.free_slots, now))
+                self._send(core.ask(self._engine.free_slots, now))
         if core.running:
             self._node.work_done()
         return finished
@@ -200,10 +206,10 @@ class RolloutLoop:
 
         Returns when the owners have taken over everything, or half of `limits.drain_s` after the last one did.
         """
-        core, held = self._core, self._channel.core.held
+        core = self._core
         aborted = self._samples.partials(self._engine.abort(core.running))
         with self._board.condition:
-            self._channel.send(core.hand_back(aborted, time.monotonic()))
+            self._send(core.hand_back(aborted, time.monotonic()))
         try:
             self._board.until(
                 lambda: core.released or None,
@@ -211,7 +217,7 @@ class RolloutLoop:
                 peers=self._channel.core.owners,
                 limit_s=self._drain_s,
                 limit="limits.drain_s",
-                progress=lambda: len(held()),
+                progress=lambda: core.held,
                 even_when_stopping=True,
             )
         except NoProgressError as error:
@@ -221,12 +227,17 @@ class RolloutLoop:
         engine, inbox = self._engine, self._inbox
         with self._board.condition:
             turn = self._core.turn(engine.free_slots, engine.version, inbox.loaded, inbox.waiting, time.monotonic())
-            self._channel.send(turn.messages)
+            self._send(turn.messages)
             if self._meanwhile is not None:
                 self._meanwhile.cancel(self._core.take_given_up())
         for lease in turn.start:
             self._count(lease)
         return turn
+
+    def _send(self, messages: Messages) -> None:
+        self._channel.send(messages.train)
+        if self._validation is not None:
+            self._validation.send(messages.val)
 
     def _discard(self, positions: Sequence[int]) -> None:
         """Drop these groups; the tokens of their unfinished samples are lost."""

@@ -16,11 +16,11 @@ from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped, StepError
 from distflow.exchange.facts import BEGINS, OWNERS, TERM, read_facts
-from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
+from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.tally import Tallies
+from distflow.flow.digest import digest_parts
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import frame_bytes
-from distflow.flow.plan import digest_parts
 from distflow.log import logger
 from distflow.runtime import ports
 from distflow.runtime.assembly import (
@@ -41,7 +41,7 @@ from distflow.runtime.generating import Generating, OffloadedModels, Turns
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory
 from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
-from distflow.runtime.ports import Base, HeldModels
+from distflow.runtime.ports import Base, HeldModels, Outbound
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Engine, Tokenizer
 from distflow.runtime.replicas import Replicas
@@ -49,6 +49,7 @@ from distflow.runtime.rows import InboundRows, OutboundRows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training
+from distflow.runtime.validation import Validation
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.worker import Worker
 from distflow.types import Version, WorkerName
@@ -71,10 +72,8 @@ class Session:
         self._leases = setting.plan.primary in setting.me.generates
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
-        most = frame_bytes(setting.recipe, setting.plan.response_tokens)
-        endpoint = Endpoint(
-            self._name, incarnation, self._hosts.roster, listener=self._hosts.listener, max_frame_bytes=most
-        )
+        about = (self._name, incarnation, self._hosts.roster)
+        endpoint = Endpoint(*about, listener=self._hosts.listener, max_frame_bytes=frame_bytes(setting.plan))
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, ports.peers(setting), process_alive, read_facts), self._board)
         self._disk = Disk()
@@ -84,16 +83,9 @@ class Session:
         self._replicas = self._make_replicas() if self._trains else None
         peak = PeakMemory(device_of(setting))
         self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, self._disk, peak.take)
-        self._base = Base(
-            setting,
-            self._node,
-            self._hosts,
-            Lanes(endpoint),
-            self._disk,
-            self._metrics,
-            self._writer,
-            {name: InprocLink(name) for name in setting.me.generates if name in self._standing.gradients},
-        )
+        links = {name: InprocLink(name) for name in setting.me.generates if name in self._standing.gradients}
+        lanes = Lanes(endpoint)
+        self._base = Base(setting, self._node, self._hosts, lanes, self._disk, self._metrics, self._writer, links)
         self._inboxes: Mapping[str, WeightInbox] = {}
         self._version: Version | None = None
         """Version of the weights that samples come from, on workers that do not train."""
@@ -109,6 +101,7 @@ class Session:
         self._further: dict[str, FurtherGenerating] = {}
         """Engines for further models, by step."""
         self._training: Training | FurtherTraining | None = None
+        self._validation: Validation | None = None
         self._generating: Generating | None = None
         self._serving: Answering | None = None
         self._terminated = False
@@ -129,6 +122,8 @@ class Session:
             join_models(self._setting, self._models)
             script(worker)
             self._check_that_all_is_done()
+            if self._training is not None:
+                self._training.finish()
             self._note_term()
             self._part()
             orderly = True
@@ -172,18 +167,19 @@ class Session:
         if self._replicas is not None:
             self._replicas.leave()
 
-    def _register(self, tokenizer: Tokenizer) -> tuple[InboundSamples | None, OutboundSamples | None]:
+    def _register(self, tokenizer: Tokenizer) -> tuple[InboundSamples | None, Outbound | None]:
         """Set up what receives messages from the start: the owner's side and the holder's side."""
         setting = self._setting
         inbound = ports.owns(self._base, tokenizer) if self._owns else None
+        self._validation = ports.validates(self._base, tokenizer)
         outbound = None
         self._asking, self._serving = ports.asks(self._base), ports.answers(self._base)
         if setting.me.generates:
             self._inboxes = ports.reads(self._base)
         if self._leases:
-            outbound = ports.holds(self._base, self._inboxes, inbound, self._asking)
+            outbound = ports.holds(self._base, self._inboxes, inbound, self._validation, self._asking)
         if outbound is not None and not self._owns:
-            core = outbound.core
+            core = outbound.train.core
             self._owners = lambda: core.owners
         if self._owns and setting.document.members is not None:
             begins = list(setting.begins.items())
@@ -249,7 +245,7 @@ class Session:
         return Worker(setting.me.name, steps, asked, self._generating, self._training, serving)
 
     def _make_generating(
-        self, outbound: OutboundSamples, steps: StepRunner, engine: Engine, tokenizer: Tokenizer
+        self, outbound: Outbound, steps: StepRunner, engine: Engine, tokenizer: Tokenizer
     ) -> Generating:
         plan = self._setting.plan
         sampling, inbox = self._contexts[plan.generate_step.name], self._inboxes[plan.primary]
@@ -257,7 +253,7 @@ class Session:
         generating, self._turns = ports.generates(*about)
         generating.loop.on_version(self._turns.taken if self._owns else self._new_version)
         if self._asking is not None or self._further:
-            asking = (self._asking, self._further, self._node, plan, lambda: sampling.training_step, outbound.core.find)
+            asking = (self._asking, self._further, self._node, plan, lambda: sampling.training_step, generating.find)
             generating.asks_by(Asking(*asking, self._setting.recipe.limits.drain_s / 4))
         return generating
 
@@ -276,7 +272,7 @@ class Session:
     ) -> Training | FurtherTraining:
         publishing = ports.publishes(self._base, held, self._inboxes)
         if inbound is not None:
-            ends = ports.OwnerEnds(inbound, self._rows_out, self._asking)
+            ends = ports.OwnerEnds(inbound, self._rows_out, self._asking, self._validation)
             return ports.trains(self._base, ends, replicas, held, publishing, steps)
         assert self._rows_in is not None, f"{self._name} trains a further model, on rows of the owners"
         rows = ports.FurtherEnds(self._rows_in, self._serving)

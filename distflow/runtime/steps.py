@@ -15,9 +15,10 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, join, whole, with_same_parts
 from distflow.data.fields import changed, complaint, with_fields
 from distflow.data.prefixes import own_fields, with_own
 from distflow.data.randomness import generator
@@ -31,7 +32,7 @@ from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import A_TOKEN, DROP_REASON, SEQUENCE, Episode, Uid, written
+from distflow.types import A_TOKEN, DROP_REASON, SEQUENCE, Episode, LeaseKind, Uid, lease_kind, written
 
 log = logger(__name__)
 
@@ -167,6 +168,8 @@ class StepRunner:
         """With their fields by the names that they know them by."""
         self._contexts = contexts
         self._functions: dict[str, Callable[..., Any]] = {}
+        self._unmeasured = MetricStore()
+        """Gets what steps measure on samples of validation, whose metrics are their owner's."""
         self._told: set[tuple[str, str]] = set()
         """Fields that steps wrote without a declaration, and that were told."""
         for step in steps:
@@ -176,6 +179,22 @@ class StepRunner:
 
     def call(self, name: str, batch: Batch) -> Batch:
         """Run a step over a batch; raises StepError with the user's frames first, UserError for wrong settings."""
+        kinds = by_kind(batch)
+        if "val" not in kinds:
+            return self._call(name, batch)
+        context = self._contexts[name]
+        measured, context.metrics = context.metrics, self._unmeasured
+        try:
+            validated = self._call(name, batch.select(kinds["val"]))
+        finally:
+            context.metrics = measured
+        if "train" not in kinds:
+            return validated
+        both = [whole(self._call(name, batch.select(kinds["train"]))), whole(validated)]
+        joined = join(with_same_parts(both))
+        return joined.select(torch.tensor([*kinds["train"], *kinds["val"]]).argsort())
+
+    def _call(self, name: str, batch: Batch) -> Batch:
         plan, context = self._plans[name], self._contexts[name]
         seen = own_fields(batch, plan.prefix)
         # What it writes belongs to the samples, unless it looks at their sequences itself.
@@ -187,15 +206,17 @@ class StepRunner:
             self._check_of_samples(plan, given, checked)
         return with_own(batch, seen, on_all_rows(seen, given, checked), plan.prefix)
 
-    def generate_step(self, name: str) -> GenerateStep:
-        """A step of role generate."""
+    def generate_step(self, name: str, of_validation: Mapping[str, Any] | None = None) -> GenerateStep:
+        """A step of role generate. `of_validation`: its settings for prompts of validation."""
         plan = self._plans[name]
         context, function = self._contexts[plan.name], self._functions[plan.name]
+        validating = plan.settings if of_validation is None else of_validation
+        settings: dict[LeaseKind, Mapping[str, Any]] = {"train": plan.settings, "val": validating}
 
         def failed(error: Exception | SystemExit, episode: Episode) -> Exception:
             return self._raised(plan, error, f", {_uids_in_hand([tuple(episode.uid)])}")
 
-        return GenerateStep(plan, partial(_begin, function, context, plan.settings), self._where(plan), failed)
+        return GenerateStep(plan, partial(_begin, function, context, settings), self._where(plan), failed)
 
     def check_keeps(self, name: str, batch: Batch) -> None:
         """Raises StepError if a row that the step returned has a `drop_reason`."""
@@ -277,8 +298,21 @@ class StepRunner:
         return f"step {plan.name!r} ({plan.call}) on {self._worker}"
 
 
-def _begin(function: Callable[..., Call], context: StepContext, settings: Mapping[str, Any], episode: Episode) -> Call:
-    return function(episode, Wanted, context, **settings)
+def _begin(
+    function: Callable[..., Call],
+    context: StepContext,
+    settings: Mapping[LeaseKind, Mapping[str, Any]],
+    episode: Episode,
+) -> Call:
+    return function(episode, Wanted, context, **settings[lease_kind(episode.uid.position)])
+
+
+def by_kind(batch: Batch) -> dict[LeaseKind, list[int]]:
+    """The rows of samples for training and of those for validation; kinds that there are none of are left out."""
+    rows: dict[LeaseKind, list[int]] = {}
+    for row, position in enumerate(batch.dense("group").tolist() if "group" in batch else ()):
+        rows.setdefault(lease_kind(position), []).append(row)
+    return rows
 
 
 def _some_uids(batch: Batch) -> str:

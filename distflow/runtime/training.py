@@ -29,6 +29,7 @@ from distflow.runtime.replicas import Replicas
 from distflow.runtime.rows import OutboundRows
 from distflow.runtime.steps import StepContext
 from distflow.runtime.updates import Updates
+from distflow.runtime.validation import Validation
 from distflow.runtime.weight_publisher import Publishing
 from distflow.types import Version, WorkerName
 
@@ -70,6 +71,10 @@ class TrainingParts:
     """By edge, where further models are trained by other workers."""
     recovery: Recovery | None = None
     """Only in the first term after the pool has restarted."""
+    validation: Validation | None = None
+    """Only at the first owner."""
+    validates: bool = False
+    """Whether there is validation, here or at another owner."""
 
 
 class Training:
@@ -85,7 +90,7 @@ class Training:
         policies = parts.publishing.models
         self._updates = Updates(parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
         self.finished = False
-        """Whether all training steps are done and the other workers know it."""
+        """Whether all training steps are done."""
         self.receives = SAMPLES
         """The edge on which it gets what it trains on."""
         self.complete_with = parts.intake.calls
@@ -118,7 +123,7 @@ class Training:
             self._saving.already(start.number)
 
     def steps(self) -> Iterator[int]:
-        """Yield the training steps t, counted from 0; afterwards tell the generating workers that the run is over."""
+        """Yield the training steps t, counted from 0."""
         for model in self._parts.publishing.models:
             self.publish(model, self._number)
         self._saving.prepare()
@@ -127,7 +132,18 @@ class Training:
             self._begin(t)
             yield t
             self._end(t)
-        self._finish()
+        self.finished = True
+
+    def finish(self) -> None:
+        """All training steps are done: finish validation, and tell the generating workers that the run is over."""
+        self._node.facts |= {"state": "finishing"}
+        if self._parts.validation is not None:
+            self._parts.validation.settle()
+        if self._parts.validates:
+            # Generating workers stay until then.
+            self._parts.replicas.agree("the end of validation", {})
+        self.dismiss()
+        self._node.facts |= {"state": "finished"}
 
     def receive(self, t: int) -> Iterator[Batch]:
         """The samples of step t, in batches of at least `tokens_per_microbatch` as they arrive (or all at once)."""
@@ -181,6 +197,8 @@ class Training:
                 self._node.facts |= {"version": number, "step": number}
                 if number > parts.inbound.core.version:
                     parts.inbound.send(parts.inbound.core.advance(number, time.monotonic()))
+                if parts.validation is not None:
+                    parts.validation.due(number)
             self._board.condition.notify_all()
 
     def save(self, number: int) -> None:
@@ -197,21 +215,26 @@ class Training:
 
     def dismiss(self) -> None:
         """Tell the generating workers that the run is over, and give them `drain_s` seconds to leave."""
-        core = self._parts.inbound.core
+        cores = [self._parts.inbound.core]
+        if self._parts.validation is not None:
+            cores.append(self._parts.validation.inbound.core)
         # After a stop the host agent counts `drain_s` from the last sign of saving: leave before it kills this worker.
         limit_s = self._limits.waits.drain_s / (1 if self._board.stopping is None else 2)
         for rows in self._parts.rows.values():
             rows.settle()
         with self._board.condition:
-            self._parts.inbound.send(core.finish(time.monotonic()))
+            self._parts.inbound.send(cores[0].finish(time.monotonic()))
+            if self._parts.validation is not None:
+                self._parts.validation.finish()
+        holders = [holder.name for core in cores for holder in core.holders()]
         try:
             self._board.until(
-                lambda: True if core.all_left else None,
+                lambda: True if all(core.all_left for core in cores) else None,
                 name="the generating workers to leave",
-                peers=tuple(holder.name for holder in core.holders()),
+                peers=tuple(dict.fromkeys(holders)),
                 limit_s=limit_s,
                 limit="limits.drain_s",
-                progress=lambda: len(core.holders()),
+                progress=lambda: [len(core.holders()) for core in cores],
                 even_when_stopping=True,
             )
         except NoProgressError as error:
@@ -296,6 +319,8 @@ class Training:
         metrics.set("perf/tokens_per_s", tally.tokens / seconds)
         metrics.set("perf/throughput", tally.tokens / seconds / (1 + len(self._node.membership.peers)))
         self._parts.writer.write(t + 1, self._term, metrics.drain())
+        if self._parts.validation is not None:
+            self._parts.validation.collect()
 
     def _dump(self) -> None:
         """Pass the samples of a trained step to the dumps, once."""
@@ -304,9 +329,3 @@ class Training:
             groups = [(dumped(batch, self._limits.dump_fields), workers) for batch, workers in tally.taken]
             self._parts.dumps.write(tally.step + 1, self._term, groups)
         self._dumped = tally.step
-
-    def _finish(self) -> None:
-        self._node.facts |= {"state": "finishing"}
-        self.dismiss()
-        self.finished = True
-        self._node.facts |= {"state": "finished"}

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 
@@ -39,32 +40,38 @@ from distflow.types import (
     Completion,
     Episode,
     FinishReason,
+    LeaseKind,
     SampleKey,
     SampleOutput,
     SampleRequest,
     SamplingParams,
     Uid,
+    lease_kind,
 )
 
 
-class Trajectories:
-    """All samples of one worker that are not yet part of a batch, on its main thread.
+class SampleLimits(NamedTuple):
+    """What there may be of a prompt's samples."""
 
-    `most`: tokens that a sample may have behind the data's prompt, an environment's and the prompts of later sequences
-    included: so much was reserved for it.
-    """
+    samples: int
+    """Of one prompt."""
+    tokens: int
+    """That a sample may have behind the data's prompt, an environment's and the prompts of later sequences included: so
+    much was reserved for it."""
+
+
+class Trajectories:
+    """All samples of one worker that are not yet part of a batch, on its main thread. `limits`: by kind of lease."""
 
     def __init__(
         self,
         step: GenerateStep,
-        samples_per_prompt: int,
-        most: int,
+        limits: Mapping[LeaseKind, SampleLimits],
         tokenizer: Tokenizer,
         dtype: torch.dtype,
     ) -> None:
         self.step = step
-        self._samples = samples_per_prompt
-        self._most = most
+        self._limits = limits
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._open: dict[SampleKey, Trajectory] = {}
@@ -80,7 +87,7 @@ class Trajectories:
         for lease in leases:
             had = {sample.sample: sample for sample in lease.begun}
             origin = SampleOrigin(lease.uid, lease.prompt_ids, lease.prompt_text, lease.task, lease.seed)
-            wanted += self._begin([origin] * self._samples, had)
+            wanted += self._begin([origin] * self._limits_of(lease.position).samples, had)
         return wanted
 
     def begin_rows(self, rows: Batch, seed: int) -> list[SampleRequest]:
@@ -160,9 +167,13 @@ class Trajectories:
 
     def batch(self, positions: Iterable[int]) -> Batch:
         """The samples of groups that are whole, as rows in the given order; they are no longer kept here."""
-        keys = [(position, number) for position in positions for number in range(self._samples)]
+        samples_of = {position: self._limits_of(position).samples for position in positions}
+        keys = [(position, number) for position, samples in samples_of.items() for number in range(samples)]
         samples = [self._finished.pop(key) for key in keys]
         return assemble(samples, self._tokenizer, self._dtype, several=self.step.plan.environment is not None)
+
+    def _limits_of(self, position: int) -> SampleLimits:
+        return self._limits[lease_kind(position)]
 
     def _go_on(self, sample: Trajectory, sent: Completion | None) -> SampleRequest | None:
         """Let the step go on until its next request that the engine is to answer; None if it comes to its end."""
@@ -238,11 +249,12 @@ class Trajectories:
         if sample.written or wanted.aside or prefix is not origin.prompt_ids:
             self._extend(sample, prefix)
             behind = max(0, len(prefix) - len(origin.prompt_ids)) if wanted.aside else sample.tokens
-        room = self._most - behind
+        most = self._limits_of(origin.uid.position).tokens
+        room = most - behind
         if room < 1:
             raise StepError(
                 f"{self.step.where} asks for more after {behind} tokens behind the prompt, and its longest sample has "
-                f"{self._most}: let it return before, or raise max_tokens (flow.steps.{self.step.plan.name}.with)"
+                f"{most}: let it return before, or raise max_tokens (flow.steps.{self.step.plan.name}.with)"
             )
         if params.max_new_tokens > room:
             params = replace(params, max_new_tokens=room)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from distflow.comm.addresses import run_tag
 from distflow.comm.membership import BEAT_EVERY_S
+from distflow.comm.message import Message
 from distflow.config.plugins import VOCABULARY
 from distflow.data.batch import Batch, Ragged
-from distflow.errors import UserError, WorkerFailed
+from distflow.errors import ProtocolError, UserError, WorkerFailed
 from distflow.exchange.facts import ANNOUNCED
 from distflow.flow.resolve import resolve
 from distflow.runtime.assembly import Setting
@@ -30,9 +31,11 @@ from distflow.runtime.protocols import Backend
 from distflow.types import Version, WorkerName
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
+from distflow.weights.prefetch import Stage
+from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import ShmPublisher
 from distflow.weights.swarm_server import SwarmServer
-from distflow.weights.transport import WeightPublisher
+from distflow.weights.transport import WeightPublisher, WeightReader
 
 WEIGHTS = "weights"
 TELL_AGAIN_S = 2 * BEAT_EVERY_S
@@ -226,3 +229,21 @@ def build_canaries(setting: Setting, model: str) -> Canaries:
     section = setting.plan.recipe.models[model]
     vocabulary = int(resolve(VOCABULARY)(section.model_dump()))
     return Canaries(canary_rows(vocabulary, setting.plan.longest_sample(model)), section.dtype)
+
+
+def build_inboxes(
+    node: Node, readers: Mapping[str, WeightReader | Stage], far: Callable[[], Stage]
+) -> dict[str, WeightInbox]:
+    """Receive announcements of weights, by model. `far` makes a reader for weights from the network."""
+    inboxes = {model: WeightInbox(reader, far) for model, reader in readers.items()}
+
+    def on_weights(message: Message) -> None:
+        manifest = Manifest.from_wire(message.body)
+        if manifest.model not in inboxes:
+            known = ", ".join(inboxes)
+            raise ProtocolError(f"{manifest.title} from {message.sender}: this worker generates with {known}")
+        inboxes[manifest.model].announce(manifest)
+        node.facts[ANNOUNCED] = {model: list(one.newest) for model, one in inboxes.items() if one.newest is not None}
+
+    node.on(WEIGHTS, on_weights)
+    return inboxes

@@ -73,6 +73,10 @@ class Worker:
         """Leases to generate for: until the run is over, or until every owner has its set for training step t."""
         return self._generates().loop.until_closed(t)
 
+    def validation(self, t: int) -> RolloutLoop:
+        """Leases of the validation that is due once t training steps are done, and no others."""
+        return self._generates().loop.until_closed(t, only_validation=True)
+
     def generate(self, step: str, source: RolloutLoop | Requests) -> Stream:
         """The finished groups, as they come: of leases, or of what others ask this worker for."""
         self._receives = False

@@ -194,7 +194,7 @@ class LeaseWorker:
         outputs = self._outputs()
         self.leaving = True
         self.running.clear()
-        self.network.send(self.name, self.core.hand_back(outputs, self.network.now))
+        self.network.send(self.name, self.core.hand_back(outputs, self.network.now).train)
 
     @property
     def paused(self) -> bool:
@@ -290,7 +290,7 @@ class LeaseWorker:
     def _turn(self) -> Turn:
         newer = self.fetched and self.inbox.waiting
         turn = self.core.turn(self._free_slots(), self.version, self.inbox.loaded, newer, self.network.now)
-        self.network.send(self.name, turn.messages)
+        self.network.send(self.name, turn.messages.train)
         return turn
 
     def _free_slots(self) -> int:
@@ -334,7 +334,7 @@ class LeaseWorker:
         self._grow(run)
         del self.running[position]
         (whole,) = self.core.collect(run.outputs())
-        self.network.send(self.name, self.core.ask(self._free_slots(), self.network.now))
+        self.network.send(self.name, self.core.ask(self._free_slots(), self.network.now).train)
         step_s = self.network.scenario.step_s
         if step_s:
             self.judging = True

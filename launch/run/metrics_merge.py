@@ -18,6 +18,8 @@ from distflow.runtime.disk import whole_lines
 SUMMED = ("_per_s", "/throughput", "/count", "/timeouts", "/errors", "/dropped")
 TRAINED = "timing_s/step"
 """Written by training workers only, at the end of a step."""
+VALIDATION = "val/"
+"""What the metrics of validation begin with."""
 Line = Mapping[str, float]
 
 
@@ -52,7 +54,8 @@ class MetricsReader:
                 self.malformed += 1
             else:
                 self._by_step.setdefault(int(line["step"]), []).append(line)
-                self._last[path.stem, int(line["term"])] = int(line["step"])
+                if not is_validation(line):
+                    self._last[path.stem, int(line["term"])] = int(line["step"])
         return bool(lines)
 
     def last_step(self, workers: Iterable[str], term: int) -> int:
@@ -64,9 +67,15 @@ class MetricsReader:
         return min(step for step, lines in self._by_step.items() if any(line["term"] == term for line in lines))
 
     def merged(self) -> list[dict[str, float]]:
-        """One object per finished training step, in order; without steps that only generating workers have started."""
+        """One object per finished training step, in order; without steps that only generating workers have started.
+
+        Validation of version n stands in that of step n; before the first one, it has an object of its own, step 0.
+        """
         by_step = surviving(line for lines in self._by_step.values() for line in lines)
-        return [merge_step(lines) for _, lines in sorted(by_step.items()) if any(TRAINED in line for line in lines)]
+        done = {
+            step for step, lines in by_step.items() if any(TRAINED in line or is_validation(line) for line in lines)
+        }
+        return [merge_step(by_step[step]) for step in sorted(done)]
 
     def window(self, last: int, steps: int, names: Sequence[str]) -> dict[str, float]:
         """Some metrics over several training steps up to `last` (1-based), merged as if they were one step.
@@ -94,12 +103,24 @@ def surviving(lines: Iterable[Line]) -> dict[int, list[Line]]:
     known = list(lines)
     begins: dict[float, float] = {}
     for line in known:
+        if is_validation(line):
+            continue  # that of the version with which a term begins may be done again
         begins[line["term"]] = min(line["step"], begins[line["term"]] if line["term"] in begins else line["step"])
     by_step: dict[int, list[Line]] = {}
     for line in known:
         if all(line["step"] < step for term, step in begins.items() if term > line["term"]):
             by_step.setdefault(int(line["step"]), []).append(line)
-    return by_step
+    return {step: _validated_once(found) for step, found in by_step.items()}
+
+
+def is_validation(line: Line) -> bool:
+    """Whether a line is of validation, rather than of what a worker did in a training step."""
+    return any(name.startswith(VALIDATION) for name in line)
+
+
+def _validated_once(lines: list[Line]) -> list[Line]:
+    newest = max((line["term"] for line in lines if is_validation(line)), default=0)
+    return [line for line in lines if not is_validation(line) or line["term"] == newest]
 
 
 def merge_step(lines: list[Line]) -> dict[str, float]:

@@ -11,13 +11,26 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from distflow.config.schema import Refresh
 from distflow.exchange.lease_client import HolderCore
-from distflow.exchange.messages import Ack, Ask, Cancel, Grant, HandBack, Lease, Outgoing, Result
-from distflow.exchange.rollout_core import RolloutCore, Turn
+from distflow.exchange.messages import (
+    Ack,
+    Ask,
+    Cancel,
+    Closed,
+    Finished,
+    Grant,
+    HandBack,
+    Lease,
+    Outgoing,
+    Refuse,
+    Result,
+)
+from distflow.exchange.rollout_core import Messages, RolloutCore, Turn
 from distflow.testing.lease_network import SMALL, prompt_at
-from distflow.types import SampleOutput, Version
+from distflow.types import VALIDATION, SampleOutput, Version
 from tests.budget import within
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +58,7 @@ class Bench:
         newer = self.loaded is None or self.newest > self.loaded.number
         free = self.slots - SIZE * len(self.engine)
         turn = self.core.turn(free, self.loaded, self.loaded, newer, self.now)
-        self.note(turn.messages)
+        self.note(turn.messages.train)
         return turn
 
     def note(self, messages: Iterable[Outgoing]) -> None:
@@ -56,7 +69,7 @@ class Bench:
         turn = self.turn()
         while turn.load or turn.abort:
             assert not turn.start
-            assert not turn.messages
+            assert turn.messages == Messages()
             if turn.load:
                 self.loaded = Version(0, self.newest)
             for position in turn.abort:
@@ -84,7 +97,7 @@ class Bench:
         assert self.core.collect(outputs[1:]) == []
         (whole,) = self.core.collect(outputs[:1])
         assert [out.sample for out in whole.samples] == list(range(SIZE))
-        self.note(self.core.ask(self.slots - SIZE * len(self.engine), self.now))
+        self.note(self.core.ask(self.slots - SIZE * len(self.engine), self.now).train)
         (item,) = self.holder.finished(position, Version(0, 0), 10, "", self.now)
         assert isinstance(item.message, Result)
         self.holder.handle(Ack(OWNER, 0, 0, (position,)), self.now)
@@ -177,7 +190,7 @@ def test_what_is_done_of_a_group_is_handed_back_with_what_runs() -> None:
     done = SampleOutput(0, 1, (7, 8), (0.0, 0.0), (), "stop")
     running = SampleOutput(0, 0, (7,), (0.0,), (), "abort")
     assert bench.core.collect([done]) == []
-    sent = [item.message for item in bench.core.hand_back([running], 1.0)]
+    sent = [item.message for item in bench.core.hand_back([running], 1.0).train]
     (message,) = [message for message in sent if isinstance(message, HandBack)]
     assert {piece.sample: len(piece.token_ids) // 4 for piece in message.pieces} == {0: 1, 1: 2}
     assert not bench.core.released
@@ -197,7 +210,7 @@ def test_the_rules_are_written_once(place: str) -> None:
 def test_a_group_that_is_larger_than_the_engine_starts_when_it_is_empty() -> None:
     """Some of its samples wait there for a slot; all other groups wait for the whole of it."""
     bench = Bench(slots=SIZE - 1)
-    assert bench.turn().messages, "it asks for a group"
+    assert bench.turn().messages.train, "it asks for a group"
     bench.grant(0, 1)
     assert [lease.position for lease in bench.turn().start] == [0]
     bench.engine[0] = 1
@@ -219,3 +232,136 @@ def test_an_idle_worker_asks_again_if_its_leases_are_taken_back_before_it_looked
     bench.prepare()
     assert len(bench.asked) == 2
     assert not bench.core.something(bench.loaded, newer=False)
+
+
+ROUNDS = (2, 4)
+VAL_SIZE = 2
+
+
+class ValBench(Bench):
+    """The same with validation of versions 2 and 4, in groups of another size."""
+
+    def __init__(self, refresh: Refresh = "eager", slots: int = 4 * SIZE) -> None:
+        super().__init__(refresh, slots)
+        limits = replace(
+            LIMITS,
+            ledgers=1,
+            groups_per_ledger=9,
+            samples_per_prompt=VAL_SIZE,
+            kind="val",
+            versions=ROUNDS,
+            training_steps=2,
+        )
+        self.val = HolderCore("rollout/0", 0, [OWNER], limits)
+        self.core = RolloutCore(self.holder, refresh, self.val)
+
+    def grant_val(self, *numbers: int, version: int) -> None:
+        """Of the single ledger of validation."""
+        leases = []
+        for number in numbers:
+            one = lease(0, version, 1)
+            leases.append(
+                structs.replace(one, uid=one.uid._replace(position=VALIDATION + number), ledger=0, k=number, kind="val")
+            )
+        self.grants += 1
+        self.val.handle(Grant(OWNER, 0, 0, self.grants, self.val._walk.number, tuple(leases)), self.now)
+
+    def park_val(self) -> None:
+        """The owner has nothing to validate for now."""
+        self.val.handle(Refuse(OWNER, 0, 0, self.val._walk.number, self.val._walk.park), self.now)
+
+    def loads(self) -> bool:
+        """Whether weights are taken before or behind the next decode step."""
+        return self.turn().load or self.turn().load
+
+
+def test_validation_starts_before_training() -> None:
+    bench = ValBench(slots=2 * VAL_SIZE + SIZE)
+    bench.newest, bench.loaded = 2, Version(0, 2)
+    bench.turn()
+    bench.grant(0, 1)
+    bench.grant_val(0, 1, version=2)
+    started = bench.turn().start
+    assert [item.position for item in started] == [VALIDATION, VALIDATION + 1, 0]
+    outputs = [SampleOutput(VALIDATION, sample, (1,), (0.0,), (), "stop") for sample in range(VAL_SIZE)]
+    (whole,) = bench.core.collect(outputs)
+    assert len(whole.samples) == VAL_SIZE
+
+
+@pytest.mark.parametrize("refresh", ["eager", "when_idle", "at_bound"])
+def test_all_of_a_round_is_measured_on_one_version(refresh: Refresh) -> None:
+    """Newer weights wait until what measures these has finished, and until no more of it is to come."""
+    bench = ValBench(refresh)
+    bench.loaded, bench.newest = Version(0, 1), 1
+    bench.turn()
+    bench.grant_val(0, version=2)
+    bench.newest = 2
+    assert bench.loads(), "what is due needs them"
+    bench.loaded, bench.newest = Version(0, 2), 3
+    assert [item.position for item in bench.turn().start] == [VALIDATION]
+    assert not bench.loads(), "it runs"
+    bench.core.collect([SampleOutput(VALIDATION, sample, (1,), (0.0,), (), "stop") for sample in range(VAL_SIZE)])
+    bench.turn()
+    assert not bench.loads(), "the ask for more is not answered"
+    bench.park_val()
+    assert bench.loads() == (refresh != "at_bound")
+
+
+def test_no_answer_about_validation_keeps_weights_back_where_none_is_due() -> None:
+    bench = ValBench()
+    bench.loaded, bench.newest = Version(0, 1), 1
+    bench.turn()
+    assert bench.val.asking() is not None
+    bench.newest = 2
+    assert bench.loads()
+
+
+def test_a_colocated_worker_trains_when_what_is_due_is_validated() -> None:
+    bench = ValBench()
+    bench.core.until(1)
+    bench.holder.handle(Closed(OWNER, 0, 1), 0.0)
+    assert bench.core.over, "version 1 is not validated"
+    bench.core.until(2)
+    bench.holder.handle(Closed(OWNER, 0, 2), 0.0)
+    assert not bench.core.over
+    bench.val.handle(Closed(OWNER, 0, 0), 0.0)
+    assert bench.core.over
+    bench.core.until(4, only_validation=True)
+    assert not bench.core.over
+    bench.newest, bench.loaded = 4, Version(0, 4)
+    bench.turn()
+    bench.grant(5)
+    assert not bench.turn().start, "training is done"
+    bench.grant_val(9, version=4)
+    assert [item.position for item in bench.turn().start] == [VALIDATION + 9]
+    bench.val.handle(Closed(OWNER, 0, 1), 0.0)
+    assert bench.core.over
+
+
+def test_the_run_is_over_when_validation_is() -> None:
+    bench = ValBench()
+    bench.turn()
+    bench.holder.handle(Finished(OWNER, 0), 0.0)
+    assert not bench.core.over
+    assert bench.core.reason(bench.loaded)[0] == "the end of validation"
+    bench.val.handle(Finished(OWNER, 0), 0.0)
+    assert bench.core.over
+
+
+def test_all_leases_of_a_worker_that_leaves_go_back() -> None:
+    bench = ValBench()
+    bench.newest, bench.loaded = 2, Version(0, 2)
+    bench.turn()
+    bench.grant(0)
+    bench.grant_val(0, 1, version=2)
+    bench.turn()
+    out = bench.core.hand_back([], 0.0)
+    assert [[m.message.positions for m in some if isinstance(m.message, HandBack)] for some in out] == [
+        [(0,)],
+        [(VALIDATION, VALIDATION + 1)],
+    ]
+    assert not bench.core.released
+    bench.holder.handle(Ack(OWNER, 0, 0, (0,)), 0.0)
+    assert not bench.core.released
+    bench.val.handle(Ack(OWNER, 0, 0, (VALIDATION, VALIDATION + 1)), 0.0)
+    assert bench.core.released

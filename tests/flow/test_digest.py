@@ -8,8 +8,9 @@ import re
 import pytest
 
 from distflow.config.load import recipe_to_mapping
+from distflow.flow.digest import digest_parts
 from distflow.flow.lineage import FIXED, changes, leaves, lineage
-from distflow.flow.plan import Plan, digest_parts
+from distflow.flow.plan import Plan
 from distflow.flow.recipe_check import plan_recipe
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import RecipeError
+from distflow.flow.digest import digest_parts
 from distflow.flow.document import Place, document_text, read_worker_document, worker_document
-from distflow.flow.plan import Plan, digest_parts
+from distflow.flow.plan import Plan
 from distflow.flow.plan_text import render_page
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.script import render_script

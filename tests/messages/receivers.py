@@ -50,14 +50,15 @@ class WorkerReceiver:
         me = self.node.membership.me
         self.node.membership.me = replace(me, digest="digest", digest_parts={"flow": "1"})
         with _nothing_fetched():
-            inbound, self._outbound = self.session._register(build_tokenizer(setting))
+            inbound, ends = self.session._register(build_tokenizer(setting))
+        self._outbound = None if ends is None else ends.train
         self._inbound = inbound
         if inbound is not None and self.session._replicas is not None:
             batch, streamed = setting.plan.batch, TrainingLimits.of(setting.plan).streamed
             cost = CostRule(batch.tokens_per_microbatch)
             rule = DealRule(batch.prompts, batch.ledgers, cost, streamed=streamed, divided=False)
-            ends = ports.OwnerEnds(inbound, self.session._rows_out, self.session._asking)
-            self._intake = ports.takes(self.session._base, ends, self.session._replicas, rule, None)
+            owner = ports.OwnerEnds(inbound, self.session._rows_out, self.session._asking)
+            self._intake = ports.takes(self.session._base, owner, self.session._replicas, rule, None)
             self.session._replicas.contribute("a round", {"stop": False})
         self._tokenizer = build_tokenizer(setting)
         self.refused = self.taken = 0

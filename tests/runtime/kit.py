@@ -42,7 +42,7 @@ from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training, TrainingParts
-from distflow.runtime.trajectories import Trajectories
+from distflow.runtime.trajectories import SampleLimits, Trajectories
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import Canaries, Publishing
 from distflow.testing.fakes import FakeBackend, FakeEngine
@@ -206,7 +206,7 @@ class World:
         limits = recipe.limits.model_copy(update={"no_progress_s": 0.2})
         recipe = recipe.model_copy(update={"limits": limits})
         self.holder_node = make_node(HOLDER, [OWNER], self.folder)
-        self.samples = Trajectories(generate_step(), GROUP, TOKENS, TOKENIZER, torch.float32)
+        self.samples = Trajectories(generate_step(), {"train": SampleLimits(GROUP, TOKENS)}, TOKENIZER, torch.float32)
         node, metrics = self.holder_node, MetricStore()
         return RolloutLoop(self.engine, self.samples, self.outbound, self.inbox, node, metrics, recipe)
 

@@ -201,7 +201,7 @@ def test_nothing_moves_for_a_step_whose_samples_are_there(tmp_path: Path, *, is_
     next(world.steps())
     edge, metrics = cast("Any", None), MetricStore()
     generating = Generating(
-        world.loop, world.outbound, world.samples, world.engine, world.node, edge, metrics, world.turns
+        world.loop, {"train": world.outbound}, world.samples, world.engine, world.node, edge, metrics, world.turns
     )
     assert list(generating.generate("sample", cast("Any", Loop(is_open=is_open)))) == []
     assert colocated.device.there == ({"engine"} if is_open else {"policy"})

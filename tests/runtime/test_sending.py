@@ -41,7 +41,7 @@ def send(edge: Edge, **columns: torch.Tensor) -> Batch:
     recorder: Any = Recorder()
     nothing: Any = None
     loop: Any = SimpleNamespace(sent=recorder.accept)
-    Generating(loop, recorder, nothing, nothing, recorder, edge, recorder, nothing).send(Batch(columns))
+    Generating(loop, {"train": recorder}, nothing, nothing, recorder, edge, recorder, nothing).send(Batch(columns))
     return recorder.sent[0][0]
 
 

@@ -18,7 +18,7 @@ from distflow.flow.memory import group_bytes
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import GENERATED, SEQUENCES
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import Trajectories
+from distflow.runtime.trajectories import SampleLimits, Trajectories
 from distflow.testing.engine_harness import run_until_done
 from distflow.types import BegunSample, SampleOutput, SampleRequest
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer
@@ -103,7 +103,7 @@ def trajectories(file: Path, name: str = "wander", samples: int = 2, most: int =
     plan = StepPlan("sample", f"{file}:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    return Trajectories(step, samples, most, TOKENIZER, torch.float32)
+    return Trajectories(step, {"train": SampleLimits(samples, most)}, TOKENIZER, torch.float32)
 
 
 def wandering(file: Path, moves: Sequence[Any]) -> Trajectories:

@@ -57,6 +57,8 @@ def test_a_whole_run(make: Make, tmp_path: Path) -> None:
     assert [line["actor/lr"] for line in written] == [1.0, 0.5, 0.25]
     world.wire.deliver()
     assert world.holder.run_finished
+    assert world.training.finished
+    world.training.finish()
     assert world.node.facts["state"] == "finished"
 
 

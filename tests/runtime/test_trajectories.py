@@ -15,7 +15,7 @@ from distflow.exchange.messages import Lease
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import Trajectories
+from distflow.runtime.trajectories import SampleLimits, Trajectories
 from distflow.testing.engine_harness import run_until_done
 from distflow.testing.fakes import SHAPES, FakeEngine
 from distflow.types import BegunSample, SampleOutput, SampleRequest, Span, Uid, Version
@@ -129,7 +129,7 @@ def trajectories(
     plan = StepPlan("sample", f"{folder}/mine.py:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    return Trajectories(step, samples, MOST, TOKENIZER, torch.float32)
+    return Trajectories(step, {"train": SampleLimits(samples, MOST)}, TOKENIZER, torch.float32)
 
 
 def lease(position: int = 5, begun: tuple[BegunSample, ...] = ()) -> Lease:
@@ -329,6 +329,6 @@ def test_a_baseline_needs_others_to_be_the_baseline_of(tmp_path: Path) -> None:
     plan = StepPlan("sample", call, "generate", "sample", None, {}, (), GENERATED)
     context = StepContext("sample", tokenizer=EndlessTokenizer(), samples_per_prompt=1)
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    samples = Trajectories(step, 1, MOST, TOKENIZER, torch.float32)
+    samples = Trajectories(step, {"train": SampleLimits(1, MOST)}, TOKENIZER, torch.float32)
     with pytest.raises(UserError, match=r"rollout/0: batch.samples_per_prompt is 1: .* none is trained on — 2 or more"):
         samples.begin([lease()])

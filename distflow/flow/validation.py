@@ -1,0 +1,68 @@
+"""Validation: what a recipe's `val` section means for a plan, and whether it can be done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distflow.config.schema import Recipe
+from distflow.errors import Problems
+from distflow.flow.graph import StepNode
+from distflow.flow.plan import ValPlan
+from distflow.flow.step_settings import complaints
+from distflow.flow.structure import Structure, check_data
+
+
+def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse settings that the flow's generate step lacks, and flows in which further models generate."""
+    if recipe.val is None:
+        return
+    if recipe.val.data is not None:
+        check_data(recipe.val.data, problems, "val.data")
+    node, spec = _generate_step(structure), _generate_step(structure).declaration.spec
+    parameters = node.declaration.parameters
+    found = complaints(_settings(recipe, node), parameters, spec.plugins, spec.choices, spec.ranges)
+    for setting, message, cure in found:
+        if setting in recipe.val.sampling:
+            problems.add(f"val.sampling.{setting}", f"{message} (a setting of flow.steps.{node.name})", cure)
+    if any(other.generates_further for other in structure.steps):
+        message = "this flow generates with a further model, on prompts that other steps write: not built yet"
+        problems.add("val", message, "leave val out, or another flow")
+
+
+def val_plan(recipe: Recipe, structure: Structure) -> ValPlan | None:
+    """What is validated, and when."""
+    val, last = recipe.val, recipe.run.training_steps
+    if val is None:
+        return None
+    versions = [*range(0 if val.at_start else val.every, last, val.every), last]
+    return ValPlan(
+        tuple(versions),
+        val.data or recipe.data,
+        val.prompts,
+        val.samples_per_prompt,
+        _settings(recipe, _generate_step(structure)),
+    )
+
+
+def val_lines(recipe: Recipe, val: ValPlan) -> list[str]:
+    """The plan's page about it."""
+    assert recipe.val is not None, "what has a plan is in the recipe"
+    several = "one sample" if val.samples_per_prompt == 1 else f"{val.samples_per_prompt} samples"
+    prompts = "all prompts" if val.prompts is None else f"the first {val.prompts} prompts"
+    source = "the training data" if recipe.val.data is None else val.data.source
+    sampling = "".join(f", {name} {value}" for name, value in recipe.val.sampling.items())
+    before = "before training, " if recipe.val.at_start else ""
+    return [
+        f"{several} each of {prompts} of {source}{sampling}",
+        f"{before}after every {recipe.val.every} training steps and after the last: {len(val.versions)} times",
+    ]
+
+
+def _generate_step(structure: Structure) -> StepNode:
+    return next(node for node in structure.steps if node.role == "generate" and not node.prefix)
+
+
+def _settings(recipe: Recipe, node: StepNode) -> Mapping[str, Any]:
+    assert recipe.val is not None, "nothing is asked of a recipe without it"
+    return {**node.settings, **recipe.val.sampling}

@@ -1,0 +1,193 @@
+"""Validation at the first owner: rounds of leases on the versions that are due, and what comes of them.
+
+Round r is on the weights of version `versions[r]`. Its leases are withheld until that version is published, and then
+granted before those for training (`distflow/exchange/rollout_core.py`). A resumed run validates the version that it
+begins with again, if that one is due: its results may have been lost.
+
+`due` is called under the worker's lock, all else by the main thread, which does the work: a round ends when it looks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from statistics import fmean
+
+from torch import Tensor
+
+from distflow.algorithms.evaluation import Graded, summary
+from distflow.config.plugins import FIND_ANSWER
+from distflow.data.batch import Batch
+from distflow.data.samples import last_rows
+from distflow.data.sources import PromptOrder
+from distflow.exchange.ledgers import snapshot_at
+from distflow.exchange.messages import LeasePrompt
+from distflow.exchange.owner import OwnerCore
+from distflow.exchange.sample_channel import InboundSamples
+from distflow.flow.resolve import resolve
+from distflow.log import logger
+from distflow.runtime.assembly import Setting
+from distflow.runtime.metrics import MetricWriter
+from distflow.runtime.node import Lanes, Node
+from distflow.runtime.owner_side import PromptReader, build_prompts, connect_owner, val_settings
+from distflow.runtime.protocols import Tokenizer
+from distflow.runtime.steps import user_code
+from distflow.runtime.waits import WaitBoard
+from distflow.types import FINISH_REASONS, VALIDATION, Uid
+
+SOURCE = "data_source"
+"""Key of a prompt's task that names the part of the data it is from."""
+READ_AHEAD = 64
+log = logger(__name__)
+
+
+class Validation:
+    """The rounds of this owner. `order`: the prompts, of which each round has the first `prompts`."""
+
+    def __init__(self, setting: Setting, node: Node, lanes: Lanes, writer: MetricWriter, tokenizer: Tokenizer) -> None:
+        plan = setting.plan.val
+        assert plan is not None, "without validation, nothing is built"
+        self._plan = plan
+        self._board: WaitBoard = node.board
+        self._writer = writer
+        self._term = setting.document.term
+        self._no_progress_s = setting.recipe.limits.no_progress_s
+        self._where = f"validation data {plan.data.source} on {setting.me.name}"
+        data = plan.data.model_copy(update={"shuffle": False})
+        self._order: PromptOrder = build_prompts(data, setting.recipe.run.seed, tokenizer, self._where)
+        self._prompts = min(plan.prompts or len(self._order), len(self._order))
+        self._due = 0
+        """Rounds whose version has been published."""
+        self._sources: dict[int, str] = {}
+        """By prompt; set by the reader's thread before the prompt is leased."""
+        self._graded: dict[int, Graded] = {}
+        """Of the open round, by prompt."""
+        self._lengths: list[int] = []
+        self._cut = self._newer = 0
+        self._find_answer: Callable[[str], str] = resolve(FIND_ANSWER)
+        settings = val_settings(setting, self._prompts)
+        assert settings is not None, "there is a plan for it"
+        first = bisect_left(plan.versions, setting.start.number)
+        self._reader = PromptReader(self._read, 1, READ_AHEAD, self._arrived, node.board.fault)
+        self._core = OwnerCore(
+            str(setting.me.name),
+            settings,
+            [0],
+            self._prompt_at,
+            term=self._term,
+            snapshot=snapshot_at(first, settings),
+            begins=setting.begins,
+        )
+        self._inbound = InboundSamples(self._core, lanes.post)
+        connect_owner(node, lanes, self._inbound)
+        node.on_tick(lambda now: self._arrived())
+        node.on_close(self._reader.close)
+        self._reader.start()
+
+    @property
+    def inbound(self) -> InboundSamples:
+        """Where results come in."""
+        return self._inbound
+
+    def due(self, version: int) -> None:
+        """This version is published: lease what is to be measured on it. Called under the worker's lock."""
+        self._due = self._core.settings.rounds_due(version)
+        self._inbound.send(self._core.prompts_arrived(time.monotonic()))
+
+    def collect(self) -> None:
+        """Grade what has arrived, and write the metrics of a round that is complete."""
+        with self._board.condition:
+            positions = self._core.consumable()
+            self._inbound.send(self._core.take(positions, time.monotonic()))
+            groups = self._inbound.pop(positions)
+            complete = bool(positions) and self._core.step_complete()
+        for group in groups:
+            self._grade(group.rows.rows)
+        if not complete:
+            return
+        version = self._plan.versions[self._core.version]
+        self._write(version)
+        with self._board.condition:
+            self._inbound.send(self._core.advance(self._core.version + 1, time.monotonic()))
+            self._board.condition.notify_all()
+
+    def settle(self) -> None:
+        """Wait until all rounds that are due are complete, and collect them."""
+        while self._core.version < self._due:
+            self._board.until(
+                lambda: True if self._core.consumable() else None,
+                name=f"validation of version {self._plan.versions[self._core.version]}",
+                peers=tuple(holder.name for holder in self._core.holders()),
+                limit_s=self._no_progress_s,
+                progress=lambda: self._core.progress_count,
+            )
+            self.collect()
+
+    def finish(self) -> None:
+        """Nothing more is validated: tell the generating workers. Called under the worker's lock."""
+        self._inbound.send(self._core.finish(time.monotonic()))
+
+    @property
+    def all_left(self) -> bool:
+        """Whether all generating workers know it."""
+        return self._core.all_left
+
+    # -- prompts
+
+    def _prompt_at(self, position: int) -> LeasePrompt | None:
+        if (position - VALIDATION) // self._prompts >= self._due:
+            return None
+        return self._reader.prompt_at(position)
+
+    def _read(self, position: int) -> LeasePrompt:
+        number, index = divmod(position - VALIDATION, self._prompts)
+        with user_code(f"{self._where}, at prompt {index}"):
+            prompt = self._order.prompt(index)
+        self._sources[prompt.index] = str(json.loads(prompt.task).get(SOURCE, ""))
+        return LeasePrompt(Uid(number, prompt.index, position), prompt.token_ids, prompt.text, prompt.task)
+
+    def _arrived(self) -> None:
+        with self._board.condition:
+            if self._reader.take_news():
+                self._inbound.send(self._core.prompts_arrived(time.monotonic()))
+                self._board.condition.notify_all()
+
+    # -- results
+
+    def _grade(self, rows: Batch) -> None:
+        """Note the samples of one group; of several sequences of a sample, the last one counts."""
+        rows = last_rows(rows)
+        scores = rows.dense("score" if "score" in rows else "reward").tolist()
+        answers = [self._find_answer(text) for text in rows.texts("response_text")]
+        uid = Uid(*rows.dense("uid")[0].tolist())
+        self._graded[uid.prompt] = Graded(scores, answers, self._sources[uid.prompt])
+        self._lengths += rows.ragged("response_ids").lengths.tolist()
+        self._newer += sum(map(self._is_newer, rows.ragged("policy_versions").rows()))
+        self._cut += int((rows.dense("finish_reason") == FINISH_REASONS.index("length")).sum())
+
+    def _write(self, version: int) -> None:
+        graded, lengths = [self._graded[prompt] for prompt in sorted(self._graded)], self._lengths
+        values = summary(graded) | {
+            "prompts": float(len(graded)),
+            "response_length/mean": fmean(lengths),
+            "response_length/clip_ratio": self._cut / len(lengths),
+            "newer_version_share": self._newer / len(lengths),
+        }
+        named = {f"val/{name}": value for name, value in values.items()}
+        self._writer.write(version, self._term, named, measured=False)
+        average = f"avg@{self._plan.samples_per_prompt}"
+        log.info("validation after training step %d: %s %.4f", version, average, values[average])
+        if self._newer:
+            log.warning(
+                "%d of %d samples that validate version %d come from a later one: workers were lost or came too late",
+                self._newer,
+                len(lengths),
+                version,
+            )
+        self._graded, self._lengths, self._cut, self._newer = {}, [], 0, 0
+
+    def _is_newer(self, spans: Tensor) -> bool:
+        """Whether a sample, with these spans of versions, is not of the version that is measured alone."""
+        return bool((spans.reshape(-1, 4)[:, 1] != self._plan.versions[self._core.version]).any())

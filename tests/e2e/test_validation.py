@@ -1,0 +1,107 @@
+"""Validation while training goes on: the same figures on any layout, every prompt once, on the version that is due."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from tests.e2e.runs import PACED, SMALL, Launch, Run, check_trained_once
+
+EVERY, STEPS, PROMPTS, K = 3, 8, 12, 2
+VALIDATED = (
+    *("val.every=3", f"val.prompts={PROMPTS}", f"val.samples_per_prompt={K}", "val.sampling={temperature: 0.7}"),
+    f"run.training_steps={STEPS}",
+)
+DUE = [0, 3, 6, 8]
+TRAINERS = "layout.pools.trainer.count=2"
+
+
+def validation(run: Run) -> dict[int, dict[str, float]]:
+    """What was measured, by training steps done before."""
+    lines = [json.loads(line) for path in run.folder.glob("metrics/*.jsonl") for line in path.read_text().splitlines()]
+    return {line["step"]: line for line in lines if any(name.startswith("val/") for name in line)}
+
+
+def check_validated(run: Run, due: Sequence[int] = DUE) -> dict[int, dict[str, float]]:
+    found = validation(run)
+    assert sorted(found) == list(due)
+    assert {line["val/prompts"] for line in found.values()} == {PROMPTS}
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["layout=split"],
+        ["layout=split", TRAINERS, "layout.stealing=false"],
+        ["layout=colocated", "layout.pools.worker.count=2"],
+        ["layout=services", "layout.pools.reward={count: 1, steps: [reward]}"],
+        pytest.param(["layout=async"], marks=pytest.mark.long),
+        pytest.param(["layout=critic", "flow=ppo"], marks=pytest.mark.long),
+    ],
+)
+def test_the_version_that_is_due_is_measured_on_every_prompt(launch: Launch, layout: list[str]) -> None:
+    run = launch("quickstart", *SMALL, *layout, *VALIDATED)
+    assert run.wait() == 0, run.output
+    check_trained_once(run, STEPS)
+    found = check_validated(run)
+    assert {line["val/newer_version_share"] for line in found.values()} == {0.0}
+    assert all(f"val/{name}@{K}" in line for line in found.values() for name in ("avg", "pass", "maj"))
+    merged = {int(line["step"]): line for line in run.metrics()}
+    assert sorted(merged) == list(range(STEPS + 1)), "version 0 has an object of its own"
+    assert merged[3]["val/avg@2"] == found[3]["val/avg@2"]
+    assert "timing_s/step" in merged[3]
+    assert run.leftovers() == []
+
+
+def test_it_does_not_depend_on_the_layout_and_does_not_change_training(launch: Launch) -> None:
+    settings = ["models.policy.dtype=float64", "run.deterministic=true", *SMALL]
+    runs = [
+        launch("quickstart", *settings, "layout=colocated", *VALIDATED),
+        launch("quickstart", *settings, "layout=split", *VALIDATED),
+        launch("quickstart", *settings, "layout=split", f"run.training_steps={STEPS}"),
+    ]
+    for run in runs:
+        assert run.wait() == 0, run.output
+    one, other = map(check_validated, runs[:2])
+    assert one == other
+    norms = [[line["actor/grad_norm"] for line in run.metrics() if "actor/grad_norm" in line] for run in runs]
+    assert norms[1] == norms[2]
+
+
+def test_a_worker_that_dies_loses_no_prompt(launch: Launch) -> None:
+    settings = [*PACED, "val.every=2", f"val.prompts={PROMPTS}", "run.training_steps=8"]
+    run = launch("quickstart", "layout=split", *settings)
+    run.until(lambda: len(validation(run)) > 1, "the second round of validation")
+    os.kill(run.pid_of("rollout/0"), signal.SIGKILL)
+    assert run.wait() == 0, run.output
+    check_trained_once(run, 8)
+    check_validated(run, [0, 2, 4, 6, 8])
+    assert run.leftovers() == []
+
+
+def test_a_resumed_run_validates_what_is_due(launch: Launch) -> None:
+    settings = ["layout=split", *SMALL, *VALIDATED, "run.save_every=3"]
+    run = launch("quickstart", *settings, "run.stop_after=3")
+    assert run.wait() == 0, run.output
+    check_validated(run, [0, 3])
+    again = launch("quickstart", "run.stop_after=null", "--resume", name=run.name)
+    assert again.wait() == 0, again.output
+    check_trained_once(again, STEPS)
+    check_validated(again)
+
+
+def test_a_run_that_is_stopped_does_not_finish_validation(launch: Launch) -> None:
+    many = ["val.every=1", "val.prompts=1000", "val.samples_per_prompt=8"]
+    run = launch("quickstart", "layout=split", *SMALL, *many, "run.training_steps=50")
+    run.until(run.steps_done, "a training step")
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.output
+    assert time.monotonic() - began < 30
+    assert run.leftovers() == []

@@ -1,0 +1,76 @@
+"""What the `val` section of a recipe means for the plan, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.config.load import load_recipe
+from distflow.errors import RecipeError
+from distflow.flow.digest import digest_parts
+from distflow.flow.plan import Plan
+from distflow.flow.plan_text import plan_data, render_page
+from distflow.flow.planner import make_plan
+from distflow.flow.script import render_script
+from distflow.types import WorkerName
+
+
+def plan(*overrides: str) -> Plan:
+    loaded = load_recipe("quickstart", overrides)
+    return make_plan(loaded.recipe, loaded.origin)
+
+
+@pytest.mark.parametrize(
+    "overrides, versions",
+    [
+        (["val.every=3"], (0, 3, 6, 8)),
+        (["val.every=4"], (0, 4, 8)),
+        (["val.every=4", "val.at_start=false"], (4, 8)),
+        (["val.every=100"], (0, 8)),
+        (["val.every=100", "val.at_start=false"], (8,)),
+    ],
+)
+def test_when_it_is_due(overrides: list[str], versions: tuple[int, ...]) -> None:
+    val = plan("run.training_steps=8", *overrides).val
+    assert val is not None
+    assert val.versions == versions
+
+
+def test_what_it_samples() -> None:
+    made = plan("val.every=3", "val.sampling={max_new_tokens: 32, temperature: 0}", "val.samples_per_prompt=4")
+    assert made.val is not None
+    assert made.val.settings["max_new_tokens"] == 32
+    assert made.val.data == made.recipe.data
+    # Engines have room for it; what training reserves is its own.
+    assert made.engine_tokens("policy") == made.recipe.data.max_prompt_tokens + 32
+    assert made.longest_sample("policy") == made.recipe.data.max_prompt_tokens + 4
+    assert "4 samples each of all prompts of the training data, max_new_tokens 32, temperature 0" in render_page(made)
+    assert plan_data(made)["val"]["versions"][:2] == (0, 3)
+
+
+def test_peers_must_agree_on_it() -> None:
+    without, made, other = plan(), plan("val.every=3"), plan("val.every=3", "val.prompts=5")
+    assert len({digest_parts(one)["val"] for one in (without, made, other)}) == 3
+
+
+def test_a_colocated_worker_generates_once_more_at_the_end() -> None:
+    made = plan("val.every=3", "layout=colocated", "run.training_steps=8", "run.stop_after=5")
+    assert 'w.generate("sample", w.validation(5))' in render_script(made, WorkerName("worker", 0))
+    assert "w.validation" not in render_script(plan("layout=colocated"), WorkerName("worker", 0))
+    assert "w.validation" not in render_script(plan("val.every=3"), WorkerName("rollout", 0))
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["val.every=0"], "val.every"),
+        (["val.prompts=5"], "val.every — required"),
+        (["val.every=3", "val.sampling={temprature: 1}"], "val.sampling.temprature — unknown setting"),
+        (["val.every=3", "val.sampling={temperature: warm}"], "val.sampling.temperature — expected a number"),
+        (["val.every=3", "val.data={source: nowhere.py:prompts}"], "val.data.source"),
+        (["val.every=3", "flow=self_play"], "val — this flow generates with a further model"),
+    ],
+)
+def test_what_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        plan(*overrides)
+    assert message in str(error.value)
