@@ -46,12 +46,17 @@ def run_name(flow: str, seed: int) -> str:
 
 
 def learn(flow: str, seed: int, overrides: list[str], runs_dir: str, limit_s: float) -> Learned:
-    """Launch one run and read its metrics; raises RuntimeError with its output if it fails."""
+    """Launch one run and read its metrics; raises RuntimeError with its output if it fails, and TimeoutExpired."""
     name, folder = run_name(flow, seed), ["--runs-dir", runs_dir]
     chosen = [f"flow={flow}", "layout=colocated", f"run.seed={seed}", "run.dump_rollouts=0", *overrides]
     begun = time.monotonic()
     launch = [*DISTFLOW, "launch", "quickstart", *chosen, "--run", name, *folder]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=limit_s, check=False)
+    try:
+        done = subprocess.run(launch, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        # A run goes on without the command that launched it.
+        subprocess.run([*DISTFLOW, "stop", name, *folder], check=False)
+        raise
     seconds = time.monotonic() - begun
     if done.returncode:
         raise RuntimeError(f"{' '.join(launch)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
