@@ -4,7 +4,7 @@
 
 Prints a row for each flow: the mean exact-match score of the last ten training steps, the training step with which the
 first ten steps of mean 0.9 end, and seconds from the launch command to the end, for each seed. `--picture` draws their
-scores. Exit code 1 if a flow ends below `--least` on any seed.
+curves. Exit code 1 if a flow ends below `--least` on any seed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import NamedTuple
 FLOWS = sorted(path.stem for path in (Path(__file__).parents[1] / "recipes" / "flow").glob("*.yaml"))
 GOOD = 0.9
 TEN = 10
+PICTURED = "critic/score/mean,actor/entropy,actor/grad_norm"
 DISTFLOW = (sys.executable, "-m", "distflow.launch")
 
 
@@ -45,12 +46,17 @@ def run_name(flow: str, seed: int) -> str:
 
 
 def learn(flow: str, seed: int, overrides: list[str], runs_dir: str, limit_s: float) -> Learned:
-    """Launch one run and read its metrics; raises RuntimeError with its output if it fails."""
+    """Launch one run and read its metrics; raises RuntimeError with its output if it fails, and TimeoutExpired."""
     name, folder = run_name(flow, seed), ["--runs-dir", runs_dir]
     chosen = [f"flow={flow}", "layout=colocated", f"run.seed={seed}", "run.dump_rollouts=0", *overrides]
     begun = time.monotonic()
     launch = [*DISTFLOW, "launch", "quickstart", *chosen, "--run", name, *folder]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=limit_s, check=False)
+    try:
+        done = subprocess.run(launch, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        # A run goes on without the command that launched it.
+        subprocess.run([*DISTFLOW, "stop", name, *folder], check=False)
+        raise
     seconds = time.monotonic() - begun
     if done.returncode:
         raise RuntimeError(f"{' '.join(launch)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -68,7 +74,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--least", type=float, default=GOOD)
     parser.add_argument("--limit-s", type=float, default=1800.0, help="of one run")
-    parser.add_argument("--picture", metavar="FILE", help="draw the curves of all scores (extra `plot`)")
+    parser.add_argument("--picture", metavar="FILE", help="draw the curves of all runs (extra `plot`)")
     parser.add_argument("--runs-dir", default=None, help="keep the runs there")
     parser.add_argument("overrides", nargs="*", default=[], help="KEY=VALUE, after --")
     args = parser.parse_args()
@@ -82,7 +88,7 @@ def main() -> int:
             worst = min(worst, *(each.score for each in found))
         if args.picture:
             names = [run_name(flow, seed) for flow in args.flows for seed in args.seeds]
-            drawn = ["-o", args.picture, "--keys", "critic/score/mean", "--runs-dir", runs_dir]
+            drawn = ["-o", args.picture, "--keys", PICTURED, "--runs-dir", runs_dir]
             subprocess.run([*DISTFLOW, "plot", *names, *drawn], check=True)
     return int(worst < args.least)
 
