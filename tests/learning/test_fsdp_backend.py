@@ -148,6 +148,7 @@ GROUPS = {
     ],
     **{"schedule": "wsd", "min_lr": 1e-4},
 }
+LORA = {"rank": 3, "alpha": 4.0, "targets": "all-linear"}
 CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "float64": (2, 1e-10, {}, {"dtype": "float64"}),
     "float32, layers kept": (2, 1e-5, {"reshard_after_forward": False}, {"dtype": "float32"}),
@@ -157,6 +158,14 @@ CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "three, experts": (3, 1e-4, {}, {"dtype": "float32", "init": EXPERTS}),
     "three": (3, 1e-10, {}, {"dtype": "float64"}),
     "groups": (2, 1e-10, {}, {"dtype": "float64", "optimizer": GROUPS}),
+    "lora": (2, 1e-10, {}, {"dtype": "float64", "lora": LORA}),
+    "lora, bfloat16": (2, 1e-4, {}, {"dtype": "bfloat16", "lora": LORA}),
+    "three, lora, recomputed": (
+        3,
+        1e-5,
+        {"reshard_after_forward": False},
+        {"dtype": "float32", "gradient_checkpointing": True, "lora": {**LORA, "targets": ["q_proj", "down_proj"]}},
+    ),
     "three, recomputed": (3, 1e-10, {"packed": False}, {"dtype": "float64", "gradient_checkpointing": True}),
 }
 """Replicas, tolerance, backend options, and model settings."""

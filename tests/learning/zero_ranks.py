@@ -63,6 +63,7 @@ GROUPS = {
     ],
     **{"lr": 1e-3, "eps": 1e-5, "schedule": "wsd", "min_lr": 1e-4, "decay_steps": 3, "max_grad_norm": 0.3},
 }
+LORA = {"rank": 3, "alpha": 64.0, "targets": "all-linear"}
 PIECES = 13 * 4
 """Logits of four tokens at a time, so that replicas compute theirs in different numbers of pieces."""
 CASES = {
@@ -86,6 +87,11 @@ CASES = {
     "2-groups": Case({"zero": 2}, {"optimizer": GROUPS}),
     "2-groups-offload": Case({"zero": 2, "offload_optimizer": True}, {"optimizer": GROUPS}),
     "3-groups": Case({"zero": 3}, {"optimizer": GROUPS}),
+    "0-lora": Case({"zero": 0}, {"lora": LORA}),
+    "1-lora-bfloat16": Case({"zero": 1}, {**HALF, "lora": LORA}),
+    "2-lora": Case({"zero": 2}, {"lora": LORA}),
+    "2-lora-bfloat16": Case({"zero": 2}, {**HALF, "gradient_checkpointing": True, "lora": LORA}),
+    "3-lora": Case({"zero": 3}, {"lora": LORA}, chunk=PIECES),
     "3-untied": Case(
         {"zero": 3, "packed": False, "ds_config": ALL_DIVIDED}, {"init": {"tie_word_embeddings": False}}, PIECES
     ),
