@@ -85,7 +85,7 @@ def _place(stored: StoredModel, layer: str) -> str:
     parts = stored.tensors[f"{layer}.weight"]
     if len(parts) != 1 or not parts[0].whole:
         raise UserError(
-            f"models.<name>.lora: {layer} is stored as {len(parts)} tensors, to which this engine cannot add an adapter "
-            "— leave it out of lora.targets, or use engine: torch"
+            f"models.<name>.lora: {layer} is stored as {len(parts)} tensors, to which this engine cannot add an "
+            "adapter — leave it out of lora.targets, or use engine: torch"
         )
     return parts[0].name

@@ -19,7 +19,8 @@ from distflow.config.load import recipe_to_mapping
 from distflow.flow.plan import Plan, digest_parts, portable
 
 FIXED = re.compile(
-    r"run\.seed|batch\.(prompts|ledgers)|data\.(source|shuffle|chat|with\..*)|models\.[^.]+\.(path|tokenizer|dtype|head|init\..*)"
+    r"run\.seed|batch\.(prompts|ledgers)|data\.(source|shuffle|chat|with\..*)|"
+    r"models\.[^.]+\.(path|tokenizer|dtype|head|init\..*|lora(\..*)?)"
 )
 """Keys that decide the order of the data and what the weights mean: with other values a checkpoint is useless."""
 FREE = re.compile(r"run\.(?!training_steps$).*|layout\.(?!max_staleness$).*|limits\..*|security\..*")

@@ -80,7 +80,7 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         return self._trained("apply").apply(denominator)
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights as a checkpoint has them, tied ones once, detached, or the adapters; the next `apply` changes them."""
+        """All weights as a checkpoint has them, tied ones once, or the adapters; the next `apply` changes them."""
         self._offloader.wait()
         for name, parameter in self._parameters.items():
             yield from self._cut(name, parameter.detach())
