@@ -45,12 +45,12 @@ class _Merged(Mapping[str, Tensor]):
 
     def __getitem__(self, key: str) -> Tensor:
         name = key.removeprefix(MODEL)
-        weight, layer = self._base[name], name.removesuffix(".weight")
+        weight: Tensor = self._base[name]
+        layer = name.removesuffix(".weight")
         if layer not in self._layers or not name.endswith(".weight"):
             return weight
         a, b = (self._state[f"{MODEL}{layer}.{half}"] for half in (A, B))
-        found: Tensor = merged(weight, a, b, self._scale)
-        return found
+        return merged(weight, a, b, self._scale)
 
     def __iter__(self) -> Iterator[str]:
         return (MODEL + name for name in self._base)
@@ -75,8 +75,8 @@ def check_separable(model: Mapping[str, Any]) -> None:
         raise UserError("--adapters: this model was trained whole, without lora — leave it out")
     if model.get("path") is None:
         raise UserError(
-            "--adapters: they belong to a base that was made from run.seed and lies in no folder — leave it out, and the "
-            "merged model is written"
+            "--adapters: they belong to a base that was made from run.seed and lies in no folder — leave it out, and "
+            "the merged model is written"
         )
 
 

@@ -1,4 +1,4 @@
-"""Models that are trained by low-rank adapters: what they cannot be combined with, and which frozen models they spare."""
+"""Models that are trained by low-rank adapters: what these do not go with, and which frozen models they spare."""
 
 from __future__ import annotations
 
