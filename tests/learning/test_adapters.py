@@ -51,7 +51,9 @@ def group_of_one() -> Iterator[None]:
 
 
 def section(dtype: str = "float32", **changes: Any) -> dict[str, Any]:
-    return tiny_model(dtype=dtype, **{"lora": LORA, **changes})
+    path = changes.pop("path", None)
+    found = tiny_model(dtype=dtype, **{"lora": LORA, **changes})
+    return found if path is None else {**found, "path": path, "init": None}
 
 
 def backend(kind: str = "torch", *, trainable: bool = True, deterministic: bool = False, **model: Any) -> Any:
@@ -228,7 +230,7 @@ def test_rows_of_a_deterministic_run_do_not_depend_on_others() -> None:
     one = backend(deterministic=True)
     step(one)
     together = logprobs(one)
-    for row in range(len(ragged_batch())):
+    for row in ragged_batch().ragged("response_ids").lengths.nonzero().flatten().tolist():
         part = ragged_batch().slice(row, row + 1)
         alone = one.score(part, temperature=1.0, grad=False, entropy=False).logprobs_BT[0]
         assert alone.equal(together[row, : len(alone)])
@@ -249,12 +251,17 @@ def test_other_engines_get_the_base_by_the_names_it_is_stored_by() -> None:
     [
         ({}, ["q_prj"], "'q_prj' is the end of no name of a linear layer .* they end in q_proj, k_proj, v_proj"),
         ({}, ["lm_head"], "'lm_head' is the end of no name .*the output layer is not adapted"),
-        ({"init": {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}}, "all-linear", "no linear layers"),
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(model: dict[str, Any], targets: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         adapted_layers(outline(tiny_model(**model)), targets)
+
+
+def test_a_family_without_linear_layers_is_refused() -> None:
+    init = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}
+    with pytest.raises(UserError, match="model_type 'gpt2' has no linear layers to adapt"):
+        adapted_layers(outline({**tiny_model(), "init": init}), "all-linear")
 
 
 def test_peft_is_asked_for_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,10 +283,10 @@ def folder(tmp_path: Path) -> Path:
 def test_exported_adapters_and_the_merged_model_are_those_of_peft(folder: Path, tmp_path: Path, dtype: str) -> None:
     from peft import PeftModel
 
-    one = backend(dtype=dtype, init=None, path=str(folder), optimizer={"lr": 0.1})
+    one = backend(dtype=dtype, path=str(folder), optimizer={"lr": 0.1})
     for _ in range(3):
         step(one)
-    model = {**section(dtype), "init": None, "path": str(folder)}
+    model = section(dtype, path=str(folder))
     first, second = export_model(taken(one), model, [], tmp_path / "adapters", adapters=True)
     assert f"adapters of {folder}" in first
     assert "reloaded with peft: 31 log-probs" in second
@@ -310,7 +317,7 @@ def test_adapters_of_a_new_model_are_merged_into_the_base_of_the_seed(tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora": None, "path": "x", "init": None}, "--adapters: this model was trained whole, without lora"),
+        ({"lora": None, "path": "x"}, "--adapters: this model was trained whole, without lora"),
         ({}, "--adapters: they belong to a base that was made from run.seed and lies in no folder"),
     ],
 )
