@@ -85,6 +85,7 @@ SUPPLIERS: Mapping[str, str] = {
     "advantage": 'advantage: {call: "distflow.workers.trainer:advantage"}',
     "ref_logprobs": 'reference: {call: "distflow.workers.reference:ref_logprobs", model: reference}',
     "old_logprobs": 'old_logprobs: {call: "distflow.workers.reference:old_logprobs", model: policy}',
+    "token_rewards": 'token_rewards: {call: "distflow.workers.shaping:token_rewards"}',
     "response_ids": 'sample: {call: "distflow.workers.rollout:sample", model: policy}',
 }
 """The line to add under `flow.steps` where a field is read and nothing writes it."""

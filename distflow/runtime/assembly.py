@@ -250,6 +250,7 @@ def build_contexts(
             worker=str(setting.me.name),
             seed=recipe.run.seed,
             samples_per_prompt=recipe.batch.samples_per_prompt,
+            ledgers=recipe.batch.ledgers,
             tokens_per_microbatch=recipe.batch.tokens_per_microbatch,
             temperature=float(sampled.get(step.prefix, of_policy).settings["temperature"]),
             metrics=PrefixedMetrics(metrics, step.prefix) if step.prefix else metrics,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class Stretch:
     """The `length` elements of a parameter, from number `start` on, that this replica owns."""
 
     name: str
@@ -42,13 +42,13 @@ class Run:
 class Partition(Protocol):
     """A replica's part of a model and its optimizer."""
 
-    runs: list[Run]
+    runs: list[Stretch]
 
-    def gradients(self) -> Iterator[tuple[Run, Tensor]]:
+    def gradients(self) -> Iterator[tuple[Stretch, Tensor]]:
         """The summed gradients of each run, as views that the optimizer's step will read; valid before that step."""
         ...
 
-    def weights(self, run: Run) -> Tensor:
+    def weights(self, run: Stretch) -> Tensor:
         """The run's elements of the weights that the model computes with, as a view."""
         ...
 
@@ -69,15 +69,15 @@ class Undivided:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
-        self.runs = [Run(name, p, 0, p.numel(), p, 0) for name, p in parameters.items()]
+        self.runs = [Stretch(name, p, 0, p.numel(), p, 0) for name, p in parameters.items()]
 
-    def gradients(self) -> Iterator[tuple[Run, Tensor]]:
+    def gradients(self) -> Iterator[tuple[Stretch, Tensor]]:
         """Gradients of whole parameters."""
         for run in self.runs:
             assert run.parameter.grad is not None, "every parameter has a gradient once they are summed"
             yield run, run.parameter.grad
 
-    def weights(self, run: Run) -> Tensor:
+    def weights(self, run: Stretch) -> Tensor:
         """The parameter itself."""
         return run.of(run.parameter)
 
@@ -101,9 +101,9 @@ class Flattened:
             if mapping is not None:
                 mine, there = mapping.lp_fragment_address, mapping.hp_fragment_address
                 group = mapping.param_group_index
-                self.runs.append(Run(name, parameter, mine.start, mine.numel, flats[group], there.start, group))
+                self.runs.append(Stretch(name, parameter, mine.start, mine.numel, flats[group], there.start, group))
 
-    def gradients(self) -> Iterator[tuple[Run, Tensor]]:
+    def gradients(self) -> Iterator[tuple[Stretch, Tensor]]:
         """Parts of the owned vectors, one for each parameter group."""
         for group, vector in enumerate(self._vectors()):
             runs = [run for run in self.runs if run.group == group]
@@ -122,7 +122,7 @@ class Flattened:
         gradients = self._optimizer.averaged_gradients
         return [gradients[group] for group in sorted(gradients)]
 
-    def weights(self, run: Run) -> Tensor:
+    def weights(self, run: Stretch) -> Tensor:
         """A part of the whole parameter."""
         return run.cut(run.parameter.detach())
 
@@ -142,11 +142,11 @@ class Divided:
             p: Any = parameter
             group, at, size = optimizer.grad_position[optimizer.get_param_id(p)]
             length = max(0, min(size, p.ds_numel - rank * size))
-            self.runs.append(Run(name, p, rank * size, length, optimizer.fp32_partitioned_groups_flat[group], at))
+            self.runs.append(Stretch(name, p, rank * size, length, optimizer.fp32_partitioned_groups_flat[group], at))
         self._named = {run.name: run for run in self.runs}
         self._of = {id(run.parameter): run for run in self.runs}
 
-    def gradients(self) -> Iterator[tuple[Run, Tensor]]:
+    def gradients(self) -> Iterator[tuple[Stretch, Tensor]]:
         """Each parameter's part. Its padding is zeroed: DeepSpeed never writes it, but includes it in the norm."""
         if self._optimizer.offload_optimizer:
             # DeepSpeed's own norms, which include the padding, must not cause the step to be skipped.
@@ -159,14 +159,14 @@ class Divided:
                 part[run.length :].zero_()
                 yield run, part[: run.length]
 
-    def _part(self, run: Run, group: int, number: int) -> Tensor:
+    def _part(self, run: Stretch, group: int, number: int) -> Tensor:
         if not self._optimizer.offload_optimizer:
             part: Tensor = self._optimizer.averaged_gradients[group][number]
             return part.view(-1)
         assert run.flat.grad is not None, "DeepSpeed has a buffer for offloaded gradients"
         return run.flat.grad.view(-1)[run.at : run.at + run.parameter.ds_tensor.numel()]  # type: ignore[attr-defined]
 
-    def weights(self, run: Run) -> Tensor:
+    def weights(self, run: Stretch) -> Tensor:
         """The part."""
         part: Tensor = run.parameter.ds_tensor  # type: ignore[attr-defined]
         return part.detach().view(-1)[: run.length]
