@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -158,6 +159,10 @@ CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "three, experts": (3, 1e-4, {}, {"dtype": "float32", "init": EXPERTS}),
     "three": (3, 1e-10, {}, {"dtype": "float64"}),
     "groups": (2, 1e-10, {}, {"dtype": "float64", "optimizer": GROUPS}),
+    "three, recomputed": (3, 1e-10, {"packed": False}, {"dtype": "float64", "gradient_checkpointing": True}),
+}
+"""Replicas, tolerance, backend options, and model settings."""
+ADAPTED: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "lora": (2, 1e-10, {}, {"dtype": "float64", "lora": LORA}),
     "lora, bfloat16": (2, 1e-4, {}, {"dtype": "bfloat16", "lora": LORA}),
     "three, lora, recomputed": (
@@ -166,9 +171,8 @@ CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
         {"reshard_after_forward": False},
         {"dtype": "float32", "gradient_checkpointing": True, "lora": {**LORA, "targets": ["q_proj", "down_proj"]}},
     ),
-    "three, recomputed": (3, 1e-10, {"packed": False}, {"dtype": "float64", "gradient_checkpointing": True}),
 }
-"""Replicas, tolerance, backend options, and model settings."""
+CASES |= ADAPTED if find_spec("peft") is not None else {}
 
 
 def _model(case: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,18 @@ CASES = {
     "2-groups": Case({"zero": 2}, {"optimizer": GROUPS}),
     "2-groups-offload": Case({"zero": 2, "offload_optimizer": True}, {"optimizer": GROUPS}),
     "3-groups": Case({"zero": 3}, {"optimizer": GROUPS}),
+    "3-untied": Case(
+        {"zero": 3, "packed": False, "ds_config": ALL_DIVIDED}, {"init": {"tie_word_embeddings": False}}, PIECES
+    ),
+}
+ADAPTED = {
     "0-lora": Case({"zero": 0}, {"lora": LORA}),
     "1-lora-bfloat16": Case({"zero": 1}, {**HALF, "lora": LORA}),
     "2-lora": Case({"zero": 2}, {"lora": LORA}),
     "2-lora-bfloat16": Case({"zero": 2}, {**HALF, "gradient_checkpointing": True, "lora": LORA}),
     "3-lora": Case({"zero": 3}, {"lora": LORA}, chunk=PIECES),
-    "3-untied": Case(
-        {"zero": 3, "packed": False, "ds_config": ALL_DIVIDED}, {"init": {"tie_word_embeddings": False}}, PIECES
-    ),
 }
+CASES |= ADAPTED if find_spec("peft") is not None else {}
 
 
 def parts_of(step: int) -> list[list[Batch]]:
