@@ -76,7 +76,8 @@ def test_divided_critics_answer_side_by_side(launch: Launch) -> None:
         idle.append(sum(line.get("lockstep/idle_rounds", 0.0) for line in lines))
     assert sum(answered) == STEPS * PROMPTS, "each request once"
     assert min(answered) > 0.4 * sum(answered), f"answered {answered}"
-    assert sum(idle) < 0.3 * sum(answered), f"idle {idle} in rounds for {answered} requests"
+    # One behind the other, each request would cost the other replica an idle round.
+    assert sum(idle) < 0.5 * sum(answered), f"idle {idle} in rounds for {answered} requests"
 
 
 def test_the_groups_of_all_owners_are_dealt_to_critics_together(launch: Launch, tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["quickstart", "layout=async"],
+        ["quickstart", "layout=async", "flow=aipo"],
+        ["quickstart", "layout=async", "flow=decoupled_ppo", "batch.minibatches=2"],
+        ["quickstart", "flow=gspo", "batch.epochs=2"],
+        ["quickstart", "flow=reinforce_plus_plus", "batch.epochs=2"],
         ["quickstart", "layout=colocated", "layout.max_staleness=2"],
         ["quickstart", "layout=async", "layout.max_staleness=3", "layout.refresh=at_bound"],
         ["quickstart", "layout=colocated", "layout.max_staleness=2", "layout.refresh=when_idle"],
