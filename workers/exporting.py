@@ -12,11 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.checkpoint.format import SavedTensor, write_tensors
+from distflow.workers.adapter_files import (
+    check_separable,
+    loaded_outputs,
+    outputs,
+    own_outputs,
+    whole_state,
+    write_adapters,
+)
 from distflow.workers.models import TOKENS, auto_class, build_model, head_of, load_config, outline, torch_dtype
 from distflow.workers.parameters import stored_form
 from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer, build_tokenizer
@@ -36,16 +44,32 @@ Text = tuple[str, Sequence[int]]
 """A prompt, and the tokens of a response to it."""
 
 
-def export_model(state: Mapping[str, Tensor], model: Mapping[str, Any], texts: Sequence[Text], to: Path) -> list[str]:
+def export_model(
+    state: Mapping[str, Tensor],
+    model: Mapping[str, Any],
+    texts: Sequence[Text],
+    to: Path,
+    *,
+    seed: int = 0,
+    adapters: bool = False,
+) -> list[str]:
     """Write `state` (a checkpoint's tensors by name) into the new folder `to`; returns lines that say what was done.
 
-    `model`: its section of the recipe. The folder gets its final name after transformers has loaded it and gives the
+    `model`: its section of the recipe; `seed`: the run's. Adapters are merged into the model, or with `adapters`
+    written alone, as peft reads them. The folder gets its final name after transformers has loaded it and gives the
     same log-probs and tokens for `texts`. Raises UserError for an existing folder, WorkerFailed if something differs.
     """
+    if adapters:
+        check_separable(model)
     draft = _draft_of(to)
     try:
-        files, size = write_model(state, model, draft)
-        tokens, difference = compare(state, model, texts, draft)
+        if adapters:
+            files, size = 1, write_adapters(state, model, draft)
+            tokens, difference = compare_adapters(state, model, _rows(model, texts), draft)
+        else:
+            whole = whole_state(state, model, seed)
+            files, size = write_model(whole, model, draft)
+            tokens, difference = compare(whole, model, texts, draft)
         os.rename(draft, to.resolve())
     except FileNotFoundError:
         # A file of the checkpoint: the caller, who chose it, handles that.
@@ -60,6 +84,11 @@ def export_model(state: Mapping[str, Tensor], model: Mapping[str, Any], texts: S
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     compared = f"{tokens} {_given(model)} of {len(texts)} texts"
+    if adapters:
+        return [
+            f"{to}: {size / 1e6:.2f} MB of adapters of {model['path']}, and their configuration",
+            f"reloaded with peft: {compared} differ by at most {difference:.1e}",
+        ]
     return [
         f"{to}: {size / 1e6:.1f} MB of weights in {files} file{'s' * (files > 1)}, configurations, tokenizer",
         f"reloaded with transformers: {compared} differ by at most {difference:.1e}",
@@ -67,13 +96,20 @@ def export_model(state: Mapping[str, Tensor], model: Mapping[str, Any], texts: S
 
 
 def write_model(
-    state: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path, note: Callable[[int], None] = lambda size: None
+    state: Mapping[str, Tensor],
+    model: Mapping[str, Any],
+    folder: Path,
+    note: Callable[[int], None] = lambda size: None,
+    *,
+    seed: int = 0,
 ) -> tuple[int, int]:
     """Write weights, both configurations and the tokenizer; returns the number of weight files and their bytes.
 
-    `note` is called with the number of bytes of weights each time some were written.
+    `note` is called with the number of bytes of weights each time some were written. Adapters are merged; `seed`: the
+    run's, from which a new model's base is made again.
     Raises UserError if the checkpoint is of another model.
     """
+    state = whole_state(state, model, seed)
     skeleton, dtype = outline(model), torch_dtype(model)
     stored = stored_form(skeleton)
     saved = {name.removeprefix(MODEL) for name in state if name.startswith(MODEL)}
@@ -127,12 +163,11 @@ def compare(
     with torch.no_grad():
         for name, parameter in own.named_parameters():
             parameter.copy_(state[MODEL + name])
-    rows = [[*tokenizer.encode(prompt), *response][:LONGEST] for prompt, response in texts]
-    rows = rows or [_some_tokens(own.config)]
-    expected = _outputs(own, rows, model)
+    rows = _rows(model, texts)
+    expected = outputs(own, rows, model)
     del own
     disable_progress_bar()
-    found = _outputs(auto_class(load_config(model)).from_pretrained(folder, dtype=torch.float32).eval(), rows, model)
+    found = outputs(auto_class(load_config(model)).from_pretrained(folder, dtype=torch.float32).eval(), rows, model)
     difference = float((expected - found).abs().max())
     if not difference <= TOLERANCE:
         raise WorkerFailed(
@@ -140,6 +175,13 @@ def compare(
             f"{TOLERANCE:g}: what transformers loads from {folder.name} is not what was saved there"
         )
     return len(expected), difference
+
+
+def _rows(model: Mapping[str, Any], texts: Sequence[Text]) -> list[list[int]]:
+    """Token ids to compare two models by; some numbers if there are no texts."""
+    tokenizer = _tokenizer(model)
+    rows = [[*tokenizer.encode(prompt), *response][:LONGEST] for prompt, response in texts]
+    return rows or [_some_tokens(load_config(model))]
 
 
 def _draft_of(to: Path) -> Path:
@@ -210,20 +252,23 @@ def _some_tokens(config: PretrainedConfig) -> list[int]:
     return torch.randint(int(config.vocab_size), (32,), generator=generator).tolist()
 
 
+def compare_adapters(
+    state: Mapping[str, Tensor], model: Mapping[str, Any], rows: Sequence[Sequence[int]], folder: Path
+) -> tuple[int, float]:
+    """Number and largest difference of the log-probs, in float32, between the checkpoint and what peft loads.
+
+    Raises WorkerFailed if that difference exceeds TOLERANCE.
+    """
+    found, expected = loaded_outputs(model, rows, folder), own_outputs(state, model, rows)
+    difference = float((expected - found).abs().max())
+    if not difference <= TOLERANCE:
+        raise WorkerFailed(
+            f"log-probs with the exported adapters differ by {difference:.2g} from the checkpoint's, expected at most "
+            f"{TOLERANCE:g}: what peft loads from {folder.name} is not what was saved there"
+        )
+    return len(expected), difference
+
+
 def _given(model: Mapping[str, Any]) -> str:
     """What a model gives for each token."""
     return "log-probs" if head_of(model) == TOKENS else "values"
-
-
-@torch.no_grad()
-def _outputs(built: PreTrainedModel, rows: Sequence[Sequence[int]], model: Mapping[str, Any]) -> Tensor:
-    """Of every token of each row, concatenated: what the head gives; log-probs, without the first, of one of tokens."""
-    found = []
-    for row in rows:
-        ids = torch.tensor([list(row)])
-        logits = built(input_ids=ids, use_cache=False).logits[0].float()
-        if head_of(model) == TOKENS:
-            found.append(logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1))
-        else:
-            found.append(logits.flatten())
-    return torch.cat(found)

@@ -32,7 +32,13 @@ _UNLISTED = ("head_dim",)
 
 
 def build_model(
-    model: Mapping[str, Any], *, device: str, seed: int, load_weights: bool, deterministic: bool = False
+    model: Mapping[str, Any],
+    *,
+    device: str,
+    seed: int,
+    load_weights: bool,
+    deterministic: bool = False,
+    adapters: bool = False,
 ) -> PreTrainedModel:
     """A transformers model in evaluation mode, on `device`, in the section's `dtype`.
 
@@ -45,12 +51,14 @@ def build_model(
     weights from the trainer). In float64, RMS norms are replaced by ones that compute in float64; those of transformers
     round every layer to float32. Attention is always torch's scaled dot product, which computes in the model's own
     dtype. `deterministic`: batch-invariant except for attention (see `batch_invariant`), with the same norms; a
-    sequence classifier is not, and computes each text by itself.
+    sequence classifier is not, and computes each text by itself. `adapters`: with those of the section's `lora`, if it
+    has one.
     Raises UserError for a path without a model, an unknown model type, dtype or setting, and a model that cannot be
     batch-invariant.
     """
     import torch
 
+    from distflow.workers.adapters import add_adapters
     from distflow.workers.batch_invariant import make_invariant
 
     dtype = torch_dtype(model)
@@ -68,6 +76,8 @@ def build_model(
     if dtype == torch.float64 and built._can_set_experts_implementation():
         # The grouped kernel has no float64.
         built.set_experts_implementation("eager")
+    if adapters and model.get("lora") is not None:
+        add_adapters(built, model["lora"], seed)
     if deterministic and head_of(model) != SCORE:
         make_invariant(built)
     return built
@@ -139,9 +149,11 @@ def inner_matrices(model: PreTrainedModel) -> list[str]:
     """Names of the matrices between the embeddings and the output layer, which turn states into states."""
     import torch
 
+    from distflow.workers.adapters import own_name
+
     ends = [output_layer(model), *(module for module in model.modules() if isinstance(module, torch.nn.Embedding))]
     others = {id(parameter) for module in ends for parameter in module.parameters()}
-    return [name for name, p in model.named_parameters() if p.ndim == 2 and id(p) not in others]
+    return [own_name(name) for name, p in model.named_parameters() if p.ndim == 2 and id(p) not in others]
 
 
 def _config_from_init(init: Mapping[str, Any], tokenizer: str | None) -> PretrainedConfig:

@@ -161,6 +161,11 @@ class ParameterTable:
         self.incoming: Version | None = None
         self.version: Version | None = None
         self.unwritten = False
+        self._expected = {_key(place) for place in self._places.values()}
+
+    def kept(self) -> list[Tensor]:
+        """Weights from which versions are made, beside those in use: none, each version brings all."""
+        return []
 
     def poison(self) -> None:
         """Fill everything with NaN, of which nothing may remain after the first complete version."""
@@ -171,7 +176,7 @@ class ParameterTable:
     def begin(self, version: Version) -> None:
         """Start replacing all weights; an update in progress is abandoned."""
         self.version, self.incoming = None, version
-        self.missing = {_key(place) for place in self._places.values()}
+        self.missing = set(self._expected)
 
     @torch.no_grad()
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -196,8 +201,7 @@ class ParameterTable:
             some = ", ".join(sorted(self.missing)[:3])
             raise ValueError(
                 f"version {self.incoming.number} of term {self.incoming.term} lacks {len(self.missing)} of "
-                f"{len({_key(place) for place in self._places.values()})} tensors, for example {some}; the engine "
-                "cannot serve it"
+                f"{len(self._expected)} tensors, for example {some}; the engine cannot serve it"
             )
         if self.unwritten:
             self._check_written()

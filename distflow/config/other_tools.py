@@ -6,7 +6,10 @@ from collections.abc import Mapping
 
 _METRICS = "no such logger is built; metrics are files of the run folder: `distflow metrics RUN --csv` or --json"
 _EVALUATION = "val.every (docs/validation.md)"
-_ADAPTERS = "adapters are not built: all weights are trained"
+_ADAPTERS = "models.policy.lora, as {rank: 16, alpha: 32}"
+_FOUR_BITS = (
+    "base weights of 4 bits are not built; models.policy.lora trains adapters beside weights of models.policy.dtype"
+)
 _EPOCHS = "batch.epochs (passes over the samples of a training step)"
 _UPDATES = "batch.minibatches (their number: a pass over the samples of a training step has as many optimizer steps)"
 _JUDGE = (
@@ -39,7 +42,10 @@ WORDS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("val_before_train", "eval_on_start"), "val.at_start"),
     **dict.fromkeys(("val_files", "eval_dataset", "test_files"), "val.data.source"),
-    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "peft", "peft_config", "qlora"), _ADAPTERS),
+    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "peft", "peft_config"), _ADAPTERS),
+    **dict.fromkeys(("qlora", "load_in_4bit", "bnb_4bit"), _FOUR_BITS),
+    **dict.fromkeys(("lora_target_modules", "target_modules"), "models.policy.lora.targets"),
+    "lora_dropout": "adapters have no dropout: log-probs of a batch would differ from call to call",
     **dict.fromkeys(("ppo_epochs", "num_iterations", "num_ppo_epochs", "update_epochs"), _EPOCHS),
     **dict.fromkeys(("mini_batch_size", "ppo_mini_batch_size", "num_mini_batches", "minibatches"), _UPDATES),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "total_epochs"), _STEPS),

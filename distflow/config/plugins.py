@@ -64,9 +64,10 @@ LIBRARIES: Mapping[str, PluginLibrary] = {
         one_a_process=True,
     ),
     BACKENDS["deepspeed"]: PluginLibrary("deepspeed", "{python} -m pip install 'deepspeed>=0.19.8,<0.20'"),
+    "lora": PluginLibrary("peft", "{python} -m pip install 'peft>=0.17'"),
     "adamw_8bit": PluginLibrary("bitsandbytes", "{python} -m pip install 'bitsandbytes>=0.45'"),
 }
-"""The libraries of the engines, backends and optimizers that need one: all that is to be known of it before it is
+"""The libraries of engines, backends, optimizers and adapters that need one: all that is to be known of it before it is
 imported."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from distflow.config.section import Section
-from distflow.config.training_schema import OptimizerConfig
+from distflow.config.training_schema import LoraConfig, OptimizerConfig
 from distflow.types import MOST_WORKERS
 
 PoolRole = Literal["generate", "score", "forward", "train", "*"]
@@ -247,6 +247,9 @@ class ModelConfig(Section):
     """Type of the weights and of the computation."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer, if the model is trained."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters beside frozen weights, which alone are published and saved (docs/models.md). Null: all
+    weights are trained."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     head: Head = "tokens"

@@ -1,4 +1,4 @@
-"""How a model is trained: its optimizer and the schedule of the learning rate.
+"""How a model is trained: its optimizer, the schedule of the learning rate, and adapters.
 
 As in `schema`, the text under each field is its documentation.
 """
@@ -67,3 +67,15 @@ class OptimizerConfig(Section):
     """Training steps of the decay of schedule wsd; null: a tenth of the run."""
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the decay; for a group with an own peak, as much lower or higher as that."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685): beside a frozen matrix W, B · A · alpha / rank is trained instead of W."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of A, and columns of B."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The product of B and A counts alpha / rank times."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """The layers that get them, by the ends of their names, such as `[q_proj, v_proj]`; all-linear: all linear ones but
+    the output layer."""

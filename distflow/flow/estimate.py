@@ -16,6 +16,7 @@ from typing import Any
 from distflow.config.plugins import BACKENDS, ENGINES
 from distflow.config.schema import ModelConfig
 from distflow.errors import UserError
+from distflow.flow.adapters import shares_base
 from distflow.flow.memory import (
     ASSUMED_GPU,
     MIB,
@@ -152,6 +153,8 @@ def _models(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> d
     held = {"weights": 0, "gradients": 0, "optimizer": 0}
     replicas = _replicas(plan, worker)
     for name in worker.models:
+        if shares_base(plan.recipe.models, worker.models, plan.trained_models, name) is not None:
+            continue
         for what, size in _model(worker, sizes[name], replicas, trained=name in plan.trained_models).items():
             held[what] += size
     return held
@@ -164,15 +167,16 @@ def _replicas(plan: Plan, worker: WorkerPlan) -> int:
 
 
 def _model(worker: WorkerPlan, size: ModelSize, replicas: int, *, trained: bool) -> dict[str, int]:
-    count, wide = size.parameters, max(WIDE, size.dtype_bytes)
+    count, wide = size.trained, max(WIDE, size.dtype_bytes)
+    base = size.weights if trained and size.adapters else 0
     masters = count * wide if size.dtype_bytes < WIDE else 0
     stage = _zero(worker)
     if worker.backend == BACKENDS["fsdp"]:
-        rows = count * (wide if trained else size.dtype_bytes) // replicas
+        rows = (base + count * wide if trained else size.weights) // replicas
         # The float32 rows serve as masters.
         share = count * wide // replicas
         return {"weights": rows} | ({"gradients": share, "optimizer": 2 * share} if trained else {})
-    weights = size.weights // (replicas if stage == 3 else 1)
+    weights = (size.weights + (size.published if base else 0)) // (replicas if stage == 3 else 1)
     if not trained:
         return {"weights": weights}
     if stage is None or stage == 0:
@@ -227,7 +231,9 @@ def _engine_of(plan: Plan, worker: WorkerPlan, model: str, size: ModelSize, *, g
     reorders = own and size.gated and gpu is None and size.dtype_bytes <= WIDE
     large = size.width * size.feed_forward >= REORDERED_FROM
     return {
-        "engine": size.weights * (2 if reorders and large else 1) // engine_width(worker, on_gpu=gpu is not None),
+        # Versions are made from the base of what adapters change; other engines have it in the host's memory.
+        "engine": size.weights * (2 if reorders and large else 1) // engine_width(worker, on_gpu=gpu is not None)
+        + (size.adapted * size.dtype_bytes if own else 0),
         "kv": cache_bytes(plan, worker, model, size, gpu=gpu),
         "drawing": worker.slots * size.vocabulary * (size.dtype_bytes + (DRAWN_BYTES if own else WIDE)),
     }
@@ -269,12 +275,12 @@ def state_bytes(size: ModelSize) -> int:
     """Bytes of a trained model in a checkpoint: weights, moments, and masters of narrower weights."""
     wide = max(WIDE, size.dtype_bytes)
     masters = wide if size.dtype_bytes < wide else 0
-    return size.parameters * (size.dtype_bytes + masters) + size.moments
+    return size.trained * (size.dtype_bytes + masters) + size.moments
 
 
 def _published(worker: WorkerPlan, size: ModelSize, *, on_gpu: bool) -> int:
     """What an engine in the same process reads a version from, if that is not the model itself."""
-    return size.weights if divides(worker) or (worker.offload and on_gpu) else 0
+    return size.published if divides(worker) or (worker.offload and on_gpu) else 0
 
 
 def _loading(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, on_gpu: bool) -> int:
@@ -285,7 +291,7 @@ def _loading(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, 
     divided = other = 0
     for name in worker.models:
         size, new = sizes[name], plan.recipe.models[name].init is not None
-        masters = worker.backend == BACKENDS["fsdp"] and name in plan.trained_models
+        masters = worker.backend == BACKENDS["fsdp"] and name in plan.trained_models and not size.adapters
         whole = size.parameters * max(size.dtype_bytes, WIDE if new or masters else 0)
         if divides(worker):
             divided += whole
@@ -333,7 +339,7 @@ def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize
         work["activations"] = max(work["activations"], layers + _gathered(worker, size))
         at_once = min(tokens.scored * size.outputs, LOGITS_CHUNK)
         # Gradients of the embeddings and of the output layer, before they are accumulated.
-        head = (size.vocabulary + size.outputs) * size.width * size.dtype_bytes if trained else 0
+        head = (size.vocabulary + size.outputs) * size.width * size.dtype_bytes if trained and not size.adapters else 0
         work["logits"] = max(work["logits"], at_once * (size.dtype_bytes + LOGIT_BYTES) + head)
     return work
 
@@ -384,4 +390,4 @@ def _samples(plan: Plan, worker: WorkerPlan) -> int:
 def _shared(plan: Plan, sizes: Mapping[str, ModelSize]) -> int:
     """Published weights, of the models that other workers read."""
     read = {e.model for e in plan.edges if e.kind == "weights" and e.source != e.target}
-    return sum(PUBLISHED * sizes[name].weights for name in read if name is not None)
+    return sum(PUBLISHED * sizes[name].published for name in read if name is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from distflow.flow.adapters import adapter_lines, shares_base
 from distflow.flow.edges import Edge, EdgeKind
 from distflow.flow.memory_fit import table
 from distflow.flow.plan import ModelPlan, Plan, PoolPlan
@@ -32,7 +33,17 @@ def pool_lines(plan: Plan) -> list[str]:
 def model_lines(plan: Plan) -> list[str]:
     """A table of the models, with who reads their weights."""
     rows = [[one.name, one.home or "none: frozen", ", ".join(_readers(plan, one)) or "-"] for one in plan.models]
-    return table([["model", "home", "read by"], *rows])
+    lines = table([["model", "home", "read by"], *rows])
+    return [*lines, *_sharing(plan), *adapter_lines(plan.recipe.models, plan.trained_models)]
+
+
+def _sharing(plan: Plan) -> Iterator[str]:
+    """Frozen models that are no copies of their own."""
+    for pool in plan.pools:
+        for name in pool.frozen:
+            other = shares_base(plan.recipe.models, pool.homes, plan.trained_models, name)
+            if other is not None:
+                yield f"{name}: computed by {other} with its adapters off, in {pool.name}: no copy"
 
 
 def edge_lines(plan: Plan) -> list[str]:

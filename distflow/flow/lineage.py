@@ -20,7 +20,8 @@ from distflow.flow.digest import digest_parts, portable
 from distflow.flow.plan import Plan
 
 FIXED = re.compile(
-    r"run\.seed|batch\.(prompts|ledgers)|data\.(source|shuffle|chat|with\..*)|models\.[^.]+\.(path|tokenizer|dtype|head|init\..*)"
+    r"run\.seed|batch\.(prompts|ledgers)|data\.(source|shuffle|chat|with\..*)|"
+    r"models\.[^.]+\.(path|tokenizer|dtype|head|init\..*|lora(\..*)?)"
 )
 """Keys that decide the order of the data and what the weights mean: with other values a checkpoint is useless."""
 FREE = re.compile(r"run\.(?!training_steps$).*|layout\.(?!max_staleness$).*|limits\..*|security\..*")

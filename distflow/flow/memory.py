@@ -204,8 +204,9 @@ def kept_cache(plan: Plan, worker: WorkerPlan, cache: int) -> int:
 
 
 def staged_bytes(worker: WorkerPlan, size: ModelSize) -> int:
-    """Bytes of weights that SGLang and vLLM stage in the host's memory while they load them."""
-    return 0 if gpu_share(worker) is None else size.weights
+    """Bytes of weights that SGLang and vLLM stage in the host's memory while they load them, and of the base of what
+    adapters change."""
+    return 0 if gpu_share(worker) is None else size.weights + size.adapted * size.dtype_bytes
 
 
 def gpu_share(worker: WorkerPlan) -> float | None:

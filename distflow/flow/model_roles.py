@@ -60,7 +60,9 @@ def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], p
     for node in steps:
         _check_spelling(node, given, problems)
     configs = {name: _with_body_of(given[generate.model], model) for name, model in given.items()}
-    configs |= {name: given[generate.model] for name in copied}
+    whole = given[generate.model].model_copy(update={"lora": None})
+    # A frozen copy is the policy before training: its base.
+    configs |= {name: given[generate.model] if name in trained else whole for name in copied}
     used = {node.model for node in steps}
     models = Models(configs, generate.model, trained, copied, tuple(name for name in given if name not in used))
     for node in steps:

@@ -6,8 +6,9 @@ Shapes: X width, A query heads × head width, K key/value heads × head width, I
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import Any
 
 from distflow.config.paths import CHARS_PREFIX
 from distflow.config.schema import ModelConfig
+from distflow.config.training_schema import LoraConfig
 from distflow.errors import UserError
 
+Matrix = tuple[str, int, int]
+"""The end of a layer's name, rows, columns."""
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 WIDE = 4
 """Bytes of a gradient, moment or master, which are at least float32."""
@@ -31,6 +35,8 @@ GATED = ("llama", "mistral", "qwen2", "qwen3")
 other families need their files."""
 _SPECIAL_CHARS = 2
 """Tokens of `chars:…` besides its characters: padding, end of sequence."""
+_NOT_ADAPTED = r"embed|lm_head|wte|wpe|norm|\.experts\.|^score"
+"""In the names of matrices that are no linear layers of their own, or the output layer."""
 _HEADER_LIMIT = 64 << 20
 _WIDTH = ("hidden_size", "n_embd")
 _LAYERS = ("num_hidden_layers", "n_layer")
@@ -60,18 +66,32 @@ class ModelSize:
     packs: bool
     """Whether training can share prompts and compute no padding (`backend_options.packed`)."""
     optimizer: str = "adamw"
+    adapters: int = 0
+    """Parameters of its adapters; 0: it has none, and is trained whole."""
+    adapted: int = 0
+    """Parameters of the matrices that have adapters."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained, if the model is."""
+        return self.adapters or self.parameters
+
+    @property
+    def published(self) -> int:
+        """Bytes of a version of it."""
+        return self.trained * self.dtype_bytes
 
     @property
     def moments(self) -> int:
-        """Bytes of what the optimizer keeps of all parameters besides masters."""
+        """Bytes of what the optimizer keeps of all that is trained, besides masters."""
         wide = max(WIDE, self.dtype_bytes)
         if self.optimizer == "adamw_8bit":
             # A byte for each of the two, and a float32 for each block of them.
-            return 2 * self.parameters + 2 * WIDE * self.parameters // _BLOCK
+            return 2 * self.trained + 2 * WIDE * self.trained // _BLOCK
         # Muon has one for the matrices within the layers.
-        ends = (self.vocabulary + self.outputs) * self.width
-        alone = max(0, self.parameters - ends) if self.optimizer == "muon" else 0
-        return wide * (2 * self.parameters - alone)
+        ends = 0 if self.adapters else (self.vocabulary + self.outputs) * self.width
+        alone = max(0, self.trained - ends) if self.optimizer == "muon" else 0
+        return wide * (2 * self.trained - alone)
 
     @property
     def weights(self) -> int:
@@ -109,10 +129,40 @@ def model_size(model: ModelConfig) -> ModelSize:
     if size.parameters:
         # The files of a language model have an output layer that a value head replaces.
         spare = 0 if model.head != "value" or config.get("tie_word_embeddings") else (vocabulary - 1) * width
-        return replace(size, parameters=size.parameters - spare)
+        size = replace(size, parameters=size.parameters - spare)
+        matrices = gated_matrices(size) if family in GATED else _matrices_in(Path(str(model.path)))
+        return _with_adapters(size, model.lora, matrices)
     if family not in GATED:
         raise UserError(f"the number of parameters of model_type {family!r} is not known without its safetensors")
-    return replace(size, parameters=_gated_parameters(config, family, size, head))
+    size = replace(size, parameters=_gated_parameters(config, family, size, head))
+    return _with_adapters(size, model.lora, gated_matrices(size))
+
+
+def gated_matrices(size: ModelSize) -> list[Matrix]:
+    """The linear layers of a model of the families above, without the output layer."""
+    one = [
+        ("q_proj", size.query, size.width),
+        ("k_proj", size.key_value, size.width),
+        ("v_proj", size.key_value, size.width),
+        ("o_proj", size.width, size.query),
+        ("gate_proj", size.feed_forward, size.width),
+        ("up_proj", size.feed_forward, size.width),
+        ("down_proj", size.width, size.feed_forward),
+    ]
+    return one * size.layers
+
+
+def _with_adapters(size: ModelSize, lora: LoraConfig | None, matrices: Iterable[Matrix]) -> ModelSize:
+    if lora is None:
+        return size
+    found = [m for m in matrices if lora.targets == "all-linear" or any(adapts(one, m[0]) for one in lora.targets)]
+    adapters = lora.rank * sum(rows + columns for _, rows, columns in found)
+    return replace(size, adapters=adapters, adapted=sum(rows * columns for _, rows, columns in found))
+
+
+def adapts(target: str, layer: str) -> bool:
+    """Whether an entry of `lora.targets` may mean a layer, of whose name the end is known."""
+    return target.rpartition(".")[2] == layer.rpartition(".")[2]
 
 
 def attention_heads(model: ModelConfig) -> int:
@@ -185,12 +235,28 @@ def _in_files(folder: Path) -> int:
     return sum(map(_in_file, sorted(folder.glob("*.safetensors"))))
 
 
+def _matrices_in(folder: Path) -> list[Matrix]:
+    """The matrices of a folder's files that are likely to be linear layers within the model, by their names."""
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in _header(path).items():
+            layer, _, last = name.rpartition(".")
+            if last == "weight" and len(entry["shape"]) == 2 and not re.search(_NOT_ADAPTED, name):
+                found.append((layer, int(entry["shape"][0]), int(entry["shape"][1])))
+    return found
+
+
 def _in_file(path: Path) -> int:
+    return sum(prod(entry["shape"]) for entry in _header(path).values())
+
+
+def _header(path: Path) -> Mapping[str, Any]:
+    """What a safetensors file says of its tensors, by name; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             length = file.read(8)
             size = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
             header = json.loads(file.read(size)) if 0 < size <= _HEADER_LIMIT else {}
     except (OSError, ValueError):
-        return 0
-    return sum(prod(entry["shape"]) for entry in header.values() if "shape" in entry)
+        return {}
+    return {name: entry for name, entry in header.items() if "shape" in entry}

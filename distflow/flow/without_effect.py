@@ -110,6 +110,8 @@ def _of_models(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
             for setting in type(given).model_fields:
                 if getattr(given, setting) != getattr(default, setting):
                     yield Idle(f"{key}.optimizer.{setting}", f"no step trains model {name!r}")
+            if model.lora is not None:
+                yield Idle(f"{key}.lora", f"no step trains model {name!r}")
             if model.gradient_checkpointing:
                 yield Idle(f"{key}.gradient_checkpointing", f"no step trains model {name!r}")
         if name in plan.trained_models:

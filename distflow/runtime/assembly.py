@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -13,6 +15,7 @@ from distflow.comm.addresses import socket_dir
 from distflow.config.plugins import MODEL_WRITER, TOKENIZER
 from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import PluginError, UserError
+from distflow.flow.adapters import shares_base
 from distflow.flow.document import WorkerDocument
 from distflow.flow.gpus import first_gpu, width
 from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
@@ -24,7 +27,7 @@ from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
 from distflow.runtime.disk import Disk
 from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore, PrefixedMetrics
-from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
+from distflow.runtime.protocols import Adapted, Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
 from distflow.runtime.trajectories import SampleLimits, Trajectories
@@ -188,8 +191,13 @@ def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, 
         )
     models: dict[str, Backend] = {}
     updates, homes = setting.plan.batch.updates, setting.plan.pool(me.name.pool).homes
-    for name in me.models:
+    # Those that are trained come first: frozen ones may be theirs without adapters.
+    for name in sorted(me.models, key=lambda name: name not in homes):
         assert me.backend is not None, f"{me.name} holds model {name}, so the plan names its backend"
+        sharing = shares_base(recipe.models, me.models, homes, name)
+        if sharing is not None:
+            models[name] = cast(Adapted, models[sharing]).without_adapters()
+            continue
         spec = BackendSpec(
             model=_in_updates(recipe.models[name], updates),
             device=device,
@@ -300,4 +308,5 @@ def model_folders(setting: Setting) -> ModelFolders | None:
     if not recipe.run.hf_every:
         return None
     section = recipe.models[plan.primary].model_dump()
-    return ModelFolders(setting.run_dir, plan.primary, section, resolve(MODEL_WRITER))
+    write = partial(resolve(MODEL_WRITER), seed=recipe.run.seed)
+    return ModelFolders(setting.run_dir, plan.primary, section, write)

@@ -152,6 +152,15 @@ class TextScorer(Protocol):
 
 
 @runtime_checkable
+class Adapted(Protocol):
+    """A backend that trains low-rank adapters beside a frozen model."""
+
+    def without_adapters(self) -> Backend:
+        """The frozen model alone, as a backend that shares its memory."""
+        ...
+
+
+@runtime_checkable
 class Measured(Protocol):
     """An engine or backend that can measure what it holds; optional."""
 

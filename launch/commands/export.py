@@ -32,8 +32,9 @@ TRIES = 5
 @click.option("--step", type=click.IntRange(min=1), help="Training step.  [default: the newest complete checkpoint]")
 @click.option("--to", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder to create.")
 @click.option("--model", help="A further model that the run trains, such as critic or solver.  [default: the policy]")
+@click.option("--adapters", is_flag=True, help="Write the adapters of a model trained with lora alone, not merged.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def command(run: str | None, step: int | None, to: Path, model: str | None, runs_dir: Path) -> None:
+def command(run: str | None, step: int | None, to: Path, model: str | None, adapters: bool, runs_dir: Path) -> None:
     """Write a checkpoint of RUN (default: the newest) for transformers, load it again and compare log-probs."""
     from distflow.launch.commands.export import export_checkpoint
     from distflow.launch.observe.file_sync import refresh
@@ -42,14 +43,16 @@ def command(run: str | None, step: int | None, to: Path, model: str | None, runs
     run_dir = find_run(run, runs_dir)
     for line in refresh(run_dir, ("checkpoints",), "checkpoints", lambda line: click.echo(line, err=True)):
         click.echo(line, err=True)
-    for line in export_checkpoint(run_dir, step, to, model):
+    for line in export_checkpoint(run_dir, step, to, model, adapters=adapters):
         click.echo(line)
 
 
-def export_checkpoint(run_dir: Path, step: int | None, to: Path, name: str | None = None) -> Iterator[str]:
+def export_checkpoint(
+    run_dir: Path, step: int | None, to: Path, name: str | None = None, *, adapters: bool = False
+) -> Iterator[str]:
     """Write the folder `to`; yields human-readable lines. Raises UserError when there is no such checkpoint or model.
 
-    `name`: of the model, if it is not the one that generates.
+    `name`: of the model, if it is not the one that generates; `adapters`: only those, not merged.
 
     A running run removes old checkpoints; unless `step` was given, the newest one is then tried again.
     """
@@ -67,7 +70,14 @@ def export_checkpoint(run_dir: Path, step: int | None, to: Path, name: str | Non
         folder = _named(run_dir, step) if step is not None else (yield from _newest(run_dir))
         yield f"exporting training step {step_of(folder)} from {folder}"
         try:
-            lines: list[str] = export(CheckpointReader(folder, "").model(name), model, texts, to)
+            lines: list[str] = export(
+                CheckpointReader(folder, "").model(name),
+                model,
+                texts,
+                to,
+                seed=plan.recipe.run.seed,
+                adapters=adapters,
+            )
         except (OSError, UserError) as error:
             if not vanished(folder):
                 raise _readable(error) from error

@@ -366,6 +366,8 @@ def _libraries(plan: Plan, worker: WorkerPlan) -> Iterator[tuple[str, str]]:
     for model in plan.pool(worker.name.pool).homes:
         if plan.recipe.models[model].optimizer.name in LIBRARIES:
             yield f"models.{model}.optimizer.name", plan.recipe.models[model].optimizer.name
+        if plan.recipe.models[model].lora is not None:
+            yield f"models.{model}.lora", "lora"
 
 
 def _key(plan: Plan, worker: WorkerPlan, setting: str) -> str:

@@ -261,9 +261,9 @@ def _size(model: ModelConfig) -> ModelSize | None:
 
 
 def _weights(model: ModelConfig) -> int:
-    """Bytes of a model's weights, as far as they are known here."""
+    """Bytes of a version of a model, as far as they are known here."""
     size = _size(model)
-    return 0 if size is None else size.weights
+    return 0 if size is None else size.published
 
 
 def disk_for(

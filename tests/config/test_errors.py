@@ -116,7 +116,7 @@ def test_one_mistake(override: str, message: str) -> None:
         ("dtype=bfloat16", "dtype — unknown key — did you mean models.policy.dtype?"),
         ("wandb=true", "wandb — unknown key — no such logger is built; metrics are files of the run folder"),
         ("eval.every=5", "eval — unknown key — did you mean 'val'?"),
-        ("lora.rank=8", "lora — unknown key — adapters are not built"),
+        ("lora.rank=8", "lora — unknown key — did you mean models.policy.lora.rank?"),
         (
             "ppo_epochs=4",
             "ppo_epochs — unknown key — did you mean batch.epochs (passes over the samples of a training step)?",

@@ -51,6 +51,20 @@ def test_a_run_on_the_newest_weights(launch: Launch, options: tuple[str, ...]) -
 
 
 @pytest.mark.long
+def test_adapters_are_merged_on_arrival(launch: Launch) -> None:
+    """Adapters that divide their optimizer by ZeRO 2; the engine loads the base by itself."""
+    adapters = (
+        "models.policy.lora.rank=4",
+        "models.policy.optimizer.lr=0.02",
+        "layout.pools.trainer.backend=deepspeed",
+    )
+    run = launch("quickstart", *SMALL, *SGLANG, *adapters, "run.training_steps=8")
+    assert run.wait(START_S) == 0, run.output
+    check_whole(run, 8)
+    assert run.metrics()[-1]["actor/grad_norm"] > 0
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), pytest.param(IN_TWO, id="in_two_by_group")])
 def test_an_sglang_that_dies_is_started_again(launch: Launch, options: tuple[str, ...]) -> None:
     """The worker lives on, says in its log what happened, and the run is none the worse for it."""

@@ -87,6 +87,7 @@ FIXED_KEYS = {
     "models.policy.tokenizer": "'chars:0123456789=x'",
     "models.policy.dtype": "float64",
     "models.policy.init.hidden_size": "96",
+    "models.policy.lora": "{rank: 2}",
 }
 """A value for each kind of key that a checkpoint depends on, other than that of the recipe."""
 

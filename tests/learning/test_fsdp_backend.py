@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -148,6 +149,7 @@ GROUPS = {
     ],
     **{"schedule": "wsd", "min_lr": 1e-4},
 }
+LORA = {"rank": 3, "alpha": 4.0, "targets": "all-linear"}
 CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "float64": (2, 1e-10, {}, {"dtype": "float64"}),
     "float32, layers kept": (2, 1e-5, {"reshard_after_forward": False}, {"dtype": "float32"}),
@@ -160,6 +162,17 @@ CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "three, recomputed": (3, 1e-10, {"packed": False}, {"dtype": "float64", "gradient_checkpointing": True}),
 }
 """Replicas, tolerance, backend options, and model settings."""
+ADAPTED: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
+    "lora": (2, 1e-10, {}, {"dtype": "float64", "lora": LORA}),
+    "lora, bfloat16": (2, 1e-4, {}, {"dtype": "bfloat16", "lora": LORA}),
+    "three, lora, recomputed": (
+        3,
+        1e-5,
+        {"reshard_after_forward": False},
+        {"dtype": "float32", "gradient_checkpointing": True, "lora": {**LORA, "targets": ["q_proj", "down_proj"]}},
+    ),
+}
+CASES |= ADAPTED if find_spec("peft") is not None else {}
 
 
 def _model(case: str) -> dict[str, Any]:

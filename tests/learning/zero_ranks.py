@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ GROUPS = {
     ],
     **{"lr": 1e-3, "eps": 1e-5, "schedule": "wsd", "min_lr": 1e-4, "decay_steps": 3, "max_grad_norm": 0.3},
 }
+LORA = {"rank": 3, "alpha": 64.0, "targets": "all-linear"}
 PIECES = 13 * 4
 """Logits of four tokens at a time, so that replicas compute theirs in different numbers of pieces."""
 CASES = {
@@ -90,6 +92,14 @@ CASES = {
         {"zero": 3, "packed": False, "ds_config": ALL_DIVIDED}, {"init": {"tie_word_embeddings": False}}, PIECES
     ),
 }
+ADAPTED = {
+    "0-lora": Case({"zero": 0}, {"lora": LORA}),
+    "1-lora-bfloat16": Case({"zero": 1}, {**HALF, "lora": LORA}),
+    "2-lora": Case({"zero": 2}, {"lora": LORA}),
+    "2-lora-bfloat16": Case({"zero": 2}, {**HALF, "gradient_checkpointing": True, "lora": LORA}),
+    "3-lora": Case({"zero": 3}, {"lora": LORA}, chunk=PIECES),
+}
+CASES |= ADAPTED if find_spec("peft") is not None else {}
 
 
 def parts_of(step: int) -> list[list[Batch]]:

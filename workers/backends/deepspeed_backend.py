@@ -58,7 +58,8 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
         self._deepspeed = load_deepspeed(torch.device(spec.device))
         super().__init__(spec, home="cpu" if self._stage == 3 else spec.device, packed=options.packed)
         self._scorer.device = self._device
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = self._learned
+        self._frozen = [p for p in self._model.parameters() if all(p is not one for one in self._learned.values())]
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._scoring = ScoringModel(self._model, self._scorer)
         self._engine: Any = None
@@ -150,7 +151,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
             parameters = [self._parameters[name] for name in names]
             with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
                 for name in names:
-                    yield from self._stored.cut(name, self._parameters[name].detach())
+                    yield from self._cut(name, self._parameters[name].detach())
 
     def _pieces(self) -> Iterator[list[str]]:
         piece: list[str] = []
@@ -197,6 +198,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
         """Bytes on the device by purpose: weights, optimizer."""
         whole = list(self._parameters.values())
         weights = whole if self._optimizer is None else self._optimizer.weights()
+        weights += [getattr(parameter, "ds_tensor", parameter) for parameter in self._frozen]
         return {
             "weights": bytes_on(self._device, weights),
             "optimizer": 0 if self._optimizer is None else bytes_on(self._device, self._optimizer.held()),

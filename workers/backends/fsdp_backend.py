@@ -28,6 +28,7 @@ from distflow.config.plugins import PluginUse
 from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.format import Shard, whole
 from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
+from distflow.workers.adapters import own_name
 from distflow.workers.backends.backend_options import FsdpBackendOptions
 from distflow.workers.backends.model_backend import ModelBackend
 from distflow.workers.backends.optimizer import STEPS, ShardedOptimizer, check_names, check_tensor
@@ -56,10 +57,12 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
         self._dtype = torch_dtype(spec.model)
         self._masters = spec.trainable and self._dtype in _HALF
         if self._masters:
-            for parameter in self._model.parameters():
+            for parameter in self._learned.values():
                 parameter.data = parameter.data.float()
         self._whole = _Whole(self._model)
+        self._all_rows: dict[str, Rows] = {}
         self._rows: dict[str, Rows] = {}
+        """Of what is trained."""
         self._offloader = Offloader(self._device)
 
     def join(self) -> None:
@@ -69,7 +72,8 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
             torch.cuda.set_device(self._device)
         self._divide(DeviceMesh(self._device.type, torch.arange(dist.get_world_size())))
         self._scorer.device = self._device
-        self._rows = {name: Rows(parameter) for name, parameter in self._model.named_parameters()}
+        self._all_rows = {name: Rows(parameter) for name, parameter in self._model.named_parameters()}
+        self._rows = {own_name(name): rows for name, rows in self._all_rows.items() if own_name(name) in self._learned}
         if self._spec.trainable:
             self._optimizer = ShardedOptimizer(
                 {name: rows.held for name, rows in self._rows.items()},
@@ -100,11 +104,12 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
         Fused experts, which are one parameter, are gathered a few at a time.
         """
         for name, rows in self._rows.items():
-            if math.prod(rows.shape) * self._dtype.itemsize > PIECE_BYTES and self._stored.by_rows(name, rows.shape):
+            stored, large = self._stored, math.prod(rows.shape) * self._dtype.itemsize > PIECE_BYTES
+            if large and stored is not None and stored.by_rows(name, rows.shape):
                 for first, piece in rows.pieces(self._dtype, self._device, PIECE_BYTES):
-                    yield from self._stored.cut_rows(name, first, piece)
+                    yield from stored.cut_rows(name, first, piece)
             else:
-                yield from self._stored.cut(name, rows.gathered(self._dtype, self._device))
+                yield from self._cut(name, rows.gathered(self._dtype, self._device))
 
     def state_shards(self) -> Iterator[Shard]:
         """This replica's rows of weights and moments; the first replica adds the step counter."""
@@ -161,7 +166,7 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
         """Bytes on the device by purpose: weights (this replica's rows), gradients, optimizer."""
         optimizer = self._optimizer
         return {
-            "weights": bytes_on(self._device, [rows.held for rows in self._rows.values()]),
+            "weights": bytes_on(self._device, [rows.held for rows in self._all_rows.values()]),
             "gradients": bytes_on(self._device, [rows.gradient for rows in self._rows.values()]),
             "optimizer": 0 if optimizer is None else bytes_on(self._device, optimizer.held()),
         }
@@ -229,7 +234,7 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
             return
         self._whole.to(device)
         for name, parameter in self._model.named_parameters():
-            self._rows[name].rebind(parameter)
+            self._all_rows[name].rebind(parameter)
 
 
 class _Whole(nn.Module):

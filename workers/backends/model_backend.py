@@ -6,18 +6,21 @@ Shapes: B samples, T response tokens of the longest sample.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
+from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
-from distflow.workers.backends.optimizer import ScheduledOptimizer
+from distflow.workers.adapters import adapters_of, adapters_off
+from distflow.workers.backends.optimizer import ScheduledOptimizer, check_same
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.models import SCORE, build_model, head_of
 from distflow.workers.parameters import stored_model
@@ -39,14 +42,24 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         self._device = torch.device(spec.device)
         # In evaluation mode: dropout would make the log-probs of one batch differ from call to call.
         self._model: PreTrainedModel = build_model(
-            spec.model, device=home, seed=spec.seed, load_weights=True, deterministic=spec.batch_invariant
+            spec.model,
+            device=home,
+            seed=spec.seed,
+            load_weights=True,
+            deterministic=spec.batch_invariant,
+            adapters=spec.trainable,
         )
         self._head = head_of(spec.model)
         self.quadratic = _quadratic(self._model)
         """A row of n tokens costs n + quadratic·n² forwards of a token without attention."""
+        adapters = adapters_of(self._model)
+        self._learned: dict[str, nn.Parameter] = adapters or dict(self._model.named_parameters())
+        """What is trained, published and saved, by name: all parameters, or the adapters alone."""
         for parameter in self._model.parameters():
+            parameter.requires_grad_(False)
+        for parameter in self._learned.values():
             parameter.requires_grad_(spec.trainable)
-        self._stored = stored_model(spec.model)
+        self._stored = None if adapters else stored_model(spec.model)
         # Activation checkpointing would have to carry the layout of packed tokens into the backward pass.
         recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
         if self._head == SCORE:
@@ -85,6 +98,12 @@ class ModelBackend(ABC, Generic[OptimizerT]):
             return self.values(DUMMY_BATCH, grad=grad).values_BT.sum() * 0.0
         return self.score(DUMMY_BATCH, temperature=1.0, grad=grad, entropy=False).logprobs_BT.sum() * 0.0
 
+    lockstep: bool
+
+    @abstractmethod
+    def idle(self, *, grad: bool) -> None:
+        """Take part in a round without samples."""
+
     @abstractmethod
     def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
         """Score, with or without gradients as torch is set."""
@@ -92,6 +111,14 @@ class ModelBackend(ABC, Generic[OptimizerT]):
     @abstractmethod
     def _forward_values(self, batch: Batch) -> TokenValues:
         """Values, with or without gradients as torch is set."""
+
+    def without_adapters(self) -> AdaptersOff:
+        """The model as it would be without its adapters, as a frozen model of its own that shares the weights."""
+        return AdaptersOff(self)
+
+    def _cut(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What a whole parameter is published as: views of it."""
+        return iter([(name, tensor)]) if self._stored is None else self._stored.cut(name, tensor)
 
     def accumulate(self, loss_sum: Tensor) -> None:
         """Backward pass of a summed loss; gradients add up until `apply`."""
@@ -124,6 +151,81 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         """Raises UserError if the replicas have to share a GPU: libraries that divide models cannot do that."""
         if self._device.type == "cuda" and "nccl" not in dist.get_backend_config():
             raise UserError(f"backend {backend}: every training worker needs a GPU of its own; lower the pool's count")
+
+
+class AdaptersOff:
+    """Implements `distflow.runtime.protocols.Backend`: a model with adapters, as it is without them.
+
+    It holds nothing of its own: the backend with the adapters divides, moves and saves what both have.
+    """
+
+    def __init__(self, inner: ModelBackend[Any]) -> None:
+        self._inner = inner
+        self.lockstep = inner.lockstep
+        self.quadratic = inner.quadratic
+        self.learning_rate = 0.0
+
+    def join(self) -> None:
+        """Nothing to divide."""
+
+    def idle(self, *, grad: bool) -> None:
+        """Take part in a forward of the other replicas; raises ValueError for one with gradients."""
+        self._frozen(grad, "idle(grad=True)")
+        with adapters_off(self._inner._model):
+            self._inner.idle(grad=False)
+
+    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+        """As that of the model with adapters; raises ValueError for `grad`."""
+        self._frozen(grad, "score(grad=True)")
+        with adapters_off(self._inner._model):
+            return self._inner.score(batch, temperature=temperature, grad=False, entropy=entropy)
+
+    def values(self, batch: Batch, *, grad: bool) -> TokenValues:
+        """As that of the model with adapters; raises ValueError for `grad`."""
+        self._frozen(grad, "values(grad=True)")
+        with adapters_off(self._inner._model):
+            return self._inner.values(batch, grad=False)
+
+    def accumulate(self, loss_sum: Tensor) -> None:
+        """Raises ValueError: it is not trained."""
+        self._frozen(True, "accumulate")
+
+    def apply(self, denominator: float) -> float:
+        """Raises ValueError: it is not trained."""
+        raise self._refusal("apply")
+
+    def schedule_at(self, done: int) -> None:
+        """Raises ValueError: it is not trained."""
+        self._frozen(True, "schedule_at")
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """None: engines get the weights of trained models."""
+        return iter(())
+
+    def state_shards(self) -> Iterator[Shard]:
+        """None: it is rebuilt."""
+        return iter(())
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises ValueError for anything: nothing of it is saved."""
+        check_same({}, tensors)
+
+    def offload(self) -> None:
+        """Nothing of its own."""
+
+    def onload(self) -> None:
+        """Nothing of its own."""
+
+    def close(self) -> None:
+        """Nothing of its own."""
+
+    def _frozen(self, grad: bool, method: str) -> None:
+        if grad:
+            raise self._refusal(method)
+
+    @staticmethod
+    def _refusal(method: str) -> ValueError:
+        return ValueError(f"{method} on a frozen model: it is not trained by any step of the flow")
 
 
 def _recompute_activations(model: PreTrainedModel) -> None:

@@ -30,7 +30,8 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         options = TorchBackendOptions.parse(spec.options)
         options.check(PluginUse(spec.model, spec.device, trained=spec.trainable))
         super().__init__(spec, home=spec.device, packed=options.packed)
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = self._learned
+        self._weights = list(self._model.parameters())
         self._offloader = Offloader(self._device)
         self._texts = TextJudge(self._model, spec) if self._head == SCORE else None
         if spec.trainable:
@@ -79,10 +80,10 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         return self._trained("apply").apply(denominator)
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights as a checkpoint has them, tied ones once, detached; they change with the next `apply`."""
+        """All weights as a checkpoint has them, tied ones once, or the adapters; the next `apply` changes them."""
         self._offloader.wait()
         for name, parameter in self._parameters.items():
-            yield from self._stored.cut(name, parameter.detach())
+            yield from self._cut(name, parameter.detach())
 
     def state_shards(self) -> Iterator[Shard]:
         """This replica's part of the weights, the moments and the step counter."""
@@ -104,7 +105,7 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         """Move everything to the host's memory; on a CPU it is there already."""
         optimizer = self._optimizer
         moved = [] if optimizer is None else [*optimizer.held(), *optimizer.gradients()]
-        self._offloader.put([*self._parameters.values(), *moved])
+        self._offloader.put([*self._weights, *moved])
 
     def onload(self) -> None:
         """Move it back."""
@@ -114,7 +115,7 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         """Bytes on the device by purpose: weights, gradients, optimizer."""
         optimizer = self._optimizer
         return {
-            "weights": bytes_on(self._device, self._parameters.values()),
+            "weights": bytes_on(self._device, self._weights),
             "gradients": 0 if optimizer is None else bytes_on(self._device, optimizer.gradients()),
             "optimizer": 0 if optimizer is None else bytes_on(self._device, optimizer.held()),
         }

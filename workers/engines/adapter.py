@@ -23,6 +23,7 @@ from distflow.weights.canary import Rows
 from distflow.workers.engines.adapter_options import AdapterOptions
 from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
 from distflow.workers.engines.staged_weights import StagedWeights
+from distflow.workers.merging import AdapterTable, stage_base
 from distflow.workers.models import load_config, outline
 from distflow.workers.parameters import ParameterTable, stored_form
 
@@ -124,7 +125,14 @@ class EngineAdapter(ABC, Generic[OptionsT, InnerT]):
         self.precision = options.quantization or dtype
         """The type it computes in."""
         self.inner, self.staged = self._make(spec, options, model)
-        self.weights = ParameterTable(self.staged.tensors)
+        self.weights = self._table(spec, dtype)
+
+    def _table(self, spec: EngineSpec, dtype: str) -> ParameterTable:
+        """What arrives is staged, or merged into a base that is staged now."""
+        if spec.model.get("lora") is None:
+            return ParameterTable(self.staged.tensors)
+        layers = stage_base(self.staged.tensors, {**spec.model, "dtype": dtype}, spec.seed)
+        return AdapterTable(layers, spec.model["lora"])
 
     def _make(self, spec: EngineSpec, options: OptionsT, model: ModelOutline) -> tuple[InnerT, StagedWeights]:
         if find_spec(options.name) is None:

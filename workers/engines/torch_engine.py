@@ -27,6 +27,7 @@ from distflow.workers.engines.sampler import SlotSampler
 from distflow.workers.engines.samples import RequestLimits
 from distflow.workers.engines.scheduler import Part, Scheduler
 from distflow.workers.engines.torch_options import TorchEngineOptions
+from distflow.workers.merging import AdapterTable, adapted_weights
 from distflow.workers.models import build_model
 from distflow.workers.offload import Offloader, bytes_on
 from distflow.workers.parameters import ParameterTable, stored_model
@@ -41,12 +42,18 @@ class TorchEngine:
         if spec.slots < 1:
             raise UserError(f"engine torch: {spec.slots} slots; expected at least 1")
         self.device = torch.device(spec.device)
+        adapts = spec.model.get("lora") is not None
         self.model: Any = build_model(
-            spec.model, device=spec.device, seed=spec.seed, load_weights=False, deterministic=spec.deterministic
+            spec.model, device=spec.device, seed=spec.seed, load_weights=adapts, deterministic=spec.deterministic
         )
         self.limits = RequestLimits.of(self.model.config, spec.max_tokens)
-        self.weights = ParameterTable(dict(self.model.named_parameters()), stored_model(spec.model))
-        self.weights.poison()
+        parameters = dict(self.model.named_parameters())
+        self.weights: ParameterTable
+        if adapts:
+            self.weights = AdapterTable(adapted_weights(parameters, spec.model), spec.model["lora"])
+        else:
+            self.weights = ParameterTable(parameters, stored_model(spec.model))
+            self.weights.poison()
         self.schedule = Scheduler(spec.slots, options.prefill_tokens)
         self.sampler = SlotSampler(spec.slots, self.device, as_trained=spec.deterministic)
         self.lean = options.decoder == "auto" and is_llama_like(self.model)
@@ -147,13 +154,14 @@ class TorchEngine:
     def offload(self) -> None:
         """Free the device's memory: complete weights and the cache of running samples move to the host.
 
-        Incomplete weights and the rest of the cache are dropped, and come back with the next update and `onload`. On a
-        CPU complete weights stay where they are.
+        Incomplete weights, unless a base is kept, and the rest of the cache are dropped, and come back with the next
+        update and `onload`. On a CPU complete weights stay where they are.
         """
         lengths = self.schedule.lengths() if self.schedule.running else [0]
         self.cache.cut(len(self.schedule.running), max(lengths))
         parameters = list(self.model.parameters())
-        if self.weights.version is None:
+        base = self.weights.kept()
+        if self.weights.version is None and not base:
             for parameter in parameters:
                 parameter.data = parameter.data.new_empty(0)
             parameters = []
@@ -162,7 +170,7 @@ class TorchEngine:
         if self.device.type != "cpu" or not parameters:
             # It holds the packed matrices that back the parameters.
             self.decoder = None
-        self.offloader.put([*parameters, self.cache.data])
+        self.offloader.put([*parameters, *base, self.cache.data])
         self.offloaded = True
 
     def onload(self) -> None:
@@ -181,7 +189,7 @@ class TorchEngine:
     def device_bytes(self) -> Mapping[str, int]:
         """Bytes on the device by purpose: weights, kv (the cache)."""
         return {
-            "weights": bytes_on(self.device, self.model.parameters()),
+            "weights": bytes_on(self.device, [*self.model.parameters(), *self.weights.kept()]),
             "kv": bytes_on(self.device, [self.cache.data]),
         }
 
