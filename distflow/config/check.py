@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from distflow.config.other_tools import meant
-from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe, StepConfig
+from distflow.config.schema import LONGEST_S, BatchConfig, DataConfig, ModelConfig, Recipe, StepConfig
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Places, Problem, Problems, did_you_mean, nearest
 
@@ -67,6 +67,7 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
         return None, problems
     _check_batch(recipe.batch, problems)
     _check_models(recipe.models, problems)
+    _check_data(recipe.data, problems)
     if recipe.run.keep_best is None and recipe.run.keep_best_mode != "max":
         message = f"{recipe.run.keep_best_mode} of nothing: run.keep_best is null"
         cure = "run.keep_best=critic/score, or another mean metric of the training workers, or remove it"
@@ -141,6 +142,15 @@ def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None
             if model.tokenizer is None:
                 cure = "a folder, a hub id, or one token per character, for example tokenizer: 'chars:0123456789='"
                 problems.add(f"{key}.tokenizer", "a new model needs a tokenizer", cure, at=key)
+
+
+def _check_data(data: DataConfig, problems: Problems) -> None:
+    """Prompts come from one source or from a mixture."""
+    if data.source is None and not data.mix:
+        cure = "a file such as prompts.jsonl, a folder of such files, or a function as module:name or ./file.py:name"
+        problems.add("data.source", _MISSING, cure)
+    elif data.source is not None and data.mix:
+        problems.add("data.mix", "`source` is given too", "give one of them", others=("data.source",))
 
 
 def _either(numbers: list[int]) -> str:

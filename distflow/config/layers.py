@@ -14,7 +14,9 @@ COMMAND_LINE = "command line"
 
 _REPLACES = {
     "flow.steps.*.call": ("with",),
-    "data.source": ("with",),
+    "data.source": ("with", "fields", "mix"),
+    "data.mix": ("source", "with", "fields"),
+    "data.mix.*.source": ("with", "fields"),
     "layout.pools.*.engine": ("engine_options",),
     "layout.pools.*.backend": ("backend_options", "zero"),
     "models.*.path": ("init", "tokenizer"),

@@ -11,11 +11,13 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from distflow.config.load import Examined, LoadedRecipe, examine_recipe
+from distflow.config.paths import HUB_PREFIX, is_data_file
 from distflow.config.plugins import MODEL_CONFIG, VOCABULARY
 from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig, Section
 from distflow.config.yamlfile import shown
 from distflow.errors import Problem, Problems, RecipeError, UserError
 from distflow.flow.chosen_function import chosen_function
+from distflow.flow.data_check import check_data, keyed_sources
 from distflow.flow.graph import read_steps
 from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
 from distflow.flow.plan import Plan, StepPlan
@@ -23,7 +25,7 @@ from distflow.flow.planner import make_plan
 from distflow.flow.resolve import check_call, check_step, resolve
 from distflow.flow.step_declaration import read_declaration
 from distflow.flow.step_settings import is_plugin
-from distflow.flow.structure import build_structure, check_data
+from distflow.flow.structure import build_structure
 from distflow.flow.structure_checks import check_structure
 from distflow.flow.without_effect import tell_idle
 
@@ -90,7 +92,7 @@ def _further_problems(examined: Examined) -> list[Problem]:
     elif flow is not None:
         read_steps(flow, problems)
     if data is not None:
-        check_data(data, problems)
+        check_data(data, problems, problems)
     return problems
 
 
@@ -183,7 +185,9 @@ def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
             if step.name not in shared:
                 yield f"{pool}.each.{worker.name.index}.steps", partial(_step, step)
     yield from _class_checks(plan)
-    yield "data.source", partial(_call, plan.recipe.data.source, (), tuple(plan.recipe.data.with_))
+    for key, source in keyed_sources(plan.recipe.data):
+        if not (is_data_file(source.source) or source.source.startswith(HUB_PREFIX)):
+            yield f"{key}.source", partial(_call, source.source, (), tuple(source.with_))
 
 
 def _class_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
