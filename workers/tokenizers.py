@@ -118,7 +118,7 @@ class PretrainedTokenizer:
     ) -> list[int]:
         """The turns, or a text as a user's turn, followed by the generation prompt; `arguments`: of the template.
 
-        Raises UserError without a chat template, and with the template's own error if it fails.
+        Raises UserError without a chat template, ValueError with the template's own error if it fails.
         """
         if self.pretrained.chat_template is None:
             raise UserError(_no_template(self.name, turns))
@@ -129,7 +129,7 @@ class PretrainedTokenizer:
                 messages, tools=list(tools) or None, tokenize=False, **further
             )
         except Exception as error:  # of the template, which is code of the model's authors
-            raise UserError(
+            raise ValueError(
                 f"the chat template of {self.name!r} fails: {type(error).__name__}: {error} — it got the roles "
                 f"{', '.join(str(message.get('role')) for message in messages)}"
             ) from error

@@ -179,8 +179,8 @@ class PromptOrder:
                 ids = tuple(self._tokenizer.chat_prompt(turns, given.tools, settings.chat_template_args))
             else:
                 ids = tuple(self._tokenizer.encode(given.text))
-        except UserError as error:
-            raise UserError(f"data: {label(index)}: {error}") from error
+        except UserError:
+            raise
         except ValueError as error:
             raise UserError(f"data: {label(index)} cannot be written in this model's tokens: {error}") from error
         if settings.chat_template_args and not (given.messages or settings.chat):

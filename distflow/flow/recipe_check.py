@@ -24,7 +24,7 @@ from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.resolve import check_call, check_step, resolve
 from distflow.flow.step_declaration import read_declaration
-from distflow.flow.step_settings import is_plugin
+from distflow.flow.step_settings import functions_of
 from distflow.flow.structure import build_structure
 from distflow.flow.structure_checks import check_structure
 from distflow.flow.without_effect import tell_idle
@@ -171,10 +171,10 @@ def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
         key = f"flow.steps.{step.name}"
         yield f"{key}.call", partial(_step, step)
         declaration = read_declaration(step.call)
-        plugins = declaration.spec.plugins
-        for setting, value in step.settings.items():
-            if setting in plugins and isinstance(value, str) and is_plugin(value):
-                yield f"{key}.with.{setting}", partial(_call, value, plugins[setting], ())
+        plugins = {name: names for name, names in declaration.spec.plugins.items() if name in step.settings}
+        for setting, positional in plugins.items():
+            for below, (call, own) in functions_of(step.settings[setting]).items():
+                yield f"{key}.with.{setting}{below}", partial(_call, call, positional, own)
         function = chosen_function(declaration.spec, declaration.parameters, step.settings)
         if function is not None:
             own = tuple(setting for setting in step.settings if setting in function.own.settings)
@@ -185,6 +185,10 @@ def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
             if step.name not in shared:
                 yield f"{pool}.each.{worker.name.index}.steps", partial(_step, step)
     yield from _class_checks(plan)
+    yield from _source_checks(plan)
+
+
+def _source_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
     for key, source in keyed_sources(plan.recipe.data):
         if not (is_data_file(source.source) or source.source.startswith(HUB_PREFIX)):
             yield f"{key}.source", partial(_call, source.source, (), tuple(source.with_))

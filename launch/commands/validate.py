@@ -38,7 +38,7 @@ def command(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool
     if problems:
         raise RecipeError(problems)
     if deep:
-        first = _first_prompt(plan, loaded.origin("data"))
+        first = _first_prompt(plan, loaded.origin("data.source"))
     imported = ", all plug-ins imported" if deep else ""
     click.echo(
         f"ok: {plan.run_name}, {len(plan.steps)} steps on {len(plan.workers)} worker(s), "
