@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from distflow.data.randomness import generator, permutation
 from distflow.errors import UserError
 
-BLOCK = 1000
-"""Positions over which each source has exactly its share; fewer if all shares allow it."""
+BLOCK = 5040
+"""Most positions over which each source has just its share; so many numbers divide it that most weights need few."""
 _KEPT = 2
 """Passes, and blocks, whose order is remembered."""
 

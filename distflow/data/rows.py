@@ -42,7 +42,9 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
         raise UserError(f"the prompt is {str(prompt)[:60]!r}; expected text, or a list of chat messages")
     messages = [_message(number, message) for number, message in enumerate(prompt)]
     if messages[-1]["role"] == "assistant":
-        task.setdefault(ANSWER, messages.pop()["content"])
+        task.setdefault(ANSWER, _content(messages.pop()))
+    if not messages:
+        raise UserError("the prompt is one assistant's turn alone; expected a user's turn before it")
     return PromptText(as_text(messages), task, messages, _tools(task))
 
 
