@@ -89,6 +89,11 @@ class Visits:
         return self._seen - len(self._kept)
 
     @property
+    def seen(self) -> int:
+        """How many prompts were looked at so far."""
+        return self._seen
+
+    @property
     def all_seen(self) -> bool:
         """Whether the whole source has been looked at."""
         return self._seen == self._size

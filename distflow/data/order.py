@@ -98,6 +98,18 @@ class PromptOrder:
 
     def prompt(self, position: int) -> Prompt:
         """The prompt at a position; raises UserError if it is empty, too long, or cannot be written in tokens."""
+        label, prompt = self.of_any_length(position)
+        ids, limit = prompt.token_ids, self._settings.max_prompt_tokens
+        if not 1 <= len(ids) <= limit:
+            raise UserError(
+                f"data: {label} has {len(ids)} tokens, expected 1 to {limit} (data.max_prompt_tokens); raise the "
+                "limit, leave out what is longer (data.overlong=drop), or leave it out of the source. It begins "
+                f"{prompt.text[:60]!r}"
+            )
+        return prompt
+
+    def of_any_length(self, position: int) -> tuple[str, Prompt]:
+        """The prompt at a position however long it is, with its name in messages; raises UserError as `prompt` does."""
         number, _, index = self._at(position)
         source = self._sources[number]
         given = self.given(source, index)
@@ -109,14 +121,16 @@ class PromptOrder:
                 "are sent with every lease — put large values into a file and its name into the task"
             )
         ids = self._encode(source.label, index, given)
-        limit = self._settings.max_prompt_tokens
-        if not 1 <= len(ids) <= limit:
-            raise UserError(
-                f"data: {source.label(index)} has {len(ids)} tokens, expected 1 to {limit} (data.max_prompt_tokens); "
-                f"raise the limit, leave out what is longer (data.overlong=drop), or leave it out of the source. It "
-                f"begins {given.text[:60]!r}"
-            )
-        return Prompt(self._first[number] + index, ids, given.text, task)
+        return source.label(index), Prompt(self._first[number] + index, ids, given.text, task)
+
+    def __len__(self) -> int:
+        """Prompts of all sources, those that are left out included."""
+        return self._first[-1]
+
+    def left_out(self) -> list[str]:
+        """What is known so far of prompts that are left out, a line for each source that has some."""
+        pairs = zip(self._sources, self._visits, strict=True)
+        return [self._left_out(source, visits) for source, visits in pairs if visits.left_out]
 
     def _at(self, position: int) -> tuple[int, int, int]:
         """Number of the source, pass over it, and index in it."""
@@ -136,7 +150,7 @@ class PromptOrder:
     def _left_out(self, source: SourceUse, visits: Visits) -> str:
         of = f" of {source.name}" if source.name else ""
         return (
-            f"{visits.left_out} of {len(source.rows)} prompts{of} are longer than data.max_prompt_tokens="
+            f"{visits.left_out} of {visits.seen} prompts{of} are longer than data.max_prompt_tokens="
             f"{self._settings.max_prompt_tokens} and left out (data.overlong=drop)"
         )
 
