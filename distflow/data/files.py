@@ -241,8 +241,10 @@ def _object(line: bytes, where: str) -> Row:
     except (msgspec.DecodeError, UnicodeDecodeError):
         try:
             found = json.loads(line)  # which takes NaN, and says where in the line something is wrong
-        except ValueError as error:
-            raise UserError(f"{where}: broken JSON: {error}") from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8: {error}") from error
     if not isinstance(found, dict):
         raise UserError(f"{where}: expected a JSON object with columns, got {line.strip()[:60].decode()!r}")
     return found
