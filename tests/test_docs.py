@@ -13,7 +13,8 @@ import click
 import pytest
 
 from distflow.config.check import key_of, section_at
-from distflow.config.schema import Recipe, Section
+from distflow.config.schema import Recipe
+from distflow.config.section import Section
 from distflow.flow.chosen_function import chosen_function
 from distflow.flow.recipe_check import check_imports, plan_recipe
 from distflow.flow.step_declaration import read_declaration

@@ -12,8 +12,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from distflow.config.data_schema import DataConfig
 from distflow.config.other_tools import meant
-from distflow.config.schema import LONGEST_S, BatchConfig, DataConfig, ModelConfig, Recipe, StepConfig
+from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe, StepConfig
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Places, Problem, Problems, did_you_mean, nearest
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from distflow.config.data_schema import DataConfig
+from distflow.config.section import Section
 from distflow.types import MOST_WORKERS
 
 PoolRole = Literal["generate", "score", "forward", "train", "*"]
@@ -37,22 +39,6 @@ def _staleness(value: object) -> object:
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are not converted between types and never change.
-
-    Numbers with a meaning here are finite; plug-ins get theirs as they are written, so inf stays inf.
-    """
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",
-    )
 
 
 class RunConfig(Section):
@@ -157,7 +143,7 @@ class WorkerSettings(Section):
     """Samples decoded at the same time."""
     sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
     """Memory reserved for results or rows that arrive, in MiB."""
-    steps: list[str] = []
+    steps: list[str] = Field(default=[])
     """Steps of its own, `+./file.py:name`: they may write only fields that they declare with a fill value."""
     script: str | None = None
     """A script of its own instead of the rendered one: a Python file with `def script(w)`."""
@@ -170,17 +156,17 @@ class PoolConfig(Section):
 
     count: int = Field(default=1, ge=1, le=MOST_WORKERS, json_schema_extra={"unit": "workers"})
     """Number of workers."""
-    roles: list[PoolRole] = []
+    roles: list[PoolRole] = Field(default=[])
     """Roles this pool takes: generate, score, forward, train; `*` takes what no other pool takes."""
-    steps: list[str] = []
+    steps: list[str] = Field(default=[])
     """Single steps this pool takes, by name; they come before roles. `+./file.py:name` adds a step of its own."""
     engine: str = "torch"
     """Generation engine: a short name, `module:name` or `./file.py:name`."""
-    engine_options: dict[str, Any] = {}
+    engine_options: dict[str, Any] = Field(default={})
     """Options that the engine itself defines."""
     backend: str = "torch"
     """Training backend: a short name, `module:name` or `./file.py:name`."""
-    backend_options: dict[str, Any] = {}
+    backend_options: dict[str, Any] = Field(default={})
     """Options that the backend itself defines."""
     zero: int | None = Field(default=None, ge=0, le=3)
     """ZeRO stage of backend deepspeed, 0 to 3: short for `backend_options: {zero: …}`."""
@@ -197,9 +183,9 @@ class PoolConfig(Section):
     offload: bool = False
     """For a pool that generates and trains: the engine leaves the device while the worker trains, and the models while
     it generates. The result is the same."""
-    hosts: list[str] = []
+    hosts: list[str] = Field(default=[])
     """Hosts that its workers run on, by name or pattern (`gpu-*`); none: any. Ignored in a run on one host."""
-    each: dict[str, WorkerSettings] = {}
+    each: dict[str, WorkerSettings] = Field(default={})
     """Workers that differ, by index: `each: {"1": {threads: 2}}`."""
     script: str | None = None
     """A script of this pool's own instead of the rendered one: a Python file with `def script(w)`."""
@@ -298,55 +284,6 @@ class ModelConfig(Section):
             return ()
         own = self.model_fields_set
         return ("path", "init", "tokenizer", *(key for key in ("dtype", "gradient_checkpointing") if key not in own))
-
-
-class SourceConfig(Section):
-    """One of several sources of prompts."""
-
-    source: str
-    """As `data.source`."""
-    with_: dict[str, Any] = Field(default={}, alias="with")
-    """As `data.with`."""
-    fields: dict[str, str] = {}
-    """As `data.fields`."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of the prompts that come from this source, relative to the weights of the others."""
-
-
-class DataConfig(Section):
-    """Where prompts come from: one source, or a mixture of several (`mix`)."""
-
-    source: str | None = None
-    """A file of prompts or a folder of them (.jsonl, .json, .parquet; a data set saved by Hugging Face datasets), or
-    `hub:ID`; or a function that returns prompts: `module:name` or `./file.py:name` (docs/data.md)."""
-    with_: dict[str, Any] = Field(default={}, alias="with")
-    """Arguments of that function, by name; of a file or folder: `split`."""
-    fields: dict[str, str] = {}
-    """Names of columns, where they differ: `{prompt: question, answer: solution}`; `a.b` is column b within a."""
-    mix: dict[str, SourceConfig] = {}
-    """Several sources by name instead of `source`; each prompt position belongs to one of them, by weight and seed."""
-    shuffle: bool = True
-    """Shuffle each pass over the data, seeded by run.seed."""
-    chat: bool = False
-    """Wrap each prompt that is a text as a user's turn of the model's chat template; chat messages always are."""
-    chat_template_args: dict[str, Any] = {}
-    """Further arguments of the chat template, such as `{enable_thinking: false}`."""
-    max_prompt_tokens: int = Field(default=512, ge=1, json_schema_extra={"unit": "tokens"})
-    """Longest prompt, in tokens; `overlong` says what becomes of a longer one."""
-    overlong: Literal["error", "drop"] = "error"
-    """What becomes of a prompt longer than max_prompt_tokens: an error that names it, or it is left out (drop)."""
-
-    @property
-    def sources(self) -> dict[str, SourceConfig]:
-        """The sources by name: those of `mix`, or one without a name."""
-        if self.mix or self.source is None:
-            return self.mix
-        return {"": SourceConfig.model_validate({"source": self.source, "with": self.with_, "fields": self.fields})}
-
-    @property
-    def shown(self) -> str:
-        """The sources as text, for messages."""
-        return ", ".join(one.source for one in self.sources.values())
 
 
 class LimitsConfig(Section):

@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from distflow.config.data_schema import SourceConfig
 from distflow.config.paths import HUB_PREFIX, is_data_file
-from distflow.config.schema import SourceConfig
 from distflow.data.files import Table, read, read_hub
 from distflow.data.order import SourceUse
 from distflow.data.rows import check_columns

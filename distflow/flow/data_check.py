@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.config.data_files import data_files
+from distflow.config.data_schema import DataConfig, SourceConfig
 from distflow.config.paths import HUB_PREFIX, is_data_file
-from distflow.config.schema import DataConfig, SourceConfig
 from distflow.errors import PluginError, Problems, UserError, did_you_mean
 from distflow.flow.resolve import find_source
 from distflow.flow.step_declaration import read_parameters

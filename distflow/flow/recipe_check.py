@@ -10,10 +10,12 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from distflow.config.data_schema import DataConfig
 from distflow.config.load import Examined, LoadedRecipe, examine_recipe
 from distflow.config.paths import HUB_PREFIX, is_data_file
 from distflow.config.plugins import MODEL_CONFIG, VOCABULARY
-from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig, Section
+from distflow.config.schema import BatchConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
+from distflow.config.section import Section
 from distflow.config.yamlfile import shown
 from distflow.errors import Problem, Problems, RecipeError, UserError
 from distflow.flow.chosen_function import chosen_function

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distflow.config.schema import SourceConfig
+from distflow.config.data_schema import SourceConfig
 from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings, SourceUse
 from distflow.errors import UserError
