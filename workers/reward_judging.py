@@ -9,6 +9,7 @@ import asyncio
 import functools
 import inspect
 import json
+import os
 import threading
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
@@ -105,12 +106,21 @@ def judge(function: RewardFunction, sample: Completion) -> Verdict:
 
 
 def _judge(function: RewardFunction, sample: Completion) -> Verdict:
+    process = os.getpid()
     try:
         return Verdict(_read("", function(sample)))
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         return _failure(error)
+    finally:
+        _end_copy(process)
+
+
+def _end_copy(process: int) -> None:
+    """End this process if it is a copy that the function has forked: it would go on as a second worker."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 def judge_together(function: RewardFunction, samples: Sequence[Completion]) -> list[Verdict]:
@@ -119,12 +129,15 @@ def judge_together(function: RewardFunction, samples: Sequence[Completion]) -> l
         return [_judge(function, sample) for sample in samples]
 
     async def one(sample: Completion) -> Verdict:
+        process = os.getpid()
         try:
             return Verdict(_read("", await _awaited(function(sample))))
         except UserError:
             raise
         except (Exception, SystemExit) as error:
             return _failure(error)
+        finally:
+            _end_copy(process)
 
     async def all_of_them() -> list[Verdict]:
         return list(await asyncio.gather(*map(one, samples)))
