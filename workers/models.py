@@ -135,6 +135,15 @@ def output_layer(model: PreTrainedModel) -> torch.nn.Module:
     return layer
 
 
+def inner_matrices(model: PreTrainedModel) -> list[str]:
+    """Names of the matrices between the embeddings and the output layer, which turn states into states."""
+    import torch
+
+    ends = [output_layer(model), *(module for module in model.modules() if isinstance(module, torch.nn.Embedding))]
+    others = {id(parameter) for module in ends for parameter in module.parameters()}
+    return [name for name, p in model.named_parameters() if p.ndim == 2 and id(p) not in others]
+
+
 def _config_from_init(init: Mapping[str, Any], tokenizer: str | None) -> PretrainedConfig:
     from transformers import AutoConfig
 

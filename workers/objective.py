@@ -26,8 +26,12 @@ Weights = Callable[..., Tensor]
 WITHIN_BOUNDS: dict[str, Weights] = {
     "icepop": corrections.icepop,
     "mis": corrections.mis,
+    "sequence_tis": corrections.sequence_tis,
+    "sequence_mis": corrections.sequence_mis,
     "geometric_mask": corrections.geometric_mask,
 }
+MASKS = ("geometric_mask",)
+"""Those that leave tokens out and do not weight the others, so that they go with anything."""
 TIS_CAP = 2.0
 """Cap of the truncated importance weights, if a recipe chooses no correction."""
 ROLLOUT = "rollout_logprobs"
@@ -53,20 +57,23 @@ class Correction:
                 raise UserError(f"correction={dict(self.within)}: {did_you_mean(name, WITHIN_BOUNDS)}")
             if not isinstance(bounds, Sequence) or len(bounds) != 2:
                 raise UserError(f"correction: {name} is {bounds!r}, expected the bounds [lo, hi] of π_old/π_b")
-        weighing = [name for name in ("icepop", "mis") if name in self.within]
-        weighing += ["tis"] if isinstance(self.tis, int | float) else []
+        weighing = [*self._weighing, *(["tis"] if isinstance(self.tis, int | float) else [])]
         if len(weighing) > 1:
             raise UserError(f"{' and '.join(weighing)} both weight each token by π_old/π_b: keep one of them")
+
+    @property
+    def _weighing(self) -> list[str]:
+        return [name for name in self.within if name not in MASKS]
 
     def weights(self, terms: TokenTerms, *, in_loss: bool) -> Tensor | None:
         """[B, T] factors of the loss; None for none. `in_loss`: the loss has read π_b itself. Raises UserError."""
         cap = self.tis
         if cap == "auto":
-            cap = None if in_loss or "icepop" in self.within or "mis" in self.within else TIS_CAP
-        if in_loss and (cap is not None or self.within):
+            cap = None if in_loss or self._weighing else TIS_CAP
+        if in_loss and (cap is not None or self._weighing):
             raise UserError(
-                "the loss itself corrects for the policy that sampled (it reads terms.rollout_logprobs): with tis or "
-                "correction that would be done twice; leave them out"
+                "the loss itself corrects for the policy that sampled (it reads terms.rollout_logprobs): with "
+                f"{' and '.join(['tis'] if cap is not None else self._weighing)} that would be done twice; leave it out"
             )
         given = (terms.old_logprobs, terms.rollout_logprobs, terms.mask)
         factors = [WITHIN_BOUNDS[name](*given, lo=lo, hi=hi) for name, (lo, hi) in self.within.items()]

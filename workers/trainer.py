@@ -33,6 +33,7 @@ from distflow.workers.objective import Correction, Objective
     role="train",
     reads=["response_ids"],
     writes=["advantage"],
+    reads_when={"token_rewards": ["token_rewards", "response_mask"]},
     scope="group",
     plugins={
         "function": {
@@ -54,12 +55,16 @@ from distflow.workers.objective import Correction, Objective
         "normalize": ["group_std", "none"],
     },
 )
-def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", **settings: Any) -> Batch:
+def advantage(
+    batch: Batch, ctx: StepContext, *, function: str = "grpo", token_rewards: bool = False, **settings: Any
+) -> Batch:
     """Advantage of each sample within its group, written to all tokens of its response, or of each token.
 
     `function`: grpo (`normalize`: group_std or none), rloo, opo, remax, or a plug-in that takes any of the arguments
-    named above and returns [B] or [B, T]; its keyword parameters are settings of this step. This step gets a few groups
-    at a time: what normalises over the batch of a training step needs `distflow.workers.trainer:batch_advantage`.
+    named above and returns [B] or [B, T]; its keyword parameters are settings of this step. With `token_rewards` the
+    reward of a sample is the sum of its `token_rewards`: with a KL term, or a penalty of overlong responses (see
+    `distflow.workers.shaping:token_rewards`). This step gets a few groups at a time: what normalises over the batch of
+    a training step needs `distflow.workers.trainer:batch_advantage`.
     """
     if settings.get("normalize") == "batch_std":
         raise UserError(
@@ -67,13 +72,15 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", **setti
             "distflow.workers.trainer:batch_advantage"
         )
     call = chosen(advantage, "function", function)
-    return _with_advantage(batch, function, call(**_arguments(call, by_sample(batch)), **settings))
+    given = _arguments(call, by_sample(batch), function, token_rewards)
+    return _with_advantage(batch, function, call(**given, **settings))
 
 
 @step(
     role="train",
     reads=["response_ids"],
     writes=["advantage"],
+    reads_when={"token_rewards": ["token_rewards", "response_mask"]},
     scope="batch",
     plugins={
         "function": {
@@ -98,7 +105,9 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", **setti
         "normalize": ["group_std", "batch_std", "none"],
     },
 )
-def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", **settings: Any) -> Batch:
+def batch_advantage(
+    batch: Batch, ctx: StepContext, *, function: str = "grpo", token_rewards: bool = False, **settings: Any
+) -> Batch:
     """`advantage` over the whole batch of a training step, of all training replicas.
 
     `function`: those of `advantage`, grpo also with `normalize` batch_std; reinforce_plus_plus (`gamma`),
@@ -108,7 +117,7 @@ def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", *
     """
     call = chosen(batch_advantage, "function", function)
     samples = by_sample(batch)
-    given = _arguments(call, samples)
+    given = _arguments(call, samples, function, token_rewards)
     if _MOMENTS in inspect.signature(call).parameters:
         return _with_advantage(batch, function, call(**given, moments=partial(_moments, ctx), **settings))
     if any(name.endswith("_BT") for name in given):
@@ -145,11 +154,11 @@ _MOMENTS = "moments"
 """Argument of functions that whiten over all tokens of the training step."""
 
 
-def _arguments(call: Callable[..., Tensor], samples: Batch) -> dict[str, Tensor]:
+def _arguments(call: Callable[..., Tensor], samples: Batch, function: str, token_rewards: bool) -> dict[str, Tensor]:
     """The arguments that a function takes, of those that the steps above offer, a row for each sample."""
     width = int(samples.ragged("response_ids").lengths.max()) if len(samples) else 0
     offered: dict[str, Callable[[], Tensor]] = {
-        "rewards_B": lambda: samples.dense("reward"),
+        "rewards_B": lambda: _summed(samples) if token_rewards else samples.dense("reward"),
         "group_B": lambda: samples.dense("group"),
         "lengths_B": lambda: samples.ragged("response_ids").lengths,
         "baselines_B": lambda: samples.dense("baseline"),
@@ -157,7 +166,16 @@ def _arguments(call: Callable[..., Tensor], samples: Batch) -> dict[str, Tensor]
         "token_rewards_BT": lambda: samples.padded("token_rewards", length=width),
     }
     taken = inspect.signature(call).parameters
+    if token_rewards and "rewards_B" not in taken:
+        raise UserError(f"token_rewards is for functions that take rewards_B, and {function!r} does not: remove it")
     return {name: column() for name, column in offered.items() if name in taken}
+
+
+def _summed(samples: Batch) -> Tensor:
+    """[B]: the sum of `token_rewards`; where no token is trained on there are none, and the reward stands."""
+    rewards_B = samples.dense("reward")
+    sums_B = samples.padded("token_rewards").sum(1).to(rewards_B.dtype)
+    return torch.where(samples.padded("response_mask").any(1), sums_B, rewards_B)
 
 
 def _moments(ctx: StepContext, x_BT: Tensor, mask_BT: Tensor) -> Moments:

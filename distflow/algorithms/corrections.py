@@ -43,6 +43,30 @@ def mis(old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, *, lo: float = 0.0,
 
 
 @torch.no_grad()
+def sequence_ratio(old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """w of whole sequences, the product over their tokens trained on, at each token, [B, T], without gradient."""
+    log_B = (old_BT - rollout_BT).where(mask_BT.bool(), 0.0).sum(1)
+    return log_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()[:, None].expand_as(old_BT)
+
+
+def sequence_tis(old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, *, lo: float = 0.0, hi: float = 2.0) -> Tensor:
+    """Importance weights of whole sequences, held within [lo, hi]: `tis` with one weight a sequence.
+
+    Raises UserError unless 0 ≤ lo < hi.
+    """
+    _check("sequence_tis", lo, hi)
+    return sequence_ratio(old_BT, rollout_BT, mask_BT).clamp(lo, hi)
+
+
+def sequence_mis(old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, *, lo: float = 0.0, hi: float = 2.0) -> Tensor:
+    """Importance weights of whole sequences, and 0 for all tokens of one outside [lo, hi]: `mis` with one a sequence.
+
+    Raises UserError unless 0 ≤ lo < hi.
+    """
+    return _inside(sequence_ratio(old_BT, rollout_BT, mask_BT), "sequence_mis", lo, hi)
+
+
+@torch.no_grad()
 def geometric_mask(
     old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, *, lo: float = 0.99, hi: float = 1.01
 ) -> Tensor:
@@ -51,11 +75,15 @@ def geometric_mask(
     The mean is over the tokens trained on; a mask of whole sequences keeps what their tokens were drawn with together.
     Raises UserError unless 0 ≤ lo < hi.
     """
-    mean_B = ((old_BT - rollout_BT) * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)
+    mean_B = (old_BT - rollout_BT).where(mask_BT.bool(), 0.0).sum(1) / mask_BT.sum(1).clamp(min=1)
     return _inside(mean_B.exp(), "geometric_mask", lo, hi).sign()[:, None].expand_as(old_BT)
 
 
 def _inside(ratio: Tensor, name: str, lo: float, hi: float) -> Tensor:
+    _check(name, lo, hi)
+    return torch.where((ratio >= lo) & (ratio <= hi), ratio, 0.0)
+
+
+def _check(name: str, lo: float, hi: float) -> None:
     if not 0 <= lo < hi:
         raise UserError(f"{name}=[{lo}, {hi}]: expected the bounds [lo, hi] of π_old/π_b with 0 <= lo < hi")
-    return torch.where((ratio >= lo) & (ratio <= hi), ratio, 0.0)

@@ -7,7 +7,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -292,8 +293,16 @@ def section_at(key: KeyPath, root: type[BaseModel] = Recipe) -> type[BaseModel] 
             names = {key_of(current, name): name for name in current.model_fields}
             if part not in names:
                 return None
-            current = current.model_fields[names[part]].annotation
+            current = _without_null(current.model_fields[names[part]].annotation)
+        elif get_origin(current) is list:
+            current = get_args(current)[0] if part.isdigit() else None
         else:
             arguments = get_args(current)
             current = arguments[1] if len(arguments) == 2 else None
     return current if isinstance(current, type) and issubclass(current, BaseModel) else None
+
+
+def _without_null(annotation: Any) -> Any:
+    """X of `X | None`."""
+    arguments = [one for one in get_args(annotation) if one is not type(None)]
+    return arguments[0] if isinstance(annotation, UnionType) and len(arguments) == 1 else annotation

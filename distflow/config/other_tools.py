@@ -19,6 +19,8 @@ _SAMPLES = "batch.samples_per_prompt"
 _MICRO = "batch.tokens_per_microbatch (memory only: the result does not depend on it)"
 _LR = "models.policy.optimizer.lr"
 _KL = "flow=grpo_kl and flow.steps.update.with.kl_coef"
+_KL_IN_REWARD = "a step distflow.workers.shaping:token_rewards with kl_coef, as in flow=reinforce_plus_plus"
+_DAPO = "flow=dapo, whose step for it is distflow.workers.shaping:"
 _CLIP = "flow.steps.update.with.clip, as [0.2, 0.2]"
 _LENGTH = "flow.steps.sample.with.max_new_tokens"
 _MODEL = "models.policy.path"
@@ -88,6 +90,9 @@ WORDS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("critic", "critic_model", "value_model", "gae_lambda", "lam"), _CRITIC),
     **dict.fromkeys(("ref_model", "reference_model"), _KL),
+    **dict.fromkeys(("use_kl_in_reward", "kl_in_reward"), _KL_IN_REWARD),
+    **dict.fromkeys(("filter_groups", "dynamic_sampling"), _DAPO + "dynamic_sampling"),
+    **dict.fromkeys(("overlong_buffer", "overlong_buffer_len", "overlong_penalty_factor"), _DAPO + "token_rewards"),
     **dict.fromkeys(
         ("algorithm", "algo", "adv_estimator", "advantage_estimator"), "flow.steps.advantage.with.function"
     ),

@@ -64,8 +64,10 @@ LIBRARIES: Mapping[str, PluginLibrary] = {
         one_a_process=True,
     ),
     BACKENDS["deepspeed"]: PluginLibrary("deepspeed", "{python} -m pip install 'deepspeed>=0.19.8,<0.20'"),
+    "adamw_8bit": PluginLibrary("bitsandbytes", "{python} -m pip install 'bitsandbytes>=0.45'"),
 }
-"""The libraries of the engines and backends that need one: all that is to be known of it before it is imported."""
+"""The libraries of the engines, backends and optimizers that need one: all that is to be known of it before it is
+imported."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
 MODEL_CONFIG = "distflow.workers.models:load_config"
@@ -82,6 +84,7 @@ SUPPLIERS: Mapping[str, str] = {
     "advantage": 'advantage: {call: "distflow.workers.trainer:advantage"}',
     "ref_logprobs": 'reference: {call: "distflow.workers.reference:ref_logprobs", model: reference}',
     "old_logprobs": 'old_logprobs: {call: "distflow.workers.reference:old_logprobs", model: policy}',
+    "token_rewards": 'token_rewards: {call: "distflow.workers.shaping:token_rewards"}',
     "response_ids": 'sample: {call: "distflow.workers.rollout:sample", model: policy}',
 }
 """The line to add under `flow.steps` where a field is read and nothing writes it."""

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from distflow.config.data_schema import DataConfig
 from distflow.config.section import Section
+from distflow.config.training_schema import OptimizerConfig
 from distflow.types import MOST_WORKERS
 
 PoolRole = Literal["generate", "score", "forward", "train", "*"]
@@ -36,9 +37,6 @@ def _staleness(value: object) -> object:
         return value
     wrong = f"{value} should be greater than or equal to 0" if type(value) is int else f"{value!r} is not allowed"
     raise PydanticCustomError("distflow", "{wrong}; allowed: 0, 1, 2 …, or unbounded", {"wrong": wrong})
-
-
-_Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunConfig(Section):
@@ -235,27 +233,6 @@ class LayoutConfig(Section):
     refresh: Refresh = "eager"
     """When a generating worker takes newer weights: eager (at once, within samples), when_idle (between samples), or
     at_bound (only when its next group needs them)."""
-
-
-class OptimizerConfig(Section):
-    """AdamW (arXiv 1711.05101) and its learning-rate schedule."""
-
-    name: Literal["adamw"] = "adamw"
-    """Kind of optimizer."""
-    lr: float = Field(default=1e-6, ge=0)
-    """Peak learning rate."""
-    betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.999), strict=False)
-    """Decay rates of the two moments."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are clipped to this norm; null: never."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate decays after warm-up, to 0 at the end of the run (constant: not at all)."""
-    warmup_steps: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
-    """Training steps during which the learning rate rises from 0."""
 
 
 class ModelConfig(Section):

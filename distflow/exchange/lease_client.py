@@ -89,10 +89,11 @@ class HolderCore:
         """
         self._wanted = max(0, free_slots // self._settings.samples_per_prompt + 1 - len(self._granted))
         self._idle = idle and self._settings.hedging
-        if self._walk.owner is None:
-            return self._ask_anew(now)
-        told = self._told_idle or not self._idle or not self._wanted or self._leaving
-        return [] if told or not self._open_owners() else [self._ask()]
+        owners = self._open_owners() if self._wanted and not self._leaving else []
+        if owners and self._walk.owner is None:
+            self._walk.begin(owners, now)
+            return [self._ask()]
+        return [self._ask()] if owners and self._idle and not self._told_idle else []
 
     def report(self, position: int, tokens: int, version: int) -> None:
         """Progress of a running group: tokens so far (all samples), and the version its first sample started on."""
@@ -150,10 +151,9 @@ class HolderCore:
         """This worker stops for good: its leases may be given to others."""
         return [self._bye(link) for link in self._links]
 
-    def owner_left(self, owner: str, now: float) -> list[Outgoing]:
+    def owner_left(self, owner: str) -> None:
         """An owner has left the run: treat it as finished even if its Finished was lost."""
-        out = self._on_finished(self._links[self._number_of[owner]], now)
-        return [item for item in out if item.to != owner]
+        self._on_finished(self._links[self._number_of[owner]])
 
     def begin_term(
         self, term: int, owners: Sequence[str], begins: Mapping[int, int], loaded: Version | None, now: float
@@ -173,7 +173,7 @@ class HolderCore:
         for position, one in kept.items():
             one.go_on(term, now)
             self._link_of(position).held[position] = one
-        return [message for owner in owners for message in self.offer(owner)] + self._ask_anew(now)
+        return [message for owner in owners for message in self.offer(owner)]
 
     def offer(self, owner: str) -> list[Outgoing]:
         """Report the groups begun of an owner's positions: the first message to an owner of a new term."""
@@ -213,7 +213,7 @@ class HolderCore:
             case Closed():
                 link.closed = max(link.closed, message.step)
             case Finished():
-                return self._on_finished(link, now)
+                return self._on_finished(link)
         return []
 
     def tick(self, now: float) -> list[Outgoing]:
@@ -257,6 +257,14 @@ class HolderCore:
     def closed(self, step: int) -> bool:
         """Whether every owner has closed this training step (`announce_closed`) or has no more work."""
         return all(link.finished or link.closed >= step for link in self._links)
+
+    @property
+    def to_ask(self) -> bool:
+        """Whether the room is for more leases than are held, and no ask for them is in flight: `want` would send one.
+
+        So it is after an owner has finished, a later term has begun, or leases were taken back before they started.
+        """
+        return bool(self._walk.owner is None and self._wanted and not self._leaving and self._open_owners())
 
     def asking(self) -> AskState | None:
         """The ask that waits for a grant, if any."""
@@ -313,14 +321,12 @@ class HolderCore:
             return []
         return [self._ask()] if self._walk.refused(refuse.parked, owners, now) else []
 
-    def _on_finished(self, link: Link, now: float) -> list[Outgoing]:
+    def _on_finished(self, link: Link) -> list[Outgoing]:
         link.finished = True
         self._release(link, tuple(link.held))
-        out = [self._bye(link)]
         if self._walk.owner == self._number_of[link.name]:
             self._walk.end()
-            out += self._ask_anew(now)
-        return out
+        return [self._bye(link)]
 
     def _release(self, link: Link, positions: Sequence[int]) -> None:
         """These positions are settled or cancelled by their owner."""
@@ -340,14 +346,6 @@ class HolderCore:
         link = self._links[walk.owner]
         self._told_idle = self._idle
         return Outgoing(link.name, Ask(self._report(link), walk.number, self._wanted, walk.park, self._idle))
-
-    def _ask_anew(self, now: float) -> list[Outgoing]:
-        """Begin to ask, if there was room: an idle worker calls `want` only when something comes."""
-        owners = self._open_owners()
-        if not self._wanted or self._leaving or not owners:
-            return []
-        self._walk.begin(owners, now)
-        return [self._ask()]
 
     def _ask_again(self, now: float) -> list[Outgoing]:
         walk = self._walk

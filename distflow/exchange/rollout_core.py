@@ -194,10 +194,11 @@ class RolloutCore:
 
     # -- when idle
     def something(self, loaded: Version | None, newer: bool) -> bool:
-        """Whether an idle worker has something to do."""
+        """Whether an idle worker has something to do; to ask for leases, too, if no ask is in flight any more."""
         self._sync()
         startable = bool(self._queued) and _fresh_enough(self._queued[0], loaded)
-        return startable or bool(self._cancelled) or self._takes_weights(loaded, newer) or self.over
+        may_go_on = startable or self._holder.to_ask or self._takes_weights(loaded, newer)
+        return may_go_on or bool(self._cancelled) or self.over
 
     def reason(self, loaded: Version | None) -> tuple[str, tuple[str, ...] | None]:
         """What an idle worker waits for, and from which owner; None: weights come from anybody."""

@@ -28,7 +28,7 @@ from distflow.flow.memory import (
     staged_bytes,
 )
 from distflow.flow.plan import Plan, WorkerPlan
-from distflow.flow.sizes import PUBLISHED, ModelSize, model_size
+from distflow.flow.sizes import PUBLISHED, WIDE, ModelSize, model_size
 
 PROCESS = 320 * MIB
 """Host memory of the interpreter with PyTorch and transformers, per worker."""
@@ -44,8 +44,6 @@ REORDERED_FROM = 1 << 16
 """Elements of a matrix from which the torch engine keeps a copy on a CPU (`workers/engines/kernels.py`)."""
 ZERO_BUCKET = 50_000_000
 """Gradient elements that DeepSpeed gathers before it sums them (`reduce_bucket_size`)."""
-WIDE = 4
-"""Bytes of a gradient, moment or master, which are at least float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ def _model(worker: WorkerPlan, size: ModelSize, replicas: int, *, trained: bool)
     if not trained:
         return {"weights": weights}
     if stage is None or stage == 0:
-        return {"weights": weights, "gradients": count * wide, "optimizer": 2 * count * wide + masters}
+        return {"weights": weights, "gradients": count * wide, "optimizer": size.moments + masters}
     bucket = min(count, ZERO_BUCKET) * WIDE
     gradients = count * WIDE if stage == 1 else count * WIDE // replicas + bucket
     # Masters even for float32: they are one vector, separate from the parameters.
@@ -268,10 +266,10 @@ def _copied(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> i
 
 
 def state_bytes(size: ModelSize) -> int:
-    """Bytes of a trained model in a checkpoint: weights, two moments, and masters of narrower weights."""
+    """Bytes of a trained model in a checkpoint: weights, moments, and masters of narrower weights."""
     wide = max(WIDE, size.dtype_bytes)
     masters = wide if size.dtype_bytes < wide else 0
-    return size.parameters * (size.dtype_bytes + masters + 2 * wide)
+    return size.parameters * (size.dtype_bytes + masters) + size.moments
 
 
 def _published(worker: WorkerPlan, size: ModelSize, *, on_gpu: bool) -> int:

@@ -25,7 +25,7 @@ _FIELDS_A_LINE = 4
 
 def pool_lines(plan: Plan) -> list[str]:
     """A table of the pools."""
-    rows = [[pool.name, str(pool.count), ", ".join(pool.steps), "; ".join(_uses(pool))] for pool in plan.pools]
+    rows = [[pool.name, str(pool.count), ", ".join(pool.steps), "; ".join(uses(pool))] for pool in plan.pools]
     return table([["pool", "workers", "steps", "models"], *rows])
 
 
@@ -63,7 +63,7 @@ def mermaid(plan: Plan) -> str:
     names = {pool.name: f"pool{number}" for number, pool in enumerate(plan.pools)}
     lines = ["flowchart LR"]
     for pool in plan.pools:
-        text = [f"<b>{pool.name}</b> × {pool.count}", ", ".join(pool.steps), *_uses(pool)]
+        text = [f"<b>{pool.name}</b> × {pool.count}", ", ".join(pool.steps), *uses(pool)]
         lines.append(f'    {names[pool.name]}["{"<br/>".join(text)}"]')
     for edge in plan.edges:
         text = [f"{edge.name} ({edge.kind})", *_wrapped(edge.fields), *_wrapped(edge.back, "back: ")]
@@ -72,7 +72,8 @@ def mermaid(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _uses(pool: PoolPlan) -> Iterator[str]:
+def uses(pool: PoolPlan) -> Iterator[str]:
+    """What a pool does with models."""
     for verb, models in (("generates with", pool.generates), ("home of", pool.homes), ("runs frozen", pool.frozen)):
         if models:
             yield f"{verb} {', '.join(models)}"

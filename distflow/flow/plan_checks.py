@@ -19,6 +19,7 @@ from distflow.flow.plan import PoolPlan
 from distflow.flow.plugin_options import check_options
 from distflow.flow.sharding import divides_models
 from distflow.flow.structure import Structure
+from distflow.flow.training_fit import check_optimizers
 from distflow.flow.wait_order import check_waits
 from distflow.types import written
 
@@ -204,6 +205,7 @@ CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_warmup, "always"),
     (check_shrinking, "always"),
     (check_deterministic, "always"),
+    (check_optimizers, "always"),
     (check_sharding, "if sound"),
     (check_options, "if sound"),
     (check_grouping, "if sound"),

@@ -201,6 +201,7 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
                 "a service if it drops samples"
             )
     yield from _untrained_samples(structure)
+    yield from _two_divergences(structure)
     relative = [
         node.name
         for node in structure.steps
@@ -217,6 +218,20 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
             f"warning: batch.samples_per_prompt is 1, and step {relative[0]!r} compares the samples of a prompt with "
             "each other, but there is only one — use 2 or more, or another advantage"
         )
+
+
+def _two_divergences(structure: Structure) -> Iterator[str]:
+    """A policy that is kept near its reference twice: in the reward of each token, and in the loss."""
+    penalties = [node for node in structure.steps if node.settings.get("kl_coef")]
+    in_reward = {node.prefix: node for node in penalties if prefixed("token_rewards", node.prefix) in node.writes}
+    for node in penalties:
+        other = in_reward.get(node.prefix)
+        if other is not None and other is not node:
+            yield (
+                f"warning: kl_coef is {other.settings['kl_coef']} in step {other.name!r}, in the reward, and "
+                f"{node.settings['kl_coef']} in step {node.name!r}, in the loss: the KL to the reference counts twice "
+                "— set one of them to 0"
+            )
 
 
 def _untrained_samples(structure: Structure) -> Iterator[str]:

@@ -18,6 +18,10 @@ from distflow.config.schema import ModelConfig
 from distflow.errors import UserError
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+WIDE = 4
+"""Bytes of a gradient, moment or master, which are at least float32."""
+_BLOCK = 256
+"""Elements that optimizer adamw_8bit quantizes together."""
 PUBLISHED = 3
 """Versions of the weights in a host's shared memory."""
 PINNED = 1
@@ -55,6 +59,19 @@ class ModelSize:
     """Whether it is of one of the families above."""
     packs: bool
     """Whether training can share prompts and compute no padding (`backend_options.packed`)."""
+    optimizer: str = "adamw"
+
+    @property
+    def moments(self) -> int:
+        """Bytes of what the optimizer keeps of all parameters besides masters."""
+        wide = max(WIDE, self.dtype_bytes)
+        if self.optimizer == "adamw_8bit":
+            # A byte for each of the two, and a float32 for each block of them.
+            return 2 * self.parameters + 2 * WIDE * self.parameters // _BLOCK
+        # Muon has one for the matrices within the layers.
+        ends = (self.vocabulary + self.outputs) * self.width
+        alone = max(0, self.parameters - ends) if self.optimizer == "muon" else 0
+        return wide * (2 * self.parameters - alone)
 
     @property
     def weights(self) -> int:
@@ -87,6 +104,7 @@ def model_size(model: ModelConfig) -> ModelSize:
         dtype_bytes=DTYPE_BYTES[model.dtype],
         gated=family in GATED,
         packs=family in GATED and not model.gradient_checkpointing,
+        optimizer=model.optimizer.name,
     )
     if size.parameters:
         # The files of a language model have an output layer that a value head replaces.

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from distflow.config.load import Giver
-from distflow.config.schema import OptimizerConfig, PoolConfig, Recipe, RunConfig, WorkerSettings
+from distflow.config.schema import PoolConfig, Recipe, RunConfig, WorkerSettings
+from distflow.config.training_schema import OptimizerConfig
 from distflow.errors import Problems, nearest
 from distflow.flow.plan import Plan, PoolPlan
 from distflow.flow.step_declaration import read_declaration
+from distflow.flow.training_fit import idle_settings
 
 
 class Idle(NamedTuple):
@@ -110,6 +112,8 @@ def _of_models(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
                     yield Idle(f"{key}.optimizer.{setting}", f"no step trains model {name!r}")
             if model.gradient_checkpointing:
                 yield Idle(f"{key}.gradient_checkpointing", f"no step trains model {name!r}")
+        if name in plan.trained_models:
+            yield from (Idle(f"{key}.optimizer.{setting}", why) for setting, why in idle_settings(model.optimizer))
         if name in used and model.path is None and model.init is None and model.tokenizer is not None:
             why = f"model {name!r} is a copy of {plan.primary!r}, and has its tokenizer"
             yield Idle(f"{key}.tokenizer", why, "remove it, or give `path` or `init`")

@@ -242,6 +242,7 @@ def build_contexts(
             worker=str(setting.me.name),
             seed=recipe.run.seed,
             samples_per_prompt=recipe.batch.samples_per_prompt,
+            ledgers=recipe.batch.ledgers,
             tokens_per_microbatch=recipe.batch.tokens_per_microbatch,
             temperature=float(sampled.get(step.prefix, of_policy).settings["temperature"]),
             metrics=PrefixedMetrics(metrics, step.prefix) if step.prefix else metrics,
@@ -272,8 +273,12 @@ def _model(recipe: Recipe, name: str) -> Mapping[str, object]:
 
 
 def _in_updates(model: ModelConfig, updates: int) -> Mapping[str, object]:
-    """A model's section with its warm-up in optimizer steps, of which a training step may have several."""
-    optimizer = model.optimizer.model_copy(update={"warmup_steps": updates * model.optimizer.warmup_steps})
+    """A model's section with its schedule in optimizer steps, of which a training step may have several."""
+    given = model.optimizer
+    steps = {"warmup_steps": updates * given.warmup_steps}
+    if given.decay_steps is not None:
+        steps["decay_steps"] = updates * given.decay_steps
+    optimizer = given.model_copy(update=steps)
     return model.model_copy(update={"optimizer": optimizer}).model_dump()
 
 

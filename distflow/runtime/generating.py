@@ -324,7 +324,7 @@ def build_outbound(
         if lost.name not in core.owners:
             return
         if lost.orderly:
-            outbound.send(core.owner_left(lost.name, time.monotonic()))
+            core.owner_left(lost.name)
         elif not core.run_finished:
             # It will come back with another term, or the host agents will end the run.
             log.warning("%s is lost (%s): waiting for its pool to restart", lost.name, lost.reason)

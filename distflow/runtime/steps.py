@@ -53,6 +53,8 @@ class StepContext:
     """Of a policy's updates in this epoch: the sum of r - 1 - log r over tokens, and their number."""
     seed: int = 0
     samples_per_prompt: int = 1
+    ledgers: int = 1
+    """Prompt positions are dealt to so many ledgers in turn."""
     tokens_per_microbatch: int = 0
     """Budget of padded tokens of one forward and backward; 0: no limit."""
     temperature: float = 1.0

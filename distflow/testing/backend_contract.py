@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from distflow.config.training_schema import OptimizerConfig
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import WorkerFailed
 from distflow.runtime.checkpoint.format import put_together
@@ -19,16 +20,7 @@ SAMPLES = 3
 
 def tiny_model(**changes: Any) -> dict[str, Any]:
     """A `models.<name>` section: a Qwen2 of one layer with 13 tokens, in float64 unless `dtype` says otherwise."""
-    optimizer = {
-        "name": "adamw",
-        "lr": 1e-2,
-        "betas": [0.9, 0.95],
-        "eps": 1e-8,
-        "weight_decay": 0.01,
-        "max_grad_norm": None,
-        "schedule": "constant",
-        "warmup_steps": 0,
-    }
+    optimizer = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=None).model_dump()
     init = {
         "model_type": "qwen2",
         "hidden_size": 16,
@@ -203,6 +195,28 @@ class BackendContract:
             assert after_first[0] == after_second[0]
             for name, tensor in after_first[1].items():
                 assert tensor.equal(after_second[1][name]), name
+
+    def test_groups_have_settings_of_their_own(self) -> None:
+        """A rate and a decay by the first pattern that a name matches; all other parameters move as without groups."""
+        groups = [{"match": "norm", "lr": 0.0, "weight_decay": None}, {"match": r"^model\.l", "weight_decay": 9.0}]
+        given = [{"lr": None, **group} for group in groups]
+        schedule = {"schedule": "wsd", "min_lr": 1e-3}
+        start = {name: tensor.clone() for name, tensor in self.backend().named_shards()}
+        _, plain = self.one_step(self.backend(optimizer=schedule), 12)
+        grouped = self.backend(optimizer={**schedule, "groups": given})
+        _, found = self.one_step(grouped, 12)
+        for name, tensor in found.items():
+            if "norm" in name:
+                assert tensor.equal(start[name]), f"{name} has a learning rate of 0"
+            elif name.startswith("model.l"):
+                decayed = plain[name] - 1e-2 * (9.0 - 0.01) * start[name]
+                torch.testing.assert_close(tensor, decayed, rtol=0, atol=100 * self.rounding)
+            else:
+                torch.testing.assert_close(tensor, plain[name], rtol=0, atol=100 * self.rounding)
+        resumed = self.backend(optimizer={**schedule, "groups": given})
+        resumed.load_state(taken(grouped))
+        after, expected = self.one_step(resumed, 12)[1], self.one_step(grouped, 12)[1]
+        assert all(tensor.equal(expected[name]) for name, tensor in after.items())
 
     def test_a_checkpoint_of_another_model_is_refused(self) -> None:
         """Missing, unknown and misshapen tensors."""

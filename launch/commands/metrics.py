@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -37,40 +37,90 @@ TABLE = (
 )
 
 
+MEAN_OF = 10
+"""Training steps that the mean of a comparison is over, unless --last says otherwise."""
+HIGHER = ("critic/score/*", "critic/rewards/*", "val/*", "perf/*_per_s", "perf/throughput", "rollout_corr/ess")
+LOWER = ("timing_s/*", "perf/*_idle_share", "*/errors", "*/timeouts")
+"""Metrics of which more is better, or less. The others have no best value."""
+KINDS = ("last", "best", "mean")
+Steps = list[dict[str, float]]
+Figures = dict[str, dict[str, float | None]]
+"""By metric and kind."""
+
+
 @click.command()
-@click.argument("run", required=False)
+@click.argument("runs", nargs=-1, metavar="[RUN]…")
 @click.option("--json", "as_json", is_flag=True, help="All metrics, as a JSON list with one object per training step.")
 @click.option("--csv", "as_csv", is_flag=True, help="As CSV, one line per training step.")
 @click.option("--keys", metavar="NAMES", help="Only these metrics, as in critic/score/mean,actor/*.")
-@click.option("--last", type=click.IntRange(min=1), help="Only the last N training steps.")
+@click.option(
+    "--last",
+    type=click.IntRange(min=1),
+    help=f"Only the last N training steps; of several runs, the mean is over these.  [default: all; {MEAN_OF}]",
+)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def command(run: str | None, as_json: bool, as_csv: bool, keys: str | None, last: int | None, runs_dir: Path) -> None:
-    """Show metrics per training step of RUN (default: the newest), merged over its workers."""
-    from distflow.launch.observe.file_sync import refresh
-    from distflow.launch.run.folder import find_run
-    from distflow.launch.run.metrics_merge import MetricsReader
+def command(
+    runs: tuple[str, ...], as_json: bool, as_csv: bool, keys: str | None, last: int | None, runs_dir: Path
+) -> None:
+    """Show metrics per training step of RUN (default: the newest), merged over its workers.
 
-    run_dir = find_run(run, runs_dir)
-    for line in refresh(run_dir, ("metrics",), "metrics"):
-        click.echo(line, err=True)
-    reader = MetricsReader(run_dir)
-    reader.read()
-    if reader.malformed:
-        click.echo(f"{run_dir}/metrics: {reader.malformed} incomplete lines were skipped", err=True)
-    steps = reader.merged()
-    steps = steps if last is None else steps[-last:]
-    names = None if keys is None else _chosen(keys, steps)
-    if names is not None:
-        steps = [{name: step[name] for name in ("step", *names) if name in step} for step in steps]
-    if as_json:
-        click.echo(json.dumps([_finite(step) for step in steps]))
-    elif as_csv:
-        _print_csv(names, steps)
+    Several runs are compared: the last value of each metric, the best one, and the mean over the last training steps.
+    """
+    found = read_runs(runs, runs_dir)
+    names = None if keys is None else chosen_keys(keys, [step for steps in found.values() for step in steps])
+    if len(found) > 1 and not as_csv:
+        compared = {run: figures(steps, names, last or MEAN_OF) for run, steps in found.items()}
+        if as_json:
+            click.echo(json.dumps([{"run": run, "metrics": metrics} for run, metrics in compared.items()]))
+        else:
+            print_comparison(compared, names)
+        return
+    shown = {run: _cut(steps, names, last) for run, steps in found.items()}
+    steps = next(iter(shown.values()))
+    if as_csv:
+        _print_csv(names, shown)
+    elif as_json:
+        click.echo(json.dumps([finite(step) for step in steps]))
     else:
         _print_table(steps, TABLE if names is None else [TABLE[0], *((name, name, "{:.6g}") for name in names)])
 
 
-def _chosen(keys: str, steps: list[dict[str, float]]) -> list[str]:
+def read_runs(runs: Sequence[str], runs_dir: Path) -> dict[str, Steps]:
+    """The merged metrics of these runs, or of the newest, by name; by path where two have the same name."""
+    from distflow.launch.run.folder import find_run
+
+    folders = list(dict.fromkeys(find_run(run, runs_dir) for run in runs or (None,)))
+    names = [folder.name for folder in folders]
+    labels = [folder.name if names.count(folder.name) == 1 else str(folder) for folder in folders]
+    return {label: read_steps(folder, _tell) for label, folder in zip(labels, folders, strict=True)}
+
+
+def _tell(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _cut(steps: Steps, names: Sequence[str] | None, last: int | None) -> Steps:
+    kept = steps if last is None else steps[-last:]
+    if names is None:
+        return kept
+    return [{name: step[name] for name in ("step", *names) if name in step} for step in kept]
+
+
+def read_steps(run_dir: Path, tell: Callable[[str], None]) -> Steps:
+    """The merged metrics of a run, one mapping per training step; `tell` gets lines about what is missing."""
+    from distflow.launch.observe.file_sync import refresh
+    from distflow.launch.run.metrics_merge import MetricsReader
+
+    for line in refresh(run_dir, ("metrics",), "metrics"):
+        tell(line)
+    reader = MetricsReader(run_dir)
+    reader.read()
+    if reader.malformed:
+        tell(f"{run_dir}/metrics: {reader.malformed} incomplete lines were skipped")
+    return reader.merged()
+
+
+def chosen_keys(keys: str, steps: Steps) -> list[str]:
     """The metrics that match, in the order given; raises UserError for a name that matches none."""
     there = list(dict.fromkeys(name for step in steps for name in step if name != "step"))
     chosen: list[str] = []
@@ -84,21 +134,74 @@ def _chosen(keys: str, steps: list[dict[str, float]]) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def _print_csv(names: list[str] | None, steps: list[dict[str, float]]) -> None:
+def figures(steps: Steps, names: Sequence[str] | None, last: int) -> Figures:
+    """The last value of each metric, the best, and the mean over the last training steps; None: there is none."""
+    there = dict.fromkeys(name for step in steps for name in step if name not in ("step", "term"))
+    found: Figures = {"step": dict.fromkeys(KINDS)}
+    if steps:
+        found["step"]["last"] = steps[-1]["step"]
+    for name in there if names is None else [name for name in names if name in there]:
+        values = [step[name] for step in steps if name in step and math.isfinite(step[name])]
+        recent = [step[name] for step in steps[-last:] if name in step and math.isfinite(step[name])]
+        found[name] = {
+            "last": values[-1] if values else None,
+            "best": _best(name, values),
+            "mean": math.fsum(recent) / len(recent) if recent else None,
+        }
+    return found
+
+
+def _best(name: str, values: Sequence[float]) -> float | None:
+    for better, patterns in ((max, HIGHER), (min, LOWER)):
+        if values and any(fnmatchcase(name, pattern) for pattern in patterns):
+            return better(values)
+    return None
+
+
+def print_comparison(compared: Mapping[str, Figures], names: Sequence[str] | None = None) -> None:
+    """A line for each metric (default: the main ones), three columns for each run; as many runs as have room."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    columns = TABLE if names is None else [TABLE[0], *((name, name, "{:.6g}") for name in names)]
+    rows = [column for column in columns if any(column[1] in one for one in compared.values())]
+    head = ["", *(label for label, _, _ in rows)]
+    shown = [head]
+    for run, found in compared.items():
+        cells = [[kind, *(_cell(found, name, kind, form) for _, name, form in rows)] for kind in KINDS]
+        cells[0][0] = f"{run}\n{KINDS[0]}"
+        if len(shown) > 1 and sum(map(_room, [*shown, *cells])) > console.width:
+            console.print(_table(shown))
+            console.print()
+            shown = [head]
+        shown += cells
+    console.print(_table(shown))
+
+
+def _cell(found: Figures, name: str, kind: str, form: str) -> str:
+    value = found[name][kind] if name in found else None
+    return "" if value is None else form.format(value)
+
+
+def _print_csv(names: list[str] | None, runs: Mapping[str, Steps]) -> None:
     """One column per metric that any training step has; cells without a finite number are empty."""
-    columns = ["step", *(names if names is not None else sorted({name for step in steps for name in step} - {"step"}))]
+    there = sorted({name for steps in runs.values() for step in steps for name in step} - {"step"})
+    columns = ["step", *(there if names is None else names)]
+    several = len(runs) > 1
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(columns)
-    for step in steps:
-        writer.writerow(step[name] if name in step and math.isfinite(step[name]) else "" for name in columns)
+    writer.writerow([*(["run"] if several else []), *columns])
+    for run, steps in runs.items():
+        for step in steps:
+            cells = [step[name] if name in step and math.isfinite(step[name]) else "" for name in columns]
+            writer.writerow([*([run] if several else []), *cells])
 
 
-def _finite(step: dict[str, float]) -> dict[str, float | None]:
+def finite(step: dict[str, float]) -> dict[str, float | None]:
     """Replace NaN and infinity, which JSON lacks, by null."""
     return {name: value if math.isfinite(value) else None for name, value in step.items()}
 
 
-def _print_table(steps: list[dict[str, float]], table_columns: Sequence[tuple[str, str, str]]) -> None:
+def _print_table(steps: Steps, table_columns: Sequence[tuple[str, str, str]]) -> None:
     """One line per training step; one per metric if these lines were too long, of the last steps that have room."""
     from rich.console import Console
 
@@ -117,7 +220,7 @@ def _print_table(steps: list[dict[str, float]], table_columns: Sequence[tuple[st
 
 
 def _room(cells: Sequence[str]) -> int:
-    return max(map(len, cells), default=0) + 1
+    return max((len(line) for cell in cells for line in cell.splitlines()), default=0) + 1
 
 
 def _table(columns: Sequence[Sequence[str]]) -> Table:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     "--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Also show which worker runs on which host."
 )
 @click.option("--mermaid", is_flag=True, help="Print pools and edges as a Mermaid flowchart.")
+@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw pools and edges into an SVG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(
     recipe: str,
@@ -32,6 +33,7 @@ def command(
     write: Path | None,
     hosts: Path | None,
     mermaid: bool,
+    svg: Path | None,
     as_json: bool,
 ) -> int:
     """Show workers, steps, pools, edges, models and batch arithmetic of RECIPE (a shipped name or a file)."""
@@ -39,16 +41,8 @@ def command(
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
     where = [] if hosts is None else _placement(plan, hosts)
-    if write is not None:
-        try:
-            lines = _write(write, loaded, plan)
-        except OSError as error:
-            raise UserError(
-                f"--write {write}: {error.filename or 'a file'} cannot be written ({error.strerror}) — give a folder "
-                "you can write to, on a disk with free space"
-            ) from error
-        for line in lines:
-            click.echo(line)
+    for line in _written(loaded, plan, write, svg):
+        click.echo(line)
     if worker is not None:
         click.echo(_script(plan, worker), nl=False)
     elif mermaid:
@@ -62,16 +56,42 @@ def command(
         from distflow.launch.deploy.host_checks import capacity
 
         click.echo(json.dumps({**plan_data(plan, capacity()), "hosts": where}, indent=1))
-    elif write is None:
-        from distflow.flow.plan_text import render_page
-        from distflow.launch.deploy.host_checks import capacity
-
-        # Workers of several hosts do not share this one's memory.
-        seen = capacity()
-        click.echo(render_page(plan, replace(seen, host=None) if where else seen))
-        if where:
-            click.echo("\n".join(["", "hosts", *(f"  {line}" for line in where)]))
+    elif write is None and svg is None:
+        _show(plan, where)
     return 0
+
+
+def _show(plan: Plan, where: list[str]) -> None:
+    from distflow.flow.plan_text import render_page
+    from distflow.launch.deploy.host_checks import capacity
+
+    # Workers of several hosts do not share this one's memory.
+    seen = capacity()
+    click.echo(render_page(plan, replace(seen, host=None) if where else seen))
+    if where:
+        click.echo("\n".join(["", "hosts", *(f"  {line}" for line in where)]))
+
+
+def _written(loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | None) -> list[str]:
+    """Write what was asked for; returns the lines to show."""
+    lines, option = [], ""
+    try:
+        if write is not None:
+            option = f"--write {write}"
+            lines += _write(write, loaded, plan)
+        if svg is not None:
+            from distflow.flow.plan_svg import render_svg
+
+            option = f"--svg {svg}"
+            svg.write_text(render_svg(plan), encoding="utf-8")
+            lines.append(str(svg))
+    except OSError as error:
+        place = "a folder" if option.startswith("--write") else "a file in a folder"
+        raise UserError(
+            f"{option}: {error.filename or 'a file'} cannot be written ({error.strerror}) — give {place} "
+            "you can write to, on a disk with free space"
+        ) from error
+    return lines
 
 
 def _placement(plan: Plan, hosts: Path) -> list[str]:

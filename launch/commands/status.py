@@ -1,10 +1,11 @@
-"""`distflow status`: what each worker reports about itself."""
+"""`distflow status`, `watch` and `stacks`: what the workers of a run report about themselves, once or until it ends."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +27,57 @@ WIDTH = 200
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     """Show what each worker of RUN (default: the newest) is doing and what it waits for."""
+    from distflow.launch.run.folder import find_run
+
+    seen = look(find_run(run, runs_dir))
+    if as_json:
+        click.echo(json.dumps(seen.as_json()))
+        return
+    record = seen.record
+    for line in _headline(record):
+        click.echo(line)
+    if seen.lost:
+        click.echo(
+            f"none of its processes is alive — resume it with `distflow launch --resume --run {record.name}`, or clean "
+            f"up with `distflow stop {record.name}`"
+        )
+    if not record.over:
+        _print_table(seen.rows)
+        for line in _findings(record, seen.rows, seen.graph):
+            click.echo(line)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one look at a run shows."""
+
+    record: RunRecord
+    """With its end filled in if it was lost."""
+    lost: bool
+    """Whether none of its processes is alive, and no end is recorded."""
+    rows: list[dict[str, Any]]
+    """What the workers say of themselves."""
+    graph: WaitGraph
+
+    def as_json(self) -> dict[str, Any]:
+        """What `status --json` prints, and `Run.status()` returns."""
+        record, graph = self.record, self.graph
+        waits = [wait.as_json() for wait in graph.waits]
+        told = {"run": record.name, "state": record.state, "lost": self.lost, "workers": self.rows, "waits": waits}
+        told |= {"verdict": graph.verdict(), **_progress(record)}
+        lost_hosts = [record.hosts[number].name for number in record.silent]
+        return told | ({"silent_hosts": lost_hosts} if record.hosts else {})
+
+
+def look(run_dir: Path) -> Seen:
+    """Read the record of a run and ask its workers."""
     from distflow.launch.observe.run_client import worker_rows
     from distflow.launch.observe.wait_graph import UNRESPONSIVE, wait_graph
     from distflow.launch.run.exit_status import as_it_ended
-    from distflow.launch.run.folder import find_run
     from distflow.launch.run.process_table import describe_state, is_lost, running
     from distflow.launch.run.record import read_record
 
-    record = read_record(find_run(run, runs_dir))
+    record = read_record(run_dir)
     lost = is_lost(record)
     if lost:
         # It may have ended meanwhile.
@@ -44,24 +88,7 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     rows = worker_rows(record, ANSWER_S)
     silent = [row["name"] for row in rows if row["state"] == UNRESPONSIVE and running(record.pids.get(row["name"]))]
     graph = wait_graph(rows, {name: describe_state(record.pids[name].pid) for name in silent})
-    if as_json:
-        waits = [wait.as_json() for wait in graph.waits]
-        told = {"run": record.name, "state": record.state, "lost": lost, "workers": rows, "waits": waits}
-        told |= {"verdict": graph.verdict(), **_progress(record)}
-        lost_hosts = [record.hosts[number].name for number in record.silent]
-        click.echo(json.dumps(told | ({"silent_hosts": lost_hosts} if record.hosts else {})))
-        return
-    for line in _headline(record):
-        click.echo(line)
-    if lost:
-        click.echo(
-            f"none of its processes is alive — resume it with `distflow launch --resume --run {record.name}`, or clean "
-            f"up with `distflow stop {record.name}`"
-        )
-    if not record.over:
-        _print_table(rows)
-        for line in _findings(record, rows, graph):
-            click.echo(line)
+    return Seen(record, lost, rows, graph)
 
 
 def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -> Iterator[str]:
@@ -125,3 +152,50 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         cells = [row[column] for column in ("name", "pid", "host", "state", "step", "version")]
         table.add_row(*("" if cell is None else str(cell) for cell in (*cells, row.get("memory_mb"), *sent)))
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def watch(run: str | None, runs_dir: Path) -> int:
+    """Show the progress of RUN (default: the newest) until it is over; Ctrl-C stops watching, not the run.
+
+    Returns the exit code of the run.
+    """
+    from distflow.launch.deploy.monitor import Monitor
+    from distflow.launch.observe.progress import make_display
+    from distflow.launch.observe.run_summary import tell_end
+    from distflow.launch.run.folder import find_run
+    from distflow.launch.run.record import read_record
+
+    run_dir = find_run(run, runs_dir)
+    first = read_record(run_dir)
+    try:
+        record = Monitor(run_dir, make_display(first.training_steps)).only_look()
+    except KeyboardInterrupt:
+        click.echo(f"no longer watching; {first.name} continues — `distflow stop {first.name}` ends it")
+        return 0
+    return tell_end(record, runs_dir)
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--worker", help="Only this worker, for example rollout/0.")
+@click.option("--all", "everything", is_flag=True, help="All threads, not only those in your code or in the script.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def stacks(run: str | None, worker: str | None, everything: bool, runs_dir: Path) -> None:
+    """Show where RUN's workers (default: the newest) are in your code and in the script, and what each waits for."""
+    from distflow.errors import UserError
+    from distflow.launch.observe.run_client import stacks_of
+    from distflow.launch.run.folder import find_run
+    from distflow.launch.run.record import read_record
+
+    record = read_record(find_run(run, runs_dir))
+    names = [entry.name for entry in record.workers]
+    if worker is not None and worker not in names:
+        raise UserError(f"--worker {worker}: {record.name} has no such worker — there are: {', '.join(names)}")
+    for found in stacks_of(record, names if worker is None else [worker], everything=everything):
+        process = "" if found.pid is None else f" (pid {found.pid})"
+        click.echo(f"{found.worker}{process} {found.note}")
+        for line in found.text.splitlines():
+            click.echo(f"    {line}")

@@ -86,7 +86,7 @@ class Needs:
     devices: tuple[tuple[str, str], ...] = ()
     """Key of the recipe, and the device it names: cuda (workers may share one) or cuda:N."""
     libraries: tuple[tuple[str, str], ...] = ()
-    """Key of the recipe, and the engine or backend (in LIBRARIES) it names for the host's own Python."""
+    """Key of the recipe, and the engine, backend or optimizer (in LIBRARIES) it names for the host's own Python."""
     interpreters: tuple[Interpreter, ...] = ()
     paths: tuple[str, ...] = ()
     """Files and folders that workers read."""
@@ -134,14 +134,12 @@ def needs_of_workers(plan: Plan, names: Collection[str] | None = None) -> Needs:
     devices = [(_key(plan, worker, "device"), worker.device) for worker in workers if worker.device.startswith("cuda")]
     return Needs(
         devices=tuple(dict.fromkeys(devices)),
-        libraries=tuple(
-            dict.fromkeys((_key(plan, worker, kind), name) for worker in own for kind, name in _libraries(worker))
-        ),
+        libraries=tuple(dict.fromkeys(found for worker in own for found in _libraries(plan, worker))),
         interpreters=tuple(
             Interpreter(
                 python,
                 _key(plan, of[0], "python"),
-                tuple(dict.fromkeys(name for worker in of for _, name in _libraries(worker))),
+                tuple(dict.fromkeys(name for worker in of for _, name in _libraries(plan, worker))),
             )
             for python, of in others.items()
         ),
@@ -233,8 +231,11 @@ def _libraries_found(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
         module, install = LIBRARIES[name].module, LIBRARIES[name].install
         if not code.python.modules[module]:
             text = f"needs the package {module!r}, which is not installed for {code.executable}"
-            python = f"layout.pools.{key.split('.')[2]}.python"
-            hint = f"{install.format(python=shlex.quote(code.executable))}; or name a Python that has it: {python}=PATH"
+            pool = key.split(".")[2] if key.startswith("layout.") else "NAME"
+            hint = (
+                f"{install.format(python=shlex.quote(code.executable))}; or name a Python that has it: "
+                f"layout.pools.{pool}.python=PATH"
+            )
             yield Finding(key, "FAIL", text, hint)
 
 
@@ -357,10 +358,14 @@ def _matrix(names: Sequence[str], numbers: Sequence[int], faults: Mapping[tuple[
         yield "  " + "  ".join(word.ljust(width) for word in (name, *cells)).rstrip()
 
 
-def _libraries(worker: WorkerPlan) -> Iterator[tuple[str, str]]:
+def _libraries(plan: Plan, worker: WorkerPlan) -> Iterator[tuple[str, str]]:
+    """The key that asks for a library, and its name in LIBRARIES."""
     for kind, name in (("engine", worker.engine), ("backend", worker.backend)):
         if name is not None and name in LIBRARIES:
-            yield kind, name
+            yield _key(plan, worker, kind), name
+    for model in plan.pool(worker.name.pool).homes:
+        if plan.recipe.models[model].optimizer.name in LIBRARIES:
+            yield f"models.{model}.optimizer.name", plan.recipe.models[model].optimizer.name
 
 
 def _key(plan: Plan, worker: WorkerPlan, setting: str) -> str:

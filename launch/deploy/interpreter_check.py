@@ -48,7 +48,7 @@ class Interpreter:
     key: str
     """The key of the recipe that names it first."""
     libraries: tuple[str, ...]
-    """Engines and backends of its workers that are in LIBRARIES."""
+    """Engines, backends and optimizers of its workers that are in LIBRARIES."""
 
     def question(self) -> dict[str, Any]:
         """Arguments for `ask_python` on the host."""

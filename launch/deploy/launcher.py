@@ -127,9 +127,7 @@ class LocalAgent:
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     """Start a run on this machine and watch it; returns the exit code."""
-    needs = needs_here(plan, resume=options.resume)
-    if problems := problems_here(plan, loaded.origin) + space_problems(options.runs_dir, needs):
-        raise RecipeError(problems)
+    check_here(options, loaded, plan)
 
     def start(contents: RunContents, lock: int) -> tuple[Monitor, tuple[str, ...]]:
         fill(contents)
@@ -143,6 +141,13 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
         return Monitor(run_dir, display, agent), ()
 
     return _launch(options, loaded, plan, None, start)
+
+
+def check_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> None:
+    """Raise RecipeError if this machine lacks something that the run needs."""
+    needs = needs_here(plan, resume=options.resume)
+    if problems := problems_here(plan, loaded.origin) + space_problems(options.runs_dir, needs):
+        raise RecipeError(problems)
 
 
 def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...]) -> int:

@@ -252,14 +252,17 @@ class Monitor:
                 time.sleep(POLL_S)
         return record
 
-    def only_look(self) -> RunRecord:
-        """Show the run until it is over; returns its record.
+    def only_look(self, timeout_s: float = math.inf) -> RunRecord:
+        """Show the run until it is over, or for so long; returns its last record.
 
         Raises KeyboardInterrupt on Ctrl-C, and UserError when no agent of a run on other hosts can be reached.
         """
+        deadline = time.monotonic() + timeout_s
         with self._display:
             while not self._show(record := self._ask_agents(self._lost_or_unreached)):
-                time.sleep(POLL_S)
+                if (left := deadline - time.monotonic()) <= 0:
+                    break
+                time.sleep(min(POLL_S, left))
         return record
 
     def _show(self, record: RunRecord, *, until_running: bool = False) -> bool:

@@ -16,8 +16,6 @@ LONG = pytest.mark.long
     "arguments",
     [
         ["quickstart", "layout=async"],
-        ["quickstart", "flow=grpo_kl", "layout=colocated"],
-        ["quickstart", "flow=grpo_kl"],
         ["quickstart", "layout=colocated", "layout.max_staleness=2"],
         ["quickstart", "layout=async", "layout.max_staleness=3", "layout.refresh=at_bound"],
         ["quickstart", "layout=colocated", "layout.max_staleness=2", "layout.refresh=when_idle"],
@@ -25,7 +23,6 @@ LONG = pytest.mark.long
         ["custom_step"],
         ["two_turns"],
         ["two_turns", "flow.steps.sample.with.strip=true"],
-        ["quickstart", "flow=remax", "layout=colocated"],
         pytest.param(
             ["quickstart", "layout=async", "layout.max_staleness=2", "layout.pools.rollout.slots=8"], marks=LONG
         ),

@@ -190,9 +190,10 @@ def test_closed_needs_every_owner() -> None:
 def test_the_run_is_over_when_every_owner_says_so() -> None:
     holder = new_holder(owners=2)
     holder.want(0, 0.0)
-    out = holder.handle(Finished("trainer/0", 0), 0.0)
-    assert out[0] == Outgoing("trainer/0", Bye("rollout/0", 2))
-    assert asks(out) == [("trainer/1", 2, 1, True)], "the ask goes on to those that still have work"
+    assert holder.handle(Finished("trainer/0", 0), 0.0) == [Outgoing("trainer/0", Bye("rollout/0", 2))]
+    assert holder.to_ask
+    assert asks(holder.want(0, 0.0)) == [("trainer/1", 2, 1, True)], "the ask goes on to those that still have work"
+    assert not holder.to_ask
     assert not holder.run_finished
     assert holder.handle(Finished("trainer/1", 0), 0.0) == [Outgoing("trainer/1", Bye("rollout/0", 2))]
     assert holder.run_finished
@@ -205,11 +206,12 @@ def test_an_owner_that_took_leave_wants_nothing_more() -> None:
     holder = new_holder(owners=2)
     holder.want(100, 0.0)
     holder.handle(grant(0, owner="trainer/0"), 0.0)
-    assert asks(holder.owner_left("trainer/0", 1.0)) == []
+    holder.owner_left("trainer/0")
     assert not holder.run_finished
     assert holder.held() == []
-    assert holder.owner_left("trainer/1", 1.0) == []
+    holder.owner_left("trainer/1")
     assert holder.run_finished
+    assert not holder.to_ask
 
 
 def test_leaving_says_bye_to_all() -> None:
@@ -337,17 +339,26 @@ def test_a_grant_that_comes_after_the_end_is_not_kept() -> None:
     assert holder.held() == []
 
 
-def test_an_idle_worker_asks_the_owners_of_a_later_term() -> None:
-    """It has nothing that is cancelled, and perhaps takes no newer weights until it has leases that need them."""
+def test_an_ask_that_a_later_term_ended_is_to_be_sent_again() -> None:
+    """The worker may be idle: nothing is cancelled, and it perhaps takes no newer weights before it has leases."""
     holder = new_holder()
     holder.want(100, 0.0)
-    out = holder.begin_term(1, [HOME], {1: 5}, Version(0, 4), 1.0)
-    assert [(to, groups > 0) for to, _, groups, _ in asks(out)] == [(HOME, True)]
-    holder.hand_back(1.0)
-    assert asks(holder.begin_term(2, [HOME], {1: 5, 2: 5}, Version(0, 4), 2.0)) == []
-
-
-def test_who_has_no_room_asks_nobody_when_a_term_begins() -> None:
-    holder = new_holder()
-    holder.want(-100, 0.0)
+    assert not holder.to_ask
     assert asks(holder.begin_term(1, [HOME], {1: 5}, Version(0, 4), 1.0)) == []
+    assert holder.to_ask
+    holder.hand_back(1.0)
+    assert not holder.to_ask, "it leaves"
+
+
+def test_leases_that_are_taken_back_before_they_started_are_asked_for_again() -> None:
+    holder = new_holder()
+    holder.want(100, 0.0)
+    holder.handle(grant(0, 1), 0.0)
+    assert len(holder.take_granted()) == 2
+    assert holder.want(-100, 0.0) == []
+    assert not holder.to_ask, "it has no room"
+    holder.want(100, 0.0)
+    holder.handle(grant(2, number=2, ask=2), 0.0)
+    holder.handle(Cancel(HOME, 0, 2, (2,)), 0.0)
+    assert (holder.take_granted(), holder.to_ask) == ([], True)
+    assert asks(holder.want(100, 0.0)) != []

@@ -204,3 +204,18 @@ def test_a_group_that_is_larger_than_the_engine_starts_when_it_is_empty() -> Non
     assert not bench.turn().start
     bench.finish(0)
     assert [lease.position for lease in bench.turn().start] == [1]
+
+
+@pytest.mark.parametrize("refresh", ["eager", "at_bound"])
+def test_an_idle_worker_asks_again_if_its_leases_are_taken_back_before_it_looked(refresh: Refresh) -> None:
+    """Nothing else may come: the owner believes that this worker asked for no more than it was given."""
+    bench = Bench(refresh)
+    bench.prepare()
+    assert len(bench.asked) == 1
+    assert not bench.core.something(bench.loaded, newer=False), "an ask is in flight"
+    bench.grant(0)
+    bench.cancel(0)
+    assert bench.core.something(bench.loaded, newer=False)
+    bench.prepare()
+    assert len(bench.asked) == 2
+    assert not bench.core.something(bench.loaded, newer=False)

@@ -49,6 +49,15 @@ def test_it_counts_with_what_the_runtime_does() -> None:
     assert one(planned("data.max_prompt_tokens=4", "layout=async"), 2).samples == 64 * 8 * (1024 + 48 * 8)
 
 
+def test_the_optimizer_decides_what_is_kept_of_each_parameter() -> None:
+    kept = {}
+    for name in ("adamw", "adamw_8bit", "muon"):
+        plan = planned("layout=colocated", "models.policy.dtype=float32", f"models.policy.optimizer.name={name}")
+        kept[name] = one(plan).optimizer / parameters(plan)
+    ends = 2 * 151936 * 2048 / parameters(plan)
+    assert kept == pytest.approx({"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 4 + 4 * ends}, rel=1e-6)
+
+
 def test_what_a_whole_model_holds() -> None:
     """Half precision: weights in it; gradients, masters and moments in float32."""
     plan = planned("layout=colocated")

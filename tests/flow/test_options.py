@@ -78,6 +78,18 @@ def tuned(ds_config: str) -> list[str]:
             f"command line: models.policy.dtype — bfloat16 with zero 0 of {TRAINER}: without ZeRO",
         ),
         (
+            [f"{TRAINER}.backend=fsdp", "models.policy.optimizer.name=muon"],
+            "models.policy.optimizer.name — muon with backend fsdp: it needs whole matrices, and a replica has a part",
+        ),
+        (
+            ["models.policy.optimizer.name=adamw_8bit", DEEPSPEED],
+            "models.policy.optimizer.name — adamw_8bit with backend deepspeed: it needs blocks of whole tensors",
+        ),
+        (
+            ["models.policy.optimizer.name=adamw_8bit", "models.policy.dtype=float64"],
+            "models.policy.optimizer.name — adamw_8bit steps float32, bfloat16 and float16, and models.policy.dtype is",
+        ),
+        (
             [f"{TRAINER}.backend=fsdp", f"{TRAINER}.backend_options={{cpu_offload: true}}", f"{TRAINER}.device=cpu"],
             f"command line: {TRAINER}.backend_options — backend_options.cpu_offload true on device cpu: parameters",
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -13,6 +15,7 @@ ROLLOUT, TRAINER = "layout.pools.rollout", "layout.pools.trainer"
 SERVICES = "layout=services"
 NOTHING = "generates nothing — remove it, or set it for pool 'rollout'"
 NO_MODEL = "pool 'rollout' trains and holds no model — remove it, or set it for pool 'trainer'"
+FLOWS = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes" / "flow").glob("*.yaml"))
 REFERENCE = ("flow=grpo_kl", "models.reference.head=tokens")
 
 
@@ -31,6 +34,9 @@ REFERENCE = ("flow=grpo_kl", "models.reference.head=tokens")
         ((), "layout.stealing=true", f"has one worker, and none to share with .* {TRAINER}.count=2 or more"),
         (REFERENCE, "models.reference.optimizer.lr=0.1", "no step trains model 'reference'"),
         (REFERENCE, "models.reference.gradient_checkpointing=true", "no step trains model 'reference'"),
+        ((), "models.policy.optimizer.momentum=0.5", "name is 'adamw', and only muon has it"),
+        ((), "models.policy.optimizer.decay_steps=5", "schedule is 'constant', and only wsd has a decay"),
+        ((), "models.policy.optimizer.min_lr=1e-9", "schedule is 'constant', which never decays"),
         (REFERENCE, "models.reference.tokenizer=chars:01", "model 'reference' is a copy of 'policy', and has its"),
     ],
 )
@@ -76,11 +82,18 @@ def test_a_file_of_the_users_may_serve_several_layouts(folder: Folder) -> None:
     assert not [text for text in again.warnings if "no effect" in text], "it was told when the run began"
 
 
-@pytest.mark.parametrize("flow", ["grpo", "grpo_kl", "ppo", "remax"])
+@pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize("layout", ["split", "async", "colocated", "services", "critic"])
 def test_shipped_files_are_silent(flow: str, layout: str) -> None:
     plan = plan_recipe("quickstart", [f"flow={flow}", f"layout={layout}"])[1]
     assert not [text for text in plan.warnings if "no effect" in text]
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_shipped_flows_have_what_several_updates_need(flow: str) -> None:
+    plan = plan_recipe("quickstart", [f"flow={flow}", "batch.epochs=2"])[1]
+    assert "old_logprobs" in [step.name for step in plan.steps]
+    assert plan.warnings == ()
 
 
 def test_what_does_have_an_effect_passes() -> None:
@@ -106,6 +119,15 @@ def test_the_environment_of_a_generate_step_decides_what_may_be_done_with_its_sa
 def test_a_policy_that_is_never_trained_is_a_warning() -> None:
     (told,) = plan_recipe("quickstart", ["flow=ppo", "run.training_steps=4", "batch.critic_warmup=4"])[1].warnings
     assert told == "warning: batch.critic_warmup is 4, and run.training_steps 4: the policy is never trained"
+
+
+def test_a_kl_term_in_the_reward_and_in_the_loss_is_a_warning() -> None:
+    in_loss = "flow.steps.update.with.kl_coef=0.1"
+    (told,) = plan_recipe("quickstart", ["flow=reinforce_plus_plus", in_loss])[1].warnings
+    assert "kl_coef is 0.01 in step 'token_rewards', in the reward, and 0.1 in step 'update', in the loss" in told
+    one = "flow.steps.token_rewards.with.kl_coef=0"
+    for overrides in (["flow=reinforce_plus_plus"], ["flow=reinforce_plus_plus", in_loss, one], ["flow=grpo_kl"]):
+        assert plan_recipe("quickstart", overrides)[1].warnings == ()
 
 
 def _resolved(folder: Folder) -> str:

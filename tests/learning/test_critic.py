@@ -18,7 +18,8 @@ from distflow.runtime.protocols import BackendSpec
 from distflow.runtime.steps import StepContext
 from distflow.testing.backend_contract import tiny_model
 from distflow.workers.backends.torch_backend import TorchBackend
-from distflow.workers.critic import critic_update, gae, token_rewards, values, whiten
+from distflow.workers.critic import critic_update, gae, values, whiten
+from distflow.workers.shaping import token_rewards
 
 ROWS = 8
 

@@ -141,6 +141,13 @@ def _assembled(results: list[Any]) -> dict[str, Tensor]:
 RESUMED = {"float64": 1e-10, "bfloat16": 1e-4}
 """Dtypes of the weights, and tolerances."""
 OPTIMIZER = {"max_grad_norm": 0.5, "schedule": "cosine", "warmup_steps": 2}
+GROUPS = {
+    "groups": [
+        {"match": "norm|bias", "lr": None, "weight_decay": 0.0},
+        {"match": "mlp", "lr": 0.1, "weight_decay": 0.5},
+    ],
+    **{"schedule": "wsd", "min_lr": 1e-4},
+}
 CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "float64": (2, 1e-10, {}, {"dtype": "float64"}),
     "float32, layers kept": (2, 1e-5, {"reshard_after_forward": False}, {"dtype": "float32"}),
@@ -149,6 +156,7 @@ CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "experts": (2, 1e-4, {}, {"dtype": "float32", "init": EXPERTS}),
     "three, experts": (3, 1e-4, {}, {"dtype": "float32", "init": EXPERTS}),
     "three": (3, 1e-10, {}, {"dtype": "float64"}),
+    "groups": (2, 1e-10, {}, {"dtype": "float64", "optimizer": GROUPS}),
     "three, recomputed": (3, 1e-10, {"packed": False}, {"dtype": "float64", "gradient_checkpointing": True}),
 }
 """Replicas, tolerance, backend options, and model settings."""
@@ -156,7 +164,9 @@ CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
 
 def _model(case: str) -> dict[str, Any]:
     changes = dict(CASES[case][3])
-    return tiny_model(init=SMALL | changes.pop("init", {}), optimizer=OPTIMIZER, **changes)
+    return tiny_model(
+        init=SMALL | changes.pop("init", {}), optimizer=OPTIMIZER | changes.pop("optimizer", {}), **changes
+    )
 
 
 @pytest.fixture(scope="module")

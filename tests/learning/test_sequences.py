@@ -17,7 +17,8 @@ from distflow.runtime.protocols import BackendSpec
 from distflow.runtime.steps import StepContext
 from distflow.testing.backend_contract import tiny_model
 from distflow.workers.backends.torch_backend import TorchBackend
-from distflow.workers.critic import critic_update, gae, token_rewards
+from distflow.workers.critic import critic_update, gae
+from distflow.workers.shaping import token_rewards
 from distflow.workers.trainer import advantage, baseline, batch_advantage, update
 
 SEQUENCES = [[3], [2, 4], [1, 2, 2], [5], [4, 1], [2], [3], [2, 2]]

@@ -11,9 +11,9 @@ from distflow.runtime.checkpoint.format import put_together
 from distflow.runtime.protocols import Backend, BackendSpec
 from distflow.testing.backend_contract import BackendContract, ragged_batch, tiny_model
 from distflow.workers.backends import scoring
-from distflow.workers.backends.optimizer import learning_rate
 from distflow.workers.backends.scoring import pack
 from distflow.workers.backends.torch_backend import TorchBackend
+from distflow.workers.backends.update_rules import learning_rate
 
 
 class TestTorchBackend(BackendContract):
@@ -181,10 +181,33 @@ def test_half_precision_keeps_small_steps() -> None:
         ("cosine", 4, 1.0),
         ("cosine", 12, 0.5),
         ("cosine", 25, 0.0),
+        ("wsd", 1, 0.5),
+        ("wsd", 18, 1.0),
+        ("wsd", 19, 0.5),
+        ("wsd", 20, 0.0),
     ],
 )
 def test_schedules(schedule: Any, done: int, expected: float) -> None:
     rate = learning_rate(1.0, schedule, done, warmup_steps=4, training_steps=20)
+    assert rate == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "done", "expected"),
+    [
+        ("constant", 12, 1.0),
+        ("linear", 12, 0.6),
+        ("cosine", 12, 0.6),
+        ("linear", 20, 0.2),
+        ("cosine", 30, 0.2),
+        ("wsd", 14, 1.0),
+        ("wsd", 17, 0.6),
+        ("wsd", 20, 0.2),
+        ("wsd", 2, 0.75),
+    ],
+)
+def test_schedules_end_at_the_least_rate(schedule: Any, done: int, expected: float) -> None:
+    rate = learning_rate(1.0, schedule, done, warmup_steps=4, training_steps=20, min_lr=0.2, decay_steps=6)
     assert rate == pytest.approx(expected, abs=1e-12)
 
 

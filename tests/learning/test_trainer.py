@@ -399,7 +399,7 @@ def test_what_corrects_by_itself_is_not_corrected_twice(loss: str) -> None:
     for backend, settings in ((plain, {"tis": None}), (auto, {})):
         update(advantage(batch, _ctx(backend)), _ctx(backend), loss=loss, **settings)
     assert plain.apply(1.0) == auto.apply(1.0)
-    for settings in ({"tis": 2.0}, {"correction": {"geometric_mask": [0.5, 2.0]}}):
+    for settings in ({"tis": 2.0}, {"correction": {"sequence_tis": [0.5, 2.0]}}):
         with pytest.raises(UserError, match="the loss itself corrects for the policy that sampled"):
             update(advantage(batch, _ctx(auto)), _ctx(auto), loss=loss, **settings)
 

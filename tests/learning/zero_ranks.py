@@ -56,6 +56,13 @@ EXPERTS = {
     **{"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
     **{"head_dim": 4, "tie_word_embeddings": False},
 }
+GROUPS = {
+    "groups": [
+        {"match": "norm|bias", "lr": None, "weight_decay": 0.0},
+        {"match": "mlp", "lr": 2e-3, "weight_decay": None},
+    ],
+    **{"lr": 1e-3, "eps": 1e-5, "schedule": "wsd", "min_lr": 1e-4, "decay_steps": 3, "max_grad_norm": 0.3},
+}
 PIECES = 13 * 4
 """Logits of four tokens at a time, so that replicas compute theirs in different numbers of pieces."""
 CASES = {
@@ -75,6 +82,10 @@ CASES = {
     "3-values": Case({"zero": 3, "ds_config": ALL_DIVIDED}, {"head": "value"}),
     "2-experts": Case({"zero": 2}, {"init": EXPERTS}),
     "3-experts": Case({"zero": 3, "ds_config": ALL_DIVIDED}, {"init": EXPERTS}),
+    "1-groups": Case({"zero": 1}, {"optimizer": GROUPS, **HALF}),
+    "2-groups": Case({"zero": 2}, {"optimizer": GROUPS}),
+    "2-groups-offload": Case({"zero": 2, "offload_optimizer": True}, {"optimizer": GROUPS}),
+    "3-groups": Case({"zero": 3}, {"optimizer": GROUPS}),
     "3-untied": Case(
         {"zero": 3, "packed": False, "ds_config": ALL_DIVIDED}, {"init": {"tie_word_embeddings": False}}, PIECES
     ),

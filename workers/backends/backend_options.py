@@ -7,7 +7,16 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from distflow.config.plugins import PluginUse, check_keys
-from distflow.errors import UserError
+from distflow.errors import KeyedError, UserError
+
+
+def refuse_undivided(use: PluginUse, backend: str) -> None:
+    """Raises KeyedError for an optimizer that needs the whole of a tensor, where replicas have parts of it."""
+    name = use.model["optimizer"]["name"]
+    if use.trained and name != "adamw":
+        why = {"muon": "whole matrices", "adamw_8bit": "blocks of whole tensors, which it quantizes together"}[name]
+        message = f"{name} with backend {backend}: it needs {why}, and a replica has a part; adamw, or backend: torch"
+        raise KeyedError(f"models.{use.model_name}.optimizer.name", message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,14 @@ class TorchBackendOptions:
                 raise UserError(f"backend_options.{name} {value!r}: expected true or false")
         return cls(**options)
 
+    def check(self, use: PluginUse) -> None:
+        """Raises KeyedError for a model that the backend cannot train."""
+        if use.trained and use.model["optimizer"]["name"] == "adamw_8bit" and use.model["dtype"] == "float64":
+            message = (
+                "adamw_8bit steps float32, bfloat16 and float16, and models.{}.dtype is float64; adamw, or float32"
+            )
+            raise KeyedError(f"models.{use.model_name}.optimizer.name", message.format(use.model_name))
+
 
 @dataclass(frozen=True, slots=True)
 class FsdpBackendOptions(TorchBackendOptions):
@@ -41,7 +58,8 @@ class FsdpBackendOptions(TorchBackendOptions):
     """Keep parameters, gradients and optimizer in the CPU's memory, and compute the optimizer step there."""
 
     def check(self, use: PluginUse) -> None:
-        """Raises UserError for options that have no effect on this device."""
+        """Raises UserError for options that have no effect on this device, and as `refuse_undivided` does."""
+        refuse_undivided(use, self.backend)
         if self.cpu_offload and use.device == "cpu":
             raise UserError(
                 "backend_options.cpu_offload true on device cpu: parameters are in the CPU's memory anyway; "

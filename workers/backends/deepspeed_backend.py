@@ -31,7 +31,8 @@ from distflow.workers.backends.deepspeed_engine import (
 )
 from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer
 from distflow.workers.backends.model_backend import ModelBackend
-from distflow.workers.backends.optimizer import adamw, check_same
+from distflow.workers.backends.optimizer import check_same
+from distflow.workers.backends.update_rules import adamw
 from distflow.workers.models import output_layer
 from distflow.workers.offload import bytes_on
 
@@ -51,7 +52,9 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
         # Stage 3 gathers weights in every forward and backward, stage 2 sums gradients in every backward. Stage 1 sums
         # them once, in `apply`, and so does stage 0: there, replicas may have different numbers of micro-batches.
         self.lockstep = self._stage == 3 or (self._stage == 2 and spec.trainable)
-        self._config = engine_config(options, PluginUse(spec.model, spec.device, trained=spec.trainable))
+        use = PluginUse(spec.model, spec.device, trained=spec.trainable)
+        options.check(use)
+        self._config = engine_config(options, use)
         self._deepspeed = load_deepspeed(torch.device(spec.device))
         super().__init__(spec, home="cpu" if self._stage == 3 else spec.device, packed=options.packed)
         self._scorer.device = self._device
@@ -72,7 +75,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
         self._check_own_gpu("deepspeed")
         self._borrow_head()
         settings = self._spec.model["optimizer"]
-        steps = adamw(self._parameters.values(), settings) if self._spec.trainable else None
+        steps = adamw(self._parameters, settings) if self._spec.trainable else None
         with losing_members("while the model was divided"):
             self._engine = make_engine(self._deepspeed, self._scoring, steps, self._config, self._device)
         if self._spec.trainable:

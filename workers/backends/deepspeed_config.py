@@ -12,6 +12,7 @@ from typing import Any
 
 from distflow.config.plugins import PluginUse, check_keys
 from distflow.errors import KeyedError, UserError, did_you_mean
+from distflow.workers.backends.backend_options import refuse_undivided
 
 AUTO = "auto"
 """Other libraries write this for "derived from my other settings", so it is accepted here."""
@@ -80,7 +81,8 @@ class DeepSpeedOptions:
         return parsed
 
     def check(self, use: PluginUse) -> None:
-        """Raises UserError as `engine_config` does."""
+        """Raises UserError as `engine_config` and `refuse_undivided` do."""
+        refuse_undivided(use, "deepspeed")
         engine_config(self, use)
 
 

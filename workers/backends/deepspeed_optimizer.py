@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from distflow.errors import WorkerFailed
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import Reducer
-from distflow.workers.backends.deepspeed_partition import Run, partition_of
-from distflow.workers.backends.optimizer import MOMENTS, STEPS, ScheduledAdamW, check_same, not_finite, total_norm
+from distflow.workers.backends.deepspeed_partition import Stretch, partition_of
+from distflow.workers.backends.optimizer import STEPS, ScheduledOptimizer, check_same, not_finite, total_norm
+from distflow.workers.backends.update_rules import MOMENTS, start_state
 
 
-class ZeroOptimizer(ScheduledAdamW):
+class ZeroOptimizer(ScheduledOptimizer):
     """Steps the model of a DeepSpeed engine, of which every replica owns a part; all replicas call `apply` together.
 
     `shapes`: shapes of the whole parameters, by name.
@@ -37,15 +38,16 @@ class ZeroOptimizer(ScheduledAdamW):
         self._shapes = shapes
         self._stage = int(engine.zero_optimization_stage())
         self._adamw = engine.basic_optimizer
+        self._rules = [self._adamw]
         self._partition = partition_of(engine.optimizer, parameters, self._stage)
         self._half = next(iter(parameters.values())).dtype == torch.bfloat16
         self._rounds = 0
         for group in self._adamw.param_groups:
             for flat in group["params"]:
-                self._start_moments(flat)
+                start_state(self._adamw, flat)
         for run in self._partition.runs:
             if run.flat not in self._adamw.state:
-                self._start_moments(run.flat)
+                start_state(self._adamw, run.flat)
 
     @property
     def untouched(self) -> bool:
@@ -93,7 +95,7 @@ class ZeroOptimizer(ScheduledAdamW):
             # With offload_optimizer, copies to the CPU's memory are still in flight, and nothing else waits for them.
             torch.cuda.synchronize(self._engine.device)
 
-    def _squares(self, gradients: list[tuple[Run, Tensor]]) -> list[float]:
+    def _squares(self, gradients: list[tuple[Stretch, Tensor]]) -> list[float]:
         """Squared norm of each parameter's gradient over all replicas, so that each can name those not finite."""
         number = {name: index for index, name in enumerate(self._parameters)}
         squares = torch.zeros(len(number), dtype=torch.float64, device=self._engine.device)
@@ -118,7 +120,7 @@ class ZeroOptimizer(ScheduledAdamW):
                 for name, data in self._tensors(run):
                     yield Shard(name, tuple(self._shapes[run.name]), run.start, data)
 
-    def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, run: Stretch) -> Iterator[tuple[str, Tensor]]:
         """This replica's elements of everything that is saved for a parameter, as views."""
         yield f"model.{run.name}", self._partition.weights(run)
         for moment in MOMENTS:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class Stretch:
     """The `length` elements of a parameter, from number `start` on, that this replica owns."""
 
     name: str
@@ -27,6 +27,8 @@ class Run:
     """What the optimizer steps: a vector of float32 weights, or the parameter itself if nothing is sharded."""
     at: int
     """Where the run begins in `flat`."""
+    group: int = 0
+    """The parameter group of the optimizer that it belongs to."""
 
     def of(self, flat: Tensor) -> Tensor:
         """This run's elements of a vector laid out as `flat`, as a view."""
@@ -40,13 +42,13 @@ class Run:
 class Partition(Protocol):
     """A replica's part of a model and its optimizer."""
 
-    runs: list[Run]
+    runs: list[Stretch]
 
-    def gradients(self) -> Iterator[tuple[Run, Tensor]]:
+    def gradients(self) -> Iterator[tuple[Stretch, Tensor]]:
         """The summed gradients of each run, as views that the optimizer's step will read; valid before that step."""
         ...
 
-    def weights(self, run: Run) -> Tensor:
+    def weights(self, run: Stretch) -> Tensor:
         """The run's elements of the weights that the model computes with, as a view."""
         ...
 
@@ -67,15 +69,15 @@ class Undivided:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
-        self.runs = [Run(name, p, 0, p.numel(), p, 0) for name, p in parameters.items()]
+        self.runs = [Stretch(name, p, 0, p.numel(), p, 0) for name, p in parameters.items()]
 
-    def gradients(self) -> Iterator[tuple[Run, Tensor]]:
+    def gradients(self) -> Iterator[tuple[Stretch, Tensor]]:
         """Gradients of whole parameters."""
         for run in self.runs:
             assert run.parameter.grad is not None, "every parameter has a gradient once they are summed"
             yield run, run.parameter.grad
 
-    def weights(self, run: Run) -> Tensor:
+    def weights(self, run: Stretch) -> Tensor:
         """The parameter itself."""
         return run.of(run.parameter)
 
@@ -98,23 +100,29 @@ class Flattened:
             mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
                 mine, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                flat = flats[mapping.param_group_index]
-                self.runs.append(Run(name, parameter, mine.start, mine.numel, flat, there.start))
+                group = mapping.param_group_index
+                self.runs.append(Stretch(name, parameter, mine.start, mine.numel, flats[group], there.start, group))
 
-    def gradients(self) -> Iterator[tuple[Run, Tensor]]:
-        """Parts of the owned vector."""
+    def gradients(self) -> Iterator[tuple[Stretch, Tensor]]:
+        """Parts of the owned vectors, one for each parameter group."""
+        for group, vector in enumerate(self._vectors()):
+            runs = [run for run in self.runs if run.group == group]
+            if isinstance(vector, Tensor):
+                yield from ((run, run.of(vector)) for run in runs)
+            else:
+                # One tensor per run, in the order of the vector, and one for the padding.
+                yield from zip(sorted(runs, key=lambda run: run.at), vector, strict=False)
+
+    def _vectors(self) -> list[Any]:
+        """The gradients of each parameter group: one vector, or a list of its parts."""
         if self._bf16:
-            vector = self._optimizer.fp32_groups_gradient_flat_partition[0]
-        elif self._optimizer.cpu_offload:
-            vector = self._optimizer.single_partition_of_fp32_groups[0].grad
-        else:
-            # One tensor per run, in the order of the vector, and one for the padding.
-            ordered = sorted(self.runs, key=lambda run: run.at)
-            yield from zip(ordered, self._optimizer.averaged_gradients[0], strict=False)
-            return
-        yield from ((run, run.of(vector)) for run in self.runs)
+            return list(self._optimizer.fp32_groups_gradient_flat_partition)
+        if self._optimizer.cpu_offload:
+            return [flat.grad for flat in self._optimizer.single_partition_of_fp32_groups]
+        gradients = self._optimizer.averaged_gradients
+        return [gradients[group] for group in sorted(gradients)]
 
-    def weights(self, run: Run) -> Tensor:
+    def weights(self, run: Stretch) -> Tensor:
         """A part of the whole parameter."""
         return run.cut(run.parameter.detach())
 
@@ -134,11 +142,11 @@ class Divided:
             p: Any = parameter
             group, at, size = optimizer.grad_position[optimizer.get_param_id(p)]
             length = max(0, min(size, p.ds_numel - rank * size))
-            self.runs.append(Run(name, p, rank * size, length, optimizer.fp32_partitioned_groups_flat[group], at))
+            self.runs.append(Stretch(name, p, rank * size, length, optimizer.fp32_partitioned_groups_flat[group], at))
         self._named = {run.name: run for run in self.runs}
         self._of = {id(run.parameter): run for run in self.runs}
 
-    def gradients(self) -> Iterator[tuple[Run, Tensor]]:
+    def gradients(self) -> Iterator[tuple[Stretch, Tensor]]:
         """Each parameter's part. Its padding is zeroed: DeepSpeed never writes it, but includes it in the norm."""
         if self._optimizer.offload_optimizer:
             # DeepSpeed's own norms, which include the padding, must not cause the step to be skipped.
@@ -151,14 +159,14 @@ class Divided:
                 part[run.length :].zero_()
                 yield run, part[: run.length]
 
-    def _part(self, run: Run, group: int, number: int) -> Tensor:
+    def _part(self, run: Stretch, group: int, number: int) -> Tensor:
         if not self._optimizer.offload_optimizer:
             part: Tensor = self._optimizer.averaged_gradients[group][number]
             return part.view(-1)
         assert run.flat.grad is not None, "DeepSpeed has a buffer for offloaded gradients"
         return run.flat.grad.view(-1)[run.at : run.at + run.parameter.ds_tensor.numel()]  # type: ignore[attr-defined]
 
-    def weights(self, run: Run) -> Tensor:
+    def weights(self, run: Stretch) -> Tensor:
         """The part."""
         part: Tensor = run.parameter.ds_tensor  # type: ignore[attr-defined]
         return part.detach().view(-1)[: run.length]

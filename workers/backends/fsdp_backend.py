@@ -30,8 +30,9 @@ from distflow.runtime.checkpoint.format import Shard, whole
 from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
 from distflow.workers.backends.backend_options import FsdpBackendOptions
 from distflow.workers.backends.model_backend import ModelBackend
-from distflow.workers.backends.optimizer import MOMENTS, STEPS, ShardedOptimizer, check_names, check_tensor
+from distflow.workers.backends.optimizer import STEPS, ShardedOptimizer, check_names, check_tensor
 from distflow.workers.backends.row_sharding import Rows
+from distflow.workers.backends.update_rules import MOMENTS
 from distflow.workers.models import torch_dtype
 from distflow.workers.offload import Offloader, bytes_on
 

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
-from distflow.workers.backends.optimizer import ScheduledAdamW
+from distflow.workers.backends.optimizer import ScheduledOptimizer
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.models import SCORE, build_model, head_of
 from distflow.workers.parameters import stored_model
@@ -25,7 +25,7 @@ from distflow.workers.parameters import stored_model
 _ONE_TOKEN = Ragged.from_rows([[0]], torch.int64)
 DUMMY_BATCH = Batch({"prompt_ids": _ONE_TOKEN, "response_ids": _ONE_TOKEN})
 """What an idle replica computes: one response token, whose loss is multiplied by zero."""
-OptimizerT = TypeVar("OptimizerT", bound=ScheduledAdamW)
+OptimizerT = TypeVar("OptimizerT", bound=ScheduledOptimizer)
 
 
 class ModelBackend(ABC, Generic[OptimizerT]):

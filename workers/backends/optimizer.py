@@ -1,54 +1,28 @@
-"""AdamW for a policy: learning-rate schedule, gradient scaling and clipping, float32 masters, saved state."""
+"""The optimizer of a model: learning-rate schedule, gradient scaling and clipping, float32 masters, saved state."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distflow.errors import WorkerFailed
 from distflow.runtime.protocols import Reducer
+from distflow.workers.backends.update_rules import PEAK, held_state, learning_rate, make_rules, saved_state, set_steps
 
-Schedule = Literal["constant", "linear", "cosine"]
 STEPS = "optimizer.steps"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _WIDE = (torch.float32, torch.float64)
 
 
-def learning_rate(peak: float, schedule: Schedule, done: int, *, warmup_steps: int, training_steps: int) -> float:
-    """Rate of the next step after `done` steps: linear warm-up to `peak`, then by `schedule` down to 0 at the end.
+class ScheduledOptimizer(ABC):
+    """Steps tensors that a subclass lays out, counts the steps and schedules their rate."""
 
-    The first step of a warm-up of n steps has peak / n, step n the peak.
-    """
-    if done < warmup_steps:
-        return peak * (done + 1) / warmup_steps
-    if schedule == "constant":
-        return peak
-    progress = min(1.0, (done - warmup_steps) / max(1, training_steps - warmup_steps))
-    return peak * (1.0 - progress) if schedule == "linear" else peak * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def adamw(parameters: Iterable[Tensor], settings: Mapping[str, Any]) -> torch.optim.AdamW:
-    """torch's AdamW with the settings of a `models.<name>.optimizer` section."""
-    return torch.optim.AdamW(
-        list(parameters),
-        lr=float(settings["lr"]),
-        betas=(float(settings["betas"][0]), float(settings["betas"][1])),
-        eps=float(settings["eps"]),
-        weight_decay=float(settings["weight_decay"]),
-        # On a CPU and on a GPU the fused kernel is the fastest (2 layers of width 64: 0.25 ms, foreach 0.7 ms).
-        fused=True,
-    )
-
-
-class ScheduledAdamW(ABC):
-    """AdamW (arXiv 1711.05101) over tensors that a subclass lays out; counts its steps and schedules their rate."""
-
-    _adamw: torch.optim.AdamW
+    _rules: Sequence[torch.optim.Optimizer]
+    """What steps the tensors, together."""
 
     def __init__(self, settings: Mapping[str, Any], training_steps: int, replicas: Reducer) -> None:
         self._settings = settings
@@ -60,13 +34,20 @@ class ScheduledAdamW(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next `apply`."""
+        """Learning rate of the next `apply`; groups of parameters may have others."""
+        return self._rate(float(self._settings["lr"]))
+
+    def _rate(self, peak: float) -> float:
+        """The rate of a group with this peak: as far from its own as the whole from the whole's."""
+        lr, least = float(self._settings["lr"]), float(self._settings["min_lr"])
         return learning_rate(
-            float(self._settings["lr"]),
+            peak,
             self._settings["schedule"],
             self.steps if self.scheduled is None else self.scheduled,
             warmup_steps=int(self._settings["warmup_steps"]),
             training_steps=self._training_steps,
+            min_lr=least if peak == lr or not lr else least * peak / lr,
+            decay_steps=self._settings["decay_steps"],
         )
 
     @abstractmethod
@@ -83,20 +64,15 @@ class ScheduledAdamW(ABC):
         finite; the weights are then unchanged.
         """
 
-    @torch.no_grad()
     def set_steps(self, steps: int) -> None:
         """Continue as after this many steps."""
         self.steps = steps
-        for state in self._adamw.state.values():
-            state["step"].fill_(steps)
-
-    def _start_moments(self, tensor: Tensor) -> None:
-        moments = {name: torch.zeros_like(tensor) for name in MOMENTS}
-        self._adamw.state[tensor] = {"step": torch.zeros((), device=tensor.device), **moments}
+        set_steps(self._rules, steps)
 
     def _set_rate(self) -> None:
-        for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate
+        for rule in self._rules:
+            for group in rule.param_groups:
+                group["lr"] = self._rate(group[PEAK])
 
     def _clip_factor(self, norm: float) -> float:
         """The factor that brings gradients of this norm down to `max_grad_norm`."""
@@ -122,7 +98,7 @@ class ScheduledAdamW(ABC):
         )
 
 
-class PolicyOptimizer(ScheduledAdamW):
+class PolicyOptimizer(ScheduledOptimizer):
     """Over whole parameters, with gradients that add up in at least float32 until `apply`.
 
     Parameters of half precision keep a float32 master: a step of 1e-6 would vanish in bfloat16.
@@ -134,16 +110,16 @@ class PolicyOptimizer(ScheduledAdamW):
         settings: Mapping[str, Any],
         training_steps: int,
         replicas: Reducer,
+        matrices: Collection[str] = (),
     ) -> None:
+        """`matrices`: the names of those that optimizer muon is meant for."""
         super().__init__(settings, training_steps, replicas)
         self._parameters = dict(parameters)
         self.masters = {
             name: p if p.dtype in _WIDE else nn.Parameter(p.detach().float()) for name, p in self._parameters.items()
         }
         self._narrow = [name for name, p in self._parameters.items() if self.masters[name] is not p]
-        self._adamw = adamw(self.masters.values(), settings)
-        for master in self.masters.values():
-            self._start_moments(master)
+        self._rules = make_rules(self.masters, settings, matrices)
 
     def backward(self, loss_sum: Tensor) -> None:
         """Backward pass; half-precision gradients then move into the masters, where they add up without loss."""
@@ -176,7 +152,8 @@ class PolicyOptimizer(ScheduledAdamW):
         """Divide, clip by the norm of the divided gradients, step, clear."""
         torch._foreach_mul_(grads, self._clip_factor(norm) / denominator)
         self._set_rate()
-        self._adamw.step()
+        for rule in self._rules:
+            rule.step()
         self.steps += 1
         self.clear()
         self._round_to_narrow()
@@ -197,9 +174,7 @@ class PolicyOptimizer(ScheduledAdamW):
     def state_tensors(self) -> dict[str, Tensor]:
         """Moments, masters and the step counter by name; views, which the next `apply` changes."""
         out = {STEPS: torch.tensor(self.steps, dtype=torch.int64)}
-        for name, master in self.masters.items():
-            for moment in MOMENTS:
-                out[f"optimizer.{moment}.{name}"] = self._adamw.state[master][moment]
+        out |= saved_state(self._rules, self.masters)
         for name in self._narrow:
             out[f"optimizer.master.{name}"] = self.masters[name].detach()
         return out
@@ -219,7 +194,7 @@ class PolicyOptimizer(ScheduledAdamW):
     def held(self) -> list[Tensor]:
         """Moments, step counters, and the masters that are not the parameters themselves."""
         masters = [self.masters[name] for name in self._narrow]
-        return masters + [value for state in self._adamw.state.values() for value in state.values()]
+        return masters + held_state(self._rules)
 
     @torch.no_grad()
     def _round_to_narrow(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from distflow.config.plugins import PluginUse
 from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
@@ -14,7 +15,7 @@ from distflow.workers.backends.backend_options import TorchBackendOptions
 from distflow.workers.backends.model_backend import ModelBackend
 from distflow.workers.backends.optimizer import PolicyOptimizer, check_same
 from distflow.workers.backends.text_judge import TextJudge
-from distflow.workers.models import SCORE
+from distflow.workers.models import SCORE, inner_matrices
 from distflow.workers.offload import Offloader, bytes_on
 
 _MODEL = "model."
@@ -26,13 +27,19 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
     lockstep = False
 
     def __init__(self, spec: BackendSpec) -> None:
-        super().__init__(spec, home=spec.device, packed=TorchBackendOptions.parse(spec.options).packed)
+        options = TorchBackendOptions.parse(spec.options)
+        options.check(PluginUse(spec.model, spec.device, trained=spec.trainable))
+        super().__init__(spec, home=spec.device, packed=options.packed)
         self._parameters = dict(self._model.named_parameters())
         self._offloader = Offloader(self._device)
         self._texts = TextJudge(self._model, spec) if self._head == SCORE else None
         if spec.trainable:
             self._optimizer = PolicyOptimizer(
-                self._parameters, spec.model["optimizer"], spec.training_steps, spec.replicas
+                self._parameters,
+                spec.model["optimizer"],
+                spec.training_steps,
+                spec.replicas,
+                inner_matrices(self._model),
             )
 
     def join(self) -> None:

@@ -1,0 +1,218 @@
+"""Runs from Python: `distflow.launch`, `distflow.load_run`, and what they return.
+
+A run is launched by the command, in a process and session of its own. So it is the same run as one from a terminal: it
+needs no main thread and no signal handler here, and neither an interrupted cell nor the end of this process ends it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from distflow.errors import DistflowError, UserError, WorkerFailed, did_you_mean
+from distflow.launch.commands.launch import command
+from distflow.launch.commands.metrics import finite, read_steps
+from distflow.launch.commands.status import look
+from distflow.launch.deploy.launch_request import Options, as_asked, recipe_of
+from distflow.launch.deploy.launcher import check_here
+from distflow.launch.deploy.monitor import Monitor
+from distflow.launch.deploy.stop_run import stop_run
+from distflow.launch.observe.progress import PlainDisplay, RunStatus
+from distflow.launch.observe.run_summary import failure_report, progress_of
+from distflow.launch.run.folder import check_name, find_run
+from distflow.launch.run.record import FILE_NAME, read_record
+
+AS: Mapping[int, type[DistflowError]] = {2: UserError, 3: WorkerFailed}
+"""What is raised, by the exit code of the command."""
+NOT_HERE: Mapping[str, str] = {
+    "detach": "a run from Python always goes on by itself: leave it out",
+    "dry_run": "use `distflow plan`",
+    "env": "every node of a job starts the command: use `distflow launch --env`",
+    "slurm": "a submitted job is no run before it begins: use `distflow launch --slurm`, then load_run",
+}
+"""Options of the command that start no run to hold in hand."""
+
+
+class Run:
+    """A run, going on or over. All that is asked of it is read from its folder and its workers, by any process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: Final = path
+        """The run folder, absolute."""
+        self.name: Final = path.name
+
+    def __repr__(self) -> str:
+        progress = progress_of(read_record(self.path), read_steps(self.path, _ignore))
+        return f"<distflow run {self.name!r}: {progress}>"
+
+    def wait(self, timeout: float | None = None, *, progress: bool = False) -> Run:
+        """Wait until the run is over, and return it; `progress`: print a line every two seconds or so.
+
+        Raises what ended it, with the text that the command prints: UserError, WorkerFailed or DistflowError; that it
+        was stopped is no error. Raises TimeoutError after `timeout` seconds, and KeyboardInterrupt; the run goes on.
+        """
+        display = PlainDisplay() if progress else _NoDisplay()
+        record = Monitor(self.path, display).only_look(math.inf if timeout is None else timeout)
+        if not record.over:
+            raise TimeoutError(
+                f"{self.path}: the run is not over after {timeout:g} s — it goes on; wait again, or stop it"
+            )
+        if record.failure is not None:
+            text = "\n".join(failure_report(record, record.failure))
+            raise _error(record.failure.exit_code, text)
+        return self
+
+    def status(self) -> dict[str, Any]:
+        """What `distflow status --json` prints: the state of the run, and what each worker does and waits for."""
+        return look(self.path).as_json()
+
+    def metrics(self) -> list[dict[str, float | None]]:
+        """What `distflow metrics --json` prints: one row per training step so far, by metric. None: not finite."""
+        return [finite(step) for step in read_steps(self.path, _warn)]
+
+    def stop(self, timeout: float | None = None) -> Run:
+        """Stop the run as `distflow stop` does, if it goes on: it saves and exits, and nothing of it is left.
+
+        `timeout`: seconds without progress that it gets for this (default: limits.drain_s + 10); 0: at once.
+        """
+        stop_run(self.path, read_record(self.path).drain_s + 10 if timeout is None else timeout)
+        return self
+
+
+def launch(recipe: str | os.PathLike[str] | None, overrides: Sequence[str] = (), **options: object) -> Run:
+    """Start a run as `distflow launch RECIPE KEY=VALUE …` does, and return it once its workers run, or it is over.
+
+    `options`: the long options of the command with underscores, such as `run="name"`, `runs_dir="runs"`, `resume=True`,
+    `hosts="hosts.txt"`. `recipe` may be None with `resume`. Prints what the command prints. Raises RecipeError with all
+    problems of a recipe, and UserError; `Run.wait` raises what ends the run later.
+    """
+    arguments = _arguments(recipe, overrides, options)
+    _check(arguments)
+    began = time.time()
+    started = [sys.executable, "-m", "distflow.launch", "launch", "--detach", *arguments]
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            started, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        assert process.stdout is not None, "its output comes by a pipe"
+        with process.stdout as lines:
+            first = _shown(lines.readline())
+            for line in lines:
+                _shown(line)
+        code = process.wait()
+        errors.seek(0)
+        said = errors.read().strip()
+    if code == 0:
+        return Run(Path(first))
+    if not first or not _ended(Path(first), code, began):
+        raise _error(code, said or f"the launch ended with exit code {code}")
+    return Run(Path(first))
+
+
+def load_run(run: str | os.PathLike[str] | None = None, *, runs_dir: str | os.PathLike[str] = "runs") -> Run:
+    """A run that goes on or is over: a name in `runs_dir`, or the path of its folder; None: the newest.
+
+    Raises UserError if there is none.
+    """
+    found = find_run(None if run is None else os.fspath(run), Path(runs_dir))
+    read_record(found)
+    return Run(found)
+
+
+def _shown(line: str) -> str:
+    text = line.rstrip("\n")
+    if text:
+        print(text, flush=True)
+    return text
+
+
+def _arguments(
+    recipe: str | os.PathLike[str] | None, overrides: Sequence[str], options: Mapping[str, object]
+) -> list[str]:
+    """The words of the command line; raises UserError."""
+    if isinstance(overrides, str):
+        raise UserError(f"overrides: expected a list of KEY=VALUE, got the text {overrides!r} — write [{overrides!r}]")
+    shown = [option for option in command.params if isinstance(option, click.Option)]
+    known = {name.removeprefix("--").replace("-", "_"): (name, one) for one in shown for name in one.opts}
+    usual = [key for key, (_, one) in known.items() if key not in NOT_HERE and not one.hidden]
+    words = []
+    for key, value in options.items():
+        if key not in known:
+            raise UserError(f"launch: there is no option {key!r} — {did_you_mean(key, usual)}")
+        if key in NOT_HERE:
+            raise UserError(f"launch: {key} — {NOT_HERE[key]}")
+        words += _words(*known[key], value)
+    return [*words, "--", *([] if recipe is None else [os.fspath(recipe)]), *overrides]
+
+
+def _words(name: str, option: click.Option, value: object) -> list[str]:
+    """One option as the command reads it."""
+    if value is None or value is False:
+        return []
+    if option.is_flag:
+        if value is not True:
+            raise UserError(f"launch: {name} — expected True or False, got {value!r}")
+        return [name]
+    values = value if option.multiple and isinstance(value, list | tuple) else [value]
+    return [f"{name}={one}" for one in values]
+
+
+def _check(arguments: list[str]) -> None:
+    """Raise here what the command would refuse, with all problems of a recipe."""
+    try:
+        given = command.make_context("launch", list(arguments)).params
+    except click.ClickException as error:
+        raise UserError(f"launch: {error.format_message()}") from error
+    options = as_asked(Options(**given))
+    loaded, plan = recipe_of(options, need_files=options.hosts is None)
+    check_name(options.name or plan.run_name)
+    if options.hosts is None:
+        check_here(options, loaded, plan)
+
+
+def _ended(run_dir: Path, code: int, began: float) -> bool:
+    """Whether the run was started, and ended with this exit code: else it was refused."""
+    if not (run_dir / FILE_NAME).exists():
+        return False
+    record = read_record(run_dir)
+    return record.over and record.exit_code == code and record.started >= began
+
+
+def _error(code: int, text: str) -> DistflowError:
+    return AS[code](text) if code in AS else DistflowError(text)
+
+
+def _ignore(line: str) -> None:
+    """Nobody asked."""
+
+
+def _warn(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+class _NoDisplay:
+    """Shows nothing."""
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, *raised: object) -> None:
+        """Nothing to restore."""
+
+    def show(self, status: RunStatus) -> None:
+        """Show nothing."""
+
+    def say(self, text: str) -> None:
+        """Show nothing."""
+
+    def finish(self, status: RunStatus) -> None:
+        """Show nothing."""

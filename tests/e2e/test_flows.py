@@ -1,0 +1,38 @@
+"""Every shipped flow trains, and the layout does not matter to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import SMALL, Launch
+
+FLOWS = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes" / "flow").glob("*.yaml"))
+STEPS = 3
+RESULTS = ("actor/loss", "actor/grad_norm", "critic/rewards/mean", "critic/advantages/max", "response_length/mean")
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_three_training_steps_are_the_same_in_one_process_and_in_several(launch: Launch, flow: str) -> None:
+    results = []
+    for layout in ("colocated", "split"):
+        run = launch("quickstart", f"flow={flow}", f"layout={layout}", *SMALL, f"run.training_steps={STEPS}")
+        assert run.wait() == 0, run.output
+        lines = run.metrics()
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        assert all(line["actor/grad_norm"] > 0 for line in lines)
+        results.append([line[name] for line in lines for name in RESULTS])
+        assert run.leftovers() == []
+    assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-6)
+
+
+def test_dapo_trains_on_replacements_of_groups_that_teach_nothing(launch: Launch) -> None:
+    """Nobody copies three digits at first, so all rewards are 0: of each ledger every fifth group is trained on."""
+    few = ("batch.prompts=4", "batch.ledgers=2", "batch.samples_per_prompt=2", f"run.training_steps={STEPS}")
+    rewarded = ("flow.steps.reward.with.function=exact_match", "flow.steps.token_rewards.with.overlong_share=0")
+    run = launch("quickstart", "flow=dapo", "layout=colocated", *few, *rewarded)
+    assert run.wait() == 0, run.output
+    trained = [{line["uid"][2] for line in run.dumps() if line["step"] == step} for step in (1, 2, 3)]
+    assert trained == [{0, 1, 10, 11}, {20, 21, 30, 31}, {40, 41, 50, 51}]
+    assert sum(line["group/dropped"] for line in run.metrics()) == 2 * 5 * 4
