@@ -25,7 +25,14 @@ _REPLACES = {
 """Naming another function, engine or model drops the settings of the previous one."""
 
 
-_NAMED = ("flow.steps.*", "layout.pools.*", "layout.pools.*.each.*", "models.*")
+_NAMED = (
+    "flow.steps.*",
+    "flow.steps.*.with.function.*",
+    "data.mix.*",
+    "layout.pools.*",
+    "layout.pools.*.each.*",
+    "models.*",
+)
 """Sections that users name: null removes them."""
 
 
