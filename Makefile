@@ -25,7 +25,7 @@ $(VENV)/.demo: pyproject.toml setup.cfg $(CONSTRAINTS)
 test-venv: $(VENV)/.test  ## .venv with all that the tests need
 
 $(VENV)/.test: $(VENV)/.demo requirements/install_sglang_cpu.sh
-	$(PIP) -e '.[dev,smollm2,deepspeed,plot,lora,bitsandbytes]'
+	$(PIP) -e '.[dev,smollm2,deepspeed,plot,lora,bitsandbytes,parquet,datasets,math]'
 	@# Hosts in the tests are network namespaces with an sshd each, and there is a Slurm with two nodes (13 MB); where
 	@# these cannot be had, such tests say so.
 	@if [ "$$(id -u)" = 0 ]; then \

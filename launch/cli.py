@@ -25,6 +25,7 @@ COMMANDS = {
     "launch": "Start a run and watch it.",
     "plan": "Show what each worker will do; write one recipe and script for each.",
     "validate": "Check a recipe and report all errors at once.",
+    "data": "Show prompts as the model sees them, and the reward of their gold answers.",
     "config": "Show the resolved recipe, its JSON Schema, or one key explained.",
     "worker": "Run one worker from its own per-worker recipe.",
     "watch": "Show the live page of a running run until it ends.",
@@ -41,7 +42,12 @@ COMMANDS = {
     "doctor": "Check this machine, and look for leftovers of dead runs.",
 }
 
-BESIDE = {"watch": ("status", "watch"), "stacks": ("status", "stacks"), "stop": ("launch", "stop")}
+BESIDE = {
+    "watch": ("status", "watch"),
+    "stacks": ("status", "stacks"),
+    "stop": ("launch", "stop"),
+    "validate": ("config", "validate"),
+}
 """File and name of commands that stand in the file of another one."""
 
 

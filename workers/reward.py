@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from distflow.data.batch import Batch, Ragged
+from distflow.data.order import DATA_SOURCE
 from distflow.errors import StepError, UserError
 from distflow.flow.step import step
 from distflow.log import logger
 from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, REWARD_PARTS, Completion
-from distflow.workers.reward_functions import Verdict, judge, reward_function
+from distflow.workers.reward_judging import Verdict, judge_together, reward_function, shown, spec_of, time_limit
 from distflow.workers.reward_pool import Judged, RewardPool
 
 log = logger(__name__)
@@ -43,7 +44,15 @@ _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
     scope="sample",
     plugins={"function": ["sample"]},
     choices={
-        "function": ["exact_match", "digits_copied", "reasoning_gym", "math"],
+        "function": [
+            "distflow.workers.reward_functions:exact_match",
+            "distflow.workers.reward_functions:regex",
+            "distflow.workers.reward_functions:math",
+            "distflow.workers.reward_functions:reasoning_gym",
+            "distflow.workers.reward_functions:format",
+            "distflow.workers.reward_functions:length_penalty",
+            "distflow.workers.reward_functions:digits_copied",
+        ],
         "on_error": ["drop", "zero", "stop"],
         "timeout_s": "> 0",
         "max_error_rate": ">= 0, <= 1",
@@ -55,7 +64,7 @@ def verify(
     batch: Batch,
     ctx: StepContext,
     *,
-    function: str = "exact_match",
+    function: str | Mapping[str, Any] = "exact_match",
     timeout_s: float | None = None,
     on_error: str = "drop",
     max_error_rate: float = 0.05,
@@ -63,9 +72,12 @@ def verify(
 ) -> Batch:
     """Write `reward` [B], `score` [B], and `rewards/<name>` [B] for each further part that the function returns.
 
-    `function`: exact_match, digits_copied, reasoning_gym, math, or a plug-in `(Completion) -> float | mapping` with the
-    keys reward, optionally score, and others. With `timeout_s` it runs in child processes, at most `processes` samples
-    at a time; a sample that exceeds it is killed with its process.
+    `function`: exact_match, regex, math, reasoning_gym, format, length_penalty, digits_copied, or a plug-in
+    `(Completion) -> float | mapping` with the keys reward, optionally score, and others, which may be asynchronous. Or
+    several by name, `{correct: {function: math}, format: {weight: 0.1, pattern: …}}`, each with its own settings: the
+    reward is their weighted sum, the score that of the first, and each is a part, `rewards/<name>`. With `timeout_s` it
+    runs in child processes, at most `processes` samples at a time; a sample that exceeds it is killed with its process.
+    So does math, with 10 s by default. Scores are counted by the task's `data_source` too.
     A sample on which it fails is counted and treated by `on_error`: drop (its group is replaced, `drop_reason` says
     why), zero (reward 0), or stop. Raises StepError on stop, if the first 16 samples of this worker all failed, and if
     more than `max_error_rate` of at least 100 samples, of all workers that run the step, failed; UserError for invalid
@@ -73,14 +85,16 @@ def verify(
     """
     if on_error not in ON_ERROR:
         raise UserError(f"on_error={on_error!r}: expected one of {', '.join(ON_ERROR)}")
-    tally = _Tally(batch, ctx, function, max_error_rate)
-    judge = _judge_of(function, timeout_s, processes)
+    spec = spec_of(function)
+    tally = _Tally(batch, ctx, shown(spec), max_error_rate)
+    judge = _judge_of(spec, timeout_s, processes)
     for judged in judge.judge(completions(batch)):
         tally.note(judged)
         if tally.failed and on_error == "stop":
             raise StepError(tally.report(tally.failed[0]))
         tally.check()
     verdicts = [tally.verdicts[row] for row in range(batch.rows)]
+    _count_by_source(batch, verdicts, ctx)
     return batch.with_columns(**_columns(judge.parts, verdicts, drop=on_error == "drop"))
 
 
@@ -107,22 +121,41 @@ class _Judge:
 
 
 @cache
-def _judge_of(function: str, timeout_s: float | None, processes: int) -> _Judge:
+def _judge_of(spec: str, timeout_s: float | None, processes: int) -> _Judge:
     """How samples are judged: one after another in this process, or by child processes."""
     if processes < 1:
         raise UserError(f"processes={processes}: expected at least 1")
-    if timeout_s is not None:
-        if not timeout_s > 0:
-            raise UserError(f"timeout_s={timeout_s}: expected seconds > 0, or null for no limit")
-        return _Judge(RewardPool(function, processes, timeout_s).judge)
-    call = reward_function(function)
+    if timeout_s is not None and not timeout_s > 0:
+        raise UserError(f"timeout_s={timeout_s}: expected seconds > 0, or null for the function's own limit")
+    limit = time_limit(spec) if timeout_s is None else timeout_s
+    if limit is not None:
+        return _Judge(RewardPool(spec, processes, limit).judge)
+    call = reward_function(spec)
 
     def here(samples: Iterable[Completion]) -> Iterator[Judged]:
         numbered = enumerate(samples)
-        while some := [(row, judge(call, sample)) for row, sample in islice(numbered, SOME)]:
-            yield some
+        while some := list(islice(numbered, SOME)):
+            verdicts = judge_together(call, [sample for _, sample in some])
+            yield [(row, verdict) for (row, _), verdict in zip(some, verdicts, strict=True)]
 
     return _Judge(here)
+
+
+def _count_by_source(batch: Batch, verdicts: Sequence[Verdict], ctx: StepContext) -> None:
+    """The mean score of each data source, where tasks say which one they are from."""
+    scores: dict[str, list[float]] = {}
+    source_of = cache(_source_of)
+    for task, verdict in zip(batch.texts("task"), verdicts, strict=True):
+        source = source_of(task)
+        if source and verdict.failure is None:
+            scores.setdefault(source, []).append(verdict.values["score"])
+    for source, found in scores.items():
+        ctx.metrics.mean(f"score/{source}/mean", sum(found) / len(found), len(found))
+
+
+def _source_of(task: str) -> str:
+    found = json.loads(task) if f'"{DATA_SOURCE}"' in task else {}
+    return str(found[DATA_SOURCE]) if isinstance(found, dict) and DATA_SOURCE in found else ""
 
 
 @dataclass(slots=True)

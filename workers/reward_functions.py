@@ -1,28 +1,24 @@
-"""Reward functions: those that ship with distflow, and calling one so that every failure becomes a `Verdict`.
+"""The reward functions that ship with distflow. Imports no torch.
 
-Imports no torch. A reward function takes a `Completion` and returns the reward, or a mapping with `reward` (trained
-on), `score` (the verifiable one) and further parts by name.
+A reward function takes a `Completion` and returns the reward, or a mapping with `reward` (trained on), `score` (the
+verifiable one) and further parts by name. Its keyword-only parameters are settings.
 """
 
 from __future__ import annotations
 
-import functools
+import logging
 import re
-import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache, lru_cache
 from importlib import import_module
-from math import isfinite
 from types import ModuleType
-from typing import Literal, SupportsFloat
+from typing import Any
 
 from distflow.errors import UserError
-from distflow.flow.resolve import named_function
 from distflow.types import Completion
 
 Reward = float | Mapping[str, float]
-RewardFunction = Callable[[Completion], Reward]
+RewardFunction = Callable[..., Reward | Awaitable[Reward]]
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LEAD = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)\s*(.+)", re.IGNORECASE)
@@ -30,12 +26,38 @@ _LEAD = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)\s*(.+)", re.IGNORECASE
 
 def exact_match(sample: Completion) -> float:
     """1 if the stripped response equals `task["answer"]` and the model ended it itself; else 0."""
-    return float(sample.finish_reason == "stop" and sample.response.strip() == str(sample.task["answer"]).strip())
+    return float(sample.finish_reason == "stop" and sample.response.strip() == str(_answer(sample)).strip())
+
+
+def regex(sample: Completion, *, pattern: str, ignore: str = "") -> float:
+    """1 if the last match of `pattern` in the response equals `task["answer"]`, else 0.
+
+    The first group of the pattern counts, or the whole match if it has none. Characters in `ignore`, such as `,$`, are
+    removed from both.
+    """
+    found = re.findall(_compiled(pattern), sample.response)
+    given = found[-1] if found else None
+    first = given[0] if isinstance(given, tuple) else given
+    return float(first is not None and _without(first, ignore) == _without(str(_answer(sample)), ignore))
+
+
+def format(sample: Completion, *, pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>") -> float:
+    """1 if the whole response, stripped, matches `pattern` (a dot matches line ends too), else 0."""
+    return float(re.fullmatch(_compiled(pattern), sample.response.strip()) is not None)
+
+
+def length_penalty(sample: Completion, *, max_tokens: int, buffer: int) -> float:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), from 0 to -1, by tokens of the response.
+
+    0 up to `max_tokens` - `buffer`; from there on linear down to -1 at `max_tokens`.
+    """
+    over = len(sample.response_ids) - (max_tokens - buffer)
+    return -min(1.0, max(0.0, over / buffer))
 
 
 def digits_copied(sample: Completion) -> dict[str, float]:
     """Reward: fraction of correct positions, counting the end of the sequence. Score: 1 if all are correct."""
-    answer = str(sample.task["answer"])
+    answer = str(_answer(sample))
     right = sum(given == wanted for given, wanted in zip(sample.response, answer, strict=False))
     right += sample.finish_reason == "stop" and len(sample.response) == len(answer)
     exact = sample.finish_reason == "stop" and sample.response == answer
@@ -57,11 +79,41 @@ def reasoning_gym(sample: Completion) -> float:
 def math(sample: Completion) -> float:
     """1 if math-verify finds the response's final answer equal to `task["answer"]`, else 0.
 
-    Raises UserError if the package is missing.
+    It may take forever on some responses, so it always runs in processes that can be killed. Raises UserError if the
+    package is missing.
     """
     package = _package("math_verify", "math-verify", "math")
-    expected, given = package.parse(str(sample.task["answer"])), package.parse(sample.response)
-    return float(package.verify(expected, given))
+    expected = _expected(str(_answer(sample)))
+    # Its own time limit is an alarm signal, which works in main threads alone.
+    given = package.parse(sample.response, parsing_timeout=None)
+    return float(package.verify(expected, given, timeout_seconds=None))
+
+
+@lru_cache(maxsize=1024)
+def _expected(answer: str) -> Any:
+    package = _package("math_verify", "math-verify", "math")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we limit its time ourselves
+    found = package.parse(answer, parsing_timeout=None)
+    return found or package.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+
+
+def _answer(sample: Completion) -> Any:
+    if "answer" not in sample.task:
+        there = ", ".join(sample.task) or "nothing"
+        raise ValueError(f"the task has no 'answer', only {there}: data.fields.answer=COLUMN says which column it is")
+    return sample.task["answer"]
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise UserError(f"pattern {pattern!r} is no regular expression: {error}") from error
+
+
+def _without(text: str, characters: str) -> str:
+    return text.translate(str.maketrans("", "", characters)).strip()
 
 
 def find_answer(response: str) -> str:
@@ -104,56 +156,12 @@ def _package(module: str, distribution: str, function: str) -> ModuleType:
 
 REWARDS: dict[str, RewardFunction] = {
     "exact_match": exact_match,
+    "regex": regex,
+    "format": format,
+    "length_penalty": length_penalty,
     "digits_copied": digits_copied,
     "reasoning_gym": reasoning_gym,
     "math": math,
 }
-
-
-Failure = Literal["error", "timeout"]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """`values` with at least reward and score, or after a failure its kind and text (the user's frames first)."""
-
-    values: Mapping[str, float]
-    failure: Failure | None = None
-    message: str = ""
-
-
-@functools.cache
-def reward_function(name: str) -> RewardFunction:
-    """The function by its short name or as a plug-in; raises UserError or PluginError."""
-    return named_function("function", name, REWARDS)
-
-
-def judge(function: RewardFunction, sample: Completion) -> Verdict:
-    """Call the function; only UserErrors (a missing package) pass through, since every sample would fail with them."""
-    try:
-        return Verdict(_read(function(sample)))
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        # Without the first frame, which is this one: the user's frames come first.
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        text = "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
-        return Verdict({}, "error", text.rstrip())
-
-
-def _read(given: object) -> dict[str, float]:
-    values = dict(given) if isinstance(given, Mapping) else {"reward": given}
-    if "reward" not in values:
-        raise TypeError(f"the reward function returned keys {sorted(values)}; expected a number, or a key 'reward'")
-    numbers = {str(name): _number(str(name), value) for name, value in values.items()}
-    return {"score": numbers["reward"], **numbers}
-
-
-def _number(name: str, value: object) -> float:
-    # numpy and torch scalars are accepted; plain types are tested first because a protocol check is slow.
-    if not isinstance(value, (float, int)) and not isinstance(value, SupportsFloat):
-        raise TypeError(f"the reward function returned {name} = {value!r}; expected a number")
-    number = float(value)
-    if not isfinite(number):
-        raise ValueError(f"the reward function returned {name} = {number}; expected a finite number")
-    return number
+TIME_LIMITS: Mapping[str, float] = {"math": 10.0}
+"""Seconds for a sample where no `timeout_s` is given, of functions that may hang."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from distflow.errors import PluginError
 from distflow.log import logger
 from distflow.types import Completion
-from distflow.workers.reward_functions import Verdict
+from distflow.workers.reward_judging import Verdict, shown
 from distflow.workers.reward_process import RewardProcess
 
 log = logger(__name__)
@@ -52,8 +52,9 @@ class _Child:
 class RewardPool:
     """Children with one reward function: at most `processes` samples at a time, each for at most `timeout_s`."""
 
-    def __init__(self, name: str, processes: int, timeout_s: float) -> None:
-        self._name = name
+    def __init__(self, spec: str, processes: int, timeout_s: float) -> None:
+        self._spec = spec
+        self._name = shown(spec)
         self._processes = processes
         self._timeout_s = timeout_s
         self._children: list[_Child] = []
@@ -94,7 +95,7 @@ class RewardPool:
         late = sum(now - child.since > self._timeout_s / 2 for child in busy)
         wanted = min(self._processes, waiting + len(busy)) if self._slow else 1
         for _ in range(wanted + max(1, late) - len(self._children)):
-            self._children.append(_Child(RewardProcess(self._name), now))
+            self._children.append(_Child(RewardProcess(self._spec), now))
 
     def _assign(self, waiting: deque[tuple[int, Completion]]) -> None:
         busy = sum(child.row is not None for child in self._children)

@@ -22,7 +22,7 @@ from setproctitle import getproctitle
 from distflow.comm.processes import name_process
 from distflow.errors import PluginError, UserError
 from distflow.types import Completion
-from distflow.workers.reward_functions import Verdict, judge, reward_function
+from distflow.workers.reward_judging import Verdict, judge, reward_function, shown
 
 ENDING_S = 1.0
 """How long a child may take to exit after closing its output."""
@@ -37,8 +37,8 @@ _BOOT = (
 class RewardProcess:
     """A child process that judges one sample at a time; its methods do not block."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, spec: str) -> None:
+        self._name = shown(spec)
         self._received = b""
         self._unsent = b""
         title = f"{getproctitle()} reward function"
@@ -46,7 +46,7 @@ class RewardProcess:
         lifeline, self._lifeline = os.pipe()
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), name, str(lifeline), title],
+                [sys.executable, "-c", _BOOT, json.dumps(sys.path), spec, str(lifeline), title],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
@@ -149,7 +149,7 @@ class RewardProcess:
             os.close(descriptor)
 
 
-def serve(name: str, lifeline: str, title: str) -> None:
+def serve(spec: str, lifeline: str, title: str) -> None:
     """The child: load the function, report that, then judge one completion per line until the input ends."""
     if not _die_with_writer(int(lifeline)):
         return
@@ -160,7 +160,7 @@ def serve(name: str, lifeline: str, title: str) -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         try:
-            function = reward_function(name)
+            function = reward_function(spec)
         except UserError as error:
             _say(answers, {"fatal": str(error)})
             return

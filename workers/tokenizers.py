@@ -64,9 +64,14 @@ class CharTokenizer:
         """The two texts, one behind the other."""
         return self.encode(prompt + response)
 
-    def chat_prompt(self, text: str) -> list[int]:
+    def chat_prompt(
+        self,
+        turns: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Raises UserError: there is no chat template."""
-        raise UserError(_no_template(self.spec))
+        raise UserError(_no_template(self.spec, turns))
 
     def save(self, folder: Path) -> None:
         """Write it in Hugging Face format."""
@@ -105,12 +110,29 @@ class PretrainedTokenizer:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         return self.encode(self.pretrained.apply_chat_template(turns, tokenize=False))
 
-    def chat_prompt(self, text: str) -> list[int]:
-        """The text as a user's turn, followed by the generation prompt; raises UserError without a chat template."""
+    def chat_prompt(
+        self,
+        turns: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The turns, or a text as a user's turn, followed by the generation prompt; `arguments`: of the template.
+
+        Raises UserError without a chat template, ValueError with the template's own error if it fails.
+        """
         if self.pretrained.chat_template is None:
-            raise UserError(_no_template(self.name))
-        turns = [{"role": "user", "content": text}]
-        written = self.pretrained.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            raise UserError(_no_template(self.name, turns))
+        messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else [dict(turn) for turn in turns]
+        further = {"add_generation_prompt": True, **(arguments or {})}
+        try:
+            written = self.pretrained.apply_chat_template(
+                messages, tools=list(tools) or None, tokenize=False, **further
+            )
+        except Exception as error:  # of the template, which is code of the model's authors
+            raise ValueError(
+                f"the chat template of {self.name!r} fails: {type(error).__name__}: {error} — it got the roles "
+                f"{', '.join(str(message.get('role')) for message in messages)}"
+            ) from error
         return self.encode(written)
 
     def save(self, folder: Path) -> None:
@@ -118,8 +140,15 @@ class PretrainedTokenizer:
         self.pretrained.save_pretrained(folder)
 
 
-def _no_template(name: str) -> str:
-    return f"data.chat is true, but tokenizer {name!r} has no chat template — data.chat=false, or a tokenizer with one"
+def _no_template(name: str, turns: object) -> str:
+    if isinstance(turns, str):
+        return (
+            f"data.chat is true, but tokenizer {name!r} has no chat template — data.chat=false, or a tokenizer with one"
+        )
+    return (
+        f"the prompt is a list of chat messages, but tokenizer {name!r} has no chat template — a model with one, a "
+        "chat_template.jinja in the tokenizer's folder, or prompts that are text"
+    )
 
 
 def _pretrained_chars(tokens: Sequence[str]) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from distflow.config.data_schema import DataConfig
 from distflow.config.other_tools import meant
 from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe, StepConfig
 from distflow.config.yamlfile import KeyPath, dotted
@@ -68,6 +69,9 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
         return None, problems
     _check_batch(recipe.batch, problems)
     _check_models(recipe.models, problems)
+    _check_data(recipe.data, problems)
+    if recipe.val is not None and recipe.val.data is not None:
+        _check_data(recipe.val.data, problems, "val.data")
     if recipe.run.keep_best is None and recipe.run.keep_best_mode != "max":
         message = f"{recipe.run.keep_best_mode} of nothing: run.keep_best is null"
         cure = "run.keep_best=critic/score, or another mean metric of the training workers, or remove it"
@@ -142,6 +146,15 @@ def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None
             if model.tokenizer is None:
                 cure = "a folder, a hub id, or one token per character, for example tokenizer: 'chars:0123456789='"
                 problems.add(f"{key}.tokenizer", "a new model needs a tokenizer", cure, at=key)
+
+
+def _check_data(data: DataConfig, problems: Problems, section: str = "data") -> None:
+    """Prompts come from one source or from a mixture."""
+    if data.source is None and not data.mix:
+        cure = "a file such as prompts.jsonl, a folder of such files, or a function as module:name or ./file.py:name"
+        problems.add(f"{section}.source", _MISSING, cure)
+    elif data.source is not None and data.mix:
+        problems.add(f"{section}.mix", "`source` is given too", "give one of them", others=(f"{section}.source",))
 
 
 def _either(numbers: list[int]) -> str:

@@ -10,7 +10,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from distflow.config.check import first_sentence, key_of, known_key, section_at
-from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, Recipe
+from distflow.config.data_schema import DataConfig
+from distflow.config.schema import FlowConfig, LayoutConfig, ModelConfig, Recipe
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Problem, RecipeError
 
@@ -90,7 +91,7 @@ def _type_text(field: FieldInfo) -> str:
     text = (
         annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
     )
-    for module in ("typing.", "distflow.config.schema."):
+    for module in ("typing.", "distflow.config.schema.", "distflow.config.data_schema."):
         text = text.replace(module, "")
     return text.replace("NoneType", "null").replace("None", "null")
 

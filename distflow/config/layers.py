@@ -14,7 +14,12 @@ COMMAND_LINE = "command line"
 
 _REPLACES = {
     "flow.steps.*.call": ("with",),
-    "data.source": ("with",),
+    "data.source": ("with", "fields", "mix"),
+    "data.mix": ("source", "with", "fields"),
+    "data.mix.*.source": ("with", "fields"),
+    "val.data.source": ("with", "fields", "mix"),
+    "val.data.mix": ("source", "with", "fields"),
+    "val.data.mix.*.source": ("with", "fields"),
     "layout.pools.*.engine": ("engine_options",),
     "layout.pools.*.backend": ("backend_options", "zero"),
     "models.*.path": ("init", "tokenizer"),
@@ -23,7 +28,15 @@ _REPLACES = {
 """Naming another function, engine or model drops the settings of the previous one."""
 
 
-_NAMED = ("flow.steps.*", "layout.pools.*", "layout.pools.*.each.*", "models.*")
+_NAMED = (
+    "flow.steps.*",
+    "flow.steps.*.with.function.*",
+    "data.mix.*",
+    "val.data.mix.*",
+    "layout.pools.*",
+    "layout.pools.*.each.*",
+    "models.*",
+)
 """Sections that users name: null removes them."""
 
 

@@ -27,7 +27,7 @@ _DAPO = "flow=dapo, whose step for it is distflow.workers.shaping:"
 _CLIP = "flow.steps.update.with.clip, as [0.2, 0.2]"
 _LENGTH = "flow.steps.sample.with.max_new_tokens"
 _MODEL = "models.policy.path"
-_DATA = "data.source, a function, and data.with, its arguments"
+_DATA = "data.source, a file or folder of prompts, or a function"
 _REWARD = "flow.steps.reward.with.function"
 _COUNT = "layout.pools.NAME.count"
 _SAVE = "run.save_every"
@@ -63,6 +63,13 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(("max_new_tokens", "max_tokens", "max_completion_length", "max_response_length"), _LENGTH),
     **dict.fromkeys(("response_length", "generate_max_len", "max_gen_len"), _LENGTH),
     **dict.fromkeys(("max_prompt_length", "max_prompt_len", "prompt_max_len"), "data.max_prompt_tokens"),
+    "filter_overlong_prompts": "data.overlong=drop",
+    **dict.fromkeys(("prompt_key", "input_key", "prompt_column"), "data.fields: {prompt: COLUMN}"),
+    **dict.fromkeys(("label_key", "answer_key", "answer_column"), "data.fields: {answer: COLUMN}"),
+    **dict.fromkeys(("chat_template_kwargs", "apply_chat_template_kwargs"), "data.chat_template_args"),
+    **dict.fromkeys(("apply_chat_template", "return_raw_chat"), "data.chat"),
+    **dict.fromkeys(("interleave_probs", "mixture_weights", "datasets"), "data.mix.NAME.weight"),
+    "reward_weights": "flow.steps.reward.with.function.NAME.weight",
     **dict.fromkeys(("model", "model_name", "model_path", "model_name_or_path", "pretrain"), _MODEL),
     **dict.fromkeys(("dataset", "dataset_name", "train_files", "prompt_data", "train_file"), _DATA),
     **dict.fromkeys(

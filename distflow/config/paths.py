@@ -18,7 +18,11 @@ from distflow.errors import Problem, RecipeError, did_you_mean, nearest
 
 CHARS_PREFIX = "chars:"
 """What precedes the characters of a tokenizer that has a token for each."""
+HUB_PREFIX = "hub:"
+"""What precedes the id of a data set on the Hugging Face hub."""
 _FILE_PLUGIN = re.compile(r"^(?P<plus>\+?)(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)$")
+_FUNCTION = re.compile(r":[A-Za-z_]\w*$")
+"""How the names of functions end."""
 _FILE_NAME = re.compile(r"^[^/\s][^\s]*(/[^\s]*|\.\w+)$")
 """Text that looks like a relative file: with a slash or a suffix."""
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -110,6 +114,8 @@ def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folde
     if _is_interpreter(at):
         # Links are kept: the Python of a virtual environment is a link, and its place identifies it.
         return os.path.abspath(folder_of(at) / Path(value).expanduser())
+    if _is_source(at) and is_data_file(value):
+        return str((folder_of(at) / Path(value).expanduser()).resolve())
     plugin = _FILE_PLUGIN.match(value)
     if plugin is not None and _is_plugin_place(at, plugin["file"]):
         return f"{plugin['plus']}{(folder_of(at) / Path(plugin['file']).expanduser()).resolve()}:{plugin['name']}"
@@ -119,6 +125,11 @@ def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folde
 def looks_like_path(name: str) -> bool:
     """Whether a name is a folder, no hub id such as Qwen/Qwen2.5-0.5B and no `chars:…`."""
     return not (name.startswith(CHARS_PREFIX) or _HUB_ID.match(name))
+
+
+def is_data_file(source: str) -> bool:
+    """Whether a data source is a file or folder of prompts, no function and no `hub:ID`."""
+    return not source.startswith(HUB_PREFIX) and not _FUNCTION.search(source)
 
 
 def _model_path(name: str, folder: Path) -> str:
@@ -143,9 +154,17 @@ def _setting(text: str, folder: Path) -> str:
     return str((folder / text).resolve()) if found else text
 
 
+def _is_source(at: KeyPath) -> bool:
+    """Whether it is `data.source` or `data.mix.NAME.source`, or the same below `val`."""
+    at = at[1:] if at[:2] == ("val", "data") else at
+    return at == ("data", "source") or (at[:2] == ("data", "mix") and at[3:] == ("source",))
+
+
 def _is_setting(at: KeyPath) -> bool:
-    """Below `data.with` or `flow.steps.NAME.with`."""
-    return at[:2] == ("data", "with") or (at[:2] == ("flow", "steps") and at[3:4] == ("with",))
+    """Below `data.with`, `data.mix.NAME.with` (or the same below `val`) or `flow.steps.NAME.with`."""
+    at = at[1:] if at[:2] == ("val", "data") else at
+    mixed = at[:2] in (("data", "mix"), ("flow", "steps")) and at[3:4] == ("with",)
+    return at[:2] == ("data", "with") or mixed
 
 
 def _is_interpreter(at: KeyPath) -> bool:

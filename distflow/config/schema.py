@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from distflow.config.data_schema import DataConfig
 from distflow.config.section import Section
 from distflow.config.training_schema import LoraConfig, OptimizerConfig
 from distflow.types import MOST_WORKERS
@@ -263,21 +264,6 @@ class ModelConfig(Section):
             return ()
         own = self.model_fields_set
         return ("path", "init", "tokenizer", *(key for key in ("dtype", "gradient_checkpointing") if key not in own))
-
-
-class DataConfig(Section):
-    """Where prompts come from."""
-
-    source: str
-    """A function that returns a prompt source: `module:name` or `./file.py:name`."""
-    with_: dict[str, Any] = Field(default={}, alias="with")
-    """Arguments of that function, by name."""
-    shuffle: bool = True
-    """Shuffle each pass over the data, seeded by run.seed."""
-    chat: bool = False
-    """Wrap each prompt as a user's turn of the model's chat template."""
-    max_prompt_tokens: int = Field(default=512, ge=1, json_schema_extra={"unit": "tokens"})
-    """Longest prompt, in tokens; a longer one is an error that names it."""
 
 
 class ValConfig(Section):

@@ -94,9 +94,10 @@ def generator(seed: int, kind: str, position: int, sample: int = 0) -> np.random
     return np.random.Generator(np.random.Philox(key=int.from_bytes(stream_key(seed, kind, position, sample), "little")))
 
 
-def permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
-    """The order [size] in which pass `epoch` visits the data."""
-    return generator(seed, "permutation", epoch).permutation(size).astype(np.int64)
+def permutation(seed: int, epoch: int, size: int, source: str = "") -> NDArray[np.int64]:
+    """The order [size] in which pass `epoch` visits the data, or one source of several."""
+    kind = f"permutation/{source}" if source else "permutation"
+    return generator(seed, kind, epoch).permutation(size).astype(np.int64)
 
 
 def _to_unit(high: Words, low: Words) -> NDArray[np.float64]:

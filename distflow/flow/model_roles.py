@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.config.paths import CHARS_PREFIX, looks_like_path
-from distflow.config.schema import DataConfig, ModelConfig
+from distflow.config.schema import ModelConfig
 from distflow.config.yamlfile import shown
 from distflow.errors import PluginError, Problems, did_you_mean, nearest
 from distflow.flow.graph import StepNode
@@ -181,10 +181,11 @@ def check_characters(plan: Plan, problems: Problems) -> None:
     model = plan.recipe.models[plan.primary]
     if model.tokenizer is None or not model.tokenizer.startswith(CHARS_PREFIX):
         return
-    needed = _characters_of(plan.recipe.data)
+    sources = plan.recipe.data.sources.values()
+    needed = "".join(_characters_of(source.source) for source in sources)
     lacking = "".join(dict.fromkeys(char for char in needed if char not in model.tokenizer[len(CHARS_PREFIX) :]))
     if lacking:
-        message = f"{model.tokenizer!r} lacks {lacking!r}, which the prompts of {plan.recipe.data.source} need"
+        message = f"{model.tokenizer!r} lacks {lacking!r}, which the prompts of {plan.recipe.data.shown} need"
         problems.add(f"models.{plan.primary}.tokenizer", message, f"for example '{model.tokenizer}{lacking}'")
 
 
@@ -240,9 +241,9 @@ def _size(config: Mapping[str, Any], name: str) -> int:
     return value if type(value) is int and value > 0 else 0
 
 
-def _characters_of(data: DataConfig) -> str:
+def _characters_of(call: str) -> str:
     try:
-        source = find_source(data.source)
+        source = find_source(call)
     except PluginError:
         return ""
     for statement in ast.parse(source.text).body:
@@ -251,7 +252,7 @@ def _characters_of(data: DataConfig) -> str:
                 ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict() as value)
                 | ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as value)
             ) if name == _CHARACTERS:
-                return _text_under(value, split_call(data.source)[1])
+                return _text_under(value, split_call(call)[1])
     return ""
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.config.schema import DataConfig, Recipe
+from distflow.config.data_schema import DataConfig
+from distflow.config.schema import Recipe
 from distflow.flow.edges import Edge, EdgeKind, End
 from distflow.flow.step import reserved_tokens, response_tokens
 from distflow.types import Role, Scope, WorkerName

@@ -9,6 +9,7 @@ from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import LayoutConfig, PoolConfig, Recipe
 from distflow.errors import Problems, RecipeError
+from distflow.flow.data_check import check_data
 from distflow.flow.digest import interface_digest
 from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode, generate_settings
@@ -21,7 +22,7 @@ from distflow.flow.resolve import find_source
 from distflow.flow.sharding import divided_notes, divides_models
 from distflow.flow.step import SEVERAL_UPDATES, reserved_tokens
 from distflow.flow.step_settings import is_file_plugin
-from distflow.flow.structure import Structure, build_structure, check_data
+from distflow.flow.structure import Structure, build_structure
 from distflow.flow.structure_checks import check_structure
 from distflow.flow.validation import val_plan
 from distflow.flow.wiring import ports_of, wire
@@ -33,12 +34,14 @@ REFILLS_PER_GROUP = 10
 def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = True) -> Plan:
     """Plan a recipe; raises RecipeError with all problems.
 
-    `where` gives the `file:line` of a key. With `need_files=False` a missing model folder is only a note.
+    `where` gives the `file:line` of a key. With `need_files=False` missing model folders and data files are only notes.
     """
     where = where or (lambda key: "recipe")
     problems, missing = Problems(where), Problems(where)
     structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems, recipe.run, recipe.batch)
-    check_data(recipe.data, problems)
+    check_data(recipe.data, problems, missing)
+    if recipe.val is not None and recipe.val.data is not None:
+        check_data(recipe.val.data, problems, missing, "val.data")
     check_files(recipe.models, missing)
     problems += missing if need_files else []
     if structure is not None:

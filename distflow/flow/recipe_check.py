@@ -10,21 +10,24 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from distflow.config.data_schema import DataConfig
 from distflow.config.load import Examined, LoadedRecipe, examine_recipe
+from distflow.config.paths import HUB_PREFIX, is_data_file
 from distflow.config.plugins import MODEL_CONFIG, VOCABULARY
-from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
+from distflow.config.schema import BatchConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
 from distflow.config.section import Section
 from distflow.config.yamlfile import shown
 from distflow.errors import Problem, Problems, RecipeError, UserError
 from distflow.flow.chosen_function import chosen_function
+from distflow.flow.data_check import check_data, keyed_sources
 from distflow.flow.graph import read_steps
 from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.resolve import check_call, check_step, resolve
 from distflow.flow.step_declaration import read_declaration
-from distflow.flow.step_settings import is_plugin
-from distflow.flow.structure import build_structure, check_data
+from distflow.flow.step_settings import functions_of
+from distflow.flow.structure import build_structure
 from distflow.flow.structure_checks import check_structure
 from distflow.flow.without_effect import tell_idle
 
@@ -91,7 +94,7 @@ def _further_problems(examined: Examined) -> list[Problem]:
     elif flow is not None:
         read_steps(flow, problems)
     if data is not None:
-        check_data(data, problems)
+        check_data(data, problems, problems)
     return problems
 
 
@@ -170,10 +173,10 @@ def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
         key = f"flow.steps.{step.name}"
         yield f"{key}.call", partial(_step, step)
         declaration = read_declaration(step.call)
-        plugins = declaration.spec.plugins
-        for setting, value in step.settings.items():
-            if setting in plugins and isinstance(value, str) and is_plugin(value):
-                yield f"{key}.with.{setting}", partial(_call, value, plugins[setting], ())
+        plugins = {name: names for name, names in declaration.spec.plugins.items() if name in step.settings}
+        for setting, positional in plugins.items():
+            for below, (call, own) in functions_of(step.settings[setting]).items():
+                yield f"{key}.with.{setting}{below}", partial(_call, call, positional, own)
         function = chosen_function(declaration.spec, declaration.parameters, step.settings)
         if function is not None:
             own = tuple(setting for setting in step.settings if setting in function.own.settings)
@@ -184,7 +187,13 @@ def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
             if step.name not in shared:
                 yield f"{pool}.each.{worker.name.index}.steps", partial(_step, step)
     yield from _class_checks(plan)
-    yield "data.source", partial(_call, plan.recipe.data.source, (), tuple(plan.recipe.data.with_))
+    yield from _source_checks(plan)
+
+
+def _source_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
+    for key, source in keyed_sources(plan.recipe.data):
+        if not (is_data_file(source.source) or source.source.startswith(HUB_PREFIX)):
+            yield f"{key}.source", partial(_call, source.source, (), tuple(source.with_))
 
 
 def _class_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -74,7 +74,7 @@ def complaints(
         elif name in choices and isinstance(value, str) and not (name in (*plugins, *functions) and is_plugin(value)):
             found += _choice_complaints(name, value, choices[name], plugin=name in (*plugins, *functions))
         elif name not in functions:
-            found += _plugin_complaints(name, value, plugins)
+            found += _plugin_complaints(name, value, plugins, choices)
     for name, default in parameters.settings.items():
         if default is REQUIRED and name not in given:
             found.append((name, "required, but not given", f"add {name}: … to its `with`"))
@@ -139,8 +139,12 @@ def _is_choice(value: str, choice: str) -> bool:
     return number != value and number.isdecimal() and int(number) > 0
 
 
-def _plugin_complaints(name: str, value: object, plugins: Mapping[str, Sequence[str]]) -> list[Complaint]:
+def _plugin_complaints(
+    name: str, value: object, plugins: Mapping[str, Sequence[str]], choices: Mapping[str, Sequence[str]]
+) -> list[Complaint]:
     declared = name in plugins
+    if declared and isinstance(value, Mapping):
+        return _component_complaints(name, value, plugins[name], choices.get(name, ()))
     if not isinstance(value, str) or not (is_file_plugin(value) or (declared and is_plugin(value))):
         return []
     try:
@@ -155,6 +159,66 @@ def _plugin_complaints(name: str, value: object, plugins: Mapping[str, Sequence[
     got = ", ".join([*parameters.positional, *(["*", *parameters.settings] if parameters.settings else [])])
     cure = f"expected def {source.node.name}({', '.join(plugins[name])})"
     return [(name, f"{source.where}: {source.node.name!r} has the wrong signature ({got})", cure)]
+
+
+def functions_of(value: object) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """The plug-ins that a setting names, with the settings that each gets, by what follows the setting's key.
+
+    One as text, or several by name: `{NAME: {function: …, weight: …, …}}`.
+    """
+    if isinstance(value, str):
+        return {"": (value, ())} if is_plugin(value) else {}
+    given = value.items() if isinstance(value, Mapping) else ()
+    named = {name: part for name, part in given if _names_function(part) and is_plugin(part["function"])}
+    own = {name: tuple(key for key in part if key not in ("function", "weight")) for name, part in named.items()}
+    return {f".{name}.function": (part["function"], own[name]) for name, part in named.items()}
+
+
+def _names_function(part: object) -> bool:
+    return isinstance(part, Mapping) and "function" in part
+
+
+def _component_complaints(
+    setting: str, given: Mapping[str, Any], positional: Sequence[str], choices: Sequence[str]
+) -> list[Complaint]:
+    """Of several functions by name, each with `function` (by default its name), `weight`, and settings of its own."""
+    if not given:
+        return [(setting, "no function is named", "for example {correct: {function: exact_match}}")]
+    found: list[Complaint] = []
+    for name, part in given.items():
+        key = f"{setting}.{name}"
+        if not (isinstance(part, Mapping) or _is_number(part)):
+            found.append((key, f"expected a mapping, got {quoted(part)}", "for example {function: math, weight: 1.0}"))
+            continue
+        own = dict(part) if isinstance(part, Mapping) else {"weight": part}
+        function, weight = own.pop("function", name), own.pop("weight", 1.0)
+        if not _is_number(weight):
+            found.append((f"{key}.weight", f"expected a number, got {quoted(weight)}", "write a number"))
+        at = f"{key}.function" if _names_function(part) else key
+        found += _function_complaints(key, at, function, own, (positional, choices))
+    return found
+
+
+def _function_complaints(
+    key: str, at: str, function: object, own: Mapping[str, Any], may_be: tuple[Sequence[str], Sequence[str]]
+) -> list[Complaint]:
+    """One function, which `at` names, and its settings; `may_be`: its positional parameters, and names it may have."""
+    positional, choices = may_be
+    shipped = {call.rpartition(":")[2]: call for call in choices}
+    if not isinstance(function, str) or not (function in shipped or is_plugin(function)):
+        cure = f"{did_you_mean(str(function), shipped)}, or a function as module:name or ./file.py:name"
+        return [(at, f"there is no {quoted(function)}", cure)]
+    try:
+        source = find_source(shipped.get(function, function))
+    except PluginError as error:
+        return [(at, str(error), "correct the file or the name")]
+    if isinstance(source.node, ast.ClassDef):
+        return []
+    parameters = read_parameters(source.node)
+    if not parameters.open_ended and len(parameters.positional) != len(positional):
+        cure = f"expected def {source.node.name}({', '.join(positional)}, *, setting=default, …)"
+        return [(at, f"{source.where}: {source.node.name!r} has the wrong signature", cure)]
+    return [(f"{key}.{name}", message, cure) for name, message, cure in complaints(own, parameters, {}, {})]
 
 
 def _takes(parameters: Parameters, positional: int) -> bool:

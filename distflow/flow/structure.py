@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
-from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, Recipe, RunConfig
+from distflow.config.schema import BatchConfig, FlowConfig, LayoutConfig, ModelConfig, Recipe, RunConfig
 from distflow.errors import PluginError, Problems
 from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode, order_steps, read_steps
@@ -18,8 +17,6 @@ from distflow.flow.plan import PoolPlan
 from distflow.flow.resolve import Definition, find_source
 from distflow.flow.sharding import check_zero
 from distflow.flow.sites import find_home, find_sites, generating_pools, plan_pools, steps_before_custody
-from distflow.flow.step_declaration import read_parameters
-from distflow.flow.step_settings import complaints
 from distflow.types import REWARD_PARTS
 
 _NEEDED = {"temperature": "float = 1.0", "max_new_tokens": "int = 16"}
@@ -119,21 +116,6 @@ def _on_pools(
         private=private,
         unread=tuple(unread),
     )
-
-
-def check_data(data: DataConfig, problems: Problems, section: str = "data") -> None:
-    """Check that the data source exists and takes the settings in `with`."""
-    node = _definition(data.source, f"{section}.source", problems)
-    if node is None or isinstance(node, ast.ClassDef):
-        return
-    parameters = read_parameters(node)
-    if parameters.positional:
-        message = f"{node.name!r} takes positional parameters ({', '.join(parameters.positional)})"
-        cure = f"expected def {node.name}(*, setting=default, …)"
-        problems.add(f"{section}.source", message, cure)
-        return
-    for setting, message, cure in complaints(data.with_, parameters, {}, {}):
-        problems.add(f"{section}.with.{setting}", message, cure)
 
 
 def _check_roles(steps: list[StepNode], problems: Problems) -> None:

@@ -10,15 +10,13 @@ from distflow.errors import Problems
 from distflow.flow.graph import StepNode
 from distflow.flow.plan import ValPlan
 from distflow.flow.step_settings import complaints
-from distflow.flow.structure import Structure, check_data
+from distflow.flow.structure import Structure
 
 
 def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse settings that the flow's generate step lacks, and flows in which further models generate."""
     if recipe.val is None:
         return
-    if recipe.val.data is not None:
-        check_data(recipe.val.data, problems, "val.data")
     node, spec = _generate_step(structure), _generate_step(structure).declaration.spec
     parameters = node.declaration.parameters
     found = complaints(_settings(recipe, node), parameters, spec.plugins, spec.choices, spec.ranges)
@@ -50,7 +48,7 @@ def val_lines(recipe: Recipe, val: ValPlan) -> list[str]:
     assert recipe.val is not None, "what has a plan is in the recipe"
     several = "one sample" if val.samples_per_prompt == 1 else f"{val.samples_per_prompt} samples"
     prompts = "all prompts" if val.prompts is None else f"the first {val.prompts} prompts"
-    source = "the training data" if recipe.val.data is None else val.data.source
+    source = "the training data" if recipe.val.data is None else val.data.shown
     sampling = "".join(f", {name} {value}" for name, value in recipe.val.sampling.items())
     before = "before training, " if recipe.val.at_start else ""
     return [

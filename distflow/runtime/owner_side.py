@@ -22,9 +22,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from distflow.config.data_schema import DataConfig
 from distflow.config.plugins import TOKENIZER
-from distflow.config.schema import DataConfig
-from distflow.data.sources import PromptOrder, PromptSettings
+from distflow.data.loading import open_source
+from distflow.data.order import PromptOrder, PromptSettings
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledgers import merge_snapshots
@@ -213,10 +214,12 @@ def _size(found: Read) -> int:
 
 def build_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer, where: str) -> PromptOrder:
     """Build the source; raises StepError, with `where`, for exceptions of the source, else UserError."""
-    make = resolve(data.source)
+    settings = PromptSettings(
+        seed, data.shuffle, data.chat, data.max_prompt_tokens, data.overlong, data.chat_template_args
+    )
     with user_code(f"{where}, when it was made with {data.with_}"):
-        source = make(**data.with_)
-        return PromptOrder(source, tokenizer, PromptSettings(seed, data.shuffle, data.chat, data.max_prompt_tokens))
+        sources = [open_source(name, source, resolve) for name, source in data.sources.items()]
+        return PromptOrder(sources, tokenizer, settings)
 
 
 def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Problem]]:
@@ -225,7 +228,7 @@ def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Proble
     `key_where`: where the recipe names the data source.
     """
     recipe = plan.recipe
-    where = f"data source {recipe.data.source}"
+    where = f"data source {recipe.data.shown}"
     try:
         tokenizer = resolve(TOKENIZER)(recipe.models[plan.primary].model_dump())
         prompts = build_prompts(recipe.data, recipe.run.seed, tokenizer, where)
@@ -294,7 +297,7 @@ def lease_settings(setting: Setting) -> LeaseSettings:
 def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokenizer) -> InboundSamples:
     """Wire the owner's side: its ledgers, new or from the checkpoint, and the messages that reach them."""
     name, plan = str(setting.me.name), setting.plan
-    where = f"data source {setting.recipe.data.source} on {name}"
+    where = f"data source {setting.recipe.data.shown} on {name}"
     order = build_prompts(setting.recipe.data, setting.recipe.run.seed, tokenizer, where)
 
     def read(position: int) -> LeasePrompt:

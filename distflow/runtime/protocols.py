@@ -29,8 +29,16 @@ class Tokenizer(Protocol):
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
         """The texts of rows of token ids."""
 
-    def chat_prompt(self, text: str) -> list[int]:
-        """Token ids of the text as a user's turn in the model's chat template; plain `encode` without a template."""
+    def chat_prompt(
+        self,
+        turns: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of the turns, or of a text as a user's turn, in the model's chat template; UserError without one.
+
+        `arguments`: further ones of the template.
+        """
 
 
 def _go_on() -> None:

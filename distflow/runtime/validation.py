@@ -12,16 +12,18 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from statistics import fmean
 
 from torch import Tensor
 
 from distflow.algorithms.evaluation import Graded, summary
+from distflow.config.data_schema import DataConfig
 from distflow.config.plugins import FIND_ANSWER
 from distflow.data.batch import Batch
+from distflow.data.order import DATA_SOURCE, PromptOrder
 from distflow.data.samples import last_rows
-from distflow.data.sources import PromptOrder
 from distflow.exchange.ledgers import snapshot_at
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
@@ -37,14 +39,12 @@ from distflow.runtime.steps import user_code
 from distflow.runtime.waits import WaitBoard
 from distflow.types import FINISH_REASONS, VALIDATION, Uid
 
-SOURCE = "data_source"
-"""Key of a prompt's task that names the part of the data it is from."""
 READ_AHEAD = 64
 log = logger(__name__)
 
 
 class Validation:
-    """The rounds of this owner. `order`: the prompts, of which each round has the first `prompts`."""
+    """The rounds of this owner, each over the same prompts. Raises UserError if there are none."""
 
     def __init__(self, setting: Setting, node: Node, lanes: Lanes, writer: MetricWriter, tokenizer: Tokenizer) -> None:
         plan = setting.plan.val
@@ -54,10 +54,10 @@ class Validation:
         self._writer = writer
         self._term = setting.document.term
         self._no_progress_s = setting.recipe.limits.no_progress_s
-        self._where = f"validation data {plan.data.source} on {setting.me.name}"
-        data = plan.data.model_copy(update={"shuffle": False})
-        self._order: PromptOrder = build_prompts(data, setting.recipe.run.seed, tokenizer, self._where)
-        self._prompts = min(plan.prompts or len(self._order), len(self._order))
+        self._where = f"validation data {plan.data.shown} on {setting.me.name}"
+        with user_code(self._where):
+            self._places = list(islice(_every_prompt(setting, plan.data, tokenizer, self._where), plan.prompts))
+        self._prompts = len(self._places)
         self._due = 0
         """Rounds whose version has been published."""
         self._sources: dict[int, str] = {}
@@ -144,9 +144,10 @@ class Validation:
     def _read(self, position: int) -> LeasePrompt:
         number, index = divmod(position - VALIDATION, self._prompts)
         with user_code(f"{self._where}, at prompt {index}"):
-            prompt = self._order.prompt(index)
-        self._sources[prompt.index] = str(json.loads(prompt.task).get(SOURCE, ""))
-        return LeasePrompt(Uid(number, prompt.index, position), prompt.token_ids, prompt.text, prompt.task)
+            order, place = self._places[index]
+            prompt = order.prompt(place)
+        self._sources[index] = str(json.loads(prompt.task).get(DATA_SOURCE, ""))
+        return LeasePrompt(Uid(number, index, position), prompt.token_ids, prompt.text, prompt.task)
 
     def _arrived(self) -> None:
         with self._board.condition:
@@ -191,3 +192,15 @@ class Validation:
     def _is_newer(self, spans: Tensor) -> bool:
         """Whether a sample, with these spans of versions, is not of the version that is measured alone."""
         return bool((spans.reshape(-1, 4)[:, 1] != self._plan.versions[self._core.version]).any())
+
+
+def _every_prompt(
+    setting: Setting, data: DataConfig, tokenizer: Tokenizer, where: str
+) -> Iterator[tuple[PromptOrder, int]]:
+    """Every prompt of every source once, in their order, as its place there; without those that are left out."""
+    for name, source in data.sources.items():
+        alone = data.model_copy(update={"shuffle": False, "source": None, "mix": {name: source}})
+        order = build_prompts(alone, setting.recipe.run.seed, tokenizer, where)
+        # Behind the last one that is not left out, another pass begins.
+        whole = data.overlong == "error"
+        yield from ((order, place) for place in range(len(order)) if whole or order.uid(place).epoch == 0)

@@ -1,8 +1,20 @@
-"""`distflow config`: the resolved recipe, its JSON Schema, and single keys explained."""
+"""`distflow config`: the resolved recipe, its JSON Schema, and single keys explained. `distflow validate`: all problems
+of a recipe at once.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
+
+from distflow.errors import RecipeError
+
+if TYPE_CHECKING:
+    from distflow.flow.plan import Plan
+
+SHOWN = 500
+"""Characters shown of a prompt and of its task."""
 
 
 @click.group()
@@ -46,3 +58,49 @@ def explain(key: str) -> int:
 
     click.echo(explained(key))
     return 0
+
+
+@click.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
+@click.option(
+    "--deep", is_flag=True, help="Also import every plug-in, create the data source and show prompt 0 (loads torch)."
+)
+@click.option(
+    "--elsewhere",
+    is_flag=True,
+    help="The recipe is for other machines: do not check the libraries and GPUs of this one.",
+)
+def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool) -> int:
+    """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and fix (exit code 2)."""
+    from distflow.flow.recipe_check import check_imports, plan_recipe
+    from distflow.launch.deploy.host_checks import problems_here
+
+    loaded, plan = plan_recipe(recipe, overrides)
+    problems, first = [] if elsewhere else problems_here(plan, loaded.origin, ask_pythons=deep), ""
+    if deep:
+        problems += check_imports(plan, loaded.origin)
+    if problems:
+        raise RecipeError(problems)
+    if deep:
+        first = _first_prompt(plan, loaded.origin("data.source"))
+    imported = ", all plug-ins imported" if deep else ""
+    click.echo(
+        f"ok: {plan.run_name}, {len(plan.steps)} steps on {len(plan.workers)} worker(s), "
+        f"{plan.batch.samples} samples a training step{imported}"
+    )
+    if first:
+        click.echo(first)
+    for note in plan.notes:
+        click.echo(note if note in plan.warnings else f"note: {note}")
+    return 0
+
+
+def _first_prompt(plan: Plan, where: str) -> str:
+    from distflow.runtime.owner_side import first_prompt
+
+    prompt, problems = first_prompt(plan, where)
+    if prompt is None:
+        raise RecipeError(problems)
+    text, task = (repr(part) if len(part) <= SHOWN else f"{part[:SHOWN]!r}…" for part in (prompt.text, prompt.task))
+    return f"prompt 0 (number {prompt.index} of the source, {len(prompt.token_ids)} tokens): {text}, task {task}"

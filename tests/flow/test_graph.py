@@ -215,7 +215,7 @@ OR_FUNCTION = ", or a function as module:name or ./file.py:name"
         (
             [REWARD, "flow.steps.reward.with.function=exactmatch"],
             "flow.steps.reward.with.function — there is no 'exactmatch' — did you mean 'exact_match'? "
-            "allowed: digits_copied, exact_match, math, reasoning_gym" + OR_FUNCTION,
+            "allowed: digits_copied, exact_match, format, length_penalty, math, reasoning_gym, regex" + OR_FUNCTION,
         ),
         (
             [REWARD, "flow.steps.reward.with.on_error=a.b:c"],

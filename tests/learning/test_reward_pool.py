@@ -16,7 +16,7 @@ import pytest
 from distflow.errors import PluginError
 from distflow.types import Completion
 from distflow.workers import reward_pool
-from distflow.workers.reward_functions import Verdict
+from distflow.workers.reward_judging import Verdict
 from distflow.workers.reward_pool import RewardPool
 
 FUNCTIONS = """

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from distflow.data.arithmetic import copy_digits
-from distflow.data.sources import PromptOrder, PromptSettings, PromptText, reasoning_gym
+from distflow.data.order import PromptOrder, PromptSettings, SourceUse
+from distflow.data.sources import PromptText, reasoning_gym
 from distflow.errors import PluginError, UserError
 from distflow.types import Uid
 from distflow.workers.tokenizers import CharTokenizer
@@ -18,7 +19,9 @@ TOKENIZER = CharTokenizer("chars:0123456789=")
 
 def _order(source: Any = None, **settings: Any) -> PromptOrder:
     values: dict[str, Any] = {"seed": 5, "shuffle": True, "chat": False, "max_prompt_tokens": 16} | settings
-    return PromptOrder(copy_digits(digits=1) if source is None else source, TOKENIZER, PromptSettings(**values))
+    return PromptOrder(
+        [SourceUse(copy_digits(digits=1) if source is None else source)], TOKENIZER, PromptSettings(**values)
+    )
 
 
 class Fixed:
@@ -77,7 +80,7 @@ def test_negative_positions() -> None:
             UserError,
             "its task take 8388618 characters, expected at",
         ),
-        (Fixed("1"), {}, PluginError, r"prompt 0 is a str; expected a PromptText"),
+        (Fixed(7), {}, PluginError, r"prompt 0 is a int; expected a PromptText"),
     ],
 )
 def test_bad_prompts(source: Any, settings: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -91,7 +94,7 @@ def test_token_ids_that_no_message_can_hold_are_refused() -> None:
             return [3, 1 << 31]
 
     settings = PromptSettings(seed=5, shuffle=True, chat=False, max_prompt_tokens=16)
-    order = PromptOrder(copy_digits(digits=1), Broken("chars:0123456789="), settings)
+    order = PromptOrder([SourceUse(copy_digits(digits=1))], Broken("chars:0123456789="), settings)
     with pytest.raises(UserError, match=r"prompt \d+ has token ids from 3 to 2147483648, expected 0 to 2147483647"):
         order.prompt(0)
 

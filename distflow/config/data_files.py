@@ -1,0 +1,100 @@
+"""The files that a data source names, found without reading them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distflow.config.yamlfile import shown
+from distflow.errors import UserError, nearest
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+"""Names of files of a folder that are not to be mixed up begin with these."""
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""What Hugging Face datasets writes into the folder of a data set, and into that of several splits."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """Files in the order of their prompts; `saved`: Arrow files written by Hugging Face datasets."""
+
+    files: tuple[Path, ...]
+    saved: bool = False
+
+
+def data_files(path: Path, split: str | None = None) -> DataFiles:
+    """The files at a path; `split` chooses among those of a folder. Raises UserError, with the cure."""
+    if path.is_dir():
+        return _of_folder(path, split)
+    if not path.is_file():
+        raise UserError(_absent(path))
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{shown(path)} is no file of prompts: expected {', '.join(SUFFIXES)}, or a folder of these")
+    if split is not None:
+        raise UserError(f"{shown(path)} is one file, which has no split {split!r}: remove data.with.split")
+    return DataFiles((path,))
+
+
+def _absent(path: Path) -> str:
+    beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, beside)
+    guess = f"; did you mean {shown(path.with_name(close))}?" if close is not None else ""
+    return (
+        f"there is no file or folder {shown(path)}{guess} — functions are named module:name or ./file.py:name, data "
+        "sets of the Hugging Face hub hub:ID"
+    )
+
+
+def _of_folder(folder: Path, split: str | None) -> DataFiles:
+    if (folder / _SAVED_SPLITS).is_file():
+        splits = sorted(inner.name for inner in folder.iterdir() if (inner / _SAVED).is_file())
+        return _saved(folder / _chosen(folder, split, splits))
+    if (folder / _SAVED).is_file():
+        if split is not None:
+            raise UserError(f"{shown(folder)} is one data set, which has no split {split!r}: remove data.with.split")
+        return _saved(folder)
+    files = _files(folder) or (_files(folder / "data") if (folder / "data").is_dir() else [])
+    if not files:
+        raise UserError(f"the folder {shown(folder)} has no file of prompts: expected {', '.join(SUFFIXES)}")
+    splits = sorted({found for file in files if (found := _split_of(file))})
+    if split is None and len(splits) < 2:
+        return DataFiles(tuple(files))
+    chosen = _chosen(folder, split, splits)
+    return DataFiles(tuple(file for file in files if _split_of(file) == chosen))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file())
+
+
+def _split_of(file: Path) -> str:
+    """The split that a file's name begins with: `train` of train-00000-of-00002.parquet; empty if there is none."""
+    first = file.stem.replace(".", "-").replace("_", "-").partition("-")[0]
+    return first if first in _SPLITS else ""
+
+
+def _chosen(folder: Path, split: str | None, splits: Sequence[str]) -> str:
+    if split is None and len(splits) == 1:
+        return splits[0]
+    if split is None and "train" in splits:
+        raise UserError(f"the folder {shown(folder)} has the splits {', '.join(splits)}: add data.with.split=train")
+    if split is None or split not in splits:
+        wanted = "" if split is None else f", and no {split!r}"
+        found = ", ".join(splits) or "no split"
+        raise UserError(f"the folder {shown(folder)} has {found}{wanted}: give data.with.split one of its splits")
+    return split
+
+
+def _saved(folder: Path) -> DataFiles:
+    state = folder / _SAVED
+    try:
+        names = [str(entry["filename"]) for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{shown(state)} is not what save_to_disk of Hugging Face datasets writes: {error}") from error
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise UserError(f"the data set {shown(folder)} lacks its file {absent[0]}: copy it again")
+    return DataFiles(tuple(folder / name for name in names), saved=True)

@@ -1,0 +1,58 @@
+"""Section `data` of a recipe: where prompts come from. The text under each field is its documentation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from distflow.config.section import Section
+
+
+class SourceConfig(Section):
+    """One of several sources of prompts."""
+
+    source: str
+    """As `data.source`."""
+    with_: dict[str, Any] = Field(default={}, alias="with")
+    """As `data.with`."""
+    fields: dict[str, str] = Field(default={})
+    """As `data.fields`."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the prompts that come from this source, relative to the weights of the others."""
+
+
+class DataConfig(Section):
+    """Where prompts come from: one source, or a mixture of several (`mix`)."""
+
+    source: str | None = None
+    """A file of prompts or a folder of them (.jsonl, .json, .parquet; a data set saved by Hugging Face datasets), or
+    `hub:ID`; or a function that returns prompts: `module:name` or `./file.py:name` (docs/data.md)."""
+    with_: dict[str, Any] = Field(default={}, alias="with")
+    """Arguments of that function, by name; of a file or folder: `split`."""
+    fields: dict[str, str] = Field(default={})
+    """Names of columns, where they differ: `{prompt: question, answer: solution}`; `a.b` is column b within a."""
+    mix: dict[str, SourceConfig] = Field(default={})
+    """Several sources by name instead of `source`; each prompt position belongs to one of them, by weight and seed."""
+    shuffle: bool = True
+    """Shuffle each pass over the data, seeded by run.seed."""
+    chat: bool = False
+    """Wrap each prompt that is a text as a user's turn of the model's chat template; chat messages always are."""
+    chat_template_args: dict[str, Any] = Field(default={})
+    """Further arguments of the chat template, such as `{enable_thinking: false}`."""
+    max_prompt_tokens: int = Field(default=512, ge=1, json_schema_extra={"unit": "tokens"})
+    """Longest prompt, in tokens; `overlong` says what becomes of a longer one."""
+    overlong: Literal["error", "drop"] = "error"
+    """What becomes of a prompt longer than max_prompt_tokens: an error that names it, or it is left out (drop)."""
+
+    @property
+    def sources(self) -> dict[str, SourceConfig]:
+        """The sources by name: those of `mix`, or one without a name."""
+        if self.mix or self.source is None:
+            return self.mix
+        return {"": SourceConfig.model_validate({"source": self.source, "with": self.with_, "fields": self.fields})}
+
+    @property
+    def shown(self) -> str:
+        """The sources as text, for messages."""
+        return ", ".join(one.source for one in self.sources.values())

@@ -1,0 +1,266 @@
+"""Rows of files: JSON lines, Parquet, data sets saved by Hugging Face datasets or on its hub. Imports no torch.
+
+A row is a mapping of columns. Lines are indexed once, and read from the disk when they are needed; Parquet is held in
+memory in Arrow's form, and saved data sets are mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import msgspec
+
+from distflow.config.data_files import data_files
+from distflow.config.yamlfile import shown
+from distflow.errors import UserError
+
+Row = Mapping[str, Any]
+Check = Callable[[Sequence[str]], None]
+"""Raises UserError unless these columns of a row are enough."""
+_MARK = b"\xef\xbb\xbf"
+"""What some editors put at the beginning of a file."""
+
+
+class Table(Protocol):
+    """Rows by number, and where each stands."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`, 0 ≤ index < len."""
+        ...
+
+    def where(self, index: int) -> str:
+        """The place of a row, for messages."""
+        ...
+
+
+def read(path: Path, check: Check, *, split: str | None = None) -> Table:
+    """The rows of a file or folder. Raises UserError for what is broken, with the line, and for missing columns."""
+    found = data_files(path, split)
+    tables = [_open(file, check, saved=found.saved) for file in found.files]
+    if not any(len(table) for table in tables):
+        raise UserError(f"{shown(path)} is empty; expected at least one row")
+    return tables[0] if len(tables) == 1 else Tables(tables)
+
+
+def _open(file: Path, check: Check, *, saved: bool) -> Table:
+    if saved or file.suffix == ".parquet":
+        return ArrowTable(file, check, saved=saved)
+    if file.suffix == ".json" and _is_list(file):
+        return JsonList(file, check)
+    return JsonLines(file, check)
+
+
+def _is_list(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(1 << 12).removeprefix(_MARK).lstrip()[:1] == b"["
+
+
+class Tables:
+    """Several tables, one behind the other."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self._tables = tables
+        self._ends = list(accumulate(len(table) for table in tables))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        table, place = self._find(index)
+        return table[place]
+
+    def where(self, index: int) -> str:
+        """The place in its own file."""
+        table, place = self._find(index)
+        return table.where(place)
+
+    def _find(self, index: int) -> tuple[Table, int]:
+        number = bisect_right(self._ends, index)
+        return self._tables[number], index - (self._ends[number - 1] if number else 0)
+
+
+class JsonLines:
+    """One JSON object a line; empty lines are passed over. Every line is read once at the start, to be checked."""
+
+    def __init__(self, path: Path, check: Check) -> None:
+        self._path = path
+        self._starts = array("q")
+        self._file = path.open("rb")
+        known: frozenset[str] = frozenset()
+        end = 0
+        for number, line in enumerate(self._file, 1):
+            text = line.removeprefix(_MARK) if number == 1 else line
+            if text.strip():
+                columns = frozenset(_object(text, f"{shown(path)}:{number}"))
+                if columns != known:
+                    _checked(check, sorted(columns), f"{shown(path)}:{number}")
+                    known = columns
+                self._starts.append(end + len(line) - len(text))
+            end += len(line)
+        self._starts.append(end)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> Row:
+        start, end = self._starts[index], self._starts[index + 1]
+        try:
+            # Not msgspec, which refuses the NaN that Python and pandas write.
+            found: Row = json.loads(os.pread(self._file.fileno(), end - start, start))
+        except ValueError as error:
+            place = self.where(index)
+            raise UserError(f"{place}: this line was whole when the run began, and is not now: {error}") from error
+        return found
+
+    def where(self, index: int) -> str:
+        """`file:line`."""
+        with self._path.open("rb") as opened:
+            lines = opened.read(self._starts[index]).count(b"\n")
+        return f"{shown(self._path)}:{lines + 1}"
+
+
+class JsonList:
+    """One list of JSON objects, which is held in memory."""
+
+    def __init__(self, path: Path, check: Check) -> None:
+        self._path = path
+        try:
+            self._rows: list[Row] = json.loads(path.read_bytes())
+        except json.JSONDecodeError as error:
+            raise UserError(f"{shown(path)}:{error.lineno}: broken JSON: {error.msg}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{shown(path)}: not UTF-8: {error}") from error
+        for index, row in enumerate(self._rows):
+            if not isinstance(row, Mapping):
+                raise UserError(f"{self.where(index)}: expected an object with columns, got {str(row)[:60]!r}")
+            _checked(check, sorted(row), self.where(index))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._rows[index]
+
+    def where(self, index: int) -> str:
+        """The file and the number in the list."""
+        return f"{shown(self._path)}, entry {index + 1}"
+
+
+class ArrowTable:
+    """A Parquet file, or an Arrow file that Hugging Face datasets has saved, which is mapped."""
+
+    def __init__(self, path: Path, check: Check, *, saved: bool) -> None:
+        self._path = path
+        try:
+            self._table = _arrow_file(path) if saved else _package("pyarrow.parquet", "parquet").read_table(path)
+        except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
+            if isinstance(error, UserError):
+                raise
+            kind = "an Arrow file" if saved else "a Parquet file"
+            raise UserError(f"{shown(path)} cannot be read as {kind}: {str(error).splitlines()[0]}") from error
+        _checked(check, self._table.column_names, shown(path))
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> Row:
+        found: Row = _plain(self._table.slice(index, 1).to_pylist()[0])
+        return found
+
+    def where(self, index: int) -> str:
+        """The file and the number of the row."""
+        return f"{shown(self._path)}, row {index + 1}"
+
+
+def _arrow_file(path: Path) -> Any:
+    arrow = _package("pyarrow", "parquet")
+    return arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
+
+
+@dataclass(frozen=True, slots=True)
+class HubTable:
+    """A data set of the Hugging Face hub."""
+
+    name: str
+    rows: Any
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        found: Row = _plain(dict(self.rows[index]))
+        return found
+
+    def where(self, index: int) -> str:
+        """The data set and the number of the row."""
+        return f"{self.name}, row {index + 1}"
+
+
+def read_hub(name: str, check: Check, *, split: str = "train", config: str | None = None) -> HubTable:
+    """A split of a data set of the hub, or of what `load_dataset` takes instead. Raises UserError."""
+    try:
+        rows = _package("datasets", "datasets").load_dataset(name, config, split=split)
+    except UserError:
+        raise
+    except Exception as error:  # of that package, of every kind: no network, no such data set, its own code
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"the data set hub:{name} cannot be loaded: {type(error).__name__}: {reason}") from error
+    _checked(check, rows.column_names, f"hub:{name}")
+    return HubTable(f"hub:{name}", rows)
+
+
+def _package(module: str, extra: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise UserError(
+            f"this data source needs the package {package}, which is missing: pip install 'distflow-rl[{extra}]'"
+        ) from error
+
+
+def _object(line: bytes, where: str) -> Row:
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        try:
+            found = json.loads(line)  # which takes NaN, and says where in the line something is wrong
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{where}: expected a JSON object with columns, got {line.strip()[:60].decode()!r}")
+    return found
+
+
+def _checked(check: Check, columns: Sequence[str], where: str) -> None:
+    try:
+        check(columns)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """The same with values that JSON has: dates and decimals as text."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, (date, time, timedelta, Decimal)) else value

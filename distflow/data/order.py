@@ -1,0 +1,226 @@
+"""The prompts of a run by position: from the sources, in their order, in the model's tokens. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol
+
+from distflow.data.mixing import Mixture, Visits, pass_order
+from distflow.data.rows import prompt_of
+from distflow.data.sources import PromptSource, PromptText
+from distflow.errors import PluginError, UserError
+from distflow.log import logger
+from distflow.types import Prompt, Uid
+
+log = logger(__name__)
+
+MAX_TEXT = 8 << 20
+"""Characters of one prompt's text and task together."""
+TOKEN_IDS = 1 << 31
+"""Upper bound of token ids, which are sent as 4-byte integers."""
+DATA_SOURCE = "data_source"
+"""Where a task says which source it is from: the key of data sets in verl's layout."""
+
+
+class PromptTokenizer(Protocol):
+    """The part of a tokenizer that encodes prompts."""
+
+    def encode(self, text: str) -> list[int]:
+        """Text to token ids, without special tokens being added."""
+        ...
+
+    def chat_prompt(
+        self,
+        turns: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The turns, or a text as a user's turn, under the model's chat template; `arguments`: further ones of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSettings:
+    """`run.seed` and the recipe's `data` section, as far as they concern order and tokens."""
+
+    seed: int
+    shuffle: bool
+    chat: bool
+    max_prompt_tokens: int
+    overlong: str = "error"
+    """error, or drop."""
+    chat_template_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceUse:
+    """A source and how it is used. `name`: in a mixture; empty for the only one."""
+
+    rows: PromptSource
+    name: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Names of columns, where rows are mappings."""
+    weight: float = 1.0
+    where: Callable[[int], str] | None = None
+    """Where the prompt of an index stands, if that is known."""
+
+    def label(self, index: int) -> str:
+        """The prompt of an index, for messages."""
+        of = f" of {self.name}" if self.name else ""
+        return f"prompt {index}{of}" + (f" ({self.where(index)})" if self.where is not None else "")
+
+
+class PromptOrder:
+    """Global prompt position 0, 1, 2, … → prompt: one seeded permutation of each source after another, mixed."""
+
+    def __init__(self, sources: Sequence[SourceUse], tokenizer: PromptTokenizer, settings: PromptSettings) -> None:
+        for source in sources:
+            _check_source(source.rows)
+        sizes = [len(source.rows) for source in sources]
+        self._sources = sources
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._mixture = Mixture({source.name: source.weight for source in sources}, settings.seed)
+        self._first = [0, *accumulate(sizes)]
+        """Number of each source's first prompt, over all sources."""
+        self._visits = [
+            Visits(size, pass_order(settings.seed, source.name, size, shuffle=settings.shuffle), self._filter(source))
+            for source, size in zip(sources, sizes, strict=True)
+        ]
+
+    def uid(self, position: int) -> Uid:
+        """Identity of the prompt at a position; raises ValueError for a negative one."""
+        number, epoch, index = self._at(position)
+        return Uid(epoch, self._first[number] + index, position)
+
+    def prompt(self, position: int) -> Prompt:
+        """The prompt at a position; raises UserError if it is empty, too long, or cannot be written in tokens."""
+        label, prompt = self.of_any_length(position)
+        ids, limit = prompt.token_ids, self._settings.max_prompt_tokens
+        if not 1 <= len(ids) <= limit:
+            raise UserError(
+                f"data: {label} has {len(ids)} tokens, expected 1 to {limit} (data.max_prompt_tokens); raise the "
+                "limit, leave out what is longer (data.overlong=drop), or leave it out of the source. It begins "
+                f"{prompt.text[:60]!r}"
+            )
+        return prompt
+
+    def of_any_length(self, position: int) -> tuple[str, Prompt]:
+        """The prompt at a position however long it is, with its name in messages; raises UserError as `prompt` does."""
+        number, _, index = self._at(position)
+        source = self._sources[number]
+        given = self.given(source, index)
+        task = _as_json(source.label(index), given.task)
+        size = len(given.text) + len(task)
+        if size > MAX_TEXT:
+            raise UserError(
+                f"data: {source.label(index)} and its task take {size} characters, expected at most {MAX_TEXT}: they "
+                "are sent with every lease — put large values into a file and its name into the task"
+            )
+        ids = self._encode(source.label, index, given)
+        return source.label(index), Prompt(self._first[number] + index, ids, given.text, task)
+
+    def __len__(self) -> int:
+        """Prompts of all sources, those that are left out included."""
+        return self._first[-1]
+
+    def left_out(self) -> list[str]:
+        """What is known so far of prompts that are left out, a line for each source that has some."""
+        pairs = zip(self._sources, self._visits, strict=True)
+        return [self._left_out(source, visits) for source, visits in pairs if visits.left_out]
+
+    def _at(self, position: int) -> tuple[int, int, int]:
+        """Number of the source, pass over it, and index in it."""
+        if position < 0:
+            raise ValueError(f"prompt position {position}: positions count from 0")
+        number, ordinal = self._mixture.at(position)
+        visits = self._visits[number]
+        unknown = not visits.all_seen
+        found = visits.at(ordinal)
+        source = self._sources[number]
+        if unknown and visits.all_seen and visits.left_out:
+            log.warning("data: %s", self._left_out(source, visits))
+        if found is None:
+            raise UserError(f"data: {self._left_out(source, visits)}; raise data.max_prompt_tokens")
+        return number, *found
+
+    def _left_out(self, source: SourceUse, visits: Visits) -> str:
+        of = f" of {source.name}" if source.name else ""
+        return (
+            f"{visits.left_out} of {visits.seen} prompts{of} are longer than data.max_prompt_tokens="
+            f"{self._settings.max_prompt_tokens} and left out (data.overlong=drop)"
+        )
+
+    def _filter(self, source: SourceUse) -> Callable[[int], bool] | None:
+        if self._settings.overlong != "drop":
+            return None
+
+        def keeps(index: int) -> bool:
+            ids = self._encode(source.label, index, self.given(source, index))
+            return len(ids) <= self._settings.max_prompt_tokens
+
+        return keeps
+
+    def given(self, source: SourceUse, index: int) -> PromptText:
+        """What a source gives for an index, as text and task, whatever the form."""
+        found = source.rows[index]
+        if isinstance(found, str):
+            found = PromptText(found, {})
+        elif isinstance(found, PromptText) and source.fields:
+            raise UserError(f"data.fields names columns, but the data source gives {type(found).__name__}: remove it")
+        elif isinstance(found, Mapping):
+            try:
+                found = prompt_of(found, source.fields)
+            except UserError as error:
+                raise UserError(f"data: {source.label(index)}: {error}") from error
+        if not isinstance(found, PromptText):
+            raise PluginError(
+                f"data source: {source.label(index)} is a {type(found).__name__}; expected a PromptText(text, task), a "
+                "mapping of columns, or text"
+            )
+        if not source.name or DATA_SOURCE in found.task:
+            return found
+        return PromptText(found.text, {**found.task, DATA_SOURCE: source.name}, found.messages, found.tools)
+
+    def _encode(self, label: Callable[[int], str], index: int, given: PromptText) -> tuple[int, ...]:
+        settings = self._settings
+        try:
+            if given.messages or settings.chat:
+                turns = given.messages or given.text
+                ids = tuple(self._tokenizer.chat_prompt(turns, given.tools, settings.chat_template_args))
+            else:
+                ids = tuple(self._tokenizer.encode(given.text))
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"data: {label(index)} cannot be written in this model's tokens: {error}") from error
+        if settings.chat_template_args and not (given.messages or settings.chat):
+            raise UserError(
+                f"data: {label(index)} is a text, which no chat template writes, but data.chat_template_args are given "
+                "— data.chat=true, or remove them"
+            )
+        if ids and not 0 <= min(ids) <= max(ids) < TOKEN_IDS:
+            raise UserError(
+                f"data: {label(index)} has token ids from {min(ids)} to {max(ids)}, expected 0 to {TOKEN_IDS - 1}: "
+                "no model accepts what this tokenizer returned"
+            )
+        return ids
+
+
+def _check_source(source: object) -> None:
+    if not isinstance(source, PromptSource):
+        raise PluginError(
+            f"the data source is a {type(source).__name__}; expected an object with __len__ and __getitem__(index)"
+        )
+    if len(source) < 1:
+        raise UserError(f"the data source {type(source).__name__} is empty; expected at least one prompt")
+
+
+def _as_json(label: str, task: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(task), ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"data: the task of {label} cannot be written as JSON: {error}") from error

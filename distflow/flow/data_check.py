@@ -1,0 +1,68 @@
+"""Checks the data sources of a recipe without reading them: are files there, do functions take their settings."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from distflow.config.data_files import data_files
+from distflow.config.data_schema import DataConfig, SourceConfig
+from distflow.config.paths import HUB_PREFIX, is_data_file
+from distflow.errors import PluginError, Problems, UserError, did_you_mean
+from distflow.flow.resolve import find_source
+from distflow.flow.step_declaration import read_parameters
+from distflow.flow.step_settings import complaints
+
+_SETTINGS = {"file": ("split",), "hub": ("split", "config")}
+
+
+def keyed_sources(data: DataConfig, section: str = "data") -> Iterator[tuple[str, SourceConfig]]:
+    """The sources with their keys in a recipe: `data`, or `data.mix.NAME`."""
+    for name, source in data.sources.items():
+        yield (f"{section}.mix.{name}" if name else section), source
+
+
+def check_data(data: DataConfig, problems: Problems, missing: Problems, section: str = "data") -> None:
+    """Check that the sources exist and take the settings in `with`; `missing` gets what only this machine may lack."""
+    for key, source in keyed_sources(data, section):
+        if is_data_file(source.source):
+            _check_settings(key, source, "file", problems)
+            _check_file(key, source, missing)
+        elif source.source.startswith(HUB_PREFIX):
+            _check_settings(key, source, "hub", problems)
+        else:
+            _check_function(key, source, problems)
+
+
+def _check_settings(key: str, source: SourceConfig, kind: str, problems: Problems) -> None:
+    for setting, value in source.with_.items():
+        if setting not in _SETTINGS[kind]:
+            problems.add(f"{key}.with.{setting}", "unknown setting", did_you_mean(setting, _SETTINGS[kind]))
+        elif not isinstance(value, str):
+            problems.add(f"{key}.with.{setting}", f"expected text, got {value!r}", "write a name")
+
+
+def _check_file(key: str, source: SourceConfig, missing: Problems) -> None:
+    split = source.with_.get("split")
+    try:
+        data_files(Path(source.source), split if isinstance(split, str) else None)
+    except UserError as error:
+        missing.add(f"{key}.source", str(error))
+
+
+def _check_function(key: str, source: SourceConfig, problems: Problems) -> None:
+    try:
+        node = find_source(source.source).node
+    except PluginError as error:
+        problems.add(f"{key}.source", str(error))
+        return
+    if isinstance(node, ast.ClassDef):
+        return
+    parameters = read_parameters(node)
+    if parameters.positional:
+        message = f"{node.name!r} takes positional parameters ({', '.join(parameters.positional)})"
+        problems.add(f"{key}.source", message, f"expected def {node.name}(*, setting=default, …)")
+        return
+    for setting, message, cure in complaints(source.with_, parameters, {}, {}):
+        problems.add(f"{key}.with.{setting}", message, cure)

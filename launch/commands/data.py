@@ -1,0 +1,222 @@
+"""`distflow data preview`: prompts as the model sees them, their lengths, and the reward of their gold answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from distflow.errors import DistflowError, Problem, RecipeError, UserError
+
+if TYPE_CHECKING:
+    from distflow.data.batch import Batch
+    from distflow.flow.plan import Plan, StepPlan
+    from distflow.runtime.protocols import Tokenizer
+    from distflow.types import Prompt
+
+LOOKED_AT = 100
+"""Prompts whose lengths and rewards are looked at, if not more are shown."""
+SHOWN_TEXT = 2000
+"""Characters shown of a prompt."""
+FORMS = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "<think></think><answer>{}</answer>")
+"""How a response may give a gold answer: reward functions expect different ones, and none is asked for here."""
+
+
+@click.group()
+def command() -> None:
+    """Look at the data of a recipe."""
+
+
+@command.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
+@click.option("-n", "count", default=3, show_default=True, type=click.IntRange(min=1), help="Prompts to show.")
+def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
+    """Show the first prompts of a run of RECIPE, and what its reward gives for their gold answers (loads torch)."""
+    from distflow.config.plugins import TOKENIZER
+    from distflow.flow.recipe_check import plan_recipe
+    from distflow.flow.resolve import resolve
+    from distflow.runtime.owner_side import build_prompts
+
+    loaded, plan = plan_recipe(recipe, overrides)
+    try:
+        tokenizer = resolve(TOKENIZER)(plan.recipe.models[plan.primary].model_dump())
+        data = plan.recipe.data
+        order = build_prompts(data, plan.recipe.run.seed, tokenizer, f"data source {data.shown}")
+        positions = range(max(count, min(LOOKED_AT, len(order))))
+        samples = [_Sample(*order.of_any_length(position)) for position in positions]
+    except UserError as error:
+        raise RecipeError([Problem(loaded.origin("data.source"), "data", str(error).removeprefix("data: "))]) from error
+    fault = _judge(plan, tokenizer, samples)
+    limit = plan.recipe.data.max_prompt_tokens
+    for position, sample in enumerate(samples[:count]):
+        _show(position, sample, tokenizer)
+    lengths = [len(sample.prompt.token_ids) for sample in samples]
+    click.echo(
+        f"{len(lengths)} of {len(order)} prompts: {min(lengths)} to {max(lengths)} tokens, "
+        f"{sum(lengths) / len(lengths):.1f} on average (data.max_prompt_tokens {limit})"
+    )
+    for line in order.left_out():
+        click.echo(line)
+    _show_rewards(samples, fault)
+    wrong = [sample.label for sample in samples if not 1 <= len(sample.prompt.token_ids) <= limit]
+    if wrong:
+        key, message = "data.max_prompt_tokens", f"{len(wrong)} of {len(samples)} prompts are longer, or empty"
+        cure = "raise it, or leave such prompts out: data.overlong=drop"
+        raise RecipeError([Problem(loaded.origin(key), key, f"{message}, first {wrong[0]}", cure)])
+    return 0
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A prompt, and what its gold answer gets."""
+
+    label: str
+    prompt: Prompt
+    answer: str | None = field(init=False)
+    form: str = ""
+    """How the answer was given to the reward."""
+    values: dict[str, float] = field(default_factory=dict)
+    """Reward, score and parts, of the form with the highest score."""
+
+    def __post_init__(self) -> None:
+        task = json.loads(self.prompt.task)
+        self.answer = str(task["answer"]) if "answer" in task else None
+
+    def response(self, form: str) -> str:
+        return form.format(self.answer)
+
+
+def _show(position: int, sample: _Sample, tokenizer: Tokenizer) -> None:
+    prompt = sample.prompt
+    click.echo(f"position {position}: {sample.label}, {len(prompt.token_ids)} tokens")
+    text = tokenizer.decode_batch([prompt.token_ids], skip_special=False)[0]
+    for line in _cut(text).split("\n"):
+        click.echo(f"  | {line}")
+    click.echo(f"  task {_cut(prompt.task)}")
+    if sample.values:
+        values = ", ".join(f"{name} {value:g}" for name, value in sample.values.items())
+        click.echo(f"  gold answer {_cut(sample.response(sample.form))!r}: {values}")
+    click.echo("")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]}… ({len(text)} characters)"
+
+
+def _show_rewards(samples: Sequence[_Sample], fault: str) -> None:
+    if fault:
+        click.echo(fault)
+        return
+    without = sum(sample.answer is None for sample in samples)
+    if without:
+        click.echo(
+            f"{without} of {len(samples)} prompts have no gold answer: the task has no `answer` (data.fields.answer)"
+        )
+    judged = [sample for sample in samples if sample.values]
+    if not judged:
+        return
+    scores = [sample.values["score"] for sample in judged]
+    click.echo(f"gold answers: score {sum(scores) / len(scores):g} on average, reward of {len(judged)} looked at")
+    low = [sample for sample in judged if sample.values["score"] < 1.0]
+    if low:
+        first = low[0]
+        click.echo(
+            f"warning: {len(low)} of {len(judged)} gold answers get a score below 1, first that of {first.label}: "
+            f"{first.response(first.form)!r} gets {first.values['score']:g} — check the reward function and the answer"
+        )
+
+
+def _judge(plan: Plan, tokenizer: Tokenizer, samples: Sequence[_Sample]) -> str:
+    """Give each gold answer to the step that writes the reward; returns why that is not possible, or empty."""
+    found = [step for step in plan.steps if step.role == "score" and "reward" in step.writes and not step.prefix]
+    if not found or found[0].model is not None:
+        return "rewards of gold answers are not shown: no score step gives them without a model"
+    step = found[0]
+    for form in FORMS:
+        open_ones = [
+            s for s in samples if s.answer is not None and not ("score" in s.values and s.values["score"] >= 1)
+        ]
+        rows = [
+            (sample, ids) for sample in open_ones if (ids := _encoded(tokenizer, sample.response(form))) is not None
+        ]
+        if not rows:
+            continue
+        batch = _batch(rows, form)
+        lacking = [name for name in step.reads if name not in batch]
+        if lacking:
+            return f"rewards of gold answers are not shown: step {step.name!r} reads {lacking[0]}, which only a run has"
+        try:
+            judged = _run(step, batch, tokenizer)
+        except DistflowError as error:
+            if any(sample.values for sample in samples):
+                continue  # it works, and just not on a form that nobody asked for
+            return f"warning: the reward fails on gold answers:\n{error}"
+        for row, (sample, _) in enumerate(rows):
+            values = dict(_values(judged, row))
+            if not sample.values or values["score"] > sample.values["score"]:
+                sample.form, sample.values = form, values
+    return ""
+
+
+def _rows(samples: Sequence[_Sample], form: str, tokenizer: Tokenizer) -> Iterator[tuple[_Sample, list[int]]]:
+    """The samples whose answers have no full score yet, each with the tokens of its answer in this form."""
+    for sample in samples:
+        if sample.answer is not None and not (sample.values and sample.values["score"] >= 1):
+            ids = _encoded(tokenizer, sample.response(form))
+            if ids is not None:
+                yield sample, ids
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int] | None:
+    """The tokens of a response; None if this model cannot write it."""
+    try:
+        ids = list(tokenizer.encode(text))
+    except ValueError:
+        return None
+    return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
+
+
+def _batch(rows: Sequence[tuple[_Sample, list[int]]], form: str) -> Batch:
+    """Gold answers as the responses that a generate step would have written."""
+    import torch
+
+    from distflow.data.batch import Batch, Ragged
+    from distflow.types import FINISH_REASONS
+
+    count = len(rows)
+    ids = [response for _, response in rows]
+    numbers = torch.arange(count)
+    return Batch(
+        {
+            "uid": torch.tensor([[0, sample.prompt.index, row] for row, (sample, _) in enumerate(rows)]),
+            "group": numbers,
+            "sample": torch.zeros(count, dtype=torch.int64),
+            "prompt_ids": Ragged.from_rows([sample.prompt.token_ids for sample, _ in rows], torch.int64),
+            "prompt_text": Ragged.from_texts([sample.prompt.text for sample, _ in rows]),
+            "task": Ragged.from_texts([sample.prompt.task for sample, _ in rows]),
+            "response_ids": Ragged.from_rows(ids, torch.int64),
+            "response_mask": Ragged.from_rows([[1] * len(one) for one in ids], torch.bool),
+            "response_text": Ragged.from_texts([sample.response(form) for sample, _ in rows]),
+            "finish_reason": torch.full((count,), FINISH_REASONS.index("stop")),
+        }
+    )
+
+
+def _run(step: StepPlan, batch: Batch, tokenizer: Tokenizer) -> Batch:
+    from distflow.runtime.steps import StepContext, StepRunner
+
+    context = StepContext(step.name, worker="preview", tokenizer=tokenizer)
+    return StepRunner("preview", [step], {step.name: context}).call(step.name, batch)
+
+
+def _values(batch: Batch, row: int) -> Iterator[tuple[str, float]]:
+    """Reward, score and parts of a sample, as far as they are there."""
+    from distflow.types import is_reward_part
+
+    for name in ("reward", "score", *filter(is_reward_part, batch.columns)):
+        column: Any = batch[name] if name in batch else batch["reward"]
+        yield name, float(column[row])

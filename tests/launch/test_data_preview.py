@@ -1,0 +1,109 @@
+"""`distflow data preview`: prompts with special tokens, lengths, what is left out, and rewards of gold answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.launch.cli import run
+from distflow.workers.tokenizers import CharTokenizer
+
+RECIPE = """
+defaults: [quickstart, _self_]
+models: {policy: {tokenizer: tokenizer, init: {max_position_embeddings: 128}}}
+data: {source: prompts.jsonl, max_prompt_tokens: 16}
+flow: {steps: {reward: {with: {function: {exact_match: {}, mine: {function: "./mine.py:tagged", weight: 0.5}}}}}}
+"""
+MINE = """
+def tagged(sample):
+    return float(sample.response.startswith("<answer>"))
+
+def picky(sample):
+    raise RuntimeError("nothing suits")
+
+def tags_only(sample):
+    return float(sample.response == f"<answer>{sample.task['answer']}</answer>")
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    tokenizer = CharTokenizer("chars:0123456789=<>/answerW")
+    tokenizer.pretrained.chat_template = "{% for m in messages %}<a>{{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer.save(tmp_path / "tokenizer")
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    rows(tmp_path, *({"prompt": [{"role": "user", "content": f"{n:02d}="}], "answer": n} for n in range(30)))
+    return str(tmp_path / "mine.yaml")
+
+
+def rows(folder: Path, *found: Any) -> None:
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in found))
+
+
+def preview(recipe: str, *arguments: str, code: int = 0) -> None:
+    assert run(["data", "preview", recipe, *arguments]) == code
+
+
+def test_prompts_with_special_tokens_and_gold_answers(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    preview(recipe, "-n", "2", "data.shuffle=false")
+    out = capsys.readouterr().out
+    assert "position 0: prompt 0 (" in out
+    assert "prompts.jsonl:1), 7 tokens\n  | <a>00=<eos>\n" in out
+    assert "position 1: prompt 1 (" in out
+    assert "position 2" not in out
+    assert "gold answer '1': reward 1, score 1, rewards/exact_match 1, rewards/mine 0\n" in out
+    assert "30 of 30 prompts: 7 to 7 tokens, 7.0 on average (data.max_prompt_tokens 16)" in out
+    assert "gold answers: score 1 on average, reward of 30 looked at" in out
+    assert "warning" not in out
+
+
+def test_a_gold_answer_is_given_in_the_form_that_the_reward_expects(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preview(recipe, "-n", "1", f"flow.steps.reward.with.function={tmp_path}/mine.py:tags_only", "data.shuffle=false")
+    out = capsys.readouterr().out
+    assert "gold answer '<answer>0</answer>': reward 1, score 1" in out
+    assert "warning" not in out
+
+
+def test_a_reward_that_does_not_fit_the_answers(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only = "{exact_match: null, mine: null, regex: {pattern: W}}"
+    preview(recipe, "-n", "1", f"flow.steps.reward.with.function={only}", "data.shuffle=false")
+    out = capsys.readouterr().out
+    assert "warning: 30 of 30 gold answers get a score below 1, first that of prompt 0 (" in out
+    assert "'0' gets 0 — check the reward function and the answer" in out
+    preview(recipe, "-n", "1", f"flow.steps.reward.with.function={tmp_path}/mine.py:picky")
+    out = capsys.readouterr().out
+    assert "warning: the reward fails on gold answers:\n" in out
+    assert "RuntimeError: nothing suits" in out
+
+
+def test_what_is_too_long(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["1=", "12345678=", "2="]
+    rows(tmp_path, *({"prompt": text} for text in texts))
+    preview(recipe, "data.max_prompt_tokens=4", "data.shuffle=false", code=2)
+    told = capsys.readouterr()
+    assert "3 of 3 prompts have no gold answer: the task has no `answer` (data.fields.answer)" in told.out
+    assert "data.max_prompt_tokens — 1 of 3 prompts are longer, or empty, first prompt 1 (" in told.err
+    preview(recipe, "data.max_prompt_tokens=4", "data.overlong=drop", "data.shuffle=false")
+    out = capsys.readouterr().out
+    assert "1 of 3 prompts are longer than data.max_prompt_tokens=4 and left out (data.overlong=drop)" in out
+    assert "12345678" not in out
+
+
+def test_broken_data_is_told(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1="}\n{"prompt": \n')
+    preview(recipe, code=2)
+    assert "mine.yaml:4: data — " in (told := capsys.readouterr().err)
+    assert "prompts.jsonl:2: broken JSON: " in told
+
+
+def test_rewards_of_models_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    preview("two_turns", "-n", "1")
+    assert "rewards of gold answers are not shown: no score step gives them" in capsys.readouterr().out
