@@ -246,7 +246,7 @@ def pruning(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(load_recipe("quickstart", []).resolved))
     left, folders = [0], [leave_model(tmp_path, 5)]
 
-    def export(state, model, texts, to):
+    def export(state, model, texts, to, **settings):
         if left[0] > 0:
             left[0] -= 1
             shutil.rmtree(folders[-1])
