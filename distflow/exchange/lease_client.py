@@ -89,11 +89,10 @@ class HolderCore:
         """
         self._wanted = max(0, free_slots // self._settings.samples_per_prompt + 1 - len(self._granted))
         self._idle = idle and self._settings.hedging
-        owners = self._open_owners() if self._wanted and not self._leaving else []
-        if owners and self._walk.owner is None:
-            self._walk.begin(owners, now)
+        if self.to_ask:
+            self._walk.begin(self._askable(), now)
             return [self._ask()]
-        return [self._ask()] if owners and self._idle and not self._told_idle else []
+        return [self._ask()] if self._idle and not self._told_idle and self._askable() else []
 
     def report(self, position: int, tokens: int, version: int) -> None:
         """Progress of a running group: tokens so far (all samples), and the version its first sample started on."""
@@ -260,11 +259,10 @@ class HolderCore:
 
     @property
     def to_ask(self) -> bool:
-        """Whether the room is for more leases than are held, and no ask for them is in flight: `want` would send one.
-
-        So it is after an owner has finished, a later term has begun, or leases were taken back before they started.
+        """Whether there is room and no ask in flight: an owner has finished, a later term has begun, or leases were
+        taken back before they started.
         """
-        return bool(self._walk.owner is None and self._wanted and not self._leaving and self._open_owners())
+        return self._walk.owner is None and bool(self._askable())
 
     def asking(self) -> AskState | None:
         """The ask that waits for a grant, if any."""
@@ -351,12 +349,12 @@ class HolderCore:
         walk = self._walk
         assert walk.owner is not None, "no ask is in flight"
         old = self._links[walk.owner]
-        owners = self._open_owners()
-        if owners and self._wanted and not walk.go_on(owners, now):
+        owners = self._askable()
+        if owners and not walk.go_on(owners, now):
             return [self._ask()]
         # The ask moves on or is no longer needed: withdraw it, so that this owner does not answer it later.
         out = [] if old.finished else [Outgoing(old.name, Ask(self._report(old), walk.number, 0, False, False))]
-        if not (owners and self._wanted):
+        if not owners:
             walk.end()
             return out
         return [*out, self._ask()]
@@ -387,6 +385,10 @@ class HolderCore:
         return Outgoing(link.name, Bye(self.name, self.incarnation))
 
     # -- details
+    def _askable(self) -> list[int]:
+        """Whom to ask for what is wanted; nobody if nothing is."""
+        return self._open_owners() if self._wanted and not self._leaving else []
+
     def _open_owners(self) -> list[int]:
         return [number for number, link in enumerate(self._links) if not link.finished]
 

@@ -236,21 +236,20 @@ def snapshot_at(version: int, settings: LeaseSettings) -> dict[str, object]:
     """The state of all ledgers when a step begins before which nothing was dropped."""
     frontier = version * settings.groups_per_ledger
     ledgers = [{"ledger": j, "frontier": frontier, "dropped": [], "trained": []} for j in range(settings.ledgers)]
+    return _snapshot(version, settings, ledgers)
+
+
+def write_snapshot(version: int, settings: LeaseSettings, ledgers: Iterable[Ledger]) -> dict[str, object]:
+    """The state of these ledgers."""
+    return _snapshot(version, settings, [ledger.snapshot() for ledger in ledgers])
+
+
+def _snapshot(version: int, settings: LeaseSettings, ledgers: Sequence[Mapping[str, object]]) -> dict[str, object]:
     return {
         "version": version,
         "batch_ledgers": settings.ledgers,
         "groups_per_ledger": settings.groups_per_ledger,
         "ledgers": ledgers,
-    }
-
-
-def write_snapshot(version: int, settings: LeaseSettings, ledgers: Iterable[Ledger]) -> dict[str, object]:
-    """The state of these ledgers."""
-    return {
-        "version": version,
-        "batch_ledgers": settings.ledgers,
-        "groups_per_ledger": settings.groups_per_ledger,
-        "ledgers": [ledger.snapshot() for ledger in ledgers],
     }
 
 

@@ -214,8 +214,7 @@ class RolloutCore:
     def something(self, loaded: Version | None, newer: bool) -> bool:
         """Whether an idle worker has something to do; to ask for leases, too, if no ask is in flight any more."""
         self._sync()
-        queues = self._queues[: 1 if self._only_validates else None]
-        startable = any(queue and _fresh_enough(queue[0], loaded) for queue in queues)
+        startable = any(queue and _fresh_enough(queue[0], loaded) for queue in self._served)
         to_ask = any(holder.to_ask for holder in self._holders[self._only_validates :])
         return startable or to_ask or self._takes_weights(loaded, newer) or bool(self._cancelled) or self.over
 
@@ -285,6 +284,11 @@ class RolloutCore:
         """In the order in which they may start."""
         return [self._validating, self._queued]
 
+    @property
+    def _served(self) -> list[deque[Lease]]:
+        """Those whose groups start now."""
+        return [self._validating] if self._only_validates else self._queues
+
     def _samples(self, leases: Iterable[Lease]) -> int:
         """How many samples these groups have."""
         return sum(self.holder_of(lease.position).settings.samples_per_prompt for lease in leases)
@@ -329,7 +333,7 @@ class RolloutCore:
     def _startable(self, room: int, running_on: Version | None) -> list[Lease]:
         """The groups for which there is room. An empty engine takes one that it has fewer slots for: samples wait."""
         taken: list[Lease] = []
-        for queue in self._queues[: 1 if self._only_validates else None]:
+        for queue in self._served:
             while queue and _fresh_enough(queue[0], running_on):
                 size = self._samples([queue[0]])
                 if room < size and (taken or self._running):
