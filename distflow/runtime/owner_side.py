@@ -313,13 +313,9 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     term = setting.document.term
     ahead = max(READ_AHEAD, 2 * plan.batch.groups_per_ledger * len(ledgers))
 
-    def arrived() -> None:
-        with node.board.condition:
-            if reader.take_news():
-                inbound.send(core.prompts_arrived(time.monotonic()))
-                node.board.condition.notify_all()
-
-    reader = PromptReader(read, plan.batch.ledgers, ahead, arrived, node.board.fault)
+    reader = PromptReader(
+        read, plan.batch.ledgers, ahead, lambda: tell_of_prompts(node, inbound, reader), node.board.fault
+    )
     prompts = reader.prompt_at
     core = OwnerCore(
         name, lease_settings(setting), list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins
@@ -327,17 +323,26 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
     asked_for = dict.fromkeys(f for e in edges if e.when != "before custody" for f in e.fields if "*" not in f)
     inbound = InboundSamples(core, lanes.post, plan.later_bytes, tuple(asked_for))
-    reader.start()
-    node.on_close(reader.close)
-    node.on_tick(lambda now: arrived())  # the reader calls it too, unless the next prompt keeps it busy
-    core.prompts_arrived(time.monotonic())  # none has; this asks for the first ones
-    connect_owner(node, lanes, inbound)
+    connect_owner(node, lanes, inbound, reader)
     return inbound
 
 
-def connect_owner(node: Node, lanes: Lanes, inbound: InboundSamples) -> None:
-    """Give an owner's core the messages that are for it, the time, and word of workers that are lost."""
+def tell_of_prompts(node: Node, inbound: InboundSamples, reader: PromptReader) -> None:
+    """Lease the prompts that have been read since the last call."""
+    with node.board.condition:
+        if reader.take_news():
+            inbound.send(inbound.core.prompts_arrived(time.monotonic()))
+            node.board.condition.notify_all()
+
+
+def connect_owner(node: Node, lanes: Lanes, inbound: InboundSamples, reader: PromptReader) -> None:
+    """Start to read prompts; give an owner's core these, the messages for it, the time, and word of lost workers."""
     core = inbound.core
+    reader.start()
+    node.on_close(reader.close)
+    # The reader does the same, unless the next prompt keeps it busy.
+    node.on_tick(lambda now: tell_of_prompts(node, inbound, reader))
+    core.prompts_arrived(time.monotonic())  # none has; this asks for the first ones
     lanes.register(node, inbound.kinds, inbound.on_message)
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
     node.on_tick(lambda now: _look(inbound, now))

@@ -32,7 +32,7 @@ from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import A_TOKEN, DROP_REASON, SEQUENCE, Episode, LeaseKind, Uid, lease_kind, written
+from distflow.types import A_TOKEN, DROP_REASON, SEQUENCE, VALIDATION, Episode, LeaseKind, Uid, lease_kind, written
 
 log = logger(__name__)
 
@@ -309,10 +309,12 @@ def _begin(
 
 def by_kind(batch: Batch) -> dict[LeaseKind, list[int]]:
     """The rows of samples for training and of those for validation; kinds that there are none of are left out."""
-    rows: dict[LeaseKind, list[int]] = {}
-    for row, position in enumerate(batch.dense("group").tolist() if "group" in batch else ()):
-        rows.setdefault(lease_kind(position), []).append(row)
-    return rows
+    validates_B = batch.dense("group") >= VALIDATION if "group" in batch else torch.zeros(batch.rows, dtype=torch.bool)
+    kinds: dict[LeaseKind, list[int]] = {
+        "train": (~validates_B).nonzero().flatten().tolist(),
+        "val": validates_B.nonzero().flatten().tolist(),
+    }
+    return {kind: rows for kind, rows in kinds.items() if rows}
 
 
 def _some_uids(batch: Batch) -> str:

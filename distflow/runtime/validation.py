@@ -33,13 +33,19 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.metrics import MetricWriter
 from distflow.runtime.node import Lanes, Node
-from distflow.runtime.owner_side import PromptReader, build_prompts, connect_owner, val_settings
+from distflow.runtime.owner_side import (
+    READ_AHEAD,
+    PromptReader,
+    build_prompts,
+    connect_owner,
+    tell_of_prompts,
+    val_settings,
+)
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
 from distflow.runtime.waits import WaitBoard
 from distflow.types import FINISH_REASONS, VALIDATION, Uid
 
-READ_AHEAD = 64
 log = logger(__name__)
 
 
@@ -70,7 +76,9 @@ class Validation:
         settings = val_settings(setting, self._prompts)
         assert settings is not None, "there is a plan for it"
         first = bisect_left(plan.versions, setting.start.number)
-        self._reader = PromptReader(self._read, 1, READ_AHEAD, self._arrived, node.board.fault)
+        self._reader = PromptReader(
+            self._read, 1, READ_AHEAD, lambda: tell_of_prompts(node, self._inbound, self._reader), node.board.fault
+        )
         self._core = OwnerCore(
             str(setting.me.name),
             settings,
@@ -81,10 +89,7 @@ class Validation:
             begins=setting.begins,
         )
         self._inbound = InboundSamples(self._core, lanes.post)
-        connect_owner(node, lanes, self._inbound)
-        node.on_tick(lambda now: self._arrived())
-        node.on_close(self._reader.close)
-        self._reader.start()
+        connect_owner(node, lanes, self._inbound, self._reader)
 
     @property
     def inbound(self) -> InboundSamples:
@@ -129,11 +134,6 @@ class Validation:
         """Nothing more is validated: tell the generating workers. Called under the worker's lock."""
         self._inbound.send(self._core.finish(time.monotonic()))
 
-    @property
-    def all_left(self) -> bool:
-        """Whether all generating workers know it."""
-        return self._core.all_left
-
     # -- prompts
 
     def _prompt_at(self, position: int) -> LeasePrompt | None:
@@ -148,12 +148,6 @@ class Validation:
             prompt = order.prompt(place)
         self._sources[index] = str(json.loads(prompt.task).get(DATA_SOURCE, ""))
         return LeasePrompt(Uid(number, index, position), prompt.token_ids, prompt.text, prompt.task)
-
-    def _arrived(self) -> None:
-        with self._board.condition:
-            if self._reader.take_news():
-                self._inbound.send(self._core.prompts_arrived(time.monotonic()))
-                self._board.condition.notify_all()
 
     # -- results
 
