@@ -38,7 +38,10 @@ class PromptTokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The turns, or a text as a user's turn, under the model's chat template; `arguments`: further ones of it."""
+        """The turns, or a text as a user's turn, in the model's chat template; UserError without one.
+
+        `arguments`: further ones of the template.
+        """
         ...
 
 

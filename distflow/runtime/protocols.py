@@ -13,32 +13,19 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from distflow.data.batch import Batch
+from distflow.data.order import PromptTokenizer
 from distflow.runtime.checkpoint.format import Shard
 from distflow.types import SampleOutput, SampleRequest, Version
 
 
 @runtime_checkable
-class Tokenizer(Protocol):
+class Tokenizer(PromptTokenizer, Protocol):
     """The part of a Hugging Face tokenizer that distflow uses."""
 
     eos_token_id: int | None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without added special tokens."""
-
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
         """The texts of rows of token ids."""
-
-    def chat_prompt(
-        self,
-        turns: str | Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        arguments: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of the turns, or of a text as a user's turn, in the model's chat template; UserError without one.
-
-        `arguments`: further ones of the template.
-        """
 
 
 def _go_on() -> None:
