@@ -82,8 +82,8 @@ class BatchConfig(Section):
 
     prompts: int = Field(ge=1, json_schema_extra={"unit": "prompts per training step"})
     """Prompts (groups) per training step. A multiple of `ledgers`."""
-    samples_per_prompt: int = Field(ge=1, json_schema_extra={"unit": "samples"})
-    """Samples per prompt (G); together they are one group."""
+    samples_per_prompt: int = Field(default=1, ge=1, json_schema_extra={"unit": "samples"})
+    """Samples per prompt (G); together they are one group. Flows that read samples from the data say it themselves."""
     ledgers: int = Field(default=8, ge=1, json_schema_extra={"unit": "ledgers"})
     """Independent order books of the data (K), so that results do not depend on the number of workers.
     Divides `prompts`; at least the number of training replicas."""

@@ -18,6 +18,7 @@ from distflow.flow.memory import later_bytes, rows_bytes, rows_memory_mb, sample
 from distflow.flow.model_roles import check_files
 from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan
 from distflow.flow.plan_checks import check_plan
+from distflow.flow.reading import as_read
 from distflow.flow.resolve import find_source
 from distflow.flow.sharding import divided_notes, divides_models
 from distflow.flow.step import SEVERAL_UPDATES, reserved_tokens
@@ -45,6 +46,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     check_files(recipe.models, missing)
     problems += missing if need_files else []
     if structure is not None:
+        recipe = as_read(recipe, structure)
         check_structure(structure, problems)
         check_plan(recipe, structure, problems)
     if structure is None or problems:

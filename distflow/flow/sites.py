@@ -22,10 +22,16 @@ def find_sites(
     """
     _check_names(names, layout, problems)
     at_home = [node for node in steps if _runs_at_home(node, steps, layout)]
-    others = [node for node in steps if node not in at_home]
+    reading = [node for node in steps if node.role == "read"]
+    others = [node for node in steps if node not in at_home and node not in reading]
     sites = {node.name: pool for node in others if (pool := _pool_for(node, layout, problems)) is not None}
     for node in at_home:
         home = find_home(steps, sites, str(node.model))
+        if home is not None:
+            sites[node.name] = home
+    for node in reading:
+        # Who owns the samples reads them.
+        home = find_home(steps, sites, "")
         if home is not None:
             sites[node.name] = home
     if len(sites) == len(steps):
@@ -66,7 +72,7 @@ def steps_before_custody(
         pool = sites[node.name]
         if pool == home:
             late = any(written(field, other.writes) for other in after for field in node.reads)
-            early = home in rollouts and node.role in ("generate", "score") and not late
+            early = node.role == "read" or (home in rollouts and node.role in ("generate", "score") and not late)
         else:
             early = pool in rollouts or node.role in ("generate", "score")
         (before if early else after).append(node)

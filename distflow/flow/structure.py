@@ -19,8 +19,11 @@ from distflow.flow.sharding import check_zero
 from distflow.flow.sites import find_home, find_sites, generating_pools, plan_pools, steps_before_custody
 from distflow.types import REWARD_PARTS
 
-_NEEDED = {"temperature": "float = 1.0", "max_new_tokens": "int = 16"}
-"""Settings of a generate step that the runtime needs, and how they are declared."""
+_NEEDED: Mapping[str, Mapping[str, str]] = {
+    "generate": {"temperature": "float = 1.0", "max_new_tokens": "int = 16"},
+    "read": {"max_response_tokens": "int = 1024"},
+}
+"""Settings that the runtime needs of the steps that make samples, and how they are declared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Structure:
     pools: tuple[PoolPlan, ...]
     """Those that have work."""
     rollout: PoolPlan
-    """Generates with the primary model."""
+    """Generates with the primary model, or reads what that is trained on."""
     home: PoolPlan
     """Trains the primary model."""
     before_custody: tuple[StepNode, ...]
@@ -48,6 +51,11 @@ class Structure:
     def after_custody(self) -> tuple[StepNode, ...]:
         """The steps behind that, in order."""
         return tuple(node for node in self.steps if node.name in self.sites and node not in self.before_custody)
+
+    @property
+    def reads(self) -> StepNode | None:
+        """The step that reads samples from the data, in flows without generation."""
+        return next((node for node in self.steps if node.role == "read"), None)
 
     def streams(self, recipe: Recipe) -> bool:
         """Whether samples can be trained on as they arrive; otherwise training waits for the whole batch."""
@@ -100,8 +108,11 @@ def _on_pools(
     private: PrivateSteps,
 ) -> Structure | None:
     home = find_home(steps, sites, models.primary)
-    rollouts = generating_pools(steps, sites, models.primary)
-    if home is None or not rollouts:
+    if home is None:
+        return None
+    reads = any(node.role == "read" for node in steps)
+    rollouts = [home] if reads else generating_pools(steps, sites, models.primary)
+    if not rollouts:
         return None
     pools = plan_pools(steps, sites, models, layout)
     by_name = {pool.name: pool for pool in pools}
@@ -119,8 +130,8 @@ def _on_pools(
 
 
 def _check_roles(steps: list[StepNode], problems: Problems) -> None:
-    for role in ("generate", "train"):
-        if not any(node.role == role for node in steps):
+    for role, others in (("generate", ("generate", "read")), ("train", ("train",))):
+        if not any(node.role in others for node in steps):
             problems.add("flow.steps", f"no step has the role {role!r}", "see recipes/flow/grpo.yaml")
 
 
@@ -136,10 +147,11 @@ def _check_generate(steps: list[StepNode], problems: Problems) -> None:
             message = f"generates, as step {first.name!r} does, and both write the same fields"
             cure = "remove one of them, or give one a `prefix` of its own, if it generates with a further model"
             problems.add(f"{key}.prefix", message, cure)
-        lacking = [name for name in _NEEDED if node.role == "generate" and name not in node.settings]
+        needed = _NEEDED.get(node.role, {})
+        lacking = [name for name in needed if name not in node.settings]
         if lacking:
-            message = f"a generate step needs the settings {', '.join(lacking)} with literal defaults"
-            declared = ", ".join(f"{name}: {_NEEDED[name]}" for name in lacking)
+            message = f"a {node.role} step needs the settings {', '.join(lacking)} with literal defaults"
+            declared = ", ".join(f"{name}: {needed[name]}" for name in lacking)
             cure = f"declare them as keyword-only parameters, for example {declared}"
             problems.add(key, message, cure, at=f"{key}.call")
         elif node.declaration.spec.environment is not None and "max_tokens" not in node.settings:

@@ -69,7 +69,7 @@ def _meant(pattern: str, names: Sequence[str]) -> bool:
 def _calls(structure: Structure) -> Iterator[Edge]:
     """Whoever has the samples asks the pool that runs a step, if that is another one."""
     rollouts = [pool.name for pool in structure.pools if structure.models.primary in pool.generates]
-    for node in structure.before_custody:
+    for node in structure.before_custody if rollouts else ():
         if structure.sites[node.name] not in rollouts:
             yield _call(structure, node, structure.rollout.name, "before custody")
     for node in structure.after_custody:

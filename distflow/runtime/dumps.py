@@ -178,7 +178,7 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
         "prompt": _prompts(batch),
         "response": batch.texts("response_text"),
         "response_ids": _rows(batch.ragged("response_ids")),
-        "policy_versions": _rows(batch.ragged("policy_versions")),
+        **({"policy_versions": _rows(batch.ragged("policy_versions"))} if "policy_versions" in batch else {}),
         "finish_reason": [FINISH_REASONS[code] for code in batch.dense("finish_reason").tolist()],
     }
     columns |= {name: _rounded(batch.dense(name)) for name in ("reward", "score") if name in batch}

@@ -257,7 +257,7 @@ class Receiving:
         tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
         tally.samples += len(sample_bounds(batch)) - 1
         tally.tokens += int(batch.ragged("prompt_ids").offsets[-1] + batch.ragged("response_ids").offsets[-1])
-        for prefix in ("", *self._limits.prefixes):
+        for prefix in ("", *self._limits.prefixes) if "policy_versions" in batch else ():
             lags = [t - oldest for oldest in _oldest_versions(batch, prefixed("policy_versions", prefix))]
             self._metrics.mean(prefixed("staleness/mean", prefix), sum(lags) / len(lags), len(lags))
             self._metrics.max(prefixed("staleness/max", prefix), max(lags))

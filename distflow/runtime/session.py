@@ -321,8 +321,8 @@ class Session:
         membership = self._node.membership
         if not membership.peers:
             return
-        pool = self._setting.plan.edge(SAMPLES).source
-        generating = [name for name in membership.peers if WorkerName.parse(name).pool == pool]
+        sources = [edge.source for edge in self._setting.plan.edges if edge.name == SAMPLES]
+        generating = [name for name in membership.peers if WorkerName.parse(name).pool in sources]
         generating = [name for name in generating if name not in self._setting.members]
 
         def met() -> bool | None:

@@ -73,6 +73,8 @@ class TrainingParts:
     """Only in the first term after the pool has restarted."""
     validation: Validation | None = None
     """Only at the first owner."""
+    receives: str = SAMPLES
+    """The edge on which samples come, or the step that reads them from the data."""
     validates: bool = False
     """Whether there is validation, here or at another owner."""
 
@@ -91,8 +93,8 @@ class Training:
         self._updates = Updates(parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
         self.finished = False
         """Whether all training steps are done."""
-        self.receives = SAMPLES
-        """The edge on which it gets what it trains on."""
+        self.receives = parts.receives
+        """The edge on which it gets what it trains on, or the step that reads it from the data."""
         self.complete_with = parts.intake.calls
         """The steps whose fields samples have when they are received."""
         self._dumped = -1
@@ -193,16 +195,25 @@ class Training:
         with self._board.condition:
             parts.publishing.announce(manifest)
             if model == parts.primary:
-                self._number = number
-                self._node.facts |= {"version": number, "step": number}
-                if number > parts.inbound.core.version:
-                    parts.inbound.send(parts.inbound.core.advance(number, time.monotonic()))
-                if parts.validation is not None:
-                    parts.validation.due(number)
+                self._open(number)
             self._board.condition.notify_all()
+
+    def _open(self, number: int) -> None:
+        """So many training steps are done: open the next one for leasing. Called under the worker's lock."""
+        inbound, validation = self._parts.inbound, self._parts.validation
+        self._number = number
+        self._node.facts |= {"version": number, "step": number}
+        if number > inbound.core.version:
+            inbound.send(inbound.core.advance(number, time.monotonic()))
+        if validation is not None:
+            validation.due(number)
 
     def save(self, number: int) -> None:
         """Begin a checkpoint if one is due (`run.save_every`, `run.save_every_s`); the last one of the run is whole."""
+        if not self._parts.publishing.models:
+            # No engine awaits a version, so none is published: this is where the next training step begins.
+            with self._board.condition:
+                self._open(number)
         self._saving.step_done(Version(self._term, number))
 
     def save_now(self) -> None:

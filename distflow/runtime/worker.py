@@ -134,6 +134,10 @@ class Worker:
         self._receives = True
         return Stream(training.receive(t))
 
+    def read(self, step: str, t: int) -> Stream:
+        """The samples of training step t that a read step makes of the data, this worker's share of them."""
+        return self.receive(step, t)
+
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Yield the parts of a training step's whole batch, batch.minibatches of them in each of batch.epochs."""
         return self._trains().minibatches(batch)
