@@ -59,4 +59,4 @@ def _accumulate(part: Batch, ctx: StepContext, aggregation: Aggregation) -> None
     denominator = aggregation.denominator(mask_BT)
     ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
     per_token = float(loss_BT.detach()[here_BT].double().mean())
-    ctx.metrics.mean("actor/nll", per_token, tokens)
+    ctx.metrics.mean("actor/loss", per_token, tokens)

@@ -127,8 +127,8 @@ class PromptOrder:
         if self._reading is not None and longest > self._reading.max_response_tokens:
             raise UserError(
                 f"data: a response of {label} has {longest} tokens with its end token, expected at most "
-                f"{self._reading.max_response_tokens} (flow.steps.{self._reading.name}.with.max_response_tokens); raise "
-                "the limit, leave out what is longer (data.overlong=drop), or leave it out of the source"
+                f"{self._reading.max_response_tokens} (flow.steps.{self._reading.name}.with.max_response_tokens); "
+                "raise the limit, leave out what is longer (data.overlong=drop), or leave it out of the source"
             )
         return prompt
 

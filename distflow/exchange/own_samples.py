@@ -23,11 +23,7 @@ Make = Callable[[Sequence[Lease]], Batch]
 
 def samples_of(leases: Sequence[Lease], responses: Mapping[int, Sequence[GivenResponse]]) -> Batch:
     """A row for each response that the data gives for these leases; `responses` by prompt position."""
-    rows = [
-        (lease, number, response)
-        for lease in leases
-        for number, response in enumerate(responses[lease.position])
-    ]
+    rows = [(lease, number, response) for lease in leases for number, response in enumerate(responses[lease.position])]
     ids = Ragged.from_rows([response.token_ids for _, _, response in rows], torch.int64)
     trained = torch.tensor([response.trains for _, _, response in rows], dtype=torch.bool)
     fields = rows[0][2].fields if rows else ()

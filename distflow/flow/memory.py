@@ -131,9 +131,7 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
                 f"sample_memory_mb {given} is too little for one training step: {batch.prompts} groups of up to "
                 f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
             )
-            cure = (
-                f"sample_memory_mb: at least {needed}, or lower {room}, data.max_prompt_tokens or batch.prompts"
-            )
+            cure = f"sample_memory_mb: at least {needed}, or lower {room}, data.max_prompt_tokens or batch.prompts"
             others = (f"layout.pools.{training_pool}.count", *_sizes(structure))
             problems.add(key, message, cure, others=others)
 

@@ -100,7 +100,7 @@ def step(
 ) -> Callable[[_Function], _Function]:
     """Declare a step. All arguments must be literals: the planner reads them from the source, without importing it.
 
-    `role`: generate, read, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see together:
+    `role`: generate, read, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see at once:
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
     `{"kl_coef": ["ref_logprobs"]}`; `several_updates` stands for batch.minibatches × batch.epochs > 1. `fills`: fields
     that some workers' own steps write, with the value elsewhere.

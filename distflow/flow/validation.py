@@ -18,7 +18,9 @@ def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -
     if recipe.val is None:
         return
     if structure.reads is not None:
-        message = f"step {structure.reads.name!r} reads the samples from the data, and no worker generates: not built yet"
+        message = (
+            f"step {structure.reads.name!r} reads the samples from the data, and no worker generates: not built yet"
+        )
         problems.add("val", message, "leave val out; the exported model can be evaluated by another run")
         return
     node, spec = _generate_step(structure), _generate_step(structure).declaration.spec

@@ -306,7 +306,6 @@ def trains(
         rows=ends.rows,
         recovery=_recovery(setting),
         validation=ends.validation,
-        receives=SAMPLES if setting.plan.reads is None else setting.plan.reads.name,
         validates=setting.plan.val is not None,
     )
     return Training(parts, limits, base.node, setting.start)

@@ -13,7 +13,6 @@ from distflow.errors import NoProgressError, UserError
 from distflow.exchange.dealing import DealRule
 from distflow.exchange.rows_messages import Then
 from distflow.exchange.sample_channel import InboundSamples
-from distflow.flow.edges import SAMPLES
 from distflow.log import logger
 from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
@@ -73,8 +72,6 @@ class TrainingParts:
     """Only in the first term after the pool has restarted."""
     validation: Validation | None = None
     """Only at the first owner."""
-    receives: str = SAMPLES
-    """The edge on which samples come, or the step that reads them from the data."""
     validates: bool = False
     """Whether there is validation, here or at another owner."""
 
@@ -93,7 +90,7 @@ class Training:
         self._updates = Updates(parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
         self.finished = False
         """Whether all training steps are done."""
-        self.receives = parts.receives
+        self.receives = limits.receives
         """The edge on which it gets what it trains on, or the step that reads it from the data."""
         self.complete_with = parts.intake.calls
         """The steps whose fields samples have when they are received."""
