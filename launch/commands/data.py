@@ -145,8 +145,8 @@ def _show_responses(step: StepPlan, samples: Sequence[_Sample], origin: Callable
     limit = int(response_tokens(step.settings))
     lengths = [len(response.token_ids) for sample in samples for response in sample.prompt.responses]
     click.echo(
-        f"their {len(lengths)} responses: {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.1f} on "
-        f"average, end tokens included (max_response_tokens {limit})"
+        f"their {len(lengths)} responses: {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.1f} "
+        f"on average, end tokens included (max_response_tokens {limit})"
     )
     long = [s.label for s in samples if any(len(one.token_ids) > limit for one in s.prompt.responses)]
     if long:

@@ -54,8 +54,8 @@ def test_several_updates_cut_the_whole_batch() -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["val.every=3"], "val — step 'read' reads the samples from the data, and no worker generates: not built yet"),
-        (["batch.target_kl=0.1", "batch.epochs=2"], "batch.target_kl — step 'read' reads the samples from the data: no policy has"),
+        (["val.every=3"], "val — step 'read' reads the samples from the data, and no worker generates: not built"),
+        (["batch.target_kl=0.1", "batch.epochs=2"], "batch.target_kl — step 'read' reads the samples from the data"),
         (["batch.critic_warmup=3"], "batch.critic_warmup — this flow trains no critic"),
         (["batch.samples_per_prompt=4"], "batch.samples_per_prompt — has no effect: step 'read' makes 1 of each row"),
         (["layout.max_staleness=2"], "layout.max_staleness — has no effect: step 'read' reads the samples"),
