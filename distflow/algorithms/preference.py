@@ -39,7 +39,7 @@ def kto(
     """[B]: λ_y − v, Kahneman–Tversky optimisation (arXiv 2402.01306, eq. 8).
 
     v is λ_D σ(β(r − z)) of a desirable response and λ_U σ(β(z − r)) of another, r its log-ratio. `kl_point`, z ≥ 0, is
-    what gains and losses are measured from: KL(π || π_ref), the same for all and without a gradient. `desirable_B`: bool.
+    what gains and losses are measured from: KL(π || π_ref), without a gradient. `desirable_B`: bool.
     """
     signs_B = desirable_B.to(log_ratios_B.dtype) * 2 - 1
     weights_B = log_ratios_B.new_full(log_ratios_B.shape, undesirable_weight)
