@@ -20,7 +20,7 @@ from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, rows_bytes
 from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, model_folders
 from distflow.runtime.calls import Calls
-from distflow.runtime.disk import Disk
+from distflow.runtime.disk import ROLLOUTS, VAL_ROLLOUTS, Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.further_training import FurtherParts, FurtherTraining
 from distflow.runtime.generating import Generating, Turns, build_outbound, build_turns
@@ -93,7 +93,8 @@ def validates(base: Base, tokenizer: Tokenizer) -> Validation | None:
     setting = base.setting
     if setting.plan.val is None or base.name not in lessors(setting.owners, "val"):
         return None
-    return Validation(setting, base.node, base.lanes, base.writer, tokenizer)
+    dumps = _dumps(base, VAL_ROLLOUTS) if setting.recipe.run.dump_rollouts else None
+    return Validation(setting, base.node, base.lanes, base.writer, tokenizer, dumps)
 
 
 def reads(base: Base) -> dict[str, WeightInbox]:
@@ -384,9 +385,9 @@ def _deal_rule(base: Base, limits: TrainingLimits, held: HeldModels, model: str)
     )
 
 
-def _dumps(base: Base) -> DumpWriter:
+def _dumps(base: Base, folder: str = ROLLOUTS) -> DumpWriter:
     setting = base.setting
-    dumps = DumpWriter(setting.run_dir, setting.me.name, base.disk, setting.recipe.run.dump_limit_mb << 20)
+    dumps = DumpWriter(setting.run_dir, setting.me.name, base.disk, setting.recipe.run.dump_limit_mb << 20, folder)
     if setting.document.term:
         dumps.forget_after(setting.start.number)
     return dumps

@@ -7,9 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
 
 import pytest
 
+from distflow.launch.commands.rollouts import read_lines
 from tests.e2e.runs import PACED, SMALL, Launch, Run, check_trained_once
 
 EVERY, STEPS, PROMPTS, K = 3, 8, 12, 2
@@ -25,6 +28,11 @@ def validation(run: Run) -> dict[int, dict[str, float]]:
     """What was measured, by training steps done before."""
     lines = [json.loads(line) for path in run.folder.glob("metrics/*.jsonl") for line in path.read_text().splitlines()]
     return {line["step"]: line for line in lines if any(name.startswith("val/") for name in line)}
+
+
+def spans(line: dict[str, Any]) -> list[int]:
+    """The versions of the weights that a sample was made with."""
+    return [number for _, number, *_ in line["policy_versions"]]
 
 
 def check_validated(run: Run, due: Sequence[int] = DUE) -> dict[int, dict[str, float]]:
@@ -56,6 +64,12 @@ def test_the_version_that_is_due_is_measured_on_every_prompt(launch: Launch, lay
     assert sorted(merged) == list(range(STEPS + 1)), "version 0 has an object of its own"
     assert merged[3]["val/avg@2"] == found[3]["val/avg@2"]
     assert "timing_s/step" in merged[3]
+    for version in DUE:
+        samples = read_lines(run.folder / "rollouts" / "val" / f"step_{version:06d}")
+        every = [(prompt, number) for prompt in range(PROMPTS) for number in range(K)]
+        assert sorted((line["uid"][1], line["sample"]) for line in samples) == every
+        assert fmean(line["score"] for line in samples) == pytest.approx(found[version][f"val/avg@{K}"])
+        assert {span for line in samples for span in spans(line)} == {version}
     assert run.leftovers() == []
 
 
