@@ -44,8 +44,8 @@ class RunConfig(Section):
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of the run and of its folder under runs/. Default: the recipe file's name."""
-    training_steps: int = Field(ge=1, json_schema_extra={"unit": "training steps"})
-    """Length of the run, in training steps: batches trained on."""
+    training_steps: int = Field(ge=0, json_schema_extra={"unit": "training steps"})
+    """Length of the run, in training steps: batches trained on. 0: only validate."""
     seed: int = Field(default=0, ge=0, lt=1 << 64)
     """Decides data order, initial weights and every sampled token."""
     save_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
@@ -269,8 +269,8 @@ class ModelConfig(Section):
 class ValConfig(Section):
     """Validation: how good the policy is on prompts that it may not be trained on."""
 
-    every: int = Field(ge=1, json_schema_extra={"unit": "training steps"})
-    """Validate after every so many training steps, and after the last one."""
+    every: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
+    """Validate after every so many training steps, and after the last one; null: only after the last."""
     at_start: bool = True
     """Validate before the first training step too."""
     data: DataConfig | None = None

@@ -214,7 +214,7 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
         if "advantage" in node.writes
         and (node.declaration.spec.scope == "group" or node.settings.get("function") == "grpo")
     ]
-    if recipe.batch.critic_warmup >= recipe.run.training_steps:
+    if recipe.batch.critic_warmup >= recipe.run.training_steps > 0:
         yield (
             f"warning: batch.critic_warmup is {recipe.batch.critic_warmup}, and run.training_steps "
             f"{recipe.run.training_steps}: the policy is never trained"

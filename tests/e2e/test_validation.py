@@ -7,13 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 
 from distflow.launch.commands.rollouts import read_lines
-from tests.e2e.runs import PACED, SMALL, Launch, Run, check_trained_once
+from tests.e2e.runs import PACED, SMALL, WAIT_S, Launch, Run, check_trained_once, cli
 
 EVERY, STEPS, PROMPTS, K = 3, 8, 12, 2
 VALIDATED = (
@@ -108,6 +109,28 @@ def test_a_resumed_run_validates_what_is_due(launch: Launch) -> None:
     assert again.wait() == 0, again.output
     check_trained_once(again, STEPS)
     check_validated(again)
+
+
+def test_a_checkpoint_and_a_folder_are_evaluated_as_in_the_run(launch: Launch, tmp_path: Path) -> None:
+    settings = ["layout=split", *SMALL, *VALIDATED, "val.sampling={temperature: 0}", "run.save_every=3"]
+    run = launch("quickstart", *settings)
+    assert run.wait() == 0, run.output
+    where = ["--runs-dir", str(run.folder.parent)]
+    greedy = ["layout=colocated", "val.sampling={temperature: 0}", *VALIDATED[1:3]]
+    folder = str(tmp_path / "exported")
+    assert cli("export", run.name, "--to", folder, *where).returncode == 0
+    expected = {name: value for name, value in check_validated(run)[STEPS].items() if name.startswith("val/")}
+    for target in ([run.name], [folder, "quickstart", *greedy]):
+        done = cli("evaluate", *target, "--json", *where, timeout_s=WAIT_S)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == pytest.approx(expected)
+    shown = cli("evaluate", run.name, "--step", "6", *greedy, *where, timeout_s=WAIT_S)
+    assert f"val/avg@{K} " in shown.stdout, shown.stderr
+    assert (run.folder.parent / f"{run.name}-eval-2").is_dir()
+    assert (run.folder.parent / "exported-eval").is_dir()
+    alone = cli("evaluate", folder, *where)
+    assert alone.returncode == 2
+    assert "which recipe says how to validate it?" in alone.stderr
 
 
 def test_a_run_that_is_stopped_does_not_finish_validation(launch: Launch) -> None:

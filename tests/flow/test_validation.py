@@ -27,6 +27,10 @@ def plan(*overrides: str) -> Plan:
         (["val.every=4", "val.at_start=false"], (4, 8)),
         (["val.every=100"], (0, 8)),
         (["val.every=100", "val.at_start=false"], (8,)),
+        (["val.prompts=5"], (0, 8)),
+        (["val.at_start=false"], (8,)),
+        (["val.every=3", "run.training_steps=0"], (0,)),
+        (["val.at_start=false", "run.training_steps=0"], (0,)),
     ],
 )
 def test_when_it_is_due(overrides: list[str], versions: tuple[int, ...]) -> None:
@@ -63,7 +67,7 @@ def test_a_colocated_worker_generates_once_more_at_the_end() -> None:
     "overrides, message",
     [
         (["val.every=0"], "val.every"),
-        (["val.prompts=5"], "val.every — required"),
+        (["run.training_steps=0"], "run.training_steps — 0 is for validation alone"),
         (["val.every=3", "val.sampling={temprature: 1}"], "val.sampling.temprature — unknown setting"),
         (["val.every=3", "val.sampling={temperature: warm}"], "val.sampling.temperature — expected a number"),
         (["val.every=3", "val.data={source: nowhere.py:prompts}"], "val.data.source"),
