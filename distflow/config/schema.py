@@ -15,7 +15,7 @@ from distflow.config.section import Section
 from distflow.config.training_schema import LoraConfig, OptimizerConfig
 from distflow.types import MOST_WORKERS
 
-PoolRole = Literal["generate", "score", "forward", "train", "*"]
+PoolRole = Literal["generate", "score", "forward", "train", "validate", "*"]
 Refresh = Literal["eager", "when_idle", "at_bound"]
 UNBOUNDED = "unbounded"
 LONGEST_S = 1e9
@@ -155,7 +155,8 @@ class PoolConfig(Section):
     count: int = Field(default=1, ge=1, le=MOST_WORKERS, json_schema_extra={"unit": "workers"})
     """Number of workers."""
     roles: list[PoolRole] = Field(default=[])
-    """Roles this pool takes: generate, score, forward, train; `*` takes what no other pool takes."""
+    """Roles this pool takes: generate, score, forward, train; `*` takes what no other pool takes. `validate`, alone:
+    generates for validation only."""
     steps: list[str] = Field(default=[])
     """Single steps this pool takes, by name; they come before roles. `+./file.py:name` adds a step of its own."""
     engine: str = "torch"

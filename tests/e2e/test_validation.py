@@ -22,6 +22,7 @@ VALIDATED = (
     f"run.training_steps={STEPS}",
 )
 DUE = [0, 3, 6, 8]
+ALONE = "layout.pools.checks={roles: [validate], count: 1}"
 TRAINERS = "layout.pools.trainer.count=2"
 
 
@@ -50,7 +51,10 @@ def check_validated(run: Run, due: Sequence[int] = DUE) -> dict[int, dict[str, f
         ["layout=split", TRAINERS, "layout.stealing=false"],
         ["layout=colocated", "layout.pools.worker.count=2"],
         ["layout=services", "layout.pools.reward={count: 1, steps: [reward]}"],
+        ["layout=services", "layout.pools.reward={count: 1, steps: [reward]}", ALONE],
         pytest.param(["layout=async"], marks=pytest.mark.long),
+        pytest.param(["layout=async", ALONE], marks=pytest.mark.long),
+        pytest.param(["layout=colocated", ALONE], marks=pytest.mark.long),
         pytest.param(["layout=critic", "flow=ppo"], marks=pytest.mark.long),
     ],
 )
@@ -79,21 +83,23 @@ def test_it_does_not_depend_on_the_layout_and_does_not_change_training(launch: L
     runs = [
         launch("quickstart", *settings, "layout=colocated", *VALIDATED),
         launch("quickstart", *settings, "layout=split", *VALIDATED),
+        launch("quickstart", *settings, "layout=split", *VALIDATED, ALONE),
         launch("quickstart", *settings, "layout=split", f"run.training_steps={STEPS}"),
     ]
     for run in runs:
         assert run.wait() == 0, run.output
-    one, other = map(check_validated, runs[:2])
-    assert one == other
+    one, *others = map(check_validated, runs[:3])
+    assert others == [one, one]
     norms = [[line["actor/grad_norm"] for line in run.metrics() if "actor/grad_norm" in line] for run in runs]
-    assert norms[1] == norms[2]
+    assert norms[1] == norms[2] == norms[3]
 
 
-def test_a_worker_that_dies_loses_no_prompt(launch: Launch) -> None:
+@pytest.mark.parametrize("worker, pools", [("rollout/0", []), ("checks/0", [ALONE])])
+def test_a_worker_that_dies_loses_no_prompt(launch: Launch, worker: str, pools: list[str]) -> None:
     settings = [*PACED, "val.every=2", f"val.prompts={PROMPTS}", "run.training_steps=8"]
-    run = launch("quickstart", "layout=split", *settings)
+    run = launch("quickstart", "layout=split", *settings, *pools)
     run.until(lambda: len(validation(run)) > 1, "the second round of validation")
-    os.kill(run.pid_of("rollout/0"), signal.SIGKILL)
+    os.kill(run.pid_of(worker), signal.SIGKILL)
     assert run.wait() == 0, run.output
     check_trained_once(run, 8)
     check_validated(run, [0, 2, 4, 6, 8])
