@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from distflow.data.files import whole_lines
 from distflow.errors import UserError
-from distflow.runtime.disk import whole_lines
 from distflow.types import SEQUENCE
 
 SHOWN = 8

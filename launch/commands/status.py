@@ -109,7 +109,7 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
 
 
 def _steps(record: RunRecord) -> list[dict[str, float]]:
-    from distflow.launch.run.metrics_merge import MetricsReader
+    from distflow.data.metrics_merge import MetricsReader
 
     reader = MetricsReader(record.path)
     reader.read()

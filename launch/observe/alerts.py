@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from distflow.launch.run.metrics_merge import MetricsReader
+from distflow.data.metrics_merge import MetricsReader
 from distflow.launch.run.record import ProcessId, RunRecord, agent_name
 from distflow.runtime.disk import DROPPED, REFUSED
 
