@@ -22,7 +22,7 @@ from typing import Any
 from distflow.comm.kept_process import END_S, KeptProcess
 from distflow.log import logger
 
-FAILURES, DROPPED = "failures", "dropped"
+FAILURES, DROPPED_ROWS = "failures", "dropped"
 """Metrics `trackers/NAME/…`: how often it failed or hung, and rows that it lost by that."""
 COUNTS = "trackers/"
 RETRY_S = (5.0, 15.0, 60.0, 300.0)
@@ -181,6 +181,6 @@ class TrackerProcesses:
     def _lose(self, one: _Watched, rows: int, why: str = "") -> None:
         one.lost += rows
         if rows:
-            self._count(f"{COUNTS}{one.start.name}/{DROPPED}", rows)
+            self._count(f"{COUNTS}{one.start.name}/{DROPPED_ROWS}", rows)
         if why:
             log.warning("tracker %s: %s; rows lost: %d (see %s)", one.start.name, why, one.lost, one.start.output)
