@@ -14,6 +14,7 @@ import json
 import os
 import select
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -197,6 +198,7 @@ class Following:
         return self._state.step >= asked and not len(self._rows) and not self._shown
 
     def _make(self) -> Tracker:
+        self._folder.mkdir(parents=True, exist_ok=True)
         run = TrackedRun(self._run_dir.name, self._state.id, self._start.recipe, self._folder, self._state.notes)
         made: Tracker = resolve(self._start.call)(run, **self._start.options)
         self._save()
@@ -285,18 +287,18 @@ def follow(start_file: str, reports: str) -> int:
     def tell(report: Mapping[str, Any]) -> None:
         os.write(line, json.dumps(report).encode() + b"\n")
 
+    made = False
     try:
         following = Following(msgspec.json.decode(Path(start_file).read_bytes(), type=Start), tell)
-    except (UserError, TypeError, ImportError) as error:
-        # Options that it does not take, a package that is not there: no later start would do better.
-        tell({"why": f"{type(error).__name__}: {error}"})
-        return WRONG
+        made = True
+        tell({"done": True})
+        while not select.select([0], [], [], POLL_S)[0]:
+            following.go_on(settle_s=SETTLE_S)
+        following.close()
     except Exception as error:
-        # A service that does not answer, say.
-        tell({"why": f"its start: {type(error).__name__}: {error}"})
-        return 1
-    tell({"done": True})
-    while not select.select([0], [], [], POLL_S)[0]:
-        following.go_on(settle_s=SETTLE_S)
-    following.close()
+        # The top of a process: a service that does not answer, a full disk. Later it may work.
+        traceback.print_exc()
+        tell({"why": f"{type(error).__name__}: {error}"})
+        # Options that it does not take, a package that is not there: no later start would do better.
+        return WRONG if not made and isinstance(error, UserError | TypeError | ImportError) else 1
     return 0

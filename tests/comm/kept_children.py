@@ -42,7 +42,9 @@ def with_helpers(folder: str, ends: str, reports: str) -> int:
 
 def parent_of_helpers(folder: str) -> None:
     """Runs `with_helpers` until it is killed."""
-    process = KeptProcess("tests.comm.kept_children:with_helpers", [folder, "no"], f"test {folder}", Path(folder) / "output")
+    process = KeptProcess(
+        "tests.comm.kept_children:with_helpers", [folder, "no"], f"test {folder}", Path(folder) / "output"
+    )
     while not process.read():
         time.sleep(0.01)
     print("started", flush=True)

@@ -16,11 +16,8 @@ ENTRY = "tests.comm.kept_children:"
 
 def helpers_of(folder: Path) -> list[psutil.Process]:
     """Live processes that name the folder in their command line, whoever their parents are."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(folder) in word for word in process.info["cmdline"] or []):
-            found.append(process)
-    return found
+    every = psutil.process_iter(["cmdline"])
+    return [process for process in every if any(str(folder) in word for word in process.info["cmdline"] or [])]
 
 
 def start(function: str, *arguments: str, folder: Path) -> KeptProcess:
