@@ -122,15 +122,15 @@ def _check_call(at: str, plan: TrackerPlan, problems: Problems) -> None:
     except LookupError as error:
         problems.add(at, f"there is no tracker {plan.call!r}", f"{error}, under `call`")
         return
-    own = OWN_OPTIONS.get(call)
+    own: Sequence[str] | None = OWN_OPTIONS.get(call)
     if own is None and call not in TRACKERS.values():
         try:
             own = _options_of(call)
         except PluginError as error:
             problems.add(f"{at}.call", str(error))
             return
-    for option in plan.options if own is not None else ():
-        if option not in own:
+    for option in plan.options:
+        if own is not None and option not in own:
             problems.add(f"{at}.{option}", f"{plan.name} has no such option", did_you_mean(option, (*KEYS, *own)))
 
 

@@ -382,8 +382,8 @@ class Session:
             self._generating.leave()
         if self._training is None:
             self._write_metrics()
-        for reader in (*self._further.values(), *self._inboxes.values()):
-            reader.close()
+        for close in (*(one.close for one in self._further.values()), *(one.close for one in self._inboxes.values())):
+            close()
         if self._training is not None:
             # While this worker still answers: others wait by its progress.
             self._training.finish_saving()

@@ -3,7 +3,7 @@
 Rows wait in the files that the workers write, so a slow tracker costs nobody anything. How far it has come stands in
 `trackers/NAME/state.json`, written before a row is given away: after a restart of any process no row is given twice.
 
-    metrics/*.jsonl ──lines──▶ Rows ──a row that is complete──▶ tracker.log, tracker.samples
+    metrics/*.jsonl ──lines──▶ StepRows ──a row that is complete──▶ tracker.log, tracker.samples
 Reports to the worker, a JSON object a line: what is begun (`busy`, with the number of `rows` at stake), or that it is
 `done`; rows `lost`, and `why`; how many rows wait (`behind`).
 """
@@ -15,7 +15,7 @@ import os
 import select
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,14 +72,14 @@ class _State(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Row:
+class StepRow:
     """The lines of one training step so far."""
 
     seen: float
     lines: list[Line]
 
 
-class Rows:
+class StepRows:
     """Rows of a run that were not given away yet; `after`: the training step up to which all were."""
 
     def __init__(self, run_dir: Path, after: int, validated: int) -> None:
@@ -89,7 +89,7 @@ class Rows:
         self._offsets: dict[Path, int] = {}
         self._last: dict[str, tuple[int, int]] = {}
         """Term and training step of each worker's newest line."""
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, StepRow] = {}
         self._validation: dict[int, tuple[int, Line]] = {}
         self._begun: dict[int, int] = {}
         """First training step of each term."""
@@ -112,9 +112,7 @@ class Rows:
             self._validated = max(self._validated, step)
             yield step, _values([line])
 
-    def complete(
-        self, workers: Mapping[str, bool], now: float, settle_s: float
-    ) -> Iterator[tuple[int, dict[str, float]]]:
+    def complete(self, workers: Sequence[str], now: float, settle_s: float) -> Iterator[tuple[int, dict[str, float]]]:
         """Training steps in order, each once, that all `workers` (by the stems of their files) have written."""
         for step in sorted(self._rows):
             row, newest = self._rows[step], max(self._begun, default=0)
@@ -142,7 +140,7 @@ class Rows:
             return
         for old in [one for one in self._rows if one >= self._begun[term]]:
             self._rows[old].lines = [other for other in self._rows[old].lines if other["term"] >= term]
-        self._rows.setdefault(step, Row(now, [])).lines.append(line)
+        self._rows.setdefault(step, StepRow(now, [])).lines.append(line)
 
 
 def _values(lines: list[Line]) -> dict[str, float]:
@@ -158,7 +156,7 @@ class Following:
         self._run_dir = Path(start.run_dir)
         self._folder = self._run_dir / "trackers" / start.name
         self._state = self._read_state()
-        self._rows = Rows(self._run_dir, self._state.step, self._state.validated)
+        self._rows = StepRows(self._run_dir, self._state.step, self._state.validated)
         self._shown: dict[int, tuple[float, tuple[int, ...]]] = {}
         """Training steps whose samples are still to be shown: since when, and the sizes of the files."""
         self._fetch_at = 0.0

@@ -12,7 +12,7 @@ import pytest
 
 from distflow.flow.trackers import TrackedRun
 from distflow.launch.observe import tracking
-from distflow.launch.observe.tracking import Following, Rows, Start
+from distflow.launch.observe.tracking import Following, Start, StepRows
 from distflow.workers.trackers.prometheus import Prometheus
 
 GIVEN: list[Any] = []
@@ -70,7 +70,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def test_a_row_is_complete_when_all_workers_have_written_it_or_after_a_while(tmp_path: Path) -> None:
-    rows, workers = Rows(tmp_path, 0, -1), ["trainer-0", "trainer-1", "rollout-0"]
+    rows, workers = StepRows(tmp_path, 0, -1), ["trainer-0", "trainer-1", "rollout-0"]
     write(tmp_path, "trainer-0", trained(1, **{"a": 1.0, "a.weight": 1.0}))
     write(tmp_path, "rollout-0", {"step": 1, "b": 5.0})
     rows.read(0.0)
@@ -87,14 +87,14 @@ def test_a_row_is_complete_when_all_workers_have_written_it_or_after_a_while(tmp
 
 
 def test_a_step_that_only_generating_workers_have_begun_is_no_row(tmp_path: Path) -> None:
-    rows = Rows(tmp_path, 0, -1)
+    rows = StepRows(tmp_path, 0, -1)
     write(tmp_path, "rollout-0", {"step": 1, "b": 5.0})
     rows.read(0.0)
     assert list(rows.complete([], 100.0, 0.0)) == []
 
 
 def test_a_later_term_replaces_what_was_not_given_and_repeats_nothing(tmp_path: Path) -> None:
-    rows, workers = Rows(tmp_path, 0, -1), ["trainer-0", "trainer-1"]
+    rows, workers = StepRows(tmp_path, 0, -1), ["trainer-0", "trainer-1"]
     write(tmp_path, "trainer-0", trained(1, a=1.0), trained(2, a=1.0), trained(3, a=1.0))
     write(tmp_path, "trainer-1", trained(1, b=1.0), trained(2, b=1.0))
     rows.read(0.0)
@@ -109,7 +109,7 @@ def test_a_later_term_replaces_what_was_not_given_and_repeats_nothing(tmp_path: 
 
 
 def test_lines_that_are_cut_short_and_values_that_are_none(tmp_path: Path) -> None:
-    rows = Rows(tmp_path, 0, -1)
+    rows = StepRows(tmp_path, 0, -1)
     write(tmp_path, "trainer-0", trained(1, a=None, b=1.0))
     with (tmp_path / "metrics" / "trainer-0.jsonl").open("a") as file:
         file.write('{"step": 2, "te\n[]\n{"step": 2, "term": 0, "timing_s/step": 1.0}\n{"step": 3')
@@ -124,7 +124,7 @@ def test_files_far_ahead_wait_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tracking, "AHEAD", 10)
     monkeypatch.setattr(tracking, "READ_BYTES", 200)
     write(tmp_path, "trainer-0", *(trained(step) for step in range(1, 101)))
-    rows, given = Rows(tmp_path, 0, -1), 0
+    rows, given = StepRows(tmp_path, 0, -1), 0
     for now in range(100):
         rows.read(now)
         assert len(rows) < 20
@@ -139,7 +139,7 @@ def test_who_goes_on_begins_where_the_last_one_was(tmp_path: Path, clock: Callab
     first.go_on(settle_s=0.0)
     assert steps() == [0, 1, 2]
     identity = GIVEN[0][0]
-    # It is killed. Rows 3 and 4 are written meanwhile, 2 again by a later term, and validation is repeated.
+    # It is killed. StepRows 3 and 4 are written meanwhile, 2 again by a later term, and validation is repeated.
     write(tmp_path, "trainer-0", trained(3), trained(2, term=1), trained(3, term=1), trained(4, term=1))
     write(tmp_path, "trainer-0", {"step": 0, "term": 1, "val/acc": 0.5}, {"step": 2, "term": 1, "val/acc": 0.6})
     second, _ = following(tmp_path, term=1, begins=1)
