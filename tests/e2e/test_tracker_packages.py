@@ -20,7 +20,7 @@ for package in PACKAGES:
 pytestmark = pytest.mark.long
 STEPS = 6
 BLOCK, FULL, LAST = 32768, 1, 4
-SCORE = "critic/score/mean"
+SCORE = "critic/rewards/mean"
 
 
 def scalars(folder: Path) -> dict[int, float]:
@@ -90,8 +90,8 @@ def test_every_package_gets_every_row(launch: Launch, tmp_path: Path, monkeypatc
 
     with sqlite3.connect(tmp_path / "trackio" / "tests.db") as database:
         found = database.execute("select step, metrics from metrics order by step").fetchall()
-    logged = {step: json.loads(text) for step, text in found}
-    assert {step: values[SCORE] for step, values in logged.items() if SCORE in values} == expected
+    logged = [(step, json.loads(text)) for step, text in found]
+    assert {step: values[SCORE] for step, values in logged if SCORE in values} == expected
 
     with sqlite3.connect(folder / "mlflow" / "mlflow.db") as database:
         found = database.execute("select step, value from metrics where key = ?", (SCORE,)).fetchall()
