@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from distflow.types import DROP_REASON, SEQUENCE, Role, Scope, prefixed, written
@@ -68,6 +68,9 @@ class StepSpec:
     environment: tuple[str, ...] | None = None
     head: str | None = None
     only_with: Mapping[str, str] = field(default_factory=dict)
+    reads_if_there: tuple[str, ...] = ()
+    widths: Mapping[str, str] = field(default_factory=dict)
+    own_model: bool = False
 
 
 class SomeSteps(TypedDict, total=False):
@@ -78,6 +81,9 @@ class SomeSteps(TypedDict, total=False):
     environment: Sequence[str] | None
     head: str | None
     only_with: Mapping[str, str] | None
+    reads_if_there: Sequence[str]
+    widths: Mapping[str, str] | None
+    own_model: bool
 
 
 def step(
@@ -109,28 +115,28 @@ def step(
     score step does not always write, for example `["rewards/*"]`; `drop_reason` is always among them. `head`: what the
     last layer of the step's model has to give (`models.NAME.head`); a call of `ctx.backend.score`, `.values` or
     `.score_texts` in the function itself tells it too. `only_with`: settings that have an effect only while another one
-    is truthy, for example `{"kl": "kl_coef"}`.
+    is truthy, for example `{"kl": "kl_coef"}`. `reads_if_there`: fields that the step reads if another one writes them.
+    `widths`: fields with several values for each response token, and the setting that says how many, for example
+    `{"candidate_ids": "top_k"}`. `own_model`: whether the step's model must be another one than the policy.
     """
     named, functions = choices or {}, plugins or {}
-    fills, may_write, environment, head, only_with = _of_some(**of_some)
+    some = _of_some(**of_some)
+    may_write = some.may_write
     if role == "score" and not written(DROP_REASON, (*writes, *may_write)):
         may_write = (*may_write, DROP_REASON)
-    always = (*(GENERATED if role == "generate" else ()), *(() if environment is None else SEQUENCES))
-    spec = StepSpec(
+    always = (*(GENERATED if role == "generate" else ()), *(() if some.environment is None else SEQUENCES))
+    spec = replace(
+        some,
         role=role,
         reads=tuple(reads),
         writes=tuple(dict.fromkeys((*always, *writes))),
         scope=scope,
         reads_when={setting: tuple(fields) for setting, fields in (reads_when or {}).items()},
-        fills=fills,
         plugins={setting: tuple(names) for setting, names in functions.items() if not isinstance(names, Mapping)},
         arguments={setting: names for setting, names in functions.items() if isinstance(names, Mapping)},
         choices={setting: tuple(names) for setting, names in named.items() if not isinstance(names, str)},
         ranges={setting: text for setting, text in named.items() if isinstance(text, str)},
         may_write=may_write,
-        environment=environment,
-        head=head,
-        only_with=only_with,
     )
 
     def attach(function: _Function) -> _Function:
@@ -147,9 +153,24 @@ def _of_some(
     environment: Sequence[str] | None = None,
     head: str | None = None,
     only_with: Mapping[str, str] | None = None,
-) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...] | None, str | None, dict[str, str]]:
-    allowed = None if environment is None else tuple(environment)
-    return dict(fills or {}), tuple(may_write), allowed, head, dict(only_with or {})
+    reads_if_there: Sequence[str] = (),
+    widths: Mapping[str, str] | None = None,
+    own_model: bool = False,
+) -> StepSpec:
+    """A specification with just these, as values that cannot be changed."""
+    return StepSpec(
+        role="score",
+        reads=(),
+        writes=(),
+        fills=dict(fills or {}),
+        may_write=tuple(may_write),
+        environment=None if environment is None else tuple(environment),
+        head=head,
+        only_with=dict(only_with or {}),
+        reads_if_there=tuple(reads_if_there),
+        widths=dict(widths or {}),
+        own_model=own_model,
+    )
 
 
 def response_tokens(settings: Mapping[str, Any]) -> Any:

@@ -49,6 +49,11 @@ class Structure:
         """The steps behind that, in order."""
         return tuple(node for node in self.steps if node.name in self.sites and node not in self.before_custody)
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """Fields with several values for each token: how many."""
+        return {field: size for node in self.steps for field, size in node.widths.items()}
+
     def streams(self, recipe: Recipe) -> bool:
         """Whether samples can be trained on as they arrive; otherwise training waits for the whole batch."""
         whole = any(node.declaration.spec.scope == "batch" for node in self.after_custody)
