@@ -118,7 +118,7 @@ def check_own_models(structure: Structure, problems: Problems) -> None:
                     "another run"
                 )
                 keys = [f"models.{one}.path" for one in (name, models.primary)]
-                problems.add(f"models.{name}", message, cure, others=[*keys, at, f"flow.steps.{node.name}.call"])
+                problems.add(f"models.{name}", message, cure, others=keys)
 
 
 def check_tokens(structure: Structure, problems: Problems) -> None:
