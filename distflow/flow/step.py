@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from distflow.types import DROP_REASON, SEQUENCE, Role, Scope, prefixed, written
@@ -28,12 +28,16 @@ GENERATED = (
     "finish_reason",
 )
 """Fields that the runtime writes for every generate step."""
+READ = tuple(name for name in GENERATED if name not in ("rollout_logprobs", "policy_versions"))
+"""Fields that it writes for every read step: no model has sampled these tokens."""
 GIVEN = ("uid", "group", "sample", "prompt_ids", "prompt_text", "task")
 """Of these, what a generate step of a further model (`prefix`) gets from other steps."""
 SEQUENCES = (SEQUENCE, "sequence_prompt")
 """Fields that it writes too where an environment is declared: only then a sample can have several sequences."""
 ENVIRONMENT = ("replay", "repeatable")
 """What the environment of a generate step may allow."""
+ROOM = ("max_tokens", "max_new_tokens", "max_response_tokens")
+"""Settings that say how long a sample may be: with an environment's tokens, of a generate step, of a read step."""
 SAMPLE_TOKENS = 22
 """How many tokens have as many bytes as what a sample has besides (`flow/memory.py`)."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -71,6 +75,8 @@ class StepSpec:
     reads_if_there: tuple[str, ...] = ()
     widths: Mapping[str, str] = field(default_factory=dict)
     own_model: bool = False
+    samples: int = 1
+    """Of a read step: most samples of a row of the data."""
 
 
 class SomeSteps(TypedDict, total=False):
@@ -84,6 +90,7 @@ class SomeSteps(TypedDict, total=False):
     reads_if_there: Sequence[str]
     widths: Mapping[str, str] | None
     own_model: bool
+    samples: int
 
 
 def step(
@@ -99,7 +106,7 @@ def step(
 ) -> Callable[[_Function], _Function]:
     """Declare a step. All arguments must be literals: the planner reads them from the source, without importing it.
 
-    `role`: generate, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see together:
+    `role`: generate, read, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see at once:
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
     `{"kl_coef": ["ref_logprobs"]}`; `several_updates` stands for batch.minibatches × batch.epochs > 1. `fills`: fields
     that some workers' own steps write, with the value elsewhere.
@@ -115,18 +122,19 @@ def step(
     score step does not always write, for example `["rewards/*"]`; `drop_reason` is always among them. `head`: what the
     last layer of the step's model has to give (`models.NAME.head`); a call of `ctx.backend.score`, `.values` or
     `.score_texts` in the function itself tells it too. `only_with`: settings that have an effect only while another one
-    is truthy, for example `{"kl": "kl_coef"}`. `reads_if_there`: fields that the step reads if another one writes them.
-    `widths`: fields with several values for each response token, and the setting that says how many, for example
-    `{"candidate_ids": "top_k"}`. `own_model`: whether the step's model must be another one than the policy.
+    is truthy, for example `{"kl": "kl_coef"}`. `samples`: of a read step, how many it makes of a row at most.
+    `reads_if_there`: fields that the step reads if another one writes them. `widths`: fields with several values for
+    each response token, and the setting that says how many, for example `{"candidate_ids": "top_k"}`. `own_model`:
+    whether the step's model must be another one than the policy.
     """
     named, functions = choices or {}, plugins or {}
-    some = _of_some(**of_some)
-    may_write = some.may_write
+    some = _of_some(of_some)
+    may_write: tuple[str, ...] = some.pop("may_write", ())
     if role == "score" and not written(DROP_REASON, (*writes, *may_write)):
         may_write = (*may_write, DROP_REASON)
-    always = (*(GENERATED if role == "generate" else ()), *(() if some.environment is None else SEQUENCES))
-    spec = replace(
-        some,
+    made = {"generate": GENERATED, "read": READ}.get(role, ())
+    always = (*made, *(SEQUENCES if "environment" in some else ()))
+    spec = StepSpec(
         role=role,
         reads=tuple(reads),
         writes=tuple(dict.fromkeys((*always, *writes))),
@@ -137,6 +145,7 @@ def step(
         choices={setting: tuple(names) for setting, names in named.items() if not isinstance(names, str)},
         ranges={setting: text for setting, text in named.items() if isinstance(text, str)},
         may_write=may_write,
+        **some,
     )
 
     def attach(function: _Function) -> _Function:
@@ -146,45 +155,23 @@ def step(
     return attach
 
 
-def _of_some(
-    *,
-    fills: Mapping[str, float] | None = None,
-    may_write: Sequence[str] = (),
-    environment: Sequence[str] | None = None,
-    head: str | None = None,
-    only_with: Mapping[str, str] | None = None,
-    reads_if_there: Sequence[str] = (),
-    widths: Mapping[str, str] | None = None,
-    own_model: bool = False,
-) -> StepSpec:
-    """A specification with just these, as values that cannot be changed."""
-    return StepSpec(
-        role="score",
-        reads=(),
-        writes=(),
-        fills=dict(fills or {}),
-        may_write=tuple(may_write),
-        environment=None if environment is None else tuple(environment),
-        head=head,
-        only_with=dict(only_with or {}),
-        reads_if_there=tuple(reads_if_there),
-        widths=dict(widths or {}),
-        own_model=own_model,
-    )
+def _of_some(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that cannot be changed, of what is given."""
+    found = {name: value for name, value in given.items() if value is not None}
+    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list | tuple)}
+    return found | lists | {name: dict(value) for name, value in found.items() if isinstance(value, Mapping)}
 
 
 def response_tokens(settings: Mapping[str, Any]) -> Any:
-    """Most tokens behind the prompt of a sample, by the settings of its generate step.
-
-    `max_tokens`, which counts an environment's too, or else `max_new_tokens`.
-    """
-    return settings["max_tokens" if "max_tokens" in settings else "max_new_tokens"]
+    """Most tokens behind the prompt of a sample, by the settings of the step that makes it: the first of `ROOM`."""
+    return settings[next(name for name in ROOM if name in settings)]
 
 
 def reserved_tokens(settings: Sequence[Mapping[str, Any]], longest_prompt: int) -> int:
     """Tokens behind the prompt of the data for which each sample's memory is reserved.
 
-    `settings`: of the primary model's generate step, then of those of further models, which have prompts of their own.
+    `settings`: of the step that makes the primary model's samples, then of the generate steps of further models, which
+    have prompts of their own.
     """
     first, *further = (int(response_tokens(each)) for each in settings)
     return first + sum(longest_prompt + tokens + SAMPLE_TOKENS for tokens in further)
