@@ -34,8 +34,11 @@ A_TOKEN = (
     "return",
     "token_rewards",
     "token_advantage",
+    "teacher_logprobs",
 )
 """Fields with one value per response token: rows as long as those of `response_ids`."""
+SEVERAL_A_TOKEN = ("candidate_ids", "teacher_candidate_logprobs")
+"""Fields with K values per response token, [N, K]: tokens that could have stood there, and log-probs of these."""
 DROP_REASON = "drop_reason"
 """Text column that a score step may write: a group with a reason in any of its rows is dropped, not trained on."""
 IDENTITY = ("uid", "group", "sample", SEQUENCE, DROP_REASON)
