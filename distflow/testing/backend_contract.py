@@ -14,6 +14,7 @@ from distflow.runtime.checkpoint.format import put_together
 from distflow.runtime.protocols import Backend, BackendSpec
 from distflow.testing.tiny import ragged_batch, tiny_model
 
+
 def taken(backend: Backend) -> dict[str, Tensor]:
     """A copy of the whole state of a backend without further replicas."""
     return {name: tensor.clone() for name, tensor in put_together(backend.state_shards()).items()}

@@ -118,7 +118,7 @@ def test_plugin(
     tests = import_module(PLUGIN_TESTS)
     found = []
     for subject in tests.find_subjects(plugins, kind, settings, data):
-        found.append(tests.test_plugin(subject, limit))
+        found.append(tests.examine(subject, limit))
         if not as_json:
             click.echo("\n".join(found[-1].lines()))
     failed = [tested for tested in found if not tested.passed]

@@ -18,10 +18,11 @@ from distflow.data.batch import Batch, Column, Ragged
 from distflow.flow.plan import StepPlan
 from distflow.testing.plugins.mentions import shape_of
 from distflow.types import A_TOKEN, DROP_REASON, REWARD_PARTS, SEQUENCE, TOKENS, Scope, written
-from distflow.workers.tokenizers import build_tokenizer
+from distflow.workers.tokenizers import CharTokenizer
 
-TOKENIZER = build_tokenizer({"tokenizer": "chars:0123456789=", "path": None, "init": {}})
+TOKENIZER = CharTokenizer("chars:0123456789=")
 """That of `tiny_model`."""
+VOCABULARY = len(TOKENIZER.tokens)
 LONGEST = 6
 
 
@@ -114,7 +115,7 @@ def _responses(
     lengths[0] = LONGEST
     if case.empty:
         lengths[1] = 0
-    ids = [torch.randint(2, len(TOKENIZER.tokens), (length,), generator=drawn).tolist() for length in lengths]
+    ids = [torch.randint(2, VOCABULARY, (length,), generator=drawn).tolist() for length in lengths]
     stopped = [number % 3 < 2 and bool(row) for number, row in enumerate(ids)]
     ids = [[*row[:-1], 1] if stop else row for row, stop in zip(ids, stopped, strict=True)]
     responses = Ragged.from_rows(ids, torch.int64)
@@ -134,7 +135,9 @@ def _responses(
     first = [sequence == 0 for _, _, sequence in rows]
     return {
         "prompt_ids": Ragged.from_rows(prompts, torch.int64),
-        "prompt_text": Ragged.from_texts([text if whole else "" for (text, _), whole in zip(about, first, strict=True)]),
+        "prompt_text": Ragged.from_texts(
+            [text if whole else "" for (text, _), whole in zip(about, first, strict=True)]
+        ),
         "task": Ragged.from_texts([task for _, task in about]),
         TOKENS: responses,
         "response_mask": responses.like(mask),

@@ -13,12 +13,12 @@ from distflow.errors import DistflowError
 from distflow.flow.resolve import find_source
 from distflow.testing.plugins.batches import made_up_tasks
 from distflow.testing.plugins.findings import Level
-from distflow.testing.plugins.function_suites import test_loss
-from distflow.testing.plugins.generate_suite import test_generate
+from distflow.testing.plugins.function_suites import run_loss_suite
+from distflow.testing.plugins.generate_suite import run_generate_suite
 from distflow.testing.plugins.mentions import task_keys
-from distflow.testing.plugins.reward_suite import test_reward, works_on
-from distflow.testing.plugins.source_suite import tasks_of, test_source
-from distflow.testing.plugins.step_suite import test_step
+from distflow.testing.plugins.reward_suite import run_reward_suite, works_on
+from distflow.testing.plugins.source_suite import run_source_suite, tasks_of
+from distflow.testing.plugins.step_suite import run_step_suite
 from distflow.testing.plugins.subjects import Subject
 from distflow.testing.plugins.trial import Trial
 from distflow.workers.reward_process import die_with_writer
@@ -72,20 +72,21 @@ def serve(subject: str, lines: str, lifeline: str) -> None:
 def run_suite(subject: Subject, report: Lines) -> object:
     """The suite of a plug-in's kind; returns what the plug-in gave. Raises DistflowError if it cannot begin."""
     if subject.kind in ("engine", "backend"):
-        from distflow.testing.plugins.class_suites import test_class
+        from distflow.testing.plugins.class_suites import run_class_suite
 
-        return test_class(subject, report)
+        run_class_suite(subject, report)
+        return None
     if subject.kind == "source":
-        return test_source(subject, report)
+        return run_source_suite(subject, report)
     tasks = _tasks(subject, report)
     if subject.kind == "reward":
-        return test_reward(subject, report, tasks)
+        return run_reward_suite(subject, report, tasks)
     trial = Trial(subject)
     if subject.kind == "generate":
-        return test_generate(trial, report, tasks)
-    result = test_step(trial, report, tasks)
+        return run_generate_suite(trial, report, tasks)
+    result = run_step_suite(trial, report, tasks)
     if subject.kind == "loss" and result is not None:
-        test_loss(trial, report, subject.call)
+        run_loss_suite(trial, report, subject.call)
     return result
 
 

@@ -22,7 +22,7 @@ SIZES = {"near": 0.1, "far": 30.0}
 """Largest difference of log-probs of two policies."""
 
 
-def test_loss(trial: Trial, report: Report, call: str) -> None:
+def run_loss_suite(trial: Trial, report: Report, call: str) -> None:
     """The loss alone: its gradient at ratios near 1 and far from it, and that of a row without the others."""
     function = resolve(call)
     settings = {name: value for name, value in trial.plan.settings.items() if name in _own(trial)}
@@ -50,7 +50,9 @@ def _own(trial: Trial) -> list[str]:
 
 def _not_finite(what: str, size: float) -> str:
     cause = "log-probs of two policies may be far apart: clamp their difference before exp()" if size > 1 else ""
-    return f"its {what} is nan or infinite for log-probs that differ by up to {size:g}; {cause or 'is it divided by 0?'}"
+    return (
+        f"its {what} is nan or infinite for log-probs that differ by up to {size:g}; {cause or 'is it divided by 0?'}"
+    )
 
 
 def _test_rows(report: Report, function: Any, settings: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from distflow.flow.step import reserved_tokens
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.trajectories import SampleLimits, Trajectories
 from distflow.testing.fakes import SHAPES, FakeEngine
-from distflow.testing.plugins.batches import TOKENIZER, differing
+from distflow.testing.plugins.batches import TOKENIZER, VOCABULARY, differing
 from distflow.testing.plugins.findings import Report
 from distflow.testing.plugins.trial import NAME, WORKER, Trial, told
 from distflow.types import BegunSample, SampleKey, SampleOutput, SampleRequest, Uid, Version
@@ -24,7 +24,7 @@ CUT_AFTER = (1, 2, 3, 5, 8)
 """Decode steps after which the samples of a lost worker go on elsewhere."""
 
 
-def test_generate(trial: Trial, report: Report, tasks: Sequence[tuple[str, str]]) -> Batch | None:
+def run_generate_suite(trial: Trial, report: Report, tasks: Sequence[tuple[str, str]]) -> Batch | None:
     """Run the suite; returns the samples, None if there are none."""
     report.begin("importing it")
     try:
@@ -34,7 +34,9 @@ def test_generate(trial: Trial, report: Report, tasks: Sequence[tuple[str, str]]
         first = desk.batch(desk.made(range(GROUPS)))
     except KeyError as error:
         name = trial.plan.call.rpartition(":")[2]
-        report.add("wrong", f"lacks the setting {error}: async def {name}(episode, generate, ctx, *, max_new_tokens=16)")
+        report.add(
+            "wrong", f"lacks the setting {error}: async def {name}(episode, generate, ctx, *, max_new_tokens=16)"
+        )
         return None
     except DistflowError as error:
         report.add("wrong", told(error))
@@ -99,7 +101,7 @@ class _Desk:
 
 
 def _engine() -> FakeEngine:
-    engine = FakeEngine(slots=SAMPLES * GROUPS, max_tokens=1 << 16, vocabulary=len(TOKENIZER.tokens))
+    engine = FakeEngine(slots=SAMPLES * GROUPS, max_tokens=1 << 16, vocabulary=VOCABULARY)
     engine.begin_update(Version(0, 0))
     engine.update((name, torch.zeros(shape)) for name, shape in SHAPES.items())
     engine.end_update()

@@ -33,7 +33,7 @@ def _is_task(node: ast.AST) -> bool:
 
 
 def shape_of(field: str, text: str) -> Shape:
-    """How a file reads a field: `batch.dense(field)` is one value a sample, `.ragged` and `terms[field]` one a token."""
+    """How a file reads a field: `batch.dense(field)` one value a sample, `.ragged` and `terms[field]` one a token."""
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Call(func=ast.Attribute(attr=method), args=[ast.Constant(value=name), *_]) if (

@@ -14,10 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from math import isclose, isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -67,9 +67,7 @@ def _line(finding: Finding) -> str:
     return f"  {finding.level:5}  {text}"
 
 
-def find_subjects(
-    names: Sequence[str], kind: str | None, settings: Sequence[str], data: str | None
-) -> list[Subject]:
+def find_subjects(names: Sequence[str], kind: str | None, settings: Sequence[str], data: str | None) -> list[Subject]:
     """What is to be tested: plug-ins by name, and all that recipes name. Raises UserError."""
     if kind is not None:
         check_kind(kind)
@@ -113,18 +111,23 @@ def _data(data: str) -> str:
     return str(Path(data).resolve())
 
 
-def test_plugin(subject: Subject, limit_s: float = LIMIT_S) -> Tested:
+def examine(subject: Subject, limit_s: float = LIMIT_S) -> Tested:
     """Test one plug-in; each call of it may take `limit_s`."""
-    tested = _in_process(subject, limit_s, hash_seed=0)
-    if tested.passed and tested.gave is not None:
-        again = _in_process(subject, limit_s, hash_seed=1)
-        apart = again.findings[-1].text if not again.passed else unlike(tested.gave, again.gave)
-        if apart:
-            text = f"two processes do not agree: {apart} — it must not depend on hash(), the order of sets, the time"
-            noisy = subject.kind == "reward" and again.passed
-            tested.findings.append(Finding("note" if noisy else "wrong", text))
-        else:
-            tested.findings.append(Finding("ok", "gives the same in another process"))
+    with _Child(subject, hash_seed=0) as first:
+        if subject.kind in ("engine", "backend"):
+            return first.watch(limit_s)
+        with _Child(subject, hash_seed=1) as second:
+            tested = first.watch(limit_s)
+            if not tested.passed or tested.gave is None:
+                return tested
+            again = second.watch(limit_s)
+    apart = again.findings[-1].text if not again.passed else unlike(tested.gave, again.gave)
+    if apart:
+        text = f"two processes do not agree: {apart} — it must not depend on hash(), the order of sets, or the time"
+        noisy = subject.kind == "reward" and again.passed
+        tested.findings.append(Finding("note" if noisy else "wrong", text))
+    else:
+        tested.findings.append(Finding("ok", "gives the same in another process"))
     return tested
 
 
@@ -173,8 +176,12 @@ class _Child:
         self.printed = 0
         self.tail = b""
 
-    def watch(self, limit_s: float) -> None:
-        """Until the suite is over, the process has ended, or a call takes too long."""
+    def __enter__(self) -> Self:
+        return self
+
+    def watch(self, limit_s: float) -> Tested:
+        """Until the suite is over, the process has ended, or a call takes too long; returns what was found out."""
+        self.since = time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self._told, selectors.EVENT_READ, self._read_lines)
             selector.register(self._output, selectors.EVENT_READ, self._read_output)
@@ -182,7 +189,7 @@ class _Child:
                 left = self.since + (limit_s if self.doing else START_S) - time.monotonic()
                 if left <= 0:
                     self._late(limit_s)
-                    return
+                    return self.tested
                 for key, _ in selector.select(left):
                     if not key.data():
                         selector.unregister(key.fileobj)
@@ -191,8 +198,9 @@ class _Child:
         elif self.printed > FLOOD:
             text = f"prints {self.printed} bytes meanwhile, which a worker writes into its log"
             self.tested.findings.append(Finding("note", text))
+        return self.tested
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the process with all that it has started."""
         # Nobody has waited for it yet, so its group still has this id.
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -241,12 +249,3 @@ class _Child:
         output = self.tail.decode(errors="replace").strip()
         text = f"ends its process ({how}), {self.doing or 'before it was imported'}: a worker would end with it"
         self.tested.findings.append(Finding("wrong", f"{text}\n{output}" if output else text))
-
-
-def _in_process(subject: Subject, limit_s: float, hash_seed: int) -> Tested:
-    child = _Child(replace(subject), hash_seed)
-    try:
-        child.watch(limit_s)
-    finally:
-        child.close()
-    return child.tested

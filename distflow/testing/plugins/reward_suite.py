@@ -19,12 +19,26 @@ from distflow.workers.reward_judging import Verdict, judge, reward_function
 
 FORMS = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "<think></think><answer>{}</answer>")
 """How a response may give a gold answer (as `distflow data preview` has it)."""
-ODD = ("", " ", "\n\n", "no answer at all", "-1e999", "nan", "((((((", "\\boxed{", "<answer>", "🙂 ü\u0000", "7 " * 4000)
+ODD = (
+    "",
+    " ",
+    "\n\n",
+    "no answer at all",
+    "-1e999",
+    "nan",
+    "((((((",
+    "\\boxed{",
+    "<answer>",
+    "🙂 ü\u0000",
+    "7 " * 4000,
+)
 SLOW_S = 0.1
 MOST_TASKS = 8
 
 
-def test_reward(subject: Subject, report: Report, tasks: Sequence[tuple[str, str]]) -> list[dict[str, float]] | None:
+def run_reward_suite(
+    subject: Subject, report: Report, tasks: Sequence[tuple[str, str]]
+) -> list[dict[str, float]] | None:
     """Run the suite; returns what the function gave, None where it cannot be used at all."""
     report.begin("importing it")
     try:
@@ -52,7 +66,9 @@ def works_on(subject: Subject, report: Report, tasks: Sequence[tuple[str, str]])
     prompt, text = tasks[0]
     report.begin("judging the response '2'")
     try:
-        return judge(reward_function(_spec(subject)), _completion(prompt, "2", json.loads(text), "stop")).failure is None
+        return (
+            judge(reward_function(_spec(subject)), _completion(prompt, "2", json.loads(text), "stop")).failure is None
+        )
     except UserError:
         return False
 

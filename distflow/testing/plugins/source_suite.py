@@ -56,7 +56,7 @@ def tasks_of(subject: Subject, most: int) -> list[tuple[str, str]]:
     return [(prompt.text, prompt.task) for prompt in found]
 
 
-def test_source(subject: Subject, report: Report) -> list[tuple[str, str]] | None:
+def run_source_suite(subject: Subject, report: Report) -> list[tuple[str, str]] | None:
     """Run the suite; returns the prompts looked at, None where there are none."""
     report.begin("making the data source")
     try:
@@ -81,16 +81,16 @@ def test_source(subject: Subject, report: Report) -> list[tuple[str, str]] | Non
         report.add("ok", f"{count} prompts; gives the same for an index twice, in any order, and when it is made again")
     empty = [place for place, (text, _) in zip(places, found, strict=True) if not text]
     if empty:
-        report.add("wrong", f"prompt {empty[0]} is empty, {len(empty)} of {len(places)} are: expected at least one token")
+        report.add(
+            "wrong", f"prompt {empty[0]} is empty, {len(empty)} of {len(places)} are: expected at least one token"
+        )
     return found
 
 
 def _unstable(
     when: str, places: Sequence[int], one: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]]
 ) -> str:
-    place, first, second = next(
-        (place, a, b) for place, a, b in zip(places, one, other, strict=True) if a != b
-    )
+    place, first, second = next((place, a, b) for place, a, b in zip(places, one, other, strict=True) if a != b)
     kind = "text" if first[0] != second[0] else "task"
     a, b = (first[0], second[0]) if kind == "text" else (first[1], second[1])
     return (
@@ -111,4 +111,3 @@ def _read(order: PromptOrder, report: Report, places: Sequence[int]) -> list[tup
     if longest > SLOW_S:
         report.add("note", f"takes up to {longest:.1f} s for a prompt; each training worker reads ahead in one thread")
     return found
-

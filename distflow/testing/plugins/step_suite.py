@@ -14,7 +14,7 @@ from torch import Tensor
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import DistflowError, UserError
 from distflow.testing.plugins.batches import CASES, USUAL, Case, differing, make_batch, parts_of
-from distflow.testing.plugins.findings import Report
+from distflow.testing.plugins.findings import Level, Report
 from distflow.testing.plugins.trial import MODEL, Outcome, Trial, complaint_about_state, told
 from distflow.types import DROP_REASON, is_reward_part
 
@@ -23,7 +23,7 @@ GATHER_S = 20.0
 _WIDER = {"sample": "group", "group": "batch"}
 
 
-def test_step(trial: Trial, report: Report, tasks: Sequence[tuple[str, str]]) -> Batch | None:
+def run_step_suite(trial: Trial, report: Report, tasks: Sequence[tuple[str, str]]) -> Batch | None:
     """Run the suite; returns what the step wrote for the usual batch, None if it failed there."""
     report.begin("importing it")
     try:
@@ -72,7 +72,7 @@ def _tell_cases(trial: Trial, report: Report, outcomes: dict[Case, Outcome]) -> 
         elif outcome.refused and case is not USUAL and not _is_about_result(outcome.error):
             report.add("ok", f"refuses {case.name}: {outcome.error}")
         elif outcome.error not in told_already:
-            level = "wrong" if case.usual else "note"
+            level: Level = "wrong" if case.usual else "note"
             end = "" if case.usual else "; only generate steps with an environment make them"
             report.add(level, f"fails with {case.name}{end}:\n{outcome.error}")
             told_already.add(outcome.error)
@@ -248,11 +248,7 @@ def _test_gradient(trial: Trial, report: Report, batch: Batch, outcomes: dict[Ca
     if trial.plan.scope == "batch":
         return
     report.begin("a training step in micro-batches")
-    context = trial.context()
-    for rows in parts_of(batch, trial.plan.scope):
-        trial.call(batch.select(rows), context)
-    backend = context.models[MODEL]
-    norm = backend.apply(context.fixed_denominators.get(MODEL) or context.denominators.get(MODEL, 1.0))
+    norm = _norm_in_parts(trial, batch)
     if isclose(norm, norms[USUAL], rel_tol=1e-3, abs_tol=1e-9):
         report.add("ok", f"its gradient is finite ({len(norms)} kinds of batches), and the same in micro-batches")
         return
@@ -263,6 +259,13 @@ def _test_gradient(trial: Trial, report: Report, batch: Batch, outcomes: dict[Ca
     )
 
 
+def _norm_in_parts(trial: Trial, batch: Batch) -> float:
+    """The norm of the gradient after a call for each sample or group."""
+    context = trial.context()
+    outcomes = [trial.call(batch.select(rows), context) for rows in parts_of(batch, trial.plan.scope)]
+    last = outcomes[-1]
+    return last.backend.apply(last.denominator) if last.backend is not None and last.denominator > 0 else 0.0
+
+
 def _written(trial: Trial) -> list[str]:
     return [*trial.plan.writes, *trial.plan.may_write]
-

@@ -1,4 +1,4 @@
-"""Plug-ins to be tested: what each is, as its source tells, and the shipped step that would call it. Imports no torch."""
+"""Plug-ins to be tested: what each is, as its source tells, and the step that would call it. Imports no torch."""
 
 from __future__ import annotations
 
