@@ -5,11 +5,9 @@ Shapes: B rows, N response tokens of all rows.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,12 +87,6 @@ def make_batch(case: Case, plan: StepPlan, source: str, tasks: Sequence[tuple[st
         if name not in columns and "*" not in name:
             columns[name] = _own(name, source, responses, drawn)
     return Batch({name: columns[name] for name in dict.fromkeys(names) if name in columns})
-
-
-def made_up_tasks(keys: Sequence[str], value: Callable[[int], Any] = str) -> list[tuple[str, str]]:
-    """Prompts whose tasks have these keys, with answers of a kind."""
-    given = list(keys) or ["answer"]
-    return [(f"{n}=", json.dumps(dict.fromkeys(given, value(2 * n)))) for n in (1, 2, 6, 21, 30)]
 
 
 def _rows(case: Case) -> list[tuple[int, int, int]]:

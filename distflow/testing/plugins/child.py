@@ -8,19 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from distflow.data.batch import Batch, Ragged
 from distflow.errors import DistflowError
 from distflow.flow.resolve import find_source
-from distflow.testing.plugins.batches import made_up_tasks
-from distflow.testing.plugins.findings import Level
-from distflow.testing.plugins.function_suites import run_loss_suite
-from distflow.testing.plugins.generate_suite import run_generate_suite
-from distflow.testing.plugins.mentions import task_keys
-from distflow.testing.plugins.reward_suite import run_reward_suite, works_on
-from distflow.testing.plugins.source_suite import run_source_suite, tasks_of
-from distflow.testing.plugins.step_suite import run_step_suite
+from distflow.testing.plugins.findings import IMPORTING, Level, SuiteReport
+from distflow.testing.plugins.mentions import made_up_tasks, task_keys
 from distflow.testing.plugins.subjects import Subject
-from distflow.testing.plugins.trial import Trial
 from distflow.workers.reward_process import die_with_writer
 
 TASKS = 16
@@ -69,18 +61,34 @@ def serve(subject: str, lines: str, lifeline: str) -> None:
             report.done(None)
 
 
-def run_suite(subject: Subject, report: Lines) -> object:
-    """The suite of a plug-in's kind; returns what the plug-in gave. Raises DistflowError if it cannot begin."""
+def run_suite(subject: Subject, report: SuiteReport) -> object:
+    """The suite of a plug-in's kind; returns what the plug-in gave. Raises DistflowError if it cannot begin.
+
+    Each imports what it needs: those of rewards do without torch, as the processes that judge samples do.
+    """
     if subject.kind in ("engine", "backend"):
         from distflow.testing.plugins.class_suites import run_class_suite
 
         run_class_suite(subject, report)
         return None
     if subject.kind == "source":
+        from distflow.testing.plugins.source_suite import run_source_suite
+
         return run_source_suite(subject, report)
     tasks = _tasks(subject, report)
     if subject.kind == "reward":
+        from distflow.testing.plugins.reward_suite import run_reward_suite
+
         return run_reward_suite(subject, report, tasks)
+    return _run_step(subject, report, tasks)
+
+
+def _run_step(subject: Subject, report: SuiteReport, tasks: Tasks) -> object:
+    from distflow.testing.plugins.function_suites import run_loss_suite
+    from distflow.testing.plugins.generate_suite import run_generate_suite
+    from distflow.testing.plugins.step_suite import run_step_suite
+    from distflow.testing.plugins.trial import Trial
+
     trial = Trial(subject)
     if subject.kind == "generate":
         return run_generate_suite(trial, report, tasks)
@@ -90,21 +98,25 @@ def run_suite(subject: Subject, report: Lines) -> object:
     return result
 
 
-def _tasks(subject: Subject, report: Lines) -> Tasks:
+def _tasks(subject: Subject, report: SuiteReport) -> Tasks:
     if subject.data is not None:
+        from distflow.testing.plugins.source_suite import tasks_of
+
         return tasks_of(subject, TASKS)
     keys = task_keys(find_source(subject.call).text)
     made = [made_up_tasks(keys, value) for value in MADE_UP]
     if subject.kind != "reward":
         return made[0]
-    report.begin("importing it")
+    from distflow.testing.plugins.reward_suite import works_on
+
+    report.begin(IMPORTING)
     return next((tasks for tasks in made if works_on(subject, report, tasks)), made[0])
 
 
 def plain(gave: object) -> object:
-    """The same in plain values."""
-    if isinstance(gave, Batch):
+    """The same in plain values: of batches their columns, of ragged ones offsets and values."""
+    if hasattr(gave, "columns"):
         return {name: plain(column) for name, column in gave.columns.items()}
-    if isinstance(gave, Ragged):
-        return [gave.offsets.tolist(), gave.values.tolist()]
+    if hasattr(gave, "offsets") and hasattr(gave, "values"):
+        return [plain(gave.offsets), plain(gave.values)]
     return gave.tolist() if hasattr(gave, "tolist") else gave

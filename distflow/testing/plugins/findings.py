@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
+IMPORTING = "importing it"
+"""What is begun first. It may take long, and has a limit of its own."""
 Level = Literal["ok", "note", "wrong"]
 """ok: as it should be; note: a run would go on, and may suffer from it; wrong: a run would end, or go wrong."""
 
 
-class Finding(NamedTuple):
+class PluginFinding(NamedTuple):
     """One result."""
 
     level: Level
     text: str
 
 
-class Report(Protocol):
+class SuiteReport(Protocol):
     """Where findings go. What is begun is told if the plug-in ends the process or never returns."""
 
     def begin(self, what: str) -> None:

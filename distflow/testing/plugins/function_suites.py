@@ -14,7 +14,7 @@ from torch import Tensor
 from distflow.algorithms import TokenTerms
 from distflow.errors import UserError
 from distflow.flow.resolve import resolve
-from distflow.testing.plugins.findings import Report
+from distflow.testing.plugins.findings import SuiteReport
 from distflow.testing.plugins.trial import Trial
 
 ROWS, WIDTH = 6, 5
@@ -22,7 +22,7 @@ SIZES = {"near": 0.1, "far": 30.0}
 """Largest difference of log-probs of two policies."""
 
 
-def run_loss_suite(trial: Trial, report: Report, call: str) -> None:
+def run_loss_suite(trial: Trial, report: SuiteReport, call: str) -> None:
     """The loss alone: its gradient at ratios near 1 and far from it, and that of a row without the others."""
     function = resolve(call)
     settings = {name: value for name, value in trial.plan.settings.items() if name in _own(trial)}
@@ -55,7 +55,7 @@ def _not_finite(what: str, size: float) -> str:
     )
 
 
-def _test_rows(report: Report, function: Any, settings: Mapping[str, Any]) -> None:
+def _test_rows(report: SuiteReport, function: Any, settings: Mapping[str, Any]) -> None:
     report.begin("the loss of one row alone")
     _, whole_BT, _ = _loss(function, settings, SIZES["near"])
     for row in range(ROWS):

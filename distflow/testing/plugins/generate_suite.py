@@ -14,7 +14,7 @@ from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.trajectories import SampleLimits, Trajectories
 from distflow.testing.fakes import SHAPES, FakeEngine
 from distflow.testing.plugins.batches import TOKENIZER, VOCABULARY, differing
-from distflow.testing.plugins.findings import Report
+from distflow.testing.plugins.findings import IMPORTING, SuiteReport
 from distflow.testing.plugins.trial import NAME, WORKER, Trial, told
 from distflow.types import BegunSample, SampleKey, SampleOutput, SampleRequest, Uid, Version
 
@@ -24,9 +24,9 @@ CUT_AFTER = (1, 2, 3, 5, 8)
 """Decode steps after which the samples of a lost worker go on elsewhere."""
 
 
-def run_generate_suite(trial: Trial, report: Report, tasks: Sequence[tuple[str, str]]) -> Batch | None:
+def run_generate_suite(trial: Trial, report: SuiteReport, tasks: Sequence[tuple[str, str]]) -> Batch | None:
     """Run the suite; returns the samples, None if there are none."""
-    report.begin("importing it")
+    report.begin(IMPORTING)
     try:
         room = reserved_tokens([trial.plan.settings], 0)
         desk = _Desk(trial, room, tasks)
@@ -128,7 +128,7 @@ def _drive(
     return {**done, **running}
 
 
-def _test_again(desk: _Desk, report: Report, first: Batch) -> None:
+def _test_again(desk: _Desk, report: SuiteReport, first: Batch) -> None:
     """In the reverse order, after others: a sample is a function of its episode and of what the model writes."""
     report.begin("making the samples again, in another order")
     try:
@@ -147,7 +147,7 @@ def _test_again(desk: _Desk, report: Report, first: Batch) -> None:
         report.add("ok", "makes the same samples again, in another order")
 
 
-def _test_replay(desk: _Desk, report: Report, first: Batch) -> None:
+def _test_replay(desk: _Desk, report: SuiteReport, first: Batch) -> None:
     declared = "environment lists 'replay'" if desk.trial.plan.environment is not None else "it declares no environment"
     for steps in CUT_AFTER:
         report.begin(f"going on with samples that were begun elsewhere, after {steps} decode steps")

@@ -1,10 +1,11 @@
-"""What a plug-in's file mentions of tasks and of fields that no shipped step writes. Read from its source alone."""
+"""What a plug-in's file mentions: keys of tasks, and fields that no shipped step writes. Imports no torch."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from typing import Literal
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 Shape = Literal["sample", "token", "text"]
 _READ_BY: dict[str, Shape] = {"dense": "sample", "ragged": "token", "padded": "token", "texts": "text"}
@@ -13,6 +14,12 @@ _READ_BY: dict[str, Shape] = {"dense": "sample", "ragged": "token", "padded": "t
 def task_keys(text: str) -> list[str]:
     """Keys of `….task["key"]`, `….task.get("key")` and of a variable called task, in the order of the file."""
     return list(dict.fromkeys(_keys(ast.parse(text))))
+
+
+def made_up_tasks(keys: Sequence[str], value: Callable[[int], Any] = str) -> list[tuple[str, str]]:
+    """Prompts whose tasks have these keys, with answers of a kind."""
+    given = list(keys) or ["answer"]
+    return [(f"{n}=", json.dumps(dict.fromkeys(given, value(2 * n)))) for n in (1, 2, 6, 21, 30)]
 
 
 def _keys(tree: ast.AST) -> Iterator[str]:

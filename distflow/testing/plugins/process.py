@@ -24,12 +24,12 @@ import yaml
 from distflow.config.paths import is_data_file
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
-from distflow.testing.plugins.findings import Finding, cut
+from distflow.testing.plugins.findings import IMPORTING, PluginFinding, cut
 from distflow.testing.plugins.subjects import KINDS, Subject, absolute, check_kind, kind_of, subjects_of
 
 LIMIT_S = 30.0
-START_S = 180.0
-"""For the imports of the suites, on a busy machine."""
+START_S = 120.0
+"""For the imports of the suites and of the plug-in, on a busy machine."""
 FLOOD = 1 << 16
 """Bytes of output that are worth a note."""
 SHOWN_OUTPUT = 2000
@@ -44,7 +44,7 @@ class Tested:
     """A plug-in and what was found out about it."""
 
     subject: Subject
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[PluginFinding] = field(default_factory=list)
     gave: Any = None
 
     @property
@@ -62,7 +62,7 @@ class Tested:
         return [f"{self.subject.name}: {KINDS[self.subject.kind]}", *map(_line, self.findings)]
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: PluginFinding) -> str:
     text = finding.text.replace("\n", "\n         ")
     return f"  {finding.level:5}  {text}"
 
@@ -125,9 +125,9 @@ def examine(subject: Subject, limit_s: float = LIMIT_S) -> Tested:
     if apart:
         text = f"two processes do not agree: {apart} — it must not depend on hash(), the order of sets, or the time"
         noisy = subject.kind == "reward" and again.passed
-        tested.findings.append(Finding("note" if noisy else "wrong", text))
+        tested.findings.append(PluginFinding("note" if noisy else "wrong", text))
     else:
-        tested.findings.append(Finding("ok", "gives the same in another process"))
+        tested.findings.append(PluginFinding("ok", "gives the same in another process"))
     return tested
 
 
@@ -186,9 +186,10 @@ class _Child:
             selector.register(self._told, selectors.EVENT_READ, self._read_lines)
             selector.register(self._output, selectors.EVENT_READ, self._read_output)
             while not self.over and self._told in {key.fd for key in selector.get_map().values()}:
-                left = self.since + (limit_s if self.doing else START_S) - time.monotonic()
+                limit = START_S if self.doing in ("", IMPORTING) else limit_s
+                left = self.since + limit - time.monotonic()
                 if left <= 0:
-                    self._late(limit_s)
+                    self._late(limit)
                     return self.tested
                 for key, _ in selector.select(left):
                     if not key.data():
@@ -197,7 +198,7 @@ class _Child:
             self._ended()
         elif self.printed > FLOOD:
             text = f"prints {self.printed} bytes meanwhile, which a worker writes into its log"
-            self.tested.findings.append(Finding("note", text))
+            self.tested.findings.append(PluginFinding("note", text))
         return self.tested
 
     def __exit__(self, *error: object) -> None:
@@ -223,7 +224,7 @@ class _Child:
         elif "done" in message:
             self.over, self.tested.gave = True, message["done"]
         else:
-            self.tested.findings.append(Finding(message["level"], message["text"]))
+            self.tested.findings.append(PluginFinding(message["level"], message["text"]))
 
     def _read_output(self) -> bool:
         chunk = os.read(self._output.fileno(), 1 << 16)
@@ -240,7 +241,7 @@ class _Child:
             if self.doing
             else f"the suites were not imported within {START_S:g} s"
         )
-        self.tested.findings.append(Finding("wrong", text))
+        self.tested.findings.append(PluginFinding("wrong", text))
 
     def _ended(self) -> None:
         state = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
@@ -248,4 +249,4 @@ class _Child:
         how = f"exit code {state.si_status}" if state.si_code == os.CLD_EXITED else f"signal {state.si_status}"
         output = self.tail.decode(errors="replace").strip()
         text = f"ends its process ({how}), {self.doing or 'before it was imported'}: a worker would end with it"
-        self.tested.findings.append(Finding("wrong", f"{text}\n{output}" if output else text))
+        self.tested.findings.append(PluginFinding("wrong", f"{text}\n{output}" if output else text))

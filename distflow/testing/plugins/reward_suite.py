@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from distflow.errors import UserError
-from distflow.testing.plugins.findings import Report, cut
+from distflow.testing.plugins.findings import IMPORTING, SuiteReport, cut
 from distflow.testing.plugins.subjects import Subject
 from distflow.types import Completion, FinishReason
 from distflow.workers.reward_functions import RewardFunction
@@ -37,16 +37,16 @@ MOST_TASKS = 8
 
 
 def run_reward_suite(
-    subject: Subject, report: Report, tasks: Sequence[tuple[str, str]]
+    subject: Subject, report: SuiteReport, tasks: Sequence[tuple[str, str]]
 ) -> list[dict[str, float]] | None:
     """Run the suite; returns what the function gave, None where it cannot be used at all."""
-    report.begin("importing it")
+    report.begin(IMPORTING)
     try:
         function = reward_function(_spec(subject))
     except UserError as error:
         report.add("wrong", str(error))
         return None
-    samples = list(_samples(tasks))
+    samples, before = list(_samples(tasks)), _processes()
     try:
         verdicts = _judged(function, report, samples)
         _tell_failures(subject, report, samples, verdicts)
@@ -55,20 +55,25 @@ def run_reward_suite(
         report.add("wrong", str(error))
         return None
     _tell_gold(subject, report, samples, verdicts)
-    left = psutil.Process().children(recursive=True)
+    left = _processes() - before
     if left:
         report.add("wrong", f"leaves {len(left)} processes behind: it must end what it starts")
     return [dict(verdict.values) for verdict in verdicts]
 
 
-def works_on(subject: Subject, report: Report, tasks: Sequence[tuple[str, str]]) -> bool:
+def _processes() -> set[int]:
+    """Those that this one has started and that still run."""
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if child.status() != psutil.STATUS_ZOMBIE}
+
+
+def works_on(subject: Subject, report: SuiteReport, tasks: Sequence[tuple[str, str]]) -> bool:
     """Whether the function works on such tasks at all, on a plain response."""
     prompt, text = tasks[0]
-    report.begin("judging the response '2'")
     try:
-        return (
-            judge(reward_function(_spec(subject)), _completion(prompt, "2", json.loads(text), "stop")).failure is None
-        )
+        function = reward_function(_spec(subject))
+        report.begin("judging the response '2'")
+        return judge(function, _completion(prompt, "2", json.loads(text), "stop")).failure is None
     except UserError:
         return False
 
@@ -94,7 +99,7 @@ def _completion(prompt: str, response: str, task: Mapping[str, Any], reason: Fin
     return Completion(prompt, response, deepcopy(task), reason, tuple(range(2, 2 + min(len(response), 64))))
 
 
-def _judged(function: RewardFunction, report: Report, samples: Sequence[Completion]) -> list[Verdict]:
+def _judged(function: RewardFunction, report: SuiteReport, samples: Sequence[Completion]) -> list[Verdict]:
     """A verdict for each sample; tells of tasks that were changed, and of slowness."""
     verdicts, changed, longest = [], "", 0.0
     for sample in samples:
@@ -117,7 +122,7 @@ def _judged(function: RewardFunction, report: Report, samples: Sequence[Completi
 
 
 def _tell_failures(
-    subject: Subject, report: Report, samples: Sequence[Completion], verdicts: Sequence[Verdict]
+    subject: Subject, report: SuiteReport, samples: Sequence[Completion], verdicts: Sequence[Verdict]
 ) -> None:
     failed = [(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True) if verdict.failure]
     if not failed:
@@ -139,7 +144,7 @@ def _tell_failures(
 
 
 def _test_again(
-    function: RewardFunction, report: Report, samples: Sequence[Completion], verdicts: Sequence[Verdict]
+    function: RewardFunction, report: SuiteReport, samples: Sequence[Completion], verdicts: Sequence[Verdict]
 ) -> None:
     for sample, verdict in reversed(list(zip(samples, verdicts, strict=True))):
         report.begin(f"judging the response {cut(sample.response)} again")
@@ -154,7 +159,9 @@ def _test_again(
     report.add("ok", "gives a response the same twice, in any order")
 
 
-def _tell_gold(subject: Subject, report: Report, samples: Sequence[Completion], verdicts: Sequence[Verdict]) -> None:
+def _tell_gold(
+    subject: Subject, report: SuiteReport, samples: Sequence[Completion], verdicts: Sequence[Verdict]
+) -> None:
     """With real tasks that have an answer: whether gold answers get more than nonsense."""
     scores: dict[bool, list[float]] = {True: [], False: []}
     for sample, verdict in zip(samples, verdicts, strict=True):

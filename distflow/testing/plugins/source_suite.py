@@ -13,7 +13,7 @@ from distflow.data.order import PromptOrder, PromptSettings, SourceUse
 from distflow.errors import DistflowError
 from distflow.flow.resolve import resolve
 from distflow.runtime.steps import user_code
-from distflow.testing.plugins.findings import Report, cut
+from distflow.testing.plugins.findings import SuiteReport, cut
 from distflow.testing.plugins.subjects import Subject
 
 LOOKED_AT = 32
@@ -56,15 +56,12 @@ def tasks_of(subject: Subject, most: int) -> list[tuple[str, str]]:
     return [(prompt.text, prompt.task) for prompt in found]
 
 
-def run_source_suite(subject: Subject, report: Report) -> list[tuple[str, str]] | None:
+def run_source_suite(subject: Subject, report: SuiteReport) -> list[tuple[str, str]] | None:
     """Run the suite; returns the prompts looked at, None where there are none."""
     report.begin("making the data source")
     try:
         _, order = open_data(subject.call, subject.settings, subject.data_fields)
         count = len(order)
-        if count < 1:
-            report.add("wrong", "has no prompts: its length is 0")
-            return None
         places = sorted({*range(min(count, LOOKED_AT)), count // 2, count - 1})
         found = _read(order, report, places)
         again = _read(order, report, list(reversed(places)))[::-1]
@@ -99,7 +96,7 @@ def _unstable(
     )
 
 
-def _read(order: PromptOrder, report: Report, places: Sequence[int]) -> list[tuple[str, str]]:
+def _read(order: PromptOrder, report: SuiteReport, places: Sequence[int]) -> list[tuple[str, str]]:
     found, longest = [], 0.0
     for place in places:
         report.begin(f"reading prompt {place}")

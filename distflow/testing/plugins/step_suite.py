@@ -14,8 +14,8 @@ from torch import Tensor
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import DistflowError, UserError
 from distflow.testing.plugins.batches import CASES, USUAL, Case, differing, make_batch, parts_of
-from distflow.testing.plugins.findings import Level, Report
-from distflow.testing.plugins.trial import MODEL, Outcome, Trial, complaint_about_state, told
+from distflow.testing.plugins.findings import IMPORTING, Level, SuiteReport
+from distflow.testing.plugins.trial import MODEL, StepOutcome, Trial, complaint_about_state, told
 from distflow.types import DROP_REASON, is_reward_part
 
 GATHER_S = 20.0
@@ -23,9 +23,9 @@ GATHER_S = 20.0
 _WIDER = {"sample": "group", "group": "batch"}
 
 
-def run_step_suite(trial: Trial, report: Report, tasks: Sequence[tuple[str, str]]) -> Batch | None:
+def run_step_suite(trial: Trial, report: SuiteReport, tasks: Sequence[tuple[str, str]]) -> Batch | None:
     """Run the suite; returns what the step wrote for the usual batch, None if it failed there."""
-    report.begin("importing it")
+    report.begin(IMPORTING)
     try:
         _ = trial.imported
     except DistflowError as error:
@@ -53,8 +53,8 @@ def run_step_suite(trial: Trial, report: Report, tasks: Sequence[tuple[str, str]
 
 
 def _call_all(
-    trial: Trial, report: Report, tasks: Sequence[tuple[str, str]], cases: Sequence[Case]
-) -> tuple[dict[Case, Batch], dict[Case, Outcome]]:
+    trial: Trial, report: SuiteReport, tasks: Sequence[tuple[str, str]], cases: Sequence[Case]
+) -> tuple[dict[Case, Batch], dict[Case, StepOutcome]]:
     """A call for each case; both by the case of the same name in CASES."""
     batches, outcomes = {}, {}
     for known, case in zip(CASES, cases, strict=True):
@@ -64,7 +64,7 @@ def _call_all(
     return batches, outcomes
 
 
-def _tell_cases(trial: Trial, report: Report, outcomes: dict[Case, Outcome]) -> None:
+def _tell_cases(trial: Trial, report: SuiteReport, outcomes: dict[Case, StepOutcome]) -> None:
     passed, told_already = 0, set[str]()
     for case, outcome in outcomes.items():
         if not outcome.error:
@@ -88,7 +88,7 @@ def _is_about_result(error: str) -> bool:
     return " returned " in error or error.startswith("the loss ")
 
 
-def _tell_manners(report: Report, outcomes: Sequence[Outcome]) -> None:
+def _tell_manners(report: SuiteReport, outcomes: Sequence[StepOutcome]) -> None:
     """What it does besides: changes in place, undeclared fields, state, metrics."""
     in_place = sorted({name for outcome in outcomes for name in outcome.in_place})
     if in_place:
@@ -112,14 +112,14 @@ def _tell_manners(report: Report, outcomes: Sequence[Outcome]) -> None:
             _tell_not_finite(report, outcome.result)
 
 
-def _tell_not_finite(report: Report, result: Batch) -> None:
+def _tell_not_finite(report: SuiteReport, result: Batch) -> None:
     for name, column in result.columns.items():
         values = column.values if isinstance(column, Ragged) else column
         if values.is_floating_point() and not is_reward_part(name) and not bool(values.isfinite().all()):
             report.add("note", f"{name!r} has values that are not finite for {USUAL.name}")
 
 
-def _test_repeats(trial: Trial, report: Report, batch: Batch, first: Batch) -> None:
+def _test_repeats(trial: Trial, report: SuiteReport, batch: Batch, first: Batch) -> None:
     """The same batch again, after others: what a call gives depends on its batch, the seed and ctx.state alone."""
     report.begin("a second call with the same batch")
     again = trial.call(batch)
@@ -135,7 +135,7 @@ def _test_repeats(trial: Trial, report: Report, batch: Batch, first: Batch) -> N
         report.add("ok", "gives the same twice, whatever it was called with in between")
 
 
-def _test_scope(trial: Trial, report: Report, batch: Batch, first: Batch) -> None:
+def _test_scope(trial: Trial, report: SuiteReport, batch: Batch, first: Batch) -> None:
     scope = trial.plan.scope
     report.begin(f"calls with one {scope} each")
     apart = _apart_in_parts(trial, batch, first, parts_of(batch, scope))
@@ -160,7 +160,7 @@ def _apart_in_parts(trial: Trial, batch: Batch, first: Batch, parts: Sequence[li
     return ""
 
 
-def _test_two_workers(trial: Trial, report: Report, batch: Batch, first: Batch) -> None:
+def _test_two_workers(trial: Trial, report: SuiteReport, batch: Batch, first: Batch) -> None:
     """Two training workers with half of the groups each write what one writes that has all."""
     half = batch.rows // 2 - (batch.rows // 2) % USUAL.samples
     parts = [batch.slice(0, half), batch.slice(half, batch.rows)]
@@ -168,7 +168,7 @@ def _test_two_workers(trial: Trial, report: Report, batch: Batch, first: Batch) 
     exchange = Exchange(len(parts))
     with ThreadPoolExecutor(len(parts)) as pool:
 
-        def work(number: int) -> Outcome:
+        def work(number: int) -> StepOutcome:
             context = trial.context(gather=exchange.of(number))
             context.replica = number
             try:
@@ -222,7 +222,7 @@ class Exchange:
             self._condition.notify_all()
 
 
-def _test_gradient(trial: Trial, report: Report, batch: Batch, outcomes: dict[Case, Outcome]) -> None:
+def _test_gradient(trial: Trial, report: SuiteReport, batch: Batch, outcomes: dict[Case, StepOutcome]) -> None:
     """Of steps that train: the gradient is finite, has a denominator, and is the same in micro-batches."""
     norms: dict[Case, float] = {}
     for case, outcome in outcomes.items():

@@ -72,7 +72,7 @@ class _Models(Mapping[str, WatchedBackend]):
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """What came of a call."""
 
     context: StepContext
@@ -135,9 +135,9 @@ class Trial:
             gather=gather or ((lambda tensor: [tensor]) if whole else None),
         )
 
-    def call(self, batch: Batch, context: StepContext | None = None) -> Outcome:
+    def call(self, batch: Batch, context: StepContext | None = None) -> StepOutcome:
         """One call, with a new context unless one is given."""
-        outcome = Outcome(self.context() if context is None else context)
+        outcome = StepOutcome(self.context() if context is None else context)
         given, heard = copied(batch), _Heard()
         log = logging.getLogger("distflow")
         log.addHandler(heard)
