@@ -78,6 +78,7 @@ class Session:
         self._node = Node(endpoint, Membership(me, ports.peers(setting), process_alive, read_facts), self._board)
         self._disk = Disk()
         service = None if self._owns or self._leases else setting.me.name.pool
+        self._validates = setting.plan.pool(setting.me.name.pool).validates
         self._metrics = MetricStore(build_trace(setting, incarnation, self._disk), service)
         self._disk.count = self._metrics.add
         self._replicas = self._make_replicas() if self._trains else None
@@ -179,7 +180,7 @@ class Session:
         if self._leases:
             outbound = ports.holds(self._base, self._inboxes, inbound, self._validation, self._asking)
         if outbound is not None and not self._owns:
-            core = outbound.train.core
+            core = outbound.own.core
             self._owners = lambda: core.owners
         if self._owns and setting.document.members is not None:
             begins = list(setting.begins.items())
@@ -321,8 +322,8 @@ class Session:
         membership = self._node.membership
         if not membership.peers:
             return
-        pool = self._setting.plan.edge(SAMPLES).source
-        generating = [name for name in membership.peers if WorkerName.parse(name).pool == pool]
+        sources = [edge.source for edge in self._setting.plan.edges if edge.name == SAMPLES]
+        generating = [name for name in membership.peers if WorkerName.parse(name).pool in sources]
         generating = [name for name in generating if name not in self._setting.members]
 
         def met() -> bool | None:
@@ -370,7 +371,10 @@ class Session:
 
     def _write_metrics(self) -> None:
         """Write the metrics; generation with version v is for training step v, which files call v + 1."""
-        if self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
+        if self._validates:
+            # No training step waits for this worker, or is slower for it.
+            self._metrics.drain()
+        elif self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
             self._writer.write(self._version.number + 1, self._version.term, self._metrics.drain())
 
     def _leave(self, *, orderly: bool) -> None:
