@@ -85,18 +85,6 @@ def replace_file(path: Path, content: str | bytes) -> None:
         raise
 
 
-def whole_lines(path: Path, offset: int = 0) -> tuple[list[bytes], int]:
-    """The lines of a growing file from byte `offset` on, and the offset behind them. One that is not finished waits.
-
-    Only newlines end a line: text in JSON may contain other separators, such as U+2028.
-    """
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read()
-    end = data.rfind(b"\n") + 1
-    return data[:end].split(b"\n")[:-1], offset + end
-
-
 def set_aside(folder: Path) -> None:
     """Reserve some room for last words in a folder, as far as there is any."""
     for name in (FAILURE_ROOM, END_ROOM):

@@ -14,6 +14,7 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
+from distflow.comm.tracker_processes import FLUSH_S
 from distflow.errors import RunStopped, StepError
 from distflow.exchange.facts import BEGINS, OWNERS, TERM, read_facts
 from distflow.exchange.sample_channel import InboundSamples
@@ -32,6 +33,7 @@ from distflow.runtime.assembly import (
     build_trace,
     device_of,
     join_models,
+    start_trackers,
 )
 from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.disk import Disk
@@ -105,6 +107,7 @@ class Session:
         self._validation: Validation | None = None
         self._generating: Generating | None = None
         self._serving: Answering | None = None
+        self._trackers = start_trackers(setting, self._metrics.add)
         self._terminated = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         """What SIGTERM does outside of this session."""
@@ -383,13 +386,14 @@ class Session:
             self._generating.leave()
         if self._training is None:
             self._write_metrics()
-        for further in self._further.values():
-            further.close()
-        for inbox in self._inboxes.values():
-            inbox.close()
+        for close in (*(one.close for one in self._further.values()), *(one.close for one in self._inboxes.values())):
+            close()
         if self._training is not None:
             # While this worker still answers: others wait by its progress.
             self._training.finish_saving()
+        with self._board.shown("the trackers of the run", ()):
+            hurry_s = self._setting.recipe.limits.drain_s / 4
+            self._trackers.close(FLUSH_S if orderly and self._board.stopping is None else hurry_s)
         self._node.close(orderly=orderly)
         if self._replicas is not None:
             self._replicas.close()

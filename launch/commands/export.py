@@ -17,6 +17,7 @@ import yaml
 
 from distflow.config.load import load_recipe, recipe_from_mapping
 from distflow.config.plugins import EXPORTER
+from distflow.data.files import whole_lines
 from distflow.errors import UserError
 from distflow.flow.plan import Plan
 from distflow.flow.planner import make_plan
@@ -29,7 +30,6 @@ from distflow.launch.observe.file_sync import refresh
 from distflow.launch.run.folder import find_run
 from distflow.launch.run.resume import find_checkpoint
 from distflow.runtime.checkpoint.commit import checkpoints_of, examine, newest_first, step_of, vanished
-from distflow.runtime.disk import whole_lines
 
 TEXTS = 8
 """Number of samples of the run used to compare the exported model."""

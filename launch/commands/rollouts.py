@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
+from distflow.data.files import whole_lines
 from distflow.errors import UserError
-from distflow.runtime.disk import ROLLOUTS, VAL_ROLLOUTS, whole_lines
+from distflow.runtime.disk import ROLLOUTS, VAL_ROLLOUTS
 from distflow.types import SEQUENCE
 
 SHOWN = 8
