@@ -21,6 +21,7 @@ from itertools import pairwise
 import torch
 
 from distflow import Batch, Ragged, StepContext, step
+from distflow.data.responses import RowResponse
 from distflow.types import SamplingParams
 
 SEEN = []
@@ -91,6 +92,11 @@ def fewer_rows(batch, ctx):
 def state_of_tensors(batch, ctx):
     ctx.state["last"] = batch.dense("reward")
     return batch.with_columns(score=batch.dense("reward"))
+
+
+@step(role="read", reads=[], writes=[], samples=2)
+def three_of_two(row, *, max_response_tokens=16):
+    return [RowResponse(row.response("answer"))] * 3
 
 
 @step(role="train", reads=["prompt_ids", "response_ids", "response_mask", "advantage"], writes=[])
@@ -256,6 +262,20 @@ def hashed():
     return [PromptText(f"{hash('seed') % 1000}=", {})]
 
 
+class NoNan:
+    def __init__(self, run, *, colour="black"):
+        self.file = (run.folder / "curve.csv").open("a")
+
+    def log(self, step, values):
+        self.file.write(str([int(value) for value in values.values()]))
+
+    def samples(self, step, rows):
+        pass
+
+    def close(self):
+        self.file.close()
+
+
 def three(a, b, c):
     return 0.0
 """
@@ -276,7 +296,9 @@ MISTAKES = {
     "returns_nothing": r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]",
     "not_replayable": r"makes another sample of the same episode and the same tokens",
     "two_turns_undeclared": r"asks for more after its first turn.* declares no environment",
-    "without_a_bound": r"lacks the setting 'max_new_tokens': async def without_a_bound\(",
+    "without_a_bound": r"lacks the setting max_new_tokens: async def without_a_bound\(",
+    "three_of_two": r"returned 3 values; expected a list of 1 to 2 RowResponse",
+    "NoNan": r"(?s)judge\.py.*cannot convert float NaN to integer",
     "detached": r"the loss has no gradient: nothing in it depends on terms\.logprobs",
     "already_summed": r"returned \(a tensor of shape \[\], .*; do not sum or average, `aggregate` does",
     "unclamped": r"its (loss|gradient) is nan or infinite for log-probs that differ by up to 30; .* clamp",
@@ -308,7 +330,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def placed(name: str) -> str:
-    return f"./{'judge' if f'def {name}(' in REWARDS else 'mine'}.py:{name}"
+    return f"./{'judge' if name in REWARDS else 'mine'}.py:{name}"
 
 
 def told_of(name: str, *settings: str, kind: str | None = None, data: str | None = None) -> Told:

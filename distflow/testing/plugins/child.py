@@ -75,7 +75,16 @@ def run_suite(subject: Subject, report: SuiteReport) -> object:
         from distflow.testing.plugins.source_suite import run_source_suite
 
         return run_source_suite(subject, report)
+    if subject.kind == "tracker":
+        from distflow.testing.plugins.small_suites import run_tracker_suite
+
+        run_tracker_suite(subject, report)
+        return None
     tasks = _tasks(subject, report)
+    if subject.kind == "read":
+        from distflow.testing.plugins.small_suites import run_read_suite
+
+        return run_read_suite(subject, report, [json.loads(task) for _, task in tasks])
     if subject.kind == "reward":
         from distflow.testing.plugins.reward_suite import run_reward_suite
 

@@ -28,16 +28,15 @@ def run_generate_suite(trial: Trial, report: SuiteReport, tasks: Sequence[tuple[
     """Run the suite; returns the samples, None if there are none."""
     report.begin(IMPORTING)
     try:
+        if not {"max_new_tokens", "max_tokens"} & trial.plan.settings.keys():
+            name = trial.plan.call.rpartition(":")[2]
+            raise UserError(
+                f"lacks the setting max_new_tokens: async def {name}(episode, generate, ctx, *, max_new_tokens=16)"
+            )
         room = reserved_tokens([trial.plan.settings], 0)
         desk = _Desk(trial, room, tasks)
         report.begin("making samples")
         first = desk.batch(desk.made(range(GROUPS)))
-    except KeyError as error:
-        name = trial.plan.call.rpartition(":")[2]
-        report.add(
-            "wrong", f"lacks the setting {error}: async def {name}(episode, generate, ctx, *, max_new_tokens=16)"
-        )
-        return None
     except DistflowError as error:
         report.add("wrong", told(error))
         return None

@@ -31,6 +31,8 @@ def _keys(tree: ast.AST) -> Iterator[str]:
                 _is_task(value)
             ):
                 yield key
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="row"), attr="response"), args=names):
+                yield from (str(name.value) for name in names if isinstance(name, ast.Constant))
 
 
 def _is_task(node: ast.AST) -> bool:

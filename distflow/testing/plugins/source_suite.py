@@ -23,6 +23,8 @@ SLOW_S = 0.1
 class AnyTokenizer:
     """Takes every text and every chat."""
 
+    eos_token_id = 0
+
     def encode(self, text: str) -> list[int]:
         """Its bytes."""
         return list(text.encode())

@@ -17,6 +17,7 @@ from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.resolve import Source, find_source, split_call
 from distflow.flow.step_declaration import read_declaration, read_parameters
 from distflow.flow.step_settings import functions_of
+from distflow.flow.trackers import trackers_of
 
 KINDS: Mapping[str, str] = {
     "step": "a step",
@@ -26,13 +27,20 @@ KINDS: Mapping[str, str] = {
     "loss": "a loss function",
     "kl": "a KL estimator",
     "source": "a data source",
+    "read": "a read step",
+    "tracker": "a tracker",
     "engine": "an engine",
     "backend": "a backend",
 }
 ADVANTAGE = "distflow.workers.trainer:advantage"
 BATCH_ADVANTAGE = "distflow.workers.trainer:batch_advantage"
 UPDATE = "distflow.workers.trainer:update"
-_METHODS = {"engine": {"poll", "submit"}, "backend": {"score", "accumulate"}, "source": {"__len__", "__getitem__"}}
+_METHODS = {
+    "engine": {"poll", "submit"},
+    "backend": {"score", "accumulate"},
+    "tracker": {"log", "samples", "close"},
+    "source": {"__len__", "__getitem__"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,9 @@ def _named_in(plan: Plan) -> Iterator[Subject]:
             yield Subject(_short(source.source), source.source, "source", source.with_, data_fields=source.fields)
     for step in plan.steps:
         yield from _named_by(step, data)
+    for tracker in trackers_of(plan.recipe.run):
+        if ":" in tracker.call:
+            yield Subject(_short(tracker.call), tracker.call, "tracker", tracker.options)
     for worker in plan.workers:
         for kind, call in (("engine", worker.engine), ("backend", worker.backend)):
             if call is not None:
@@ -114,8 +125,7 @@ def _named_in(plan: Plan) -> Iterator[Subject]:
 
 
 def _named_by(step: StepPlan, data: Mapping[str, Any]) -> Iterator[Subject]:
-    kind = "generate" if step.role == "generate" else "step"
-    yield Subject(_short(step.call), step.call, kind, step.settings, **data)
+    yield Subject(_short(step.call), step.call, _step_kind(step.role), step.settings, **data)
     declaration = read_declaration(step.call)
     function = chosen_function(declaration.spec, declaration.parameters, step.settings)
     if function is not None:
@@ -151,8 +161,12 @@ def _function_kind(call: str, source: Source) -> str | None:
     named = [ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list]
     positional = read_parameters(node).positional
     if any(name.split(".")[-1] == "step" for name in named) or tuple(positional) == ("batch", "ctx"):
-        return "generate" if read_declaration(call).spec.role == "generate" else "step"
+        return _step_kind(read_declaration(call).spec.role)
     return _kind_by_parameters(node, positional)
+
+
+def _step_kind(role: str) -> str:
+    return role if role in ("generate", "read") else "step"
 
 
 def _kind_by_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, positional: Sequence[str]) -> str | None:
