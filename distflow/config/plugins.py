@@ -92,6 +92,8 @@ FIND_ANSWER = "distflow.workers.reward_functions:find_answer"
 """The final answer in a response."""
 MODEL_WRITER = "distflow.workers.exporting:write_model"
 """Writes a checkpoint's model into a folder, unchanged."""
+PLUGIN_TESTS = "distflow.testing.plugins.process"
+"""The module with the contract suites of plug-ins, in processes of their own."""
 EXPORTER = "distflow.workers.exporting:export_model"
 """Writes a checkpoint's model as a Hugging Face folder."""
 
