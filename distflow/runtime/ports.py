@@ -373,10 +373,11 @@ def takes(base: Base, ends: OwnerEnds, replicas: Replicas, dealt: DealRule, roun
 def _deal_rule(base: Base, limits: TrainingLimits, held: HeldModels, model: str) -> DealRule:
     """How the replicas that train a model deal groups. To other homes, owners deal by what their own model costs."""
     batch, backend = limits.batch, held.models[model]
+    quadratic = backend.quadratic if isinstance(backend, Priced) else 0.0
     return DealRule(
         batch.prompts,
         batch.ledgers,
-        CostRule(batch.tokens_per_microbatch, backend.quadratic if isinstance(backend, Priced) else 0.0),
+        CostRule(batch.tokens_per_microbatch, quadratic, limits.whole_groups),
         minibatches=batch.minibatches,
         streamed=limits.streamed,
         divided=held.rounds is not None,

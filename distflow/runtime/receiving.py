@@ -293,6 +293,8 @@ class TrainingLimits:
     """Further fields of the dumps; may hold patterns."""
     prefixes: tuple[str, ...] = ()
     """Of further models that generate."""
+    whole_groups: bool = False
+    """A train step compares the samples of a group, so that they are computed together."""
     receives: str = SAMPLES
     """The edge on which samples come, or the step that reads them from the data."""
 
@@ -301,4 +303,6 @@ class TrainingLimits:
         """The limits that the plan and its recipe set."""
         recipe, prefixes = plan.recipe, tuple(step.prefix for step in plan.further_generation)
         receives = SAMPLES if plan.reads is None else plan.reads.name
-        return cls(plan.batch, plan.streamed, recipe.run, recipe.limits, plan.dump_fields, prefixes, receives)
+        compared = any(s.role == "train" and s.scope == "group" and not s.writes for s in plan.steps)
+        given = (recipe.run, recipe.limits, plan.dump_fields, prefixes, compared, receives)
+        return cls(plan.batch, plan.streamed, *given)

@@ -13,6 +13,8 @@ from tests.e2e.runs import SMALL, Launch, Run
 
 FLOWS = {
     "sft": ("actor/loss",),
+    "dpo": ("actor/loss", "preference/accuracy", "preference/margin", "preference/chosen"),
+    "kto": ("actor/loss", "preference/accuracy", "preference/kl_point"),
 }
 """With the metrics that tell how well they do."""
 STEPS = 3
