@@ -10,12 +10,13 @@ from torch import Tensor
 
 from distflow.algorithms import preference
 from distflow.data.batch import Batch
-from distflow.data.micro_batches import micro_batches
+from distflow.data.micro_batches import micro_batches, split_groups
 from distflow.data.responses import DataRow, RowResponse
 from distflow.errors import UserError
 from distflow.flow.step import step
 from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
+from distflow.runtime.protocols import TrainedScorer
 from distflow.runtime.steps import StepContext
 from distflow.workers.trainer import describe
 
@@ -68,6 +69,42 @@ def dpo(
             loss_P = preference.dpo(chosen_P, rejected_P, beta=beta, label_smoothing=label_smoothing)
         _accumulate(loss_P, ctx)
         tell_pairs(ctx.metrics, beta * chosen_P.detach(), beta * rejected_P.detach())
+    return batch
+
+
+@step(
+    role="train",
+    reads=["prompt_ids", "response_ids", "prompt_text", "response_text", "group", "sample"],
+    writes=[],
+    scope="group",
+    head="score",
+)
+def bradley_terry(batch: Batch, ctx: StepContext) -> Batch:
+    """Accumulate the gradient of a reward model on pairs (`distflow.algorithms.preference.bradley_terry`).
+
+    The model scores prompt and response as text, by its own chat template, as `distflow.workers.reward_model:judge`
+    asks it to once it is trained. The gradient is divided by the number of pairs. Raises UserError for groups that are
+    no pairs, texts that are longer than the model takes, and backends that cannot train such models.
+    """
+    backend = ctx.backend
+    if not isinstance(backend, TrainedScorer):
+        raise UserError(f"models.{ctx.model}: this backend cannot train scores of whole texts — backend: torch")
+    if ctx.update_epoch == 0:
+        describe(batch, ctx.metrics)
+    texts = zip(batch.texts("prompt_text"), batch.texts("response_text"), strict=True)
+    rows = [backend.encode(prompt, response) for prompt, response in texts]
+    lengths, longest = torch.tensor([len(row) for row in rows]), backend.longest_text()
+    if longest is not None and int(lengths.max()) > longest:
+        position = int(batch.dense("group")[lengths.argmax()])
+        raise UserError(
+            f"prompt and response at position {position} have {int(lengths.max())} tokens, and the model takes "
+            f"{longest}: lower max_response_tokens and data.max_prompt_tokens, with data.overlong=drop"
+        )
+    for numbers in split_groups(batch, ctx.tokens_per_microbatch, lengths):
+        check_pairs(batch.select(numbers), ctx.step_name)
+        chosen_P, rejected_P = backend.rate_texts([rows[n] for n in numbers.tolist()]).view(-1, 2).unbind(1)
+        _accumulate(preference.bradley_terry(chosen_P, rejected_P), ctx)
+        tell_pairs(ctx.metrics, chosen_P.detach(), rejected_P.detach())
     return batch
 
 
