@@ -231,7 +231,7 @@ def test_losses_on_responses_of_the_data(seed: int, apart: float) -> None:
         ),
         (
             lambda c: preference.kto(
-                c, good, torch.tensor(point).to(c), beta=beta, desirable_weight=1.5, undesirable_weight=0.7
+                c, good, torch.tensor(point, dtype=c.dtype), beta=beta, desirable_weight=1.5, undesirable_weight=0.7
             ),
             [w * sigmoid(-x) for w, x in zip(weights, gains, strict=True)],
             [
