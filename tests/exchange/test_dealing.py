@@ -105,7 +105,7 @@ def test_groups_whose_rows_are_compared_stay_whole(even: bool) -> None:
     assert all(len(numbers) == 2 and len(set(numbers)) == 1 for hand in hands for numbers in hand.values())
     for parts in rounds(hands, step, rule)[2:]:
         for rows in parts:
-            assert len(rows) <= 2 or len(rows) * max(rows) <= 2 * rule.budget
+            assert len(rows) <= 2 or len(rows) * max(rows) <= rule.budget
 
 
 def test_mini_batches_are_dealt_by_themselves() -> None:
