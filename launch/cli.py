@@ -37,6 +37,7 @@ COMMANDS = {
     "stacks": "Show where each worker is in its code, even if it is stuck.",
     "trace": "Write a timeline of all workers as one file for Perfetto.",
     "scale": "Add or remove workers of a pool while the run continues.",
+    "evaluate": "Validate a checkpoint, or a Hugging Face folder, alone.",
     "export": "Export a checkpoint as a Hugging Face folder, verified by loading it.",
     "stop": "Stop a run and verify that nothing is left of it.",
     "doctor": "Check this machine, and look for leftovers of dead runs.",
@@ -47,6 +48,7 @@ BESIDE = {
     "stacks": ("status", "stacks"),
     "stop": ("launch", "stop"),
     "validate": ("config", "validate"),
+    "evaluate": ("export", "evaluate"),
 }
 """File and name of commands that stand in the file of another one."""
 

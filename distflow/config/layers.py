@@ -36,6 +36,7 @@ _NAMED = (
     "layout.pools.*",
     "layout.pools.*.each.*",
     "models.*",
+    "run.trackers.*",
 )
 """Sections that users name: null removes them."""
 

@@ -18,6 +18,14 @@ BACKENDS: Mapping[str, str] = {
     "fsdp": "distflow.workers.backends.fsdp_backend:FsdpBackend",
     "deepspeed": "distflow.workers.backends.deepspeed_backend:DeepSpeedBackend",
 }
+TRACKERS: Mapping[str, str] = {
+    "tensorboard": "distflow.workers.trackers.tensorboard:TensorBoard",
+    "wandb": "distflow.workers.trackers.wandb:Wandb",
+    "trackio": "distflow.workers.trackers.trackio:Trackio",
+    "mlflow": "distflow.workers.trackers.mlflow:Mlflow",
+    "swanlab": "distflow.workers.trackers.swanlab:Swanlab",
+    "prometheus": "distflow.workers.trackers.prometheus:Prometheus",
+}
 OPTIONS: Mapping[str, str] = {
     ENGINES["torch"]: "distflow.workers.engines.torch_options:TorchEngineOptions",
     ENGINES["sglang"]: "distflow.workers.engines.sglang_options:SGLangOptions",
@@ -64,11 +72,16 @@ LIBRARIES: Mapping[str, PluginLibrary] = {
         one_a_process=True,
     ),
     BACKENDS["deepspeed"]: PluginLibrary("deepspeed", "{python} -m pip install 'deepspeed>=0.19.8,<0.20'"),
+    TRACKERS["tensorboard"]: PluginLibrary("tensorboard", "{python} -m pip install 'tensorboard>=2.17'"),
+    TRACKERS["wandb"]: PluginLibrary("wandb", "{python} -m pip install 'wandb>=0.18'"),
+    TRACKERS["trackio"]: PluginLibrary("trackio", "{python} -m pip install 'trackio>=0.20'"),
+    TRACKERS["mlflow"]: PluginLibrary("mlflow", "{python} -m pip install 'mlflow-skinny>=2.18' sqlalchemy alembic"),
+    TRACKERS["swanlab"]: PluginLibrary("swanlab", "{python} -m pip install 'swanlab>=0.6'"),
     "lora": PluginLibrary("peft", "{python} -m pip install 'peft>=0.17'"),
     "adamw_8bit": PluginLibrary("bitsandbytes", "{python} -m pip install 'bitsandbytes>=0.45'"),
 }
-"""The libraries of engines, backends, optimizers and adapters that need one: all that is to be known of it before it is
-imported."""
+"""The libraries of engines, backends, trackers, optimizers and adapters that need one: all that is to be known of it
+before it is imported."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
 MODEL_CONFIG = "distflow.workers.models:load_config"
@@ -81,6 +94,9 @@ MODEL_WRITER = "distflow.workers.exporting:write_model"
 """Writes a checkpoint's model into a folder, unchanged."""
 EXPORTER = "distflow.workers.exporting:export_model"
 """Writes a checkpoint's model as a Hugging Face folder."""
+
+FOLLOW = "distflow.launch.observe.tracking:follow"
+"""The program that gives the metrics of a run to one tracker."""
 
 SUPPLIERS: Mapping[str, str] = {
     "reward": 'reward: {call: "distflow.workers.reward:verify"}',

@@ -33,6 +33,18 @@ _MARK = b"\xef\xbb\xbf"
 """What some editors put at the beginning of a file."""
 
 
+def whole_lines(path: Path, offset: int = 0, most: int = -1) -> tuple[list[bytes], int]:
+    """The lines of a growing file from byte `offset` on, and the offset behind them. One that is not finished waits.
+
+    Only newlines end a line: text in JSON may contain other separators, such as U+2028. `most`: bytes to read; all.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(most)
+    end = data.rfind(b"\n") + 1
+    return data[:end].split(b"\n")[:-1], offset + end
+
+
 class Table(Protocol):
     """Rows by number, and where each stands."""
 

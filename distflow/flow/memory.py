@@ -106,7 +106,7 @@ def rows_memory_mb(needed: int) -> int:
 def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int, later: int) -> int:
     """The default reservation in MiB: for all that `max_staleness` permits, within bounds."""
     staleness = recipe.layout.max_staleness
-    steps = UNBOUNDED_STEPS if staleness == "unbounded" else min(1 + staleness, recipe.run.training_steps)
+    steps = UNBOUNDED_STEPS if staleness == "unbounded" else min(1 + staleness, max(1, recipe.run.training_steps))
     one = -(-step_bytes(recipe, training_pool, new_tokens, later) // MIB)
     return max(LEAST_MIB, one, min(one * steps, MOST_MIB))
 

@@ -32,6 +32,8 @@ class PoolPlan:
     """Models that it trains: it is their home."""
     frozen: tuple[str, ...]
     """Models that it computes with and does not train."""
+    validates: bool = False
+    """Whether it generates for validation only."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -259,6 +261,11 @@ class Plan:
         """Whether a pool answers calls and does nothing else."""
         found = next((one for one in self.pools if one.name == pool), None)
         return found is not None and self.primary not in found.generates and not found.homes
+
+    @property
+    def validating(self) -> PoolPlan | None:
+        """The pool that generates for validation only, if there is one."""
+        return next((pool for pool in self.pools if pool.validates), None)
 
     @property
     def home(self) -> PoolPlan:

@@ -29,6 +29,7 @@ from distflow.flow.step_declaration import read_declaration
 from distflow.flow.step_settings import functions_of
 from distflow.flow.structure import build_structure
 from distflow.flow.structure_checks import check_structure
+from distflow.flow.trackers import check_trackers
 from distflow.flow.without_effect import tell_idle
 
 _Part = TypeVar("_Part", bound=Section)
@@ -58,6 +59,7 @@ def plan_recipe(
         raise RecipeError([*error.problems, *found]) from error
     check_characters(plan, found)
     _check_scripts(loaded.recipe.layout, found)
+    check_trackers(loaded.recipe.run, found)
     idle = tell_idle(loaded.recipe, plan, examined.given_by, found)
     if found:
         raise RecipeError(found)

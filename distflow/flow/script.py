@@ -35,7 +35,7 @@ def render_script(plan: Plan, name: WorkerName) -> str:
         if lease is not None:
             lines += _indented(_generating(plan, worker, lease, "w.leases(t)"), 2)
         lines += _indented(_training(plan, pool), 2)
-        if lease is not None and plan.val is not None:
+        if lease is not None and plan.val is not None and plan.validating is None:
             run = plan.recipe.run
             last = min(run.training_steps, run.stop_after or run.training_steps)
             lines += _indented(_generating(plan, worker, lease, f"w.validation({last})"), 1)
@@ -80,7 +80,8 @@ def _generating(plan: Plan, worker: WorkerPlan, lease: Edge, leases: str) -> lis
 
 
 def _serving(worker: WorkerPlan) -> list[str]:
-    steps = [port.edge for port in worker.port("answers")]
+    # Several pools may ask for a step.
+    steps = list(dict.fromkeys(port.edge for port in worker.port("answers")))
     if worker.generates:
         return [f'for groups in w.generate("{steps[0]}", w.requests("{steps[0]}")):', f"{_INDENT}w.answer(groups)"]
     if len(steps) == 1:

@@ -16,7 +16,15 @@ from distflow.flow.per_worker_steps import PrivateSteps, read_private_steps
 from distflow.flow.plan import PoolPlan
 from distflow.flow.resolve import Definition, find_source
 from distflow.flow.sharding import check_zero
-from distflow.flow.sites import find_home, find_sites, generating_pools, plan_pools, steps_before_custody
+from distflow.flow.sites import (
+    find_home,
+    find_sites,
+    find_validating,
+    generating_pools,
+    plan_pools,
+    steps_before_custody,
+    validating_pool,
+)
 from distflow.types import REWARD_PARTS
 
 _NEEDED: Mapping[str, Mapping[str, str]] = {
@@ -65,8 +73,13 @@ class Structure:
 
     def on(self, pool: str) -> list[StepNode]:
         """The shared steps of a pool, in the order in which they run there."""
-        ordered = (*self.before_custody, *self.after_custody)
-        return [node for node in ordered if self.sites[node.name] == pool]
+        return [*self.before(pool), *(node for node in self.after_custody if self.sites[node.name] == pool)]
+
+    def before(self, pool: str) -> list[StepNode]:
+        """Those among them that run before the owners get the samples."""
+        validates = any(planned.name == pool and planned.validates for planned in self.pools)
+        site = self.rollout.name if validates else pool
+        return [node for node in self.before_custody if self.sites[node.name] == site]
 
 
 def build_structure(
@@ -76,11 +89,13 @@ def build_structure(
     problems: Problems,
     run: RunConfig | None,
     batch: BatchConfig | None = None,
+    *,
+    validated: bool = False,
 ) -> Structure | None:
     """Read, order and place the steps; None if problems (added to `problems`) leave nothing to build.
 
     `run` says what is written to disk, and is therefore read, and `batch` how often samples are trained on; None: that
-    is not known.
+    is not known. `validated`: there is validation; without it, the pool that is for this alone is left out.
     """
     several_updates = batch is not None and batch.minibatches * batch.epochs > 1
     steps = read_steps(flow, problems, several_updates=several_updates)
@@ -96,7 +111,8 @@ def build_structure(
     dumped = () if run is None else dump_fields(run, (*ordered, *private.all))
     kept, unread = without_unread(ordered, private.all, dumped)
     sites = find_sites(kept, [node.name for node in ordered], layout, problems)
-    return None if settled is None else _on_pools(kept, unread, sites, settled, layout, private)
+    validating = find_validating(layout, problems) if validated else None
+    return None if settled is None else _on_pools(kept, unread, sites, settled, layout, private, validating)
 
 
 def _on_pools(
@@ -106,6 +122,7 @@ def _on_pools(
     models: Models,
     layout: LayoutConfig,
     private: PrivateSteps,
+    validating: str | None,
 ) -> Structure | None:
     home = find_home(steps, sites, models.primary)
     if home is None:
@@ -116,6 +133,10 @@ def _on_pools(
         return None
     pools = plan_pools(steps, sites, models, layout)
     by_name = {pool.name: pool for pool in pools}
+    before = steps_before_custody(steps, sites, models.primary, home)
+    if validating is not None:
+        like = [node for node in before if sites[node.name] == rollouts[0]]
+        pools = (*pools, validating_pool(validating, like, layout))
     return Structure(
         steps=tuple(steps),
         models=models,
@@ -123,7 +144,7 @@ def _on_pools(
         pools=pools,
         rollout=by_name[rollouts[0]],
         home=by_name[home],
-        before_custody=steps_before_custody(steps, sites, models.primary, home),
+        before_custody=before,
         private=private,
         unread=tuple(unread),
     )

@@ -16,6 +16,12 @@ from distflow.flow.structure import Structure
 def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse settings that the flow's generate step lacks, and flows in which further models generate."""
     if recipe.val is None:
+        if recipe.run.training_steps == 0:
+            problems.add(
+                "run.training_steps",
+                "0 is for validation alone, and there is no section `val`",
+                "add `val`, or 1 or more",
+            )
         return
     if structure.reads is not None:
         message = (
@@ -39,7 +45,8 @@ def val_plan(recipe: Recipe, structure: Structure) -> ValPlan | None:
     val, last = recipe.val, recipe.run.training_steps
     if val is None:
         return None
-    versions = [*range(0 if val.at_start else val.every, last, val.every), last]
+    every = val.every or max(1, last)
+    versions = [*range(0 if val.at_start else every, last, every), last]
     return ValPlan(
         tuple(versions),
         val.data or recipe.data,
@@ -57,9 +64,11 @@ def val_lines(recipe: Recipe, val: ValPlan) -> list[str]:
     source = "the training data" if recipe.val.data is None else val.data.shown
     sampling = "".join(f", {name} {value}" for name, value in recipe.val.sampling.items())
     before = "before training, " if recipe.val.at_start else ""
+    every = "" if recipe.val.every is None else f"after every {recipe.val.every} training steps and "
+    times = "once" if len(val.versions) == 1 else f"{len(val.versions)} times"
     return [
         f"{several} each of {prompts} of {source}{sampling}",
-        f"{before}after every {recipe.val.every} training steps and after the last: {len(val.versions)} times",
+        f"{before}{every}after the last: {times}",
     ]
 
 

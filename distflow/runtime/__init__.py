@@ -17,6 +17,7 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 | checkpoint, model folders              | parts and COMMIT; Hugging Face       | a queue: `save`                      |
 | (checkpoint/writer_thread.py)          | folders                              |                                      |
 | dumps (dumps.py; trace_writer.py)      | rollout dumps; trace events          | a queue: `receive`; a timer          |
+| trackers (comm/tracker_processes.py)   | watches the trackers' processes      | their pipes; a timer                 |
 | sglang log (workers/engines)           | repeats what SGLang's process says   | its pipe                             |
 
 Who holds which lock: the endpoint's thread holds the board's while a handler runs, so handlers change state, notify,

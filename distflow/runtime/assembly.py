@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import cast
 import torch
 
 from distflow.comm.addresses import socket_dir
-from distflow.config.plugins import MODEL_WRITER, TOKENIZER
+from distflow.comm.tracker_processes import TrackerProcesses, TrackerStart
+from distflow.config.plugins import FOLLOW, MODEL_WRITER, TOKENIZER
 from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.adapters import shares_base
@@ -21,10 +23,11 @@ from distflow.flow.gpus import first_gpu, width
 from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan, leaders_of
 from distflow.flow.resolve import resolve
+from distflow.flow.trackers import FOLDER, TrackerPlan, trackers_of
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
-from distflow.runtime.disk import Disk
+from distflow.runtime.disk import Disk, replace_file
 from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore, PrefixedMetrics
 from distflow.runtime.protocols import Adapted, Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
@@ -143,6 +146,39 @@ def build_trace(setting: Setting, incarnation: int, disk: Disk) -> TraceSink:
     path = setting.run_dir / "trace" / f"{name.file_stem}.jsonl"
     limit = setting.recipe.run.trace_limit_mb << 20
     return Tracer(path, {**about, "term": document.term}, disk, file_bytes=limit // 2)
+
+
+def start_trackers(setting: Setting, count: Callable[[str, float], None]) -> TrackerProcesses:
+    """The trackers of the run, if this is the worker that has them: the first that trains the primary model."""
+    has_them = setting.home_of(setting.plan.primary)[:1] == (str(setting.me.name),)
+    plans = trackers_of(setting.recipe.run) if has_them else ()
+    return TrackerProcesses([_tracker_start(setting, plan) for plan in plans], count)
+
+
+def _tracker_start(setting: Setting, plan: TrackerPlan) -> TrackerStart:
+    folder = setting.run_dir / FOLDER / plan.name
+    recipe = setting.recipe.model_dump(mode="json", by_alias=True)
+    # Options may hold what is nobody else's business, such as a password in an address.
+    recipe["run"]["trackers"] = [one.name for one in trackers_of(setting.recipe.run)]
+    start = {
+        "run_dir": str(setting.run_dir),
+        "name": plan.name,
+        "call": plan.call,
+        "options": plan.options,
+        "samples": plan.samples,
+        "recipe": recipe,
+        "term": setting.start.term,
+        "begins": setting.start.number,
+    }
+    file = folder / "start.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(file, json.dumps(start))
+    except OSError as error:
+        # A full disk. The tracker says that it has no such file, and is tried again.
+        log.error("could not write %s: %s", file, error)
+    title = f"distflow {setting.run_dir.name} {setting.me.name} tracker {plan.name}"
+    return TrackerStart(plan.name, FOLLOW, file, folder / "output.log", title, plan.timeout_s)
 
 
 def build_engine(setting: Setting, model: str, device: str, life: int, go_on: Callable[[], None]) -> Engine:

@@ -24,6 +24,8 @@ DROPPED = DISK + "dropped_"
 """Followed by the kind of record that was dropped."""
 FAILURE_ROOM, END_ROOM = ".room-for-failure", ".room-for-end"
 """Files of a run folder that are deleted to make room on a full disk for why, and how, a run ended."""
+ROLLOUTS, VAL_ROLLOUTS = "rollouts", "rollouts/val"
+"""Folders of a run for dumps: of what is trained on, and of validation."""
 LAST_WORDS_BYTES = 128 << 10
 Count = Callable[[str, float], None]
 log = logger(__name__)
@@ -81,18 +83,6 @@ def replace_file(path: Path, content: str | bytes) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
-
-
-def whole_lines(path: Path, offset: int = 0) -> tuple[list[bytes], int]:
-    """The lines of a growing file from byte `offset` on, and the offset behind them. One that is not finished waits.
-
-    Only newlines end a line: text in JSON may contain other separators, such as U+2028.
-    """
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read()
-    end = data.rfind(b"\n") + 1
-    return data[:end].split(b"\n")[:-1], offset + end
 
 
 def set_aside(folder: Path) -> None:

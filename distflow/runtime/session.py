@@ -14,6 +14,7 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
+from distflow.comm.tracker_processes import FLUSH_S
 from distflow.errors import RunStopped, StepError
 from distflow.exchange.facts import BEGINS, OWNERS, TERM, read_facts
 from distflow.exchange.sample_channel import InboundSamples
@@ -32,6 +33,7 @@ from distflow.runtime.assembly import (
     build_trace,
     device_of,
     join_models,
+    start_trackers,
 )
 from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.disk import Disk
@@ -78,6 +80,7 @@ class Session:
         self._node = Node(endpoint, Membership(me, ports.peers(setting), process_alive, read_facts), self._board)
         self._disk = Disk()
         service = None if self._owns or self._leases else setting.me.name.pool
+        self._validates = setting.plan.pool(setting.me.name.pool).validates
         self._metrics = MetricStore(build_trace(setting, incarnation, self._disk), service)
         self._disk.count = self._metrics.add
         self._replicas = self._make_replicas() if self._trains else None
@@ -104,6 +107,7 @@ class Session:
         self._validation: Validation | None = None
         self._generating: Generating | None = None
         self._serving: Answering | None = None
+        self._trackers = start_trackers(setting, self._metrics.add)
         self._terminated = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         """What SIGTERM does outside of this session."""
@@ -179,7 +183,7 @@ class Session:
         if self._leases:
             outbound = ports.holds(self._base, self._inboxes, inbound, self._validation, self._asking)
         if outbound is not None and not self._owns:
-            core = outbound.train.core
+            core = outbound.own.core
             self._owners = lambda: core.owners
         if self._owns and setting.document.members is not None:
             begins = list(setting.begins.items())
@@ -370,7 +374,10 @@ class Session:
 
     def _write_metrics(self) -> None:
         """Write the metrics; generation with version v is for training step v, which files call v + 1."""
-        if self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
+        if self._validates:
+            # No training step waits for this worker, or is slower for it.
+            self._metrics.drain()
+        elif self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
             self._writer.write(self._version.number + 1, self._version.term, self._metrics.drain())
 
     def _leave(self, *, orderly: bool) -> None:
@@ -379,13 +386,14 @@ class Session:
             self._generating.leave()
         if self._training is None:
             self._write_metrics()
-        for further in self._further.values():
-            further.close()
-        for inbox in self._inboxes.values():
-            inbox.close()
+        for close in (*(one.close for one in self._further.values()), *(one.close for one in self._inboxes.values())):
+            close()
         if self._training is not None:
             # While this worker still answers: others wait by its progress.
             self._training.finish_saving()
+        with self._board.shown("the trackers of the run", ()):
+            hurry_s = self._setting.recipe.limits.drain_s / 4
+            self._trackers.close(FLUSH_S if orderly and self._board.stopping is None else hurry_s)
         self._node.close(orderly=orderly)
         if self._replicas is not None:
             self._replicas.close()

@@ -257,7 +257,9 @@ class Training:
         self._parts.publishing.close()
         for backend in self._parts.models.values():
             backend.close()
-        # Last, because it raises errors of writing.
+        # Last, because they raise errors of writing.
+        if self._parts.validation is not None:
+            self._parts.validation.close()
         self._parts.dumps.close()
 
     # -- details

@@ -62,11 +62,12 @@ def command(**given: Any) -> int:
     if options.sweep:
         from distflow.launch.commands.sweep import launch_each
 
-        return launch_each(options, _launch)
-    return _launch(options)
+        return launch_each(options, launch_once)
+    return launch_once(options)
 
 
-def _launch(options: Options) -> int:
+def launch_once(options: Options) -> int:
+    """Start one run, as these options say, and watch it; returns the exit code."""
     from distflow.launch.deploy.launch_request import recipe_of
     from distflow.launch.run.folder import check_name
 

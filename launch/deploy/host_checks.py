@@ -16,6 +16,7 @@ from distflow.config.plugins import LIBRARIES
 from distflow.errors import Problem
 from distflow.flow.memory_fit import Capacity
 from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.trackers import trackers_of
 from distflow.launch.agent.host_facts import (
     SHM,
     CodeFacts,
@@ -363,7 +364,11 @@ def _libraries(plan: Plan, worker: WorkerPlan) -> Iterator[tuple[str, str]]:
     for kind, name in (("engine", worker.engine), ("backend", worker.backend)):
         if name is not None and name in LIBRARIES:
             yield _key(plan, worker, kind), name
-    for model in plan.pool(worker.name.pool).homes:
+    homes = plan.pool(worker.name.pool).homes
+    for tracker in trackers_of(plan.recipe.run) if plan.primary in homes else ():
+        if tracker.call in LIBRARIES:
+            yield f"run.trackers.{tracker.name}", tracker.call
+    for model in homes:
         if plan.recipe.models[model].optimizer.name in LIBRARIES:
             yield f"models.{model}.optimizer.name", plan.recipe.models[model].optimizer.name
         if plan.recipe.models[model].lora is not None:

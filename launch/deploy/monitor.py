@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from distflow.data.metrics_merge import MetricsReader
 from distflow.errors import UserError
 from distflow.launch.deploy.stop_run import StopProgress, stop_run
 from distflow.launch.observe.alerts import WINDOW, Alerts, where_time_went
@@ -24,7 +25,6 @@ from distflow.launch.observe.file_sync import TELL_EVERY_S, refresh, told
 from distflow.launch.observe.progress import REWARD, Display, RunStatus
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, without_agents, worker_rows
 from distflow.launch.run.exit_status import as_it_ended
-from distflow.launch.run.metrics_merge import MetricsReader
 from distflow.launch.run.process_table import is_lost, signal_to
 from distflow.launch.run.record import AGENT, RunRecord, agent_name, read_record
 from distflow.types import WorkerName
@@ -127,6 +127,7 @@ class StatusReader:
             self._asked_at = time.monotonic()
             told = (
                 self._alerts.of_workers(self._rows),
+                self._alerts.of_trackers(self._rows),
                 self._alerts.of_disk(self._rows, record.run_dir, self._asked_at),
             )
             for line in chain(*told):

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from distflow.launch.run.metrics_merge import MetricsReader
+from distflow.comm.tracker_processes import COUNTS, DROPPED_ROWS
+from distflow.comm.tracker_processes import FAILURES as TRACKER_FAILURES
+from distflow.data.metrics_merge import MetricsReader
 from distflow.launch.run.record import ProcessId, RunRecord, agent_name
 from distflow.runtime.disk import DROPPED, REFUSED
 
@@ -64,6 +66,13 @@ class Alerts:
                         "so far — see its log; `distflow status` counts them"
                     )
 
+    def of_trackers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+        """From the status rows: the first failure of each tracker."""
+        for name, (failed, _, worker) in _trackers(rows).items():
+            if failed and name not in self._said:
+                self._said.add(name)
+                yield f"warning: tracker {name} failed, training goes on — see the log of {worker}"
+
     def of_processes(self, record: RunRecord) -> Iterator[str]:
         """When a worker that does not train has been started again; of the others `renewed` tells."""
         before, self._processes = self._processes, record.pids
@@ -118,6 +127,24 @@ def counted_rewards(rows: Iterable[Mapping[str, Any]]) -> str:
     totals = {name: sum(_of_all_models(row, name) for row in known) for name in (SAMPLES, *FAILURES)}
     failed = [f"{totals[name]:.0f} {what}" for name, what in FAILURES.items() if totals[name]]
     return f"rewards: {', '.join([f'{totals[SAMPLES]:.0f} judged', *failed])}" if failed else ""
+
+
+def tracker_troubles(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """For `status`: a line for each tracker that has failed."""
+    for name, (failed, lost, worker) in _trackers(rows).items():
+        yield f"tracker {name} on {worker}: failed {failed:.0f} times, rows lost: {lost:.0f}"
+
+
+def _trackers(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, float, str]]:
+    """Failures, lost rows and the worker of each tracker that has any."""
+    found = {}
+    for row in rows:
+        known = counted(row)
+        names = {name.split("/")[1] for name in known if name.startswith(COUNTS)}
+        for name in sorted(names):
+            failed, lost = (known.get(f"{COUNTS}{name}/{what}", 0.0) for what in (TRACKER_FAILURES, DROPPED_ROWS))
+            found[name] = failed, lost, str(row["name"])
+    return found
 
 
 def _of_all_models(row: Mapping[str, Any], name: str) -> float:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import click
 
+from distflow.data.metrics_merge import MetricsReader
 from distflow.launch.observe.alerts import where_time_went
 from distflow.launch.run.exit_status import STOPPED
-from distflow.launch.run.metrics_merge import MetricsReader
 from distflow.launch.run.record import Failure, RunRecord
 
 MEAN_OF = 10

@@ -19,8 +19,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from distflow.data.metrics_merge import MetricsReader
 from distflow.errors import UserError
-from distflow.launch.run.metrics_merge import MetricsReader
 from distflow.launch.run.record import FILE_NAME, read_record
 
 LOCK = ".lock"

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from distflow.launch.run.metrics_merge import MetricsReader
+from distflow.data.metrics_merge import MetricsReader
 from distflow.launch.run.record import read_record
 from tests.launch.conftest import FAKE_WORKERS, await_that
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.launch.run.metrics_merge import MetricsReader
+from distflow.data.metrics_merge import MetricsReader
 from distflow.launch.run.record import read_record
 from tests.e2e.runs import PACED, PROMPTS, SAMPLES, SMALL
 from tests.hosts.conftest import Cluster

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.launch.run.metrics_merge import MetricsReader, merge_step
+from distflow.data.metrics_merge import MetricsReader, merge_step
 from distflow.runtime.metrics import MetricStore
 
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from distflow.data.files import whole_lines
 from distflow.data.metric_sums import EXPLAINED, SUM_SUFFIX, WEIGHT_SUFFIX, explained_variance
-from distflow.runtime.disk import whole_lines
 
 SUMMED = ("_per_s", "/throughput", "/count", "/timeouts", "/errors", "/dropped")
 TRAINED = "timing_s/step"
