@@ -260,7 +260,7 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     head: Head = "tokens"
     """What the last layer gives: logits of the next tokens; values of the states before them, as a critic does (value);
-    or one number for a whole text, as a reward model does (score; a sequence classifier, not trained)."""
+    or one number for a whole text, as a reward model does (score; a sequence classifier)."""
 
     @property
     def inherited(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from distflow.exchange.deal_core import DealCore
-from distflow.exchange.dealing import CostRule, DealRule
+from distflow.exchange.dealing import DealRule
 from distflow.exchange.intake_core import IntakeCall, IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.flow.edges import SAMPLES
@@ -29,7 +29,7 @@ from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Hosts, Lanes, Node
 from distflow.runtime.owner_side import build_inbound, lease_settings, lessors, val_settings
-from distflow.runtime.protocols import Backend, Engine, Priced, Tokenizer
+from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
@@ -382,11 +382,11 @@ def takes(base: Base, ends: OwnerEnds, replicas: Replicas, dealt: DealRule, roun
 
 def _deal_rule(base: Base, limits: TrainingLimits, held: HeldModels, model: str) -> DealRule:
     """How the replicas that train a model deal groups. To other homes, owners deal by what their own model costs."""
-    batch, backend = limits.batch, held.models[model]
+    batch = limits.batch
     return DealRule(
         batch.prompts,
         batch.ledgers,
-        CostRule(batch.tokens_per_microbatch, backend.quadratic if isinstance(backend, Priced) else 0.0),
+        limits.cost_of(held.models[model]),
         minibatches=batch.minibatches,
         streamed=limits.streamed,
         divided=held.rounds is not None,
