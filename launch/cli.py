@@ -38,6 +38,7 @@ COMMANDS = {
     "trace": "Write a timeline of all workers as one file for Perfetto.",
     "scale": "Add or remove workers of a pool while the run continues.",
     "export": "Export a checkpoint as a Hugging Face folder, verified by loading it.",
+    "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
     "stop": "Stop a run and verify that nothing is left of it.",
     "doctor": "Check this machine, and look for leftovers of dead runs.",
 }
@@ -46,6 +47,7 @@ BESIDE = {
     "watch": ("status", "watch"),
     "stacks": ("status", "stacks"),
     "stop": ("launch", "stop"),
+    "fetch": ("export", "fetch"),
     "validate": ("config", "validate"),
 }
 """File and name of commands that stand in the file of another one."""
@@ -127,7 +129,7 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-ACTING = frozenset({"launch", "worker", "scale", "export", "stop"})
+ACTING = frozenset({"launch", "worker", "scale", "export", "fetch", "stop"})
 """Commands that do their work even if nobody can read what they print. All others end."""
 
 
