@@ -6,6 +6,7 @@
     python -m benchmarks.emulated rounds         # 8 training workers with a divided model, lengths to 16k
     python -m benchmarks.emulated reference      # a reference model on services, 5 micro-batches away
     python -m benchmarks.emulated reference_in_turn    # the same at staleness 0
+    python -m benchmarks.emulated validation     # at staleness 1, with a pool of its own and without
     python -m benchmarks.emulated forwards       # log-probs for several updates, while samples arrive or behind them
 
 Variants take turns; each figure is the median over rounds of the mean training step (the first ones excluded).
@@ -261,6 +262,31 @@ def forwards(rounds: int, steps: int) -> None:
         take_turns(rounds, {"behind them": lambda: variant(behind), "while samples arrive": lambda: variant()})
 
 
+def validation(rounds: int, steps: int) -> None:
+    """Staleness 1, generation about as expensive as training; every 5 steps as many samples to validate as to train."""
+    generates = options("", median=40, sigma=1.1, step_s=0.008)[1:]
+    shared = (
+        "layout.max_staleness=1",
+        "layout.pools.rollout.count=2",
+        f"layout.pools.rollout.engine_options={generates}",
+        options("layout.pools.trainer.backend_options", token_s=8e-5),
+    )
+    engine = "distflow.testing.emulated:EmulatedEngine"
+    pool = f"layout.pools.checks={{roles: [validate], engine: '{engine}', slots: 64, engine_options: {generates}}}"
+    val = ("val.every=5", "val.prompts=64", "val.samples_per_prompt=4")
+
+    def variant(*overrides: str) -> tuple[float, str]:
+        # The first object is of version 0.
+        lines = run(steps, *shared, *overrides)
+        trained = [line for line in lines if "timing_s/step" in line]
+        newer = [line["val/newer_version_share"] for line in lines if "val/newer_version_share" in line]
+        note = f", {len(newer)} rounds, of newer weights {statistics.mean(newer):.0%}" if newer else ""
+        return step_s(trained), f"trainer idle {idle(trained):.0%}{note}"
+
+    variants = {"no validation": (), "by the workers that generate": val, "by a pool of its own": (*val, pool)}
+    take_turns(rounds, {name: lambda more=more: variant(*more) for name, more in variants.items()})
+
+
 SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "asynchrony": asynchrony,
     "slow": slow,
@@ -269,6 +295,7 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "reference": reference,
     "reference_in_turn": reference_in_turn,
     "forwards": forwards,
+    "validation": validation,
 }
 
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
-Role = Literal["generate", "score", "forward", "train"]
+Role = Literal["generate", "read", "score", "forward", "train"]
 Scope = Literal["sample", "group", "batch"]
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
@@ -40,7 +40,7 @@ DROP_REASON = "drop_reason"
 """Text column that a score step may write: a group with a reason in any of its rows is dropped, not trained on."""
 IDENTITY = ("uid", "group", "sample", SEQUENCE, DROP_REASON)
 """Fields that a step with a `prefix` knows by the names that they have in the flow."""
-ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")
+ROLES: tuple[Role, ...] = ("generate", "read", "score", "forward", "train")
 SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
 
 LeaseKind = Literal["train", "val"]
@@ -170,6 +170,17 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenResponse:
+    """A response that the data gives: its tokens, the end token included, its text, and fields that are numbers."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    fields: Mapping[str, float] = field(default_factory=dict)
+    trains: bool = True
+    """Whether its tokens are trained on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt of a data source: its tokens, its text, and what the reward needs, as JSON text."""
 
@@ -177,6 +188,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str
     task: str = "{}"
+    responses: tuple[GivenResponse, ...] = ()
+    """In flows that read their samples from the data."""
 
 
 SampleKey = tuple[int, int]

@@ -37,6 +37,7 @@ COMMANDS = {
     "stacks": "Show where each worker is in its code, even if it is stuck.",
     "trace": "Write a timeline of all workers as one file for Perfetto.",
     "scale": "Add or remove workers of a pool while the run continues.",
+    "evaluate": "Validate a checkpoint, or a Hugging Face folder, alone.",
     "export": "Export a checkpoint as a Hugging Face folder, verified by loading it.",
     "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
     "stop": "Stop a run and verify that nothing is left of it.",
@@ -47,8 +48,9 @@ BESIDE = {
     "watch": ("status", "watch"),
     "stacks": ("status", "stacks"),
     "stop": ("launch", "stop"),
-    "fetch": ("export", "fetch"),
+    "fetch": ("launch", "fetch"),
     "validate": ("config", "validate"),
+    "evaluate": ("export", "evaluate"),
 }
 """File and name of commands that stand in the file of another one."""
 

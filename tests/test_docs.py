@@ -149,6 +149,7 @@ def test_shown_scripts_are_what_is_rendered(extracted: Path) -> None:
             ("reward/0", ["layout=services"]),
             ("trainer/0", []),
             ("worker/0", ["layout=colocated"]),
+            ("trainer/0", ["flow=sft"]),
         )
     ]
     assert shown == rendered

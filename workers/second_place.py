@@ -197,7 +197,7 @@ class Told(NamedTuple):
     release: Callable[[Path], None]
 
 
-class Copies:
+class CopyThread:
     """Copies in the background, on a thread of its own, what it is offered; a newer checkpoint replaces one that waits.
 
     What fails is tried again after waits that grow, until a newer one takes its place. `alone`: no other host copies.
@@ -338,7 +338,7 @@ class Copies:
 
 def start_copies(
     url: str, run_dir: Path, keeping: Keeping, hosts: Mapping[str, int], host: int, told: tuple[Any, ...]
-) -> Copies:
+) -> CopyThread:
     """The copies of one host of a run; `hosts` as in `SecondPlace`, `told` as in `Told`."""
     where, alone = f"{url.rstrip('/')}/{run_dir.name}", len(set(hosts.values())) <= 1
-    return Copies(lambda: SecondPlace(url, run_dir, keeping, hosts, host), where, Told(*told), alone=alone)
+    return CopyThread(lambda: SecondPlace(url, run_dir, keeping, hosts, host), where, Told(*told), alone=alone)

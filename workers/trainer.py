@@ -339,7 +339,8 @@ def describe(batch: Batch, metrics: MetricStore) -> None:
     samples = by_sample(batch)
     _spread(metrics, "response_length", samples.ragged("response_ids").lengths.numpy())
     _spread(metrics, "prompt_length", batch.ragged("prompt_ids").lengths.numpy())
-    _spread(metrics, "critic/advantages", batch.ragged("advantage").values.numpy())
+    if "advantage" in batch:
+        _spread(metrics, "critic/advantages", batch.ragged("advantage").values.numpy())
     if SEQUENCE in batch:
         _spread(metrics, "sequences", np.diff(np.array(sample_bounds(batch), dtype=np.float64)))
     if "finish_reason" in samples:

@@ -89,6 +89,7 @@ class _Composer:
             self._lay_file(layers, default, number, by_command)
         for override in chosen.values:
             self._lay_override(layers, override)
+        _leave_out_settings(layers)
         for key, origin, there in layers.unremoved:
             message = "null removes it, and there is none of this name"
             self.problems.append(Problem(origin.where, dotted(key), message, did_you_mean(key[-1], there)))
@@ -214,6 +215,15 @@ class _Composer:
         rank = _SHIPPED if path.is_relative_to(recipes_folder()) else _OWN
         rank = number + (_CHOSEN if default.config_path in by_command else rank)
         layers.lay(content, lambda key: Origin(file.where(key), path.parent, rank), package)
+
+
+def _leave_out_settings(layers: Layers) -> None:
+    """Remove what shipped recipes set of steps that the chosen flow lacks, as `quickstart flow=sft` has no `sample`."""
+    steps = ("flow", "steps")
+    for name in layers.keys(steps):
+        given = layers.given((*steps, name))
+        if "call" not in layers.keys((*steps, name)) and all(origin.rank < _OWN for origin in given):
+            layers.delete((*steps, name))
 
 
 def _text_keys(value: Any) -> Any:

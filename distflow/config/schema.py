@@ -15,7 +15,7 @@ from distflow.config.section import Section
 from distflow.config.training_schema import LoraConfig, OptimizerConfig
 from distflow.types import MOST_WORKERS
 
-PoolRole = Literal["generate", "score", "forward", "train", "*"]
+PoolRole = Literal["generate", "score", "forward", "train", "validate", "*"]
 Refresh = Literal["eager", "when_idle", "at_bound"]
 UNBOUNDED = "unbounded"
 LONGEST_S = 1e9
@@ -44,8 +44,8 @@ class RunConfig(Section):
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of the run and of its folder under runs/. Default: the recipe file's name."""
-    training_steps: int = Field(ge=1, json_schema_extra={"unit": "training steps"})
-    """Length of the run, in training steps: batches trained on."""
+    training_steps: int = Field(ge=0, json_schema_extra={"unit": "training steps"})
+    """Length of the run, in training steps: batches trained on. 0: only validate."""
     seed: int = Field(default=0, ge=0, lt=1 << 64)
     """Decides data order, initial weights and every sampled token."""
     save_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
@@ -88,8 +88,8 @@ class BatchConfig(Section):
 
     prompts: int = Field(ge=1, json_schema_extra={"unit": "prompts per training step"})
     """Prompts (groups) per training step. A multiple of `ledgers`."""
-    samples_per_prompt: int = Field(ge=1, json_schema_extra={"unit": "samples"})
-    """Samples per prompt (G); together they are one group."""
+    samples_per_prompt: int = Field(default=1, ge=1, json_schema_extra={"unit": "samples"})
+    """Samples per prompt (G); together they are one group. Flows that read samples from the data say it themselves."""
     ledgers: int = Field(default=8, ge=1, json_schema_extra={"unit": "ledgers"})
     """Independent order books of the data (K), so that results do not depend on the number of workers.
     Divides `prompts`; at least the number of training replicas."""
@@ -161,7 +161,8 @@ class PoolConfig(Section):
     count: int = Field(default=1, ge=1, le=MOST_WORKERS, json_schema_extra={"unit": "workers"})
     """Number of workers."""
     roles: list[PoolRole] = Field(default=[])
-    """Roles this pool takes: generate, score, forward, train; `*` takes what no other pool takes."""
+    """Roles this pool takes: generate, score, forward, train; `*` takes what no other pool takes. `validate`, alone:
+    generates for validation only."""
     steps: list[str] = Field(default=[])
     """Single steps this pool takes, by name; they come before roles. `+./file.py:name` adds a step of its own."""
     engine: str = "torch"
@@ -275,8 +276,8 @@ class ModelConfig(Section):
 class ValConfig(Section):
     """Validation: how good the policy is on prompts that it may not be trained on."""
 
-    every: int = Field(ge=1, json_schema_extra={"unit": "training steps"})
-    """Validate after every so many training steps, and after the last one."""
+    every: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
+    """Validate after every so many training steps, and after the last one; null: only after the last."""
     at_start: bool = True
     """Validate before the first training step too."""
     data: DataConfig | None = None

@@ -9,11 +9,12 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from distflow.data.mixing import Mixture, Visits, pass_order
+from distflow.data.responses import DataRow, Reading, in_tokens
 from distflow.data.rows import prompt_of
 from distflow.data.sources import PromptSource, PromptText
 from distflow.errors import PluginError, UserError
 from distflow.log import logger
-from distflow.types import Prompt, Uid
+from distflow.types import GivenResponse, Prompt, Uid
 
 log = logger(__name__)
 
@@ -27,6 +28,11 @@ DATA_SOURCE = "data_source"
 
 class PromptTokenizer(Protocol):
     """The part of a tokenizer that encodes prompts."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end token; None if there is none."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Text to token ids, without special tokens being added."""
@@ -79,13 +85,21 @@ class SourceUse:
 class PromptOrder:
     """Global prompt position 0, 1, 2, … → prompt: one seeded permutation of each source after another, mixed."""
 
-    def __init__(self, sources: Sequence[SourceUse], tokenizer: PromptTokenizer, settings: PromptSettings) -> None:
+    def __init__(
+        self,
+        sources: Sequence[SourceUse],
+        tokenizer: PromptTokenizer,
+        settings: PromptSettings,
+        reading: Reading | None = None,
+    ) -> None:
+        """`reading`: where the data gives responses too."""
         for source in sources:
             _check_source(source.rows)
         sizes = [len(source.rows) for source in sources]
         self._sources = sources
         self._tokenizer = tokenizer
         self._settings = settings
+        self._reading = reading
         self._mixture = Mixture({source.name: source.weight for source in sources}, settings.seed)
         self._first = [0, *accumulate(sizes)]
         """Number of each source's first prompt, over all sources."""
@@ -109,7 +123,19 @@ class PromptOrder:
                 "limit, leave out what is longer (data.overlong=drop), or leave it out of the source. It begins "
                 f"{prompt.text[:60]!r}"
             )
+        longest = self.longest_response(prompt)
+        if self._reading is not None and longest > self._reading.max_response_tokens:
+            raise UserError(
+                f"data: a response of {label} has {longest} tokens with its end token, expected at most "
+                f"{self._reading.max_response_tokens} (flow.steps.{self._reading.name}.with.max_response_tokens); "
+                "raise the limit, leave out what is longer (data.overlong=drop), or leave it out of the source"
+            )
         return prompt
+
+    @staticmethod
+    def longest_response(prompt: Prompt) -> int:
+        """Tokens of the longest response that the data gives."""
+        return max((len(response.token_ids) for response in prompt.responses), default=0)
 
     def of_any_length(self, position: int) -> tuple[str, Prompt]:
         """The prompt at a position however long it is, with its name in messages; raises UserError as `prompt` does."""
@@ -124,7 +150,8 @@ class PromptOrder:
                 "are sent with every lease — put large values into a file and its name into the task"
             )
         ids = self._encode(source.label, index, given)
-        return source.label(index), Prompt(self._first[number] + index, ids, given.text, task)
+        responses = self._responses(source, index, given.task, lambda: self._row(position + 1))
+        return source.label(index), Prompt(self._first[number] + index, ids, given.text, task, responses)
 
     def __len__(self) -> int:
         """Prompts of all sources, those that are left out included."""
@@ -152,9 +179,11 @@ class PromptOrder:
 
     def _left_out(self, source: SourceUse, visits: Visits) -> str:
         of = f" of {source.name}" if source.name else ""
+        bound = f"data.max_prompt_tokens={self._settings.max_prompt_tokens}"
+        if self._reading is not None:
+            bound += f", or their responses than max_response_tokens={self._reading.max_response_tokens},"
         return (
-            f"{visits.left_out} of {visits.seen} prompts{of} are longer than data.max_prompt_tokens="
-            f"{self._settings.max_prompt_tokens} and left out (data.overlong=drop)"
+            f"{visits.left_out} of {visits.seen} prompts{of} are longer than {bound} and left out (data.overlong=drop)"
         )
 
     def _filter(self, source: SourceUse) -> Callable[[int], bool] | None:
@@ -162,10 +191,35 @@ class PromptOrder:
             return None
 
         def keeps(index: int) -> bool:
-            ids = self._encode(source.label, index, self.given(source, index))
-            return len(ids) <= self._settings.max_prompt_tokens
+            given = self.given(source, index)
+            if len(self._encode(source.label, index, given)) > self._settings.max_prompt_tokens:
+                return False
+            if self._reading is None:
+                return True
+            # A response of another prompt is not this prompt's: nothing is left out for it.
+            own = DataRow(given.task, lambda: own)
+            limit = self._reading.max_response_tokens
+            return all(len(one.token_ids) <= limit for one in self._made(source, index, own) if one.trains)
 
         return keeps
+
+    def _row(self, position: int) -> DataRow:
+        number, _, index = self._at(position)
+        return DataRow(self.given(self._sources[number], index).task, lambda: self._row(position + 1))
+
+    def _responses(
+        self, source: SourceUse, index: int, task: Mapping[str, Any], following: Callable[[], DataRow]
+    ) -> tuple[GivenResponse, ...]:
+        return () if self._reading is None else self._made(source, index, DataRow(task, following))
+
+    def _made(self, source: SourceUse, index: int, row: DataRow) -> tuple[GivenResponse, ...]:
+        """The responses that the data gives for a row, in tokens."""
+        assert self._reading is not None, "only flows that read their samples from the data ask for responses"
+        try:
+            made = self._reading.of(row)
+            return tuple(in_tokens(one, self._tokenizer.encode, self._tokenizer.eos_token_id) for one in made)
+        except ValueError as error:  # UserError is one, and so is what a tokenizer raises for a strange character
+            raise UserError(f"data: a response of {source.label(index)}: {error}") from error
 
     def given(self, source: SourceUse, index: int) -> PromptText:
         """What a source gives for an index, as text and task, whatever the form."""

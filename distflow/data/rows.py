@@ -48,6 +48,21 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     return PromptText(as_text(messages), task, messages, _tools(task))
 
 
+def last_turn(value: object, name: str) -> str:
+    """A response in a column: text, or the last turn of chat messages, an assistant's. Raises UserError."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and value:
+        last = _message(len(value) - 1, value[-1])
+        if last["role"] == "assistant":
+            return _content(last)
+    if isinstance(value, (bool, int, float)):
+        return str(value)
+    raise UserError(
+        f"the column {name!r} is {str(value)[:60]!r}; expected text, or chat messages that end with an assistant's turn"
+    )
+
+
 def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
     """A conversation as reward functions and readers see it: a single turn as it is, several with their roles."""
     if len(messages) == 1:

@@ -81,7 +81,7 @@ class LeaseSettings:
             ("batch.prompts per ledger", self.groups_per_ledger, 1),
             ("batch.samples_per_prompt", self.samples_per_prompt, 1),
             ("layout.max_staleness", self.max_staleness or 0, 0),
-            ("run.training_steps", self.training_steps, 1),
+            ("run.training_steps", self.training_steps, 0),
             ("data.max_prompt_tokens", self.max_prompt_tokens, 1),
             ("batch.max_refills", self.refill_limit, 0),
         ):

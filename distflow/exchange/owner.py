@@ -20,7 +20,7 @@ Example (one ledger, b = 2, s = 0, T = 1):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import structs
 
@@ -134,6 +134,10 @@ class OwnerCore:
         """`prompt_at` now has prompts that were missing: lease them. Before the first ask, this requests prompts."""
         self._ledgers.prompts_arrived(self.term, now)
         return self._serve_parked(now)
+
+    def draw(self, now: float) -> Iterator[Entry]:
+        """Lease what may be leased, lazily, to nobody: for an owner that makes its samples itself."""
+        return self._ledgers.draw(self.term, now)
 
     # -- the training loop
     def keeps(self, result: Result) -> bool:

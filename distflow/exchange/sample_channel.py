@@ -244,6 +244,15 @@ class InboundSamples:
         self.send(out)
         self._arrived(new)
 
+    def store(self, results: Sequence[Result], batch: Batch, now: float) -> None:
+        """Keep the rows of groups that this owner has made itself: nobody is to be told that they have arrived."""
+        groups, lengths = _by_group(batch, self._asked_for)
+        for result in results:
+            rows = groups[result.position]
+            self.core.handle(self._with_room(result, rows), now)
+            self._stored[result.position] = ArrivedGroup(result.position, rows, result.worker)
+        self._arrived({position: lengths[rows.start : rows.stop] for position, rows in groups.items()})
+
     def answer(self, position: int, columns: Mapping[str, Column]) -> None:
         """Store the answer of a call with the group."""
         group = self._stored[position]

@@ -22,8 +22,8 @@ ENDS: Mapping[EdgeKind, tuple[End, End]] = {
     "rows": ("sends", "receives"),
     "weights": ("publishes", "reads"),
 }
-SAMPLES = "samples"
-"""The lease edge to the owners."""
+SAMPLES, VAL_SAMPLES = "samples", "val_samples"
+"""The lease edges to the owners; the second one is of a pool that generates for validation only."""
 Asked = Literal["", "before custody", "on arrival", "in window"]
 """By the generating pool before it sends the samples; by owners when they arrive, or are in the open step's window."""
 DUMPED = (

@@ -124,8 +124,9 @@ def read_step(
 
 
 def generate_settings(steps: Iterable[StepNode]) -> list[Mapping[str, Any]]:
-    """The settings of the generate steps: those of the primary model's first, then those of further models."""
-    generating = sorted((node for node in steps if node.role == "generate"), key=lambda node: bool(node.prefix))
+    """The settings of the steps that make samples: of the primary model's first, then those of further models."""
+    making = (node for node in steps if node.role in ("generate", "read"))
+    generating = sorted(making, key=lambda node: bool(node.prefix))
     return [node.settings for node in generating]
 
 
@@ -174,7 +175,7 @@ def _producers(steps: Sequence[StepNode], problems: Problems) -> dict[str, StepN
     for node in steps:
         for field in node.writes:
             # Two that generate are reported once, not for each of their fields.
-            if field in producers and {node.role, producers[field].role} != {"generate"}:
+            if field in producers and not {node.role, producers[field].role} <= {"generate", "read"}:
                 other = producers[field].name
                 key = problems.where.newest([f"flow.steps.{node.name}.call", f"flow.steps.{other}.call"])
                 one, two = (node.name, other) if key == f"flow.steps.{node.name}.call" else (other, node.name)

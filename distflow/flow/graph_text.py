@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from distflow.flow.adapters import adapter_lines, shares_base
-from distflow.flow.edges import Edge, EdgeKind
+from distflow.flow.edges import VAL_SAMPLES, Edge, EdgeKind
 from distflow.flow.memory_fit import table
 from distflow.flow.plan import ModelPlan, Plan, PoolPlan
 
@@ -65,6 +65,8 @@ def lane_of(edge: Edge) -> str:
 
 def waits_of(edge: Edge) -> str:
     """Who may wait for whom."""
+    if edge.name == VAL_SAMPLES:
+        return f"{edge.source} for leases; {edge.target} at the end of the run, for the rounds that are due"
     texts = _TAKES_TURNS if edge.source == edge.target else _WAITS
     return texts[edge.kind].format(source=edge.source, target=edge.target)
 
@@ -85,7 +87,8 @@ def mermaid(plan: Plan) -> str:
 
 def uses(pool: PoolPlan) -> Iterator[str]:
     """What a pool does with models."""
-    for verb, models in (("generates with", pool.generates), ("home of", pool.homes), ("runs frozen", pool.frozen)):
+    generates = "validates" if pool.validates else "generates with"
+    for verb, models in ((generates, pool.generates), ("home of", pool.homes), ("runs frozen", pool.frozen)):
         if models:
             yield f"{verb} {', '.join(models)}"
 

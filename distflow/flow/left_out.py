@@ -5,12 +5,13 @@ So a layout may name pools and steps of other flows, and a flow a forward step w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from distflow.config.paths import shipped_steps
 from distflow.config.schema import LayoutConfig
 from distflow.flow.edges import DUMPED
 from distflow.flow.graph import StepNode
+from distflow.flow.sites import VALIDATE
 from distflow.types import written
 
 
@@ -39,7 +40,7 @@ def _is_read(node: StepNode, steps: Sequence[StepNode], dumped: Sequence[str]) -
 
 
 def left_out_notes(
-    unread: Sequence[StepNode], steps: Collection[str], sites: Mapping[str, str], layout: LayoutConfig
+    unread: Sequence[StepNode], steps: Collection[str], pools: Collection[str], layout: LayoutConfig
 ) -> Iterator[str]:
     """Notes on forward steps, on names of steps that are not among those of the flow (`steps`), and on pools."""
     for node in unread:
@@ -48,5 +49,6 @@ def left_out_notes(
         for step in pool.steps:
             if step not in steps and step in shipped_steps():
                 yield f"layout.pools.{name}.steps names {step!r}, which this flow lacks"
-        if name not in sites.values():
-            yield f"pool {name!r} is left out: no step of the flow runs on it"
+        if name not in pools:
+            why = "there is no section `val`" if VALIDATE in pool.roles else "no step of the flow runs on it"
+            yield f"pool {name!r} is left out: {why}"

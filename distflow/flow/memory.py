@@ -16,7 +16,7 @@ from distflow.flow.gpus import width
 from distflow.flow.graph import generate_settings
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import ModelSize
-from distflow.flow.step import reserved_tokens, response_tokens
+from distflow.flow.step import ROOM, reserved_tokens, response_tokens
 from distflow.flow.structure import Structure
 from distflow.flow.wiring import wire
 
@@ -106,7 +106,7 @@ def rows_memory_mb(needed: int) -> int:
 def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int, later: int) -> int:
     """The default reservation in MiB: for all that `max_staleness` permits, within bounds."""
     staleness = recipe.layout.max_staleness
-    steps = UNBOUNDED_STEPS if staleness == "unbounded" else min(1 + staleness, recipe.run.training_steps)
+    steps = UNBOUNDED_STEPS if staleness == "unbounded" else min(1 + staleness, max(1, recipe.run.training_steps))
     one = -(-step_bytes(recipe, training_pool, new_tokens, later) // MIB)
     return max(LEAST_MIB, one, min(one * steps, MOST_MIB))
 
@@ -115,7 +115,7 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
     """Refuse a training worker that cannot hold the largest groups, or rows, of one training step."""
     training_pool = structure.home.name
     generating = generate_settings(structure.steps)
-    counts = [response_tokens(settings) for settings in generating if "max_new_tokens" in settings]
+    counts = [response_tokens(settings) for settings in generating if any(name in settings for name in ROOM)]
     if not all(isinstance(count, int) for count in counts) or len(counts) < len(generating):
         return  # reported where the setting is checked
     new_tokens = reserved_tokens(generating, recipe.data.max_prompt_tokens)
@@ -124,26 +124,25 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
     later = later_bytes(recipe, structure)
     needed = -(-step_bytes(recipe, training_pool, new_tokens, later) // MIB)
     largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens, later)
+    room = "max_new_tokens" if structure.reads is None else "max_response_tokens"
     for key, given in _memory_given(training_pool, pool):
         if given < needed:
             message = (
                 f"sample_memory_mb {given} is too little for one training step: {batch.prompts} groups of up to "
                 f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
             )
-            cure = (
-                f"sample_memory_mb: at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
-            )
+            cure = f"sample_memory_mb: at least {needed}, or lower {room}, data.max_prompt_tokens or batch.prompts"
             others = (f"layout.pools.{training_pool}.count", *_sizes(structure))
             problems.add(key, message, cure, others=others)
 
 
 def _sizes(structure: Structure) -> list[str]:
     """Keys that say how much a training step is."""
-    settings = [f"flow.steps.{node.name}.with" for node in structure.steps if node.role == "generate"]
+    settings = [f"flow.steps.{node.name}.with" for node in structure.steps if node.role in ("generate", "read")]
     return [
         *(f"batch.{name}" for name in ("prompts", "samples_per_prompt", "ledgers", "minibatches")),
         "data.max_prompt_tokens",
-        *(f"{key}.{name}" for key in settings for name in ("max_new_tokens", "max_tokens")),
+        *(f"{key}.{name}" for key in settings for name in ROOM),
     ]
 
 

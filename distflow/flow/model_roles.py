@@ -36,7 +36,7 @@ class Models:
 
     configs: Mapping[str, ModelConfig]
     primary: str
-    """The policy: what the flow generates with and trains."""
+    """The policy: what the flow generates with and trains, or trains on samples of the data."""
     trained: tuple[str, ...]
     copied: tuple[str, ...]
     """Models that default to copies of the primary one."""
@@ -52,7 +52,7 @@ def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], p
     keys = [f"flow.steps.{node.name}.model" for node in steps if node.role == "train"]
     _check_primary(generate, given[generate.model], trained, keys, problems)
     for name in trained:
-        if name in given and given[name].head == "score":
+        if name in given and given[name].head == "score" and not _trains_scores(name, steps):
             step = next(node.name for node in steps if node.role == "train" and node.model == name)
             message = f"step {step!r} trains it, and a model with `head: score` is only run frozen"
             problems.add(f"models.{name}.head", message, "head: value for a critic, head: tokens for a policy")
@@ -71,10 +71,20 @@ def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], p
     return models
 
 
+def _trains_scores(name: str, steps: Sequence[StepNode]) -> bool:
+    """Whether the steps that train a model train what it gives whole texts."""
+    training = [node for node in steps if node.role == "train" and node.model == name]
+    return all(node.declaration.head == "score" for node in training)
+
+
 def _primary_step(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], problems: Problems) -> StepNode | None:
-    """The step that generates with the policy, from prompts of the data; None, with a reason, if its model is none."""
+    """The step that generates with the policy, from prompts of the data; where samples are read from there, the one
+    that trains it. None, with a reason, if its model is none.
+    """
     generating = [node for node in steps if node.role == "generate"]
-    generate = next((node for node in generating if not node.prefix), None)
+    reads = any(node.role == "read" for node in steps)
+    training = [node for node in steps if node.role == "train" and node.model is not None]
+    generate = next((node for node in (training if reads else generating) if not node.prefix), None)
     if generate is None:
         for node in generating[:1]:
             message = "the policy's samples come from prompts of the data, and this step's from prompts of other steps"
@@ -96,7 +106,7 @@ def _check_primary(
     """`keys`: those that say which models are `trained`."""
     if model.path is None and model.init is None:
         problems.add(f"models.{generate.model}", "neither `path` nor `init` is given", "give exactly one of them")
-    if model.head != "tokens":
+    if model.head != "tokens" and generate.role == "generate":
         message = f"step {generate.name!r} generates with it, and a model with `head: {model.head}` has no next tokens"
         problems.add(f"models.{generate.model}.head", message, "head: tokens")
     if generate.model not in trained:

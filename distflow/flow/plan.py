@@ -32,6 +32,8 @@ class PoolPlan:
     """Models that it trains: it is their home."""
     frozen: tuple[str, ...]
     """Models that it computes with and does not train."""
+    validates: bool = False
+    """Whether it generates for validation only."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -214,7 +216,7 @@ class Plan:
     pools: tuple[PoolPlan, ...]
     models: tuple[ModelPlan, ...]
     primary: str
-    """The model that generates and is trained; its home owns the ledgers."""
+    """The model that is trained, and generates where any does; its home owns the ledgers."""
     steps: tuple[StepPlan, ...]
     """The flow's steps in order, without workers' own."""
     streamed: bool
@@ -261,6 +263,11 @@ class Plan:
         return found is not None and self.primary not in found.generates and not found.homes
 
     @property
+    def validating(self) -> PoolPlan | None:
+        """The pool that generates for validation only, if there is one."""
+        return next((pool for pool in self.pools if pool.validates), None)
+
+    @property
     def home(self) -> PoolPlan:
         """The home of the primary model."""
         return next(pool for pool in self.pools if self.primary in pool.homes)
@@ -301,6 +308,16 @@ class Plan:
         return "critic" if critics[:1] == [model] else model
 
     @property
+    def origin(self) -> StepPlan:
+        """The step that makes the samples of the primary model: generates them, or reads them from the data."""
+        return next(step for step in self.steps if step.role in ("generate", "read") and not step.prefix)
+
+    @property
+    def reads(self) -> StepPlan | None:
+        """That step, if it reads them."""
+        return self.origin if self.origin.role == "read" else None
+
+    @property
     def generate_step(self) -> StepPlan:
         """The generate step of the primary model."""
         return next(step for step in self.steps if step.role == "generate" and not step.prefix)
@@ -321,16 +338,18 @@ class Plan:
     def response_tokens(self) -> int:
         """Tokens behind the prompt of the data of the longest sample: its response, with those of an environment, and
         prompts and responses of further models."""
-        return reserved_tokens([step.settings for step in self.generate_steps], self.recipe.data.max_prompt_tokens)
+        making = (self.origin, *self.further_generation)
+        return reserved_tokens([step.settings for step in making], self.recipe.data.max_prompt_tokens)
 
     @property
     def generate_steps(self) -> tuple[StepPlan, ...]:
-        """That of the primary model, then those of further ones."""
-        return (self.generate_step, *self.further_generation)
+        """That of the primary model, then those of further ones; none where samples are read from the data."""
+        return () if self.reads else (self.generate_step, *self.further_generation)
 
     def longest_sample(self, model: str) -> int:
-        """Tokens of the longest prompt and response of a model that generates."""
-        return self.recipe.data.max_prompt_tokens + int(response_tokens(self.generate_step_of(model).settings))
+        """Tokens of the longest prompt and response of a model that generates, or of the primary one."""
+        made_by = self.origin if model == self.primary else self.generate_step_of(model)
+        return self.recipe.data.max_prompt_tokens + int(response_tokens(made_by.settings))
 
     def engine_tokens(self, model: str) -> int:
         """The same of all that its engine generates, validation included."""

@@ -48,9 +48,16 @@ def check_ledgers(recipe: Recipe, structure: Structure, problems: Problems) -> N
 
 def check_warmup(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse training steps in which nothing would be trained."""
-    policies = {node.model for node in structure.steps if node.role == "generate"}
+    policies = {structure.models.primary, *(node.model for node in structure.steps if node.role == "generate")}
     if recipe.batch.critic_warmup and policies.issuperset(structure.models.trained):
         problems.add("batch.critic_warmup", "this flow trains no critic", "0, or flow=ppo")
+
+
+def check_read_batch(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse, where samples are read from the data, to stop by how far a policy has moved from the one that sampled."""
+    if structure.reads is not None and recipe.batch.target_kl is not None:
+        message = f"step {structure.reads.name!r} reads the samples from the data: no policy has sampled them"
+        problems.add("batch.target_kl", message, "remove it")
 
 
 def check_refresh(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -205,6 +212,7 @@ CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_ledgers, "always"),
     (check_refresh, "always"),
     (check_warmup, "always"),
+    (check_read_batch, "always"),
     (check_shrinking, "always"),
     (check_deterministic, "always"),
     (check_optimizers, "always"),

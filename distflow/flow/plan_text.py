@@ -23,7 +23,7 @@ def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
         ["workers", *_indent(_workers(plan))],
         ["steps", *_indent(_steps(plan))],
         ["pools", *_indent(pool_lines(plan))],
-        ["edges", *_indent(edge_lines(plan))],
+        ["edges", *_indent(edge_lines(plan) or ["none: the training workers read the samples from the data"])],
         ["models", *_indent(model_lines(plan))],
         ["batch", *_indent(_batch(plan))],
         *([] if plan.val is None else [["validation", *_indent(val_lines(plan.recipe, plan.val))]]),
@@ -90,7 +90,8 @@ def _means(worker: WorkerPlan) -> str:
 def _steps(plan: Plan) -> list[str]:
     rows = [["step", "role", "scope", "reads", "writes"]]
     for step in plan.steps:
-        reads, writes = ", ".join(step.reads) or "(leases)", ", ".join(step.writes) or "(gradients)"
+        source = "(a row of the data)" if step.role == "read" else "(leases)"
+        reads, writes = ", ".join(step.reads) or source, ", ".join(step.writes) or "(gradients)"
         writes += f"; sometimes {', '.join(step.may_write)}" if step.may_write else ""
         rows.append([step.name, step.role, step.scope, reads, writes])
     return table(rows)
@@ -99,10 +100,21 @@ def _steps(plan: Plan) -> list[str]:
 def _batch(plan: Plan) -> list[str]:
     batch = plan.batch
     owners = len(plan.owners)
-    return [
-        f"{batch.prompts} prompts × {batch.samples_per_prompt} samples = {batch.samples} samples a training step",
+    shared = [
         f"{batch.ledgers} ledgers of {batch.groups_per_ledger} groups a step, owned by {owners} training worker(s)",
         f"micro-batches of up to {batch.tokens_per_microbatch} padded tokens, " + _computed(plan),
+    ]
+    if plan.reads is not None:
+        most = f"up to {batch.samples_per_prompt} samples each"
+        each = "one sample each" if batch.samples_per_prompt == 1 else most
+        return [
+            f"{batch.prompts} rows of the data a training step, {each}: a group",
+            *shared,
+            f"whole run: {batch.training_steps * batch.prompts} rows of the data, as many passes as that takes",
+        ]
+    return [
+        f"{batch.prompts} prompts × {batch.samples_per_prompt} samples = {batch.samples} samples a training step",
+        *shared,
         *_waiting(plan),
         *_rows_waiting(plan),
         f"{_staleness(plan)}; up to {batch.max_refills} refills a ledger and step",
@@ -112,7 +124,7 @@ def _batch(plan: Plan) -> list[str]:
 
 def _computed(plan: Plan) -> str:
     if plan.streamed:
-        return "computed while samples arrive"
+        return "computed while samples arrive" if plan.reads is None else "computed one after another"
     early = f"; {', '.join(plan.on_arrival)} while they arrive" if plan.on_arrival else ""
     return f"computed when the whole batch has arrived{early}"
 

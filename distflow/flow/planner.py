@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from distflow.flow.memory import later_bytes, rows_bytes, rows_memory_mb, sample
 from distflow.flow.model_roles import check_files
 from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan
 from distflow.flow.plan_checks import check_plan
+from distflow.flow.reading import as_read
 from distflow.flow.resolve import find_source
 from distflow.flow.sharding import divided_notes, divides_models
 from distflow.flow.step import SEVERAL_UPDATES, reserved_tokens
@@ -38,13 +40,15 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     """
     where = where or (lambda key: "recipe")
     problems, missing = Problems(where), Problems(where)
-    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems, recipe.run, recipe.batch)
+    parts = (recipe.flow, recipe.layout, recipe.models, problems, recipe.run, recipe.batch)
+    structure = build_structure(*parts, validated=recipe.val is not None)
     check_data(recipe.data, problems, missing)
     if recipe.val is not None and recipe.val.data is not None:
         check_data(recipe.val.data, problems, missing, "val.data")
     check_files(recipe.models, missing)
     problems += missing if need_files else []
     if structure is not None:
+        recipe = as_read(recipe, structure)
         check_structure(structure, problems)
         check_plan(recipe, structure, problems)
     if structure is None or problems:
@@ -82,17 +86,18 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
     dumped = dump_fields(recipe.run, (*ordered, *structure.private.all))
     steps_ahead = batch.training_steps if batch.max_staleness is None else 1 + batch.max_staleness
     # No more samples are ever leased at once, apart from those for validation, which are not waited with.
-    most_slots = batch.samples * steps_ahead
+    most_slots = {pool.name: sys.maxsize if pool.validates else batch.samples * steps_ahead for pool in structure.pools}
     new_tokens = reserved_tokens(generate_settings(ordered), recipe.data.max_prompt_tokens)
     later = later_bytes(recipe, structure)
     sample_memory = sample_memory_mb(recipe, structure.home.name, new_tokens, later)
     edges = wire(structure, dumped)
     memory = {pool.name: sample_memory for pool in structure.pools}
     memory |= {e.target: rows_memory_mb(rows_bytes(recipe, edges, e, new_tokens)) for e in edges if e.kind == "rows"}
+    pools = recipe.layout.pools
     workers = (
-        _worker(recipe.layout.pools[pool.name], WorkerName(pool.name, index), structure, most_slots, memory[pool.name])
+        _worker(pools[pool.name], WorkerName(pool.name, i), structure, most_slots[pool.name], memory[pool.name])
         for pool in structure.pools
-        for index in range(pool.count)
+        for i in range(pool.count)
     )
     return Plan(
         recipe=recipe.model_copy(update={"models": dict(structure.models.configs)}),
@@ -172,7 +177,7 @@ def _worker(
 ) -> WorkerPlan:
     own = pool.settings_of(name.index)
     private = structure.private.of(name.pool, name.index)
-    before = [node for node in structure.before_custody if structure.sites[node.name] == name.pool]
+    before = structure.before(name.pool)
     after = [node for node in structure.after_custody if structure.sites[node.name] == name.pool]
     nodes = [*before, *private, *after]
     models = tuple(dict.fromkeys(n.model for n in nodes if n.role != "generate" and n.model is not None))
@@ -214,7 +219,7 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
         if "advantage" in node.writes
         and (node.declaration.spec.scope == "group" or node.settings.get("function") == "grpo")
     ]
-    if recipe.batch.critic_warmup >= recipe.run.training_steps:
+    if recipe.batch.critic_warmup >= recipe.run.training_steps > 0:
         yield (
             f"warning: batch.critic_warmup is {recipe.batch.critic_warmup}, and run.training_steps "
             f"{recipe.run.training_steps}: the policy is never trained"
@@ -265,7 +270,7 @@ def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:
         prefixed(f, n.prefix) for n in structure.steps for f in n.declaration.spec.reads_when.get(SEVERAL_UPDATES, ())
     }
     unread = [node for node in structure.unread if not set(node.writes) <= awaited]
-    notes += left_out_notes(unread, names, structure.sites, layout)
+    notes += left_out_notes(unread, names, [pool.name for pool in structure.pools], layout)
     notes += [f"no step uses model {name!r}" for name in structure.models.unused]
     notes += [
         f"pool {name!r} is pinned to the hosts {', '.join(pool.hosts)}: ignored in a run on one host"

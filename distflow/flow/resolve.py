@@ -57,8 +57,12 @@ def check_step(function: object, plan: StepPlan) -> None:
         )
     if plan.role == "generate" and not inspect.iscoroutinefunction(function):
         raise PluginError(f"step {plan.name!r}: {plan.call} {not_a_generate_step(split_call(plan.call)[1])}")
-    positional = ("episode", "generate", "ctx") if plan.role == "generate" else ("batch", "ctx")
+    positional = _POSITIONAL.get(plan.role, ("batch", "ctx"))
     check_call(plan.call, function, positional, tuple(plan.settings))
+
+
+_POSITIONAL: Mapping[str, Sequence[str]] = {"generate": ("episode", "generate", "ctx"), "read": ("row",)}
+"""Arguments of steps that are not given a batch."""
 
 
 def not_a_generate_step(name: str) -> str:

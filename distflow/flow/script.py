@@ -80,7 +80,8 @@ def _generating(plan: Plan, worker: WorkerPlan, lease: Edge, leases: str) -> lis
 
 
 def _serving(worker: WorkerPlan) -> list[str]:
-    steps = [port.edge for port in worker.port("answers")]
+    # Several pools may ask for a step.
+    steps = list(dict.fromkeys(port.edge for port in worker.port("answers")))
     if worker.generates:
         return [f'for groups in w.generate("{steps[0]}", w.requests("{steps[0]}")):', f"{_INDENT}w.answer(groups)"]
     if len(steps) == 1:
@@ -90,16 +91,19 @@ def _serving(worker: WorkerPlan) -> list[str]:
 
 
 def _training(plan: Plan, pool: PoolPlan) -> list[str]:
-    lease = next(edge for edge in plan.edges if edge.kind == "lease" and edge.target == pool.name)
-    steps = [step for step in plan.steps if step.name in pool.steps and step.name not in lease.steps]
-    batches = f'w.receive("{lease.name}", t)'
+    lease = next((edge for edge in plan.edges if edge.kind == "lease" and edge.target == pool.name), None)
+    before = (plan.origin.name,) if lease is None else lease.steps
+    steps = [step for step in plan.steps if step.name in pool.steps and step.name not in before]
+    batches = f'w.read("{plan.origin.name}", t)' if lease is None else f'w.receive("{lease.name}", t)'
     for edge in plan.edges:
         if edge.kind == "call" and edge.source == pool.name and edge.when != "before custody":
             batches = f'w.ask("{edge.name}", {batches})'
     for name in plan.on_arrival:
         batches = f'w.each("{name}", {batches})'
     steps = [step for step in steps if step.name not in plan.on_arrival]
-    receive = f"for batch in {batches}:" + ("" if plan.streamed else "  # the whole batch")
+    own = "" if lease is not None else "its own share of the data"
+    why = [*([own] if own else []), *([] if plan.streamed else ["the whole batch"])]
+    receive = f"for batch in {batches}:" + (f"  # {', '.join(why)}" if why else "")
     if plan.batch.updates == 1:
         calls = [*_dealing(plan, steps), *(step for step in steps if _accumulates(step))]
         lines = [receive, *_indented(_lines(calls, "batch"), 1), *_applies(pool)]
@@ -108,7 +112,7 @@ def _training(plan: Plan, pool: PoolPlan) -> list[str]:
         lines = [receive, *_indented(_lines(_dealing(plan, steps), "batch"), 1)]
         lines += _indented(_parts(plan, pool, updates), 1)
     # That of the primary model comes last: it opens the next training step for leasing.
-    published = [*(model for model in plan.generating[1:] if model in pool.homes), plan.primary]
+    published = [model for model in (*plan.generating[1:], *plan.generating[:1]) if model in pool.homes]
     return [*lines, *(f'w.publish("{model}", t + 1)' for model in published), "w.save(t + 1)"]
 
 

@@ -12,6 +12,9 @@ from distflow.flow.model_roles import Models
 from distflow.flow.plan import PoolPlan
 from distflow.types import written
 
+VALIDATE = "validate"
+"""The role of a pool."""
+
 
 def find_sites(
     steps: Sequence[StepNode], names: Collection[str], layout: LayoutConfig, problems: Problems
@@ -22,10 +25,16 @@ def find_sites(
     """
     _check_names(names, layout, problems)
     at_home = [node for node in steps if _runs_at_home(node, steps, layout)]
-    others = [node for node in steps if node not in at_home]
+    reading = [node for node in steps if node.role == "read"]
+    others = [node for node in steps if node not in at_home and node not in reading]
     sites = {node.name: pool for node in others if (pool := _pool_for(node, layout, problems)) is not None}
     for node in at_home:
         home = find_home(steps, sites, str(node.model))
+        if home is not None:
+            sites[node.name] = home
+    for node in reading:
+        # Who owns the samples reads them.
+        home = find_home(steps, sites, "")
         if home is not None:
             sites[node.name] = home
     if len(sites) == len(steps):
@@ -66,7 +75,7 @@ def steps_before_custody(
         pool = sites[node.name]
         if pool == home:
             late = any(written(field, other.writes) for other in after for field in node.reads)
-            early = home in rollouts and node.role in ("generate", "score") and not late
+            early = node.role == "read" or (home in rollouts and node.role in ("generate", "score") and not late)
         else:
             early = pool in rollouts or node.role in ("generate", "score")
         (before if early else after).append(node)
@@ -86,6 +95,33 @@ def plan_pools(
     placed = [node for node in steps if node.name in sites]
     first = [*_with_role("generate", placed), *_with_role("train", placed), *placed]
     return tuple(_pool(name, placed, sites, models, layout) for name in dict.fromkeys(sites[n.name] for n in first))
+
+
+def find_validating(layout: LayoutConfig, problems: Problems) -> str | None:
+    """The pool that generates for validation only; None if there is none."""
+    found = [name for name, pool in layout.pools.items() if VALIDATE in pool.roles]
+    for name in found:
+        pool = layout.pools[name]
+        if pool.roles != [VALIDATE] or any(not step.startswith("+") for step in pool.steps):
+            message = "a pool for validation does nothing else: it runs what the generating pool runs"
+            problems.add(f"layout.pools.{name}", message, "roles: [validate], and no steps of the flow")
+    for name in found[1:]:
+        message = f"pool {found[0]!r} has the role {VALIDATE!r} already"
+        problems.add(f"layout.pools.{name}.roles", message, f"raise layout.pools.{found[0]}.count instead")
+    return found[0] if found else None
+
+
+def validating_pool(name: str, steps: Sequence[StepNode], layout: LayoutConfig) -> PoolPlan:
+    """Generates for validation, and runs the `steps` of the pool that generates for training."""
+    return PoolPlan(
+        name=name,
+        count=layout.pools[name].count,
+        steps=tuple(node.name for node in steps),
+        generates=tuple(node.model for node in _with_role("generate", steps) if node.model is not None),
+        homes=(),
+        frozen=tuple(dict.fromkeys(n.model for n in steps if n.role != "generate" and n.model is not None)),
+        validates=True,
+    )
 
 
 def _with_role(role: str, steps: Iterable[StepNode]) -> list[StepNode]:

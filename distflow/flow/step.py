@@ -28,12 +28,16 @@ GENERATED = (
     "finish_reason",
 )
 """Fields that the runtime writes for every generate step."""
+READ = tuple(name for name in GENERATED if name not in ("rollout_logprobs", "policy_versions"))
+"""Fields that it writes for every read step: no model has sampled these tokens."""
 GIVEN = ("uid", "group", "sample", "prompt_ids", "prompt_text", "task")
 """Of these, what a generate step of a further model (`prefix`) gets from other steps."""
 SEQUENCES = (SEQUENCE, "sequence_prompt")
 """Fields that it writes too where an environment is declared: only then a sample can have several sequences."""
 ENVIRONMENT = ("replay", "repeatable")
 """What the environment of a generate step may allow."""
+ROOM = ("max_tokens", "max_new_tokens", "max_response_tokens")
+"""Settings that say how long a sample may be: with an environment's tokens, of a generate step, of a read step."""
 SAMPLE_TOKENS = 22
 """How many tokens have as many bytes as what a sample has besides (`flow/memory.py`)."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -68,6 +72,8 @@ class StepSpec:
     environment: tuple[str, ...] | None = None
     head: str | None = None
     only_with: Mapping[str, str] = field(default_factory=dict)
+    samples: int = 1
+    """Of a read step: most samples of a row of the data."""
 
 
 class SomeSteps(TypedDict, total=False):
@@ -78,6 +84,7 @@ class SomeSteps(TypedDict, total=False):
     environment: Sequence[str] | None
     head: str | None
     only_with: Mapping[str, str] | None
+    samples: int
 
 
 def step(
@@ -93,7 +100,7 @@ def step(
 ) -> Callable[[_Function], _Function]:
     """Declare a step. All arguments must be literals: the planner reads them from the source, without importing it.
 
-    `role`: generate, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see together:
+    `role`: generate, read, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see at once:
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
     `{"kl_coef": ["ref_logprobs"]}`; `several_updates` stands for batch.minibatches × batch.epochs > 1. `fills`: fields
     that some workers' own steps write, with the value elsewhere.
@@ -109,13 +116,14 @@ def step(
     score step does not always write, for example `["rewards/*"]`; `drop_reason` is always among them. `head`: what the
     last layer of the step's model has to give (`models.NAME.head`); a call of `ctx.backend.score`, `.values` or
     `.score_texts` in the function itself tells it too. `only_with`: settings that have an effect only while another one
-    is truthy, for example `{"kl": "kl_coef"}`.
+    is truthy, for example `{"kl": "kl_coef"}`. `samples`: of a read step, how many it makes of a row at most.
     """
     named, functions = choices or {}, plugins or {}
-    fills, may_write, environment, head, only_with = _of_some(**of_some)
+    fills, may_write, environment, head, only_with, samples = _of_some(**of_some)
     if role == "score" and not written(DROP_REASON, (*writes, *may_write)):
         may_write = (*may_write, DROP_REASON)
-    always = (*(GENERATED if role == "generate" else ()), *(() if environment is None else SEQUENCES))
+    made = {"generate": GENERATED, "read": READ}.get(role, ())
+    always = (*made, *(() if environment is None else SEQUENCES))
     spec = StepSpec(
         role=role,
         reads=tuple(reads),
@@ -131,6 +139,7 @@ def step(
         environment=environment,
         head=head,
         only_with=only_with,
+        samples=samples,
     )
 
     def attach(function: _Function) -> _Function:
@@ -147,23 +156,22 @@ def _of_some(
     environment: Sequence[str] | None = None,
     head: str | None = None,
     only_with: Mapping[str, str] | None = None,
-) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...] | None, str | None, dict[str, str]]:
+    samples: int = 1,
+) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...] | None, str | None, dict[str, str], int]:
     allowed = None if environment is None else tuple(environment)
-    return dict(fills or {}), tuple(may_write), allowed, head, dict(only_with or {})
+    return dict(fills or {}), tuple(may_write), allowed, head, dict(only_with or {}), samples
 
 
 def response_tokens(settings: Mapping[str, Any]) -> Any:
-    """Most tokens behind the prompt of a sample, by the settings of its generate step.
-
-    `max_tokens`, which counts an environment's too, or else `max_new_tokens`.
-    """
-    return settings["max_tokens" if "max_tokens" in settings else "max_new_tokens"]
+    """Most tokens behind the prompt of a sample, by the settings of the step that makes it: the first of `ROOM`."""
+    return settings[next(name for name in ROOM if name in settings)]
 
 
 def reserved_tokens(settings: Sequence[Mapping[str, Any]], longest_prompt: int) -> int:
     """Tokens behind the prompt of the data for which each sample's memory is reserved.
 
-    `settings`: of the primary model's generate step, then of those of further models, which have prompts of their own.
+    `settings`: of the step that makes the primary model's samples, then of the generate steps of further models, which
+    have prompts of their own.
     """
     first, *further = (int(response_tokens(each)) for each in settings)
     return first + sum(longest_prompt + tokens + SAMPLE_TOKENS for tokens in further)

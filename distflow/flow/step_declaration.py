@@ -22,7 +22,7 @@ _KNOWN = (
 _MAPPINGS = ("reads_when", "fills", "plugins", "choices", "only_with")
 _DEFAULTS: Mapping[str, Any] = {
     **{name: {} for name in _MAPPINGS},
-    **{"scope": "sample", "may_write": (), "head": None},
+    **{"scope": "sample", "may_write": (), "head": None, "samples": 1},
 }
 _ASKED_BY = {"score": "tokens", "values": "value", "score_texts": "score"}
 """By the methods of a backend, the head that its model needs."""
@@ -86,8 +86,10 @@ def read_declaration(call: str) -> StepDeclaration:
     parameters = read_parameters(node)
     _check_form(source, spec, parameters)
     _check_choices(source, spec, parameters)
-    keeps_state = _uses(node, parameters.positional[1], "state")
-    head = spec.head or _head(node, parameters.positional[1])
+    # A read step has no context.
+    context = parameters.positional[1] if len(parameters.positional) > 1 else ""
+    keeps_state = _uses(node, context, "state")
+    head = spec.head or _head(node, context)
     about = (call, source.file, node.lineno, source.text, spec, parameters)
     return StepDeclaration(*about, keeps_state, _drops(node), head)
 
@@ -166,8 +168,8 @@ def _check_form(source: Source, spec: StepSpec, parameters: Parameters) -> None:
 
 
 def _check_parameters(source: Source, parameters: Parameters, spec: StepSpec) -> None:
-    name = source.node.name
-    expected = f"expected def {name}(batch, ctx, *, setting=default, …)"
+    name, given = source.node.name, "row" if spec.role == "read" else "batch, ctx"
+    expected = f"expected def {name}({given}, *, setting=default, …)"
     if len(spec.arguments) > 1 or (spec.arguments and not parameters.collects):
         raise PluginError(
             f"{source.where}: @step(plugins=…) offers arguments by name for one setting only, and {name!r} takes that "
@@ -175,7 +177,7 @@ def _check_parameters(source: Source, parameters: Parameters, spec: StepSpec) ->
         )
     if parameters.open_ended and not spec.arguments:
         raise PluginError(f"{source.where}: step {name!r} takes *args or **kwargs; {expected}")
-    if len(parameters.positional) != 2:
+    if len(parameters.positional) != len(given.split(", ")):
         given = ", ".join(parameters.positional)
         raise PluginError(f"{source.where}: step {name!r} has the positional parameters ({given}); {expected}")
 
@@ -229,6 +231,7 @@ def _typed(given: dict[str, Any], source: Source) -> StepSpec:
             f"{source.where}: @step(may_write=…) is for the role score, and {source.node.name!r} has the role "
             f"{values['role']!r}; a step of another role writes all its fields: list them in writes"
         )
+    _expect_read(values, source)
     if "environment" in values:
         _expect_environment(values["environment"], values["role"], source)
     for name in _MAPPINGS:
@@ -267,6 +270,18 @@ def _expect_environment(value: object, role: object, source: Source) -> None:
     for name in value if isinstance(value, list | tuple) else ():
         if name not in ENVIRONMENT:
             raise PluginError(f"{source.where}: @step(environment=…) names {name!r}; {did_you_mean(name, ENVIRONMENT)}")
+
+
+def _expect_read(values: Mapping[str, Any], source: Source) -> None:
+    name, role, samples = source.node.name, values["role"], values["samples"]
+    if role == "read" and (type(samples) is not int or samples < 1):
+        raise PluginError(f"{source.where}: @step(samples={samples!r}): expected how many samples a row has, 1 or more")
+    if role == "read" and values["reads"]:
+        raise PluginError(
+            f"{source.where}: @step(reads={values['reads']!r}): {name!r} has the role read, and gets a row of the data"
+        )
+    if role != "read" and samples != 1:
+        raise PluginError(f"{source.where}: @step(samples=…) is for the role read, and {name!r} has the role {role!r}")
 
 
 def _expect_range(setting: str, text: str, source: Source) -> None:

@@ -16,11 +16,22 @@ from distflow.flow.per_worker_steps import PrivateSteps, read_private_steps
 from distflow.flow.plan import PoolPlan
 from distflow.flow.resolve import Definition, find_source
 from distflow.flow.sharding import check_zero
-from distflow.flow.sites import find_home, find_sites, generating_pools, plan_pools, steps_before_custody
+from distflow.flow.sites import (
+    find_home,
+    find_sites,
+    find_validating,
+    generating_pools,
+    plan_pools,
+    steps_before_custody,
+    validating_pool,
+)
 from distflow.types import REWARD_PARTS
 
-_NEEDED = {"temperature": "float = 1.0", "max_new_tokens": "int = 16"}
-"""Settings of a generate step that the runtime needs, and how they are declared."""
+_NEEDED: Mapping[str, Mapping[str, str]] = {
+    "generate": {"temperature": "float = 1.0", "max_new_tokens": "int = 16"},
+    "read": {"max_response_tokens": "int = 1024"},
+}
+"""Settings that the runtime needs of the steps that make samples, and how they are declared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,7 @@ class Structure:
     pools: tuple[PoolPlan, ...]
     """Those that have work."""
     rollout: PoolPlan
-    """Generates with the primary model."""
+    """Generates with the primary model, or reads what that is trained on."""
     home: PoolPlan
     """Trains the primary model."""
     before_custody: tuple[StepNode, ...]
@@ -49,6 +60,11 @@ class Structure:
         """The steps behind that, in order."""
         return tuple(node for node in self.steps if node.name in self.sites and node not in self.before_custody)
 
+    @property
+    def reads(self) -> StepNode | None:
+        """The step that reads samples from the data, in flows without generation."""
+        return next((node for node in self.steps if node.role == "read"), None)
+
     def streams(self, recipe: Recipe) -> bool:
         """Whether samples can be trained on as they arrive; otherwise training waits for the whole batch."""
         whole = any(node.declaration.spec.scope == "batch" for node in self.after_custody)
@@ -57,8 +73,13 @@ class Structure:
 
     def on(self, pool: str) -> list[StepNode]:
         """The shared steps of a pool, in the order in which they run there."""
-        ordered = (*self.before_custody, *self.after_custody)
-        return [node for node in ordered if self.sites[node.name] == pool]
+        return [*self.before(pool), *(node for node in self.after_custody if self.sites[node.name] == pool)]
+
+    def before(self, pool: str) -> list[StepNode]:
+        """Those among them that run before the owners get the samples."""
+        validates = any(planned.name == pool and planned.validates for planned in self.pools)
+        site = self.rollout.name if validates else pool
+        return [node for node in self.before_custody if self.sites[node.name] == site]
 
 
 def build_structure(
@@ -68,11 +89,13 @@ def build_structure(
     problems: Problems,
     run: RunConfig | None,
     batch: BatchConfig | None = None,
+    *,
+    validated: bool = False,
 ) -> Structure | None:
     """Read, order and place the steps; None if problems (added to `problems`) leave nothing to build.
 
     `run` says what is written to disk, and is therefore read, and `batch` how often samples are trained on; None: that
-    is not known.
+    is not known. `validated`: there is validation; without it, the pool that is for this alone is left out.
     """
     several_updates = batch is not None and batch.minibatches * batch.epochs > 1
     steps = read_steps(flow, problems, several_updates=several_updates)
@@ -88,7 +111,8 @@ def build_structure(
     dumped = () if run is None else dump_fields(run, (*ordered, *private.all))
     kept, unread = without_unread(ordered, private.all, dumped)
     sites = find_sites(kept, [node.name for node in ordered], layout, problems)
-    return None if settled is None else _on_pools(kept, unread, sites, settled, layout, private)
+    validating = find_validating(layout, problems) if validated else None
+    return None if settled is None else _on_pools(kept, unread, sites, settled, layout, private, validating)
 
 
 def _on_pools(
@@ -98,13 +122,21 @@ def _on_pools(
     models: Models,
     layout: LayoutConfig,
     private: PrivateSteps,
+    validating: str | None,
 ) -> Structure | None:
     home = find_home(steps, sites, models.primary)
-    rollouts = generating_pools(steps, sites, models.primary)
-    if home is None or not rollouts:
+    if home is None:
+        return None
+    reads = any(node.role == "read" for node in steps)
+    rollouts = [home] if reads else generating_pools(steps, sites, models.primary)
+    if not rollouts:
         return None
     pools = plan_pools(steps, sites, models, layout)
     by_name = {pool.name: pool for pool in pools}
+    before = steps_before_custody(steps, sites, models.primary, home)
+    if validating is not None:
+        like = [node for node in before if sites[node.name] == rollouts[0]]
+        pools = (*pools, validating_pool(validating, like, layout))
     return Structure(
         steps=tuple(steps),
         models=models,
@@ -112,15 +144,15 @@ def _on_pools(
         pools=pools,
         rollout=by_name[rollouts[0]],
         home=by_name[home],
-        before_custody=steps_before_custody(steps, sites, models.primary, home),
+        before_custody=before,
         private=private,
         unread=tuple(unread),
     )
 
 
 def _check_roles(steps: list[StepNode], problems: Problems) -> None:
-    for role in ("generate", "train"):
-        if not any(node.role == role for node in steps):
+    for role, others in (("generate", ("generate", "read")), ("train", ("train",))):
+        if not any(node.role in others for node in steps):
             problems.add("flow.steps", f"no step has the role {role!r}", "see recipes/flow/grpo.yaml")
 
 
@@ -136,10 +168,11 @@ def _check_generate(steps: list[StepNode], problems: Problems) -> None:
             message = f"generates, as step {first.name!r} does, and both write the same fields"
             cure = "remove one of them, or give one a `prefix` of its own, if it generates with a further model"
             problems.add(f"{key}.prefix", message, cure)
-        lacking = [name for name in _NEEDED if node.role == "generate" and name not in node.settings]
+        needed = _NEEDED.get(node.role, {})
+        lacking = [name for name in needed if name not in node.settings]
         if lacking:
-            message = f"a generate step needs the settings {', '.join(lacking)} with literal defaults"
-            declared = ", ".join(f"{name}: {_NEEDED[name]}" for name in lacking)
+            message = f"a {node.role} step needs the settings {', '.join(lacking)} with literal defaults"
+            declared = ", ".join(f"{name}: {needed[name]}" for name in lacking)
             cure = f"declare them as keyword-only parameters, for example {declared}"
             problems.add(key, message, cure, at=f"{key}.call")
         elif node.declaration.spec.environment is not None and "max_tokens" not in node.settings:

@@ -191,7 +191,7 @@ def check_private_steps(structure: Structure, problems: Problems) -> None:
     for (pool, index), nodes in structure.private.by_worker.items():
         key = f"layout.pools.{pool}" + (f".each.{index}.steps" if index != EVERY else ".steps")
         if pool not in generating:
-            cure = f"put them on pool {generating[0]!r}"
+            cure = f"put them on pool {generating[0]!r}" if generating else "remove them: this flow generates nothing"
             message = f"a worker's own steps need a pool that generates with {structure.models.primary!r}"
             problems.add(key, message, cure)
             continue
@@ -205,8 +205,28 @@ def check_private_steps(structure: Structure, problems: Problems) -> None:
                     problems.add(key, message, f"there are: {', '.join(there)}")
 
 
+def check_reading(structure: Structure, problems: Problems) -> None:
+    """Refuse, where samples are read from the data, what needs generation, and to train several models on them."""
+    read = structure.reads
+    if read is None:
+        return
+    for node in structure.steps:
+        if node is not read and node.role in ("generate", "read", "score"):
+            message = f"has the role {node.role!r}, and step {read.name!r} reads the samples from the data"
+            cures = {"score": "remove it: nothing is judged there", "read": "keep one of them"}
+            problems.add(f"flow.steps.{node.name}", message, cures.get(node.role, "keep one of them"))
+    if read.model is not None or read.prefix:
+        key = "model" if read.model is not None else "prefix"
+        problems.add(f"flow.steps.{read.name}.{key}", "reads a row of the data, with no model", "remove it")
+    if len(structure.models.trained) > 1:
+        names = " and ".join(structure.models.trained)
+        message = f"trains {names}; several models trained on samples of the data are not built yet"
+        problems.add("flow.steps", message, "train steps of one model", others=["models"])
+
+
 STRUCTURE_CHECKS: tuple[tuple[StructureCheck, Literal["always", "if sound"]], ...] = (
     (check_further_generation, "if sound"),
+    (check_reading, "always"),
     (check_homes, "always"),
     (check_further_homes, "if sound"),
     (check_forward_readers, "always"),

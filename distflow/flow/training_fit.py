@@ -24,7 +24,7 @@ def check_optimizers(recipe: Recipe, structure: Structure, problems: Problems) -
             message = f"{given.min_lr} at the end of the decay is more than the peak, lr {given.lr}"
             problems.add(f"{key}.min_lr", message, f"at most {given.lr}", others=(f"{key}.lr",))
         steps = given.warmup_steps + (given.decay_steps or 0)
-        if given.schedule == "wsd" and steps > recipe.run.training_steps:
+        if given.schedule == "wsd" and steps > recipe.run.training_steps > 0:
             message = (
                 f"{given.warmup_steps} steps of warm-up and {given.decay_steps} of decay are more than the run has"
             )

@@ -16,6 +16,18 @@ from distflow.flow.structure import Structure
 def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse settings that the flow's generate step lacks, and flows in which further models generate."""
     if recipe.val is None:
+        if recipe.run.training_steps == 0:
+            problems.add(
+                "run.training_steps",
+                "0 is for validation alone, and there is no section `val`",
+                "add `val`, or 1 or more",
+            )
+        return
+    if structure.reads is not None:
+        message = (
+            f"step {structure.reads.name!r} reads the samples from the data, and no worker generates: not built yet"
+        )
+        problems.add("val", message, "leave val out; the exported model can be evaluated by another run")
         return
     node, spec = _generate_step(structure), _generate_step(structure).declaration.spec
     parameters = node.declaration.parameters
@@ -23,6 +35,13 @@ def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -
     for setting, message, cure in found:
         if setting in recipe.val.sampling:
             problems.add(f"val.sampling.{setting}", f"{message} (a setting of flow.steps.{node.name})", cure)
+    alone = next((pool for pool in structure.pools if pool.validates), None)
+    if alone is not None and structure.rollout.homes:
+        message = (
+            f"pool {structure.rollout.name!r} trains {structure.models.primary!r} and generates with it in turn, and "
+        )
+        message += "gives its weights to no other pool: not built yet"
+        problems.add(f"layout.pools.{alone.name}", message, "leave this pool out, or train and generate on two pools")
     if any(other.generates_further for other in structure.steps):
         message = "this flow generates with a further model, on prompts that other steps write: not built yet"
         problems.add("val", message, "leave val out, or another flow")
@@ -33,7 +52,8 @@ def val_plan(recipe: Recipe, structure: Structure) -> ValPlan | None:
     val, last = recipe.val, recipe.run.training_steps
     if val is None:
         return None
-    versions = [*range(0 if val.at_start else val.every, last, val.every), last]
+    every = val.every or max(1, last)
+    versions = [*range(0 if val.at_start else every, last, every), last]
     return ValPlan(
         tuple(versions),
         val.data or recipe.data,
@@ -51,9 +71,11 @@ def val_lines(recipe: Recipe, val: ValPlan) -> list[str]:
     source = "the training data" if recipe.val.data is None else val.data.shown
     sampling = "".join(f", {name} {value}" for name, value in recipe.val.sampling.items())
     before = "before training, " if recipe.val.at_start else ""
+    every = "" if recipe.val.every is None else f"after every {recipe.val.every} training steps and "
+    times = "once" if len(val.versions) == 1 else f"{len(val.versions)} times"
     return [
         f"{several} each of {prompts} of {source}{sampling}",
-        f"{before}after every {recipe.val.every} training steps and after the last: {len(val.versions)} times",
+        f"{before}{every}after the last: {times}",
     ]
 
 

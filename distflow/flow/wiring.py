@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distflow.flow.edges import DUMPED, ENDS, SAMPLES, Asked, Edge, of_further_models
+from distflow.flow.edges import DUMPED, ENDS, SAMPLES, VAL_SAMPLES, Asked, Edge, of_further_models
 from distflow.flow.graph import StepNode
 from distflow.flow.plan import Port
 from distflow.flow.structure import Structure
@@ -51,7 +51,7 @@ def _leases(structure: Structure, dumped: Sequence[str]) -> Iterator[Edge]:
     for pool in structure.pools:
         if structure.models.primary in pool.generates:
             yield Edge(
-                name=SAMPLES,
+                name=VAL_SAMPLES if pool.validates else SAMPLES,
                 kind="lease",
                 source=pool.name,
                 target=structure.home.name,
@@ -69,9 +69,10 @@ def _meant(pattern: str, names: Sequence[str]) -> bool:
 def _calls(structure: Structure) -> Iterator[Edge]:
     """Whoever has the samples asks the pool that runs a step, if that is another one."""
     rollouts = [pool.name for pool in structure.pools if structure.models.primary in pool.generates]
-    for node in structure.before_custody:
+    for node in structure.before_custody if rollouts else ():
         if structure.sites[node.name] not in rollouts:
-            yield _call(structure, node, structure.rollout.name, "before custody")
+            askers = [pool.name for pool in structure.pools if pool.name == structure.rollout.name or pool.validates]
+            yield from (_call(structure, node, asker, "before custody") for asker in askers)
     for node in structure.after_custody:
         if structure.sites[node.name] != structure.home.name and node.role != "train":
             in_window = node.model in structure.models.trained

@@ -15,6 +15,7 @@ from distflow.config.schema import PoolConfig, Recipe, RunConfig, WorkerSettings
 from distflow.config.training_schema import OptimizerConfig
 from distflow.errors import Problems, nearest
 from distflow.flow.plan import Plan, PoolPlan
+from distflow.flow.reading import unread_keys
 from distflow.flow.step_declaration import read_declaration
 from distflow.flow.training_fit import idle_settings
 
@@ -55,7 +56,7 @@ def _of_pools(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
         holds = bool(pool.homes or pool.frozen)
         settings = recipe.layout.pools[pool.name]
         if not pool.generates:
-            cure = f"remove it, or set it for pool {engines[0]!r}"
+            cure = f"remove it, or set it for pool {engines[0]!r}" if engines else "remove it"
             yield from _settings(pool, settings, _ENGINE, f"pool {pool.name!r} generates nothing", cure)
         if not holds:
             held = [one.name for one in plan.pools if one.homes or one.frozen]
@@ -85,7 +86,7 @@ def _settings(
 
 def _of_layout(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
     """What the runtime leaves out although the recipe asks for it."""
-    layout, step = recipe.layout, plan.generate_step
+    layout, step = recipe.layout, plan.origin
     only = f"step {step.name!r} does not declare that its environment allows it"
     if layout.hedging and not step.allows("repeatable"):
         yield Idle("layout.hedging", only, 'remove it, or declare @step(environment=["repeatable"])')
@@ -94,6 +95,11 @@ def _of_layout(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
     if layout.stealing and len(plan.owners) == 1:
         cure = f"remove it, or layout.pools.{plan.home.name}.count=2 or more"
         yield Idle("layout.stealing", f"pool {plan.home.name!r} has one worker, and none to share with", cure)
+
+
+def _of_reading(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
+    """What concerns generation, in flows that read their samples from the data."""
+    return (Idle(key, why) for key, why in unread_keys(recipe, plan))
 
 
 def _of_models(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
@@ -157,6 +163,7 @@ def _of_steps(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
 ROWS: tuple[tuple[Row, Literal["refuse", "warn"]], ...] = (
     (_of_pools, "refuse"),
     (_of_layout, "refuse"),
+    (_of_reading, "refuse"),
     (_of_models, "refuse"),
     (_of_run, "warn"),
     (_of_steps, "warn"),

@@ -21,7 +21,7 @@ from distflow.flow.adapters import shares_base
 from distflow.flow.document import WorkerDocument
 from distflow.flow.gpus import first_gpu, width
 from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
-from distflow.flow.plan import Plan, WorkerPlan, leaders_of
+from distflow.flow.plan import Plan, StepPlan, WorkerPlan, leaders_of
 from distflow.flow.resolve import resolve
 from distflow.flow.trackers import FOLDER, TrackerPlan, trackers_of
 from distflow.log import logger
@@ -279,7 +279,7 @@ def build_contexts(
     states = setting.resumed.worker(setting.me.name.pool)["steps"] if setting.resumed is not None else {}
     answered = {port.edge for port in setting.me.port("answers")}
     sampled = {step.prefix: step for step in setting.plan.generate_steps}
-    of_policy = setting.plan.generate_step
+    of_policy = setting.plan.origin
     return {
         step.name: (ServedContext if step.name in answered else StepContext)(
             step_name=step.name,
@@ -288,7 +288,7 @@ def build_contexts(
             samples_per_prompt=recipe.batch.samples_per_prompt,
             ledgers=recipe.batch.ledgers,
             tokens_per_microbatch=recipe.batch.tokens_per_microbatch,
-            temperature=float(sampled.get(step.prefix, of_policy).settings["temperature"]),
+            temperature=_temperature(sampled.get(step.prefix, of_policy)),
             metrics=PrefixedMetrics(metrics, step.prefix) if step.prefix else metrics,
             state=states.get(step.name, {}),
             models=models,
@@ -297,10 +297,15 @@ def build_contexts(
             engine=engines.get(str(step.model if step.role == "generate" else setting.plan.primary)),
             tokenizer=tokenizer,
             gather=None,
-            dtype=recipe.models[str(sampled.get(step.prefix, of_policy).model)].dtype,
+            dtype=recipe.models[sampled.get(step.prefix, of_policy).model or setting.plan.primary].dtype,
         )
         for step in setting.me.steps
     }
+
+
+def _temperature(step: StepPlan) -> float:
+    """At which a step samples; 1 for one that reads what nobody has sampled."""
+    return 1.0 if step.role == "read" else float(step.settings["temperature"])
 
 
 def build_trajectories(setting: Setting, step: GenerateStep, tokenizer: Tokenizer) -> Trajectories:

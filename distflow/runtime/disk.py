@@ -24,6 +24,8 @@ DROPPED = DISK + "dropped_"
 """Followed by the kind of record that was dropped."""
 FAILURE_ROOM, END_ROOM = ".room-for-failure", ".room-for-end"
 """Files of a run folder that are deleted to make room on a full disk for why, and how, a run ended."""
+ROLLOUTS, VAL_ROLLOUTS = "rollouts", "rollouts/val"
+"""Folders of a run for dumps: of what is trained on, and of validation."""
 LAST_WORDS_BYTES = 128 << 10
 Count = Callable[[str, float], None]
 log = logger(__name__)

@@ -25,7 +25,7 @@ from distflow.data.batch import Batch, Column, Ragged
 from distflow.flow.edges import DUMPED
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import step_of
-from distflow.runtime.disk import Disk, finite
+from distflow.runtime.disk import ROLLOUTS, Disk, finite
 from distflow.types import FINISH_REASONS, REWARD_PARTS, SEQUENCE, WorkerName, written
 
 PENDING_STEPS = 64
@@ -44,17 +44,17 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class DumpWriter:
-    """Writes `rollouts/step_000017/<pool>-<i>.jsonl`; `step` counts from 1 there.
+    """Writes `rollouts/step_000017/<pool>-<i>.jsonl`, or below `folder`; a step is called by the training steps done.
 
     What a full disk refuses is kept for up to PENDING_STEPS training steps and KEPT_BYTES, then dropped. When the files
     exceed `limit_bytes` in all, those of the oldest training steps are removed.
     """
 
-    def __init__(self, run_dir: Path, worker: WorkerName, disk: Disk, limit_bytes: int) -> None:
+    def __init__(self, run_dir: Path, worker: WorkerName, disk: Disk, limit_bytes: int, folder: str = ROLLOUTS) -> None:
         self._disk = disk
         self._limit_bytes = limit_bytes
         self._removed = 0
-        self._folder = run_dir / "rollouts"
+        self._folder = run_dir / folder
         self._file = f"{worker.file_stem}.jsonl"
         self._queue: queue.Queue[_Job | str | None] = queue.Queue(PENDING_STEPS)
         self._kept: deque[_Job] = deque()
@@ -178,7 +178,7 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
         "prompt": _prompts(batch),
         "response": batch.texts("response_text"),
         "response_ids": _rows(batch.ragged("response_ids")),
-        "policy_versions": _rows(batch.ragged("policy_versions")),
+        **({"policy_versions": _rows(batch.ragged("policy_versions"))} if "policy_versions" in batch else {}),
         "finish_reason": [FINISH_REASONS[code] for code in batch.dense("finish_reason").tolist()],
     }
     columns |= {name: _rounded(batch.dense(name)) for name in ("reward", "score") if name in batch}

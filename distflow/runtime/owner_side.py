@@ -19,28 +19,32 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from distflow.config.data_schema import DataConfig
 from distflow.config.plugins import TOKENIZER
 from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings
+from distflow.data.responses import Reading
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledgers import merge_snapshots
-from distflow.exchange.messages import LeasePrompt
+from distflow.exchange.messages import Lease, LeasePrompt
+from distflow.exchange.own_samples import OwnSamples, samples_of
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan
-from distflow.flow.resolve import resolve
+from distflow.flow.resolve import check_step, resolve
+from distflow.flow.step import READ, response_tokens
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
-from distflow.types import LeaseKind, Prompt
+from distflow.types import GivenResponse, LeaseKind, Prompt
 
 READ_AHEAD = 64
 """Fewest prompts that are read ahead; otherwise those of two training steps."""
@@ -212,14 +216,28 @@ def _size(found: Read) -> int:
     return _PROMPT_BYTES + _TOKEN_BYTES * len(found.prompt_ids) + len(found.prompt_text) + len(found.task)
 
 
-def build_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer, where: str) -> PromptOrder:
+def build_prompts(
+    data: DataConfig, seed: int, tokenizer: Tokenizer, where: str, reading: Reading | None = None
+) -> PromptOrder:
     """Build the source; raises StepError, with `where`, for exceptions of the source, else UserError."""
     settings = PromptSettings(
         seed, data.shuffle, data.chat, data.max_prompt_tokens, data.overlong, data.chat_template_args
     )
     with user_code(f"{where}, when it was made with {data.with_}"):
         sources = [open_source(name, source, resolve) for name, source in data.sources.items()]
-        return PromptOrder(sources, tokenizer, settings)
+        return PromptOrder(sources, tokenizer, settings, reading)
+
+
+def reading_of(plan: Plan) -> Reading | None:
+    """How the flow makes samples of the rows of the data; None where a model generates them."""
+    step = plan.reads
+    if step is None:
+        return None
+    function = resolve(step.call)
+    check_step(function, step)
+    own = tuple(name for name in step.writes if name not in READ)
+    longest = int(response_tokens(step.settings))
+    return Reading(partial(function, **step.settings), step.name, plan.batch.samples_per_prompt, longest, own)
 
 
 def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Problem]]:
@@ -231,7 +249,7 @@ def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Proble
     where = f"data source {recipe.data.shown}"
     try:
         tokenizer = resolve(TOKENIZER)(recipe.models[plan.primary].model_dump())
-        prompts = build_prompts(recipe.data, recipe.run.seed, tokenizer, where)
+        prompts = build_prompts(recipe.data, recipe.run.seed, tokenizer, where, reading_of(plan))
         with user_code(f"{where}, at prompt position 0"):
             return prompts.prompt(0), []
     except UserError as error:
@@ -288,9 +306,9 @@ def lease_settings(setting: Setting) -> LeaseSettings:
         seed=recipe.run.seed,
         max_refills=batch.max_refills,
         announce_closed=bool(owner.generates),
-        hedging=recipe.layout.hedging and setting.plan.generate_step.allows("repeatable"),
+        hedging=recipe.layout.hedging and setting.plan.origin.allows("repeatable"),
         host_silence_s=recipe.limits.host_silence_s,
-        partial_rollouts=recipe.layout.partial_rollouts and setting.plan.generate_step.allows("replay"),
+        partial_rollouts=recipe.layout.partial_rollouts and setting.plan.origin.allows("replay"),
     )
 
 
@@ -298,11 +316,14 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     """Wire the owner's side: its ledgers, new or from the checkpoint, and the messages that reach them."""
     name, plan = str(setting.me.name), setting.plan
     where = f"data source {setting.recipe.data.shown} on {name}"
-    order = build_prompts(setting.recipe.data, setting.recipe.run.seed, tokenizer, where)
+    order = build_prompts(setting.recipe.data, setting.recipe.run.seed, tokenizer, where, reading_of(plan))
+    given: dict[int, Sequence[GivenResponse]] = {}
 
     def read(position: int) -> LeasePrompt:
         with user_code(f"{where}, at prompt position {position}"):
             prompt = order.prompt(position)
+        if plan.reads is not None:
+            given[position] = prompt.responses
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
 
     ledgers = setting.standing.ledgers
@@ -322,9 +343,20 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     )
     edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
     asked_for = dict.fromkeys(f for e in edges if e.when != "before custody" for f in e.fields if "*" not in f)
-    inbound = InboundSamples(core, lanes.post, plan.later_bytes, tuple(asked_for))
+    about = (core, lanes.post, plan.later_bytes, tuple(asked_for))
+    if plan.reads is None:
+        inbound = InboundSamples(*about)
+    else:
+        inbound = OwnSamples(*about, make=lambda leases: samples_of(leases, _popped(given, leases)))
     connect_owner(node, lanes, inbound, reader)
     return inbound
+
+
+def _popped(
+    given: dict[int, Sequence[GivenResponse]], leases: Sequence[Lease]
+) -> Mapping[int, Sequence[GivenResponse]]:
+    """The responses of these leases, which are kept no longer."""
+    return {lease.position: given.pop(lease.position) for lease in leases}
 
 
 def tell_of_prompts(node: Node, inbound: InboundSamples, reader: PromptReader) -> None:

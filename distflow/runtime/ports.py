@@ -20,7 +20,7 @@ from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, rows_bytes
 from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, model_folders
 from distflow.runtime.calls import Calls
-from distflow.runtime.disk import Disk
+from distflow.runtime.disk import ROLLOUTS, VAL_ROLLOUTS, Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.further_training import FurtherParts, FurtherTraining
 from distflow.runtime.generating import Generating, Turns, build_outbound, build_turns
@@ -93,7 +93,8 @@ def validates(base: Base, tokenizer: Tokenizer) -> Validation | None:
     setting = base.setting
     if setting.plan.val is None or base.name not in lessors(setting.owners, "val"):
         return None
-    return Validation(setting, base.node, base.lanes, base.writer, tokenizer)
+    dumps = _dumps(base, VAL_ROLLOUTS) if setting.recipe.run.dump_rollouts else None
+    return Validation(setting, base.node, base.lanes, base.writer, tokenizer, dumps)
 
 
 def reads(base: Base) -> dict[str, WeightInbox]:
@@ -105,7 +106,9 @@ def reads(base: Base) -> dict[str, WeightInbox]:
             readers[model] = base.links[model]
         else:
             readers[model] = ShmReader() if base.hosts.publishes_here(model) else stage()
-    return build_inboxes(base.node, readers, stage)
+    alone = base.setting.plan.validating
+    val = base.setting.plan.val if alone is not None and alone.name == base.setting.me.name.pool else None
+    return build_inboxes(base.node, readers, stage, () if val is None else val.versions)
 
 
 def far_reader(base: Base) -> Stage:
@@ -116,9 +119,15 @@ def far_reader(base: Base) -> Stage:
 class Outbound(NamedTuple):
     """The holder's ends of the leases of a worker."""
 
-    train: OutboundSamples
+    own: OutboundSamples
+    """For training; on a pool that generates for validation only, for that."""
     val: OutboundSamples | None
-    """None without validation."""
+    """For validation beside training."""
+
+    @property
+    def channels(self) -> dict[LeaseKind, OutboundSamples]:
+        """Those that there are, by what they are for."""
+        return {one.core.settings.kind: one for one in (self.own, self.val) if one is not None}
 
 
 def holds(
@@ -149,13 +158,16 @@ def holds(
         if calls is not None:
             calls.restarted(begins)
 
-    train = build_outbound(setting, lease_settings(setting), base.node, base.lanes, inbound, newest, begun)
-    of_validation = val_settings(setting)
-    if of_validation is None:
+    about = (base.node, base.lanes)
+    of_validation, elsewhere = val_settings(setting), setting.plan.validating
+    if of_validation is not None and elsewhere is not None and elsewhere.name == setting.me.name.pool:
+        return Outbound(build_outbound(setting, of_validation, *about, None, newest, begun), None)
+    train = build_outbound(setting, lease_settings(setting), *about, inbound, newest, begun)
+    if of_validation is None or elsewhere is not None:
         return Outbound(train, None)
     own = None if validation is None else validation.inbound
     known = lambda term, begins: None  # noqa: E731  # what is for training has heard of it before
-    return Outbound(train, build_outbound(setting, of_validation, base.node, base.lanes, own, newest, known))
+    return Outbound(train, build_outbound(setting, of_validation, *about, own, newest, known))
 
 
 def generates(
@@ -172,14 +184,12 @@ def generates(
     of_validation = None if plan.val is None else plan.val.settings
     samples = build_trajectories(setting, steps.generate_step(plan.generate_step.name, of_validation), tokenizer)
     about = (inbox, base.node, base.metrics, setting.recipe)
-    loop = RolloutLoop(engine, samples, outbound.train, *about, outbound.val)
+    loop = RolloutLoop(engine, samples, outbound.own, *about, outbound.val)
     if plan.primary in base.links:
         turns = build_turns(setting, engine, models, base.links[plan.primary], inbox, base.metrics)
+    # That of validation has the same fields.
     edge = plan.edge(SAMPLES)
-    channels: dict[LeaseKind, OutboundSamples] = {"train": outbound.train}
-    if outbound.val is not None:
-        channels["val"] = outbound.val
-    return Generating(loop, channels, samples, engine, base.node, edge, base.metrics, turns), turns
+    return Generating(loop, outbound.channels, samples, engine, base.node, edge, base.metrics, turns), turns
 
 
 def asks(base: Base) -> Calls | None:
@@ -384,9 +394,9 @@ def _deal_rule(base: Base, limits: TrainingLimits, held: HeldModels, model: str)
     )
 
 
-def _dumps(base: Base) -> DumpWriter:
+def _dumps(base: Base, folder: str = ROLLOUTS) -> DumpWriter:
     setting = base.setting
-    dumps = DumpWriter(setting.run_dir, setting.me.name, base.disk, setting.recipe.run.dump_limit_mb << 20)
+    dumps = DumpWriter(setting.run_dir, setting.me.name, base.disk, setting.recipe.run.dump_limit_mb << 20, folder)
     if setting.document.term:
         dumps.forget_after(setting.start.number)
     return dumps

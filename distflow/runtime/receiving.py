@@ -15,6 +15,7 @@ from distflow.data.micro_batches import with_agreed
 from distflow.data.samples import sample_bounds
 from distflow.exchange.intake_core import Take
 from distflow.exchange.sample_channel import ArrivedGroup
+from distflow.flow.edges import SAMPLES
 from distflow.flow.plan import BatchPlan, Plan
 from distflow.runtime.intake import ComputedHere, Intake, join_groups
 from distflow.runtime.lockstep import Rounds
@@ -257,7 +258,7 @@ class Receiving:
         tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
         tally.samples += len(sample_bounds(batch)) - 1
         tally.tokens += int(batch.ragged("prompt_ids").offsets[-1] + batch.ragged("response_ids").offsets[-1])
-        for prefix in ("", *self._limits.prefixes):
+        for prefix in ("", *self._limits.prefixes) if "policy_versions" in batch else ():
             lags = [t - oldest for oldest in _oldest_versions(batch, prefixed("policy_versions", prefix))]
             self._metrics.mean(prefixed("staleness/mean", prefix), sum(lags) / len(lags), len(lags))
             self._metrics.max(prefixed("staleness/max", prefix), max(lags))
@@ -292,9 +293,12 @@ class TrainingLimits:
     """Further fields of the dumps; may hold patterns."""
     prefixes: tuple[str, ...] = ()
     """Of further models that generate."""
+    receives: str = SAMPLES
+    """The edge on which samples come, or the step that reads them from the data."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """The limits that the plan and its recipe set."""
         recipe, prefixes = plan.recipe, tuple(step.prefix for step in plan.further_generation)
-        return cls(plan.batch, plan.streamed, recipe.run, recipe.limits, plan.dump_fields, prefixes)
+        receives = SAMPLES if plan.reads is None else plan.reads.name
+        return cls(plan.batch, plan.streamed, recipe.run, recipe.limits, plan.dump_fields, prefixes, receives)

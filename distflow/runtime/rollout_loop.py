@@ -53,7 +53,9 @@ class Meanwhile(Protocol):
 
 
 class RolloutLoop:
-    """Drives the engine of one worker, on its main thread. `validation`: the channel of validation leases, if any."""
+    """Drives the engine of one worker, on its main thread. `validation`: the channel of leases for validation, if there
+    are any beside those for training.
+    """
 
     def __init__(
         self,
@@ -78,7 +80,9 @@ class RolloutLoop:
         self._drain_s = recipe.limits.drain_s / 2
         self._validation = validation
         core = None if validation is None else validation.core
-        self._core = RolloutCore(channel.core, recipe.layout.refresh, core)
+        # With validation only, weights are taken for a round, and none within it.
+        refresh = "at_bound" if channel.core.settings.kind == "val" else recipe.layout.refresh
+        self._core = RolloutCore(channel.core, refresh, core)
         self._on_version: Callable[[Version], None] = lambda version: None
         self._meanwhile: Meanwhile | None = None
 

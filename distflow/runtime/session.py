@@ -182,7 +182,7 @@ class Session:
         if self._leases:
             outbound = ports.holds(self._base, self._inboxes, inbound, self._validation, self._asking)
         if outbound is not None and not self._owns:
-            core = outbound.train.core
+            core = outbound.own.core
             self._owners = lambda: core.owners
         if self._owns and setting.document.members is not None:
             begins = list(setting.begins.items())
@@ -324,8 +324,8 @@ class Session:
         membership = self._node.membership
         if not membership.peers:
             return
-        pool = self._setting.plan.edge(SAMPLES).source
-        generating = [name for name in membership.peers if WorkerName.parse(name).pool == pool]
+        sources = [edge.source for edge in self._setting.plan.edges if edge.name == SAMPLES]
+        generating = [name for name in membership.peers if WorkerName.parse(name).pool in sources]
         generating = [name for name in generating if name not in self._setting.members]
 
         def met() -> bool | None:
@@ -373,7 +373,10 @@ class Session:
 
     def _write_metrics(self) -> None:
         """Write the metrics; generation with version v is for training step v, which files call v + 1."""
-        if self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
+        if self._setting.plan.pool(self._setting.me.name.pool).validates:
+            # No training step waits for this worker, or is slower for it.
+            self._metrics.drain()
+        elif self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
             self._writer.write(self._version.number + 1, self._version.term, self._metrics.drain())
 
     def _leave(self, *, orderly: bool) -> None:

@@ -13,7 +13,6 @@ from distflow.errors import NoProgressError, UserError
 from distflow.exchange.dealing import DealRule
 from distflow.exchange.rows_messages import Then
 from distflow.exchange.sample_channel import InboundSamples
-from distflow.flow.edges import SAMPLES
 from distflow.log import logger
 from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
@@ -91,8 +90,8 @@ class Training:
         self._updates = Updates(parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
         self.finished = False
         """Whether all training steps are done."""
-        self.receives = SAMPLES
-        """The edge on which it gets what it trains on."""
+        self.receives = limits.receives
+        """The edge on which it gets what it trains on, or the step that reads it from the data."""
         self.complete_with = parts.intake.calls
         """The steps whose fields samples have when they are received."""
         self._dumped = -1
@@ -193,16 +192,25 @@ class Training:
         with self._board.condition:
             parts.publishing.announce(manifest)
             if model == parts.primary:
-                self._number = number
-                self._node.facts |= {"version": number, "step": number}
-                if number > parts.inbound.core.version:
-                    parts.inbound.send(parts.inbound.core.advance(number, time.monotonic()))
-                if parts.validation is not None:
-                    parts.validation.due(number)
+                self._open(number)
             self._board.condition.notify_all()
+
+    def _open(self, number: int) -> None:
+        """So many training steps are done: open the next one for leasing. Called under the worker's lock."""
+        inbound, validation = self._parts.inbound, self._parts.validation
+        self._number = number
+        self._node.facts |= {"version": number, "step": number}
+        if number > inbound.core.version:
+            inbound.send(inbound.core.advance(number, time.monotonic()))
+        if validation is not None:
+            validation.due(number)
 
     def save(self, number: int) -> None:
         """Begin a checkpoint if one is due (`run.save_every`, `run.save_every_s`); the last one of the run is whole."""
+        if not self._parts.publishing.models:
+            # No engine awaits a version, so none is published: this is where the next training step begins.
+            with self._board.condition:
+                self._open(number)
         self._saving.step_done(Version(self._term, number))
 
     def save_now(self) -> None:
@@ -249,7 +257,9 @@ class Training:
         self._parts.publishing.close()
         for backend in self._parts.models.values():
             backend.close()
-        # Last, because it raises errors of writing.
+        # Last, because they raise errors of writing.
+        if self._parts.validation is not None:
+            self._parts.validation.close()
         self._parts.dumps.close()
 
     # -- details

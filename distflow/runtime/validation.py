@@ -31,6 +31,7 @@ from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
+from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.metrics import MetricWriter
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.owner_side import (
@@ -52,7 +53,15 @@ log = logger(__name__)
 class Validation:
     """The rounds of this owner, each over the same prompts. Raises UserError if there are none."""
 
-    def __init__(self, setting: Setting, node: Node, lanes: Lanes, writer: MetricWriter, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        node: Node,
+        lanes: Lanes,
+        writer: MetricWriter,
+        tokenizer: Tokenizer,
+        dumps: DumpWriter | None = None,
+    ) -> None:
         plan = setting.plan.val
         assert plan is not None, "without validation, nothing is built"
         self._plan = plan
@@ -70,6 +79,9 @@ class Validation:
         """By prompt; set by the reader's thread before the prompt is leased."""
         self._graded: dict[int, Graded] = {}
         """Of the open round, by prompt."""
+        self._dumps, self._dump_fields = dumps, setting.plan.dump_fields
+        self._taken: list[tuple[Batch, list[str]]] = []
+        """Of the open round, for the dumps: groups, with the worker that generated each row."""
         self._lengths: list[int] = []
         self._cut = self._newer = 0
         self._find_answer: Callable[[str], str] = resolve(FIND_ANSWER)
@@ -109,7 +121,11 @@ class Validation:
             groups = self._inbound.pop(positions)
             complete = bool(positions) and self._core.step_complete()
         for group in groups:
-            self._grade(group.rows.rows)
+            rows = group.rows.rows
+            self._grade(rows)
+            if self._dumps is not None:
+                batch = dumped(rows, self._dump_fields)
+                self._taken.append((batch, [group.worker] * batch.rows))
         if not complete:
             return
         version = self._plan.versions[self._core.version]
@@ -133,6 +149,11 @@ class Validation:
     def finish(self) -> None:
         """Nothing more is validated: tell the generating workers. Called under the worker's lock."""
         self._inbound.send(self._core.finish(time.monotonic()))
+
+    def close(self) -> None:
+        """Finish the dumps; raises errors of writing."""
+        if self._dumps is not None:
+            self._dumps.close()
 
     # -- prompts
 
@@ -181,7 +202,9 @@ class Validation:
                 len(lengths),
                 version,
             )
-        self._graded, self._lengths, self._cut, self._newer = {}, [], 0, 0
+        if self._dumps is not None:
+            self._dumps.write(version, self._term, self._taken)
+        self._taken, self._graded, self._lengths, self._cut, self._newer = [], {}, [], 0, 0
 
     def _is_newer(self, spans: Tensor) -> bool:
         """Whether a sample, with these spans of versions, is not of the version that is measured alone."""

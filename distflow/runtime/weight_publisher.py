@@ -232,10 +232,12 @@ def build_canaries(setting: Setting, model: str) -> Canaries:
 
 
 def build_inboxes(
-    node: Node, readers: Mapping[str, WeightReader | Stage], far: Callable[[], Stage]
+    node: Node, readers: Mapping[str, WeightReader | Stage], far: Callable[[], Stage], only: Sequence[int] = ()
 ) -> dict[str, WeightInbox]:
-    """Receive announcements of weights, by model. `far` makes a reader for weights from the network."""
-    inboxes = {model: WeightInbox(reader, far) for model, reader in readers.items()}
+    """Receive announcements of weights, by model. `far` makes a reader for weights from the network; `only`: the
+    versions that are wanted, all if there are none.
+    """
+    inboxes = {model: WeightInbox(reader, far, only) for model, reader in readers.items()}
 
     def on_weights(message: Message) -> None:
         manifest = Manifest.from_wire(message.body)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.flow.edges import SAMPLES
+from distflow.flow.edges import SAMPLES, VAL_SAMPLES
 from distflow.runtime.further_training import FurtherTraining
 from distflow.runtime.generating import Generating
 from distflow.runtime.rollout_loop import RolloutLoop
@@ -117,7 +117,7 @@ class Worker:
 
     def send(self, edge: str, groups: Batch) -> None:
         """Send groups to the owners of their leases, or from there to the home of a further model."""
-        if edge == SAMPLES:
+        if edge in (SAMPLES, VAL_SAMPLES):
             self._generates().send(groups)
         else:
             self._owns().send(edge, groups)
@@ -133,6 +133,10 @@ class Worker:
             raise UserError(f"script of {self.name}: w.receive({edge!r}), but this worker gets {training.receives!r}")
         self._receives = True
         return Stream(training.receive(t))
+
+    def read(self, step: str, t: int) -> Stream:
+        """The samples of training step t that a read step makes of the data, this worker's share of them."""
+        return self.receive(step, t)
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Yield the parts of a training step's whole batch, batch.minibatches of them in each of batch.epochs."""

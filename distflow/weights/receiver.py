@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -39,12 +40,18 @@ class WeightInbox:
 
     Weights come from a WeightReader while the engine is paused or, over slower links, from a Stage. If the publisher of
     this host is gone for good, weights come from another host over the network: `far` creates the stage for them.
+    With `only`, versions (rising) that alone are wanted, others are passed over, except where one of these was missed.
     """
 
-    def __init__(self, reader: WeightReader | Stage, far: Callable[[], Stage] | None = None) -> None:
+    def __init__(
+        self, reader: WeightReader | Stage, far: Callable[[], Stage] | None = None, only: Sequence[int] = ()
+    ) -> None:
         self._reader = reader
         self._far = far
+        self._only = only
         self._newest: Manifest | None = None
+        self._wanted: Manifest | None = None
+        """The announced version to load: the newest, unless only some are wanted."""
         self._begins: Mapping[int, int] = {}
         self._overtaken: Version | None = None
         self._suspected: Version | None = None
@@ -69,9 +76,9 @@ class WeightInbox:
         """Whether there is a newer version than the loaded one that is not known to be overwritten."""
         if isinstance(self._reader, Stage):
             return self._reader.waiting
-        if self.newest is None or self.newest == self._overtaken:
+        if self._wanted is None or self._wanted.version == self._overtaken:
             return False
-        return self.loaded is None or self.newest > self.loaded
+        return self.loaded is None or self._wanted.version > self.loaded
 
     @property
     def chunks(self) -> int:
@@ -85,8 +92,7 @@ class WeightInbox:
             self._newest = manifest
             if manifest.digests and self._far is not None and not isinstance(self._reader, Stage):
                 self._reader = self._far()
-            if isinstance(self._reader, Stage):
-                self._reader.offer(manifest)
+            self._choose()
 
     def begin_term(self, term: int, begins: Mapping[int, int]) -> None:
         """Training has restarted (`begins`: training steps by term): versions that do not survive are not loaded.
@@ -96,6 +102,8 @@ class WeightInbox:
         self._begins = dict(begins)
         if self._newest is not None and not self._newest.version.survives(begins):
             self._newest = None
+        if self._wanted is not None and not self._wanted.version.survives(begins):
+            self._wanted = None
         if isinstance(self._reader, Stage):
             self._reader.begin_term(begins)
         else:
@@ -118,7 +126,7 @@ class WeightInbox:
 
     def _bring(self, engine: Updatable) -> Manifest | None:
         """The version now in the engine; None if it was overwritten, or forgotten because a new term began."""
-        manifest, reader = self._newest, self._reader
+        manifest, reader = self._wanted, self._reader
         if isinstance(reader, Stage):
             taken = reader.take()
             if taken is None:
@@ -137,9 +145,33 @@ class WeightInbox:
         except Overtaken as error:
             log.info("%s", error)
             self._overtaken = manifest.version
+            self._choose()
             return None
         engine.end_update()
         return manifest
+
+    def _choose(self) -> None:
+        """Choose what to load next, after an announcement, and when a version was overtaken."""
+        newest = self._newest
+        if newest is None or not self._wants(newest.version):
+            return
+        self._wanted = newest
+        if not newest.version.survives(self._begins):
+            # A term has begun meanwhile.
+            self._wanted = None
+        elif isinstance(self._reader, Stage):
+            self._reader.offer(newest)
+
+    def _wants(self, version: Version) -> bool:
+        """Whether this version is one of those that are wanted, or the nearest that is left of one."""
+        if not self._only or version.number in self._only:
+            return True
+        kept = self._wanted
+        if kept is not None and kept.version != self._overtaken:
+            had = kept.version.number
+        else:
+            had = -1 if self.loaded is None else self.loaded.number
+        return bisect_right(self._only, had) < bisect_right(self._only, version.number)
 
     def _agrees(self, engine: Updatable, manifest: Manifest) -> bool:
         """Whether trainer and engine compute the same. If not, the version is fetched again; a second time raises."""

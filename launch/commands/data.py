@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,18 +39,18 @@ def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
     from distflow.config.plugins import TOKENIZER
     from distflow.flow.recipe_check import plan_recipe
     from distflow.flow.resolve import resolve
-    from distflow.runtime.owner_side import build_prompts
+    from distflow.runtime.owner_side import build_prompts, reading_of
 
     loaded, plan = plan_recipe(recipe, overrides)
     try:
         tokenizer = resolve(TOKENIZER)(plan.recipe.models[plan.primary].model_dump())
         data = plan.recipe.data
-        order = build_prompts(data, plan.recipe.run.seed, tokenizer, f"data source {data.shown}")
+        order = build_prompts(data, plan.recipe.run.seed, tokenizer, f"data source {data.shown}", reading_of(plan))
         positions = range(max(count, min(LOOKED_AT, len(order))))
         samples = [_Sample(*order.of_any_length(position)) for position in positions]
     except UserError as error:
         raise RecipeError([Problem(loaded.origin("data.source"), "data", str(error).removeprefix("data: "))]) from error
-    fault = _judge(plan, tokenizer, samples)
+    fault = "" if plan.reads else _judge(plan, tokenizer, samples)
     limit = plan.recipe.data.max_prompt_tokens
     for position, sample in enumerate(samples[:count]):
         _show(position, sample, tokenizer)
@@ -61,7 +61,10 @@ def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
     )
     for line in order.left_out():
         click.echo(line)
-    _show_rewards(samples, fault)
+    if plan.reads is None:
+        _show_rewards(samples, fault)
+    else:
+        _show_responses(plan.reads, samples, loaded.origin)
     wrong = [sample.label for sample in samples if not 1 <= len(sample.prompt.token_ids) <= limit]
     if wrong:
         key, message = "data.max_prompt_tokens", f"{len(wrong)} of {len(samples)} prompts are longer, or empty"
@@ -96,6 +99,11 @@ def _show(position: int, sample: _Sample, tokenizer: Tokenizer) -> None:
     text = tokenizer.decode_batch([prompt.token_ids], skip_special=False)[0]
     for line in _cut(text).split("\n"):
         click.echo(f"  | {line}")
+    for number, response in enumerate(prompt.responses):
+        written = tokenizer.decode_batch([response.token_ids], skip_special=False)[0]
+        told = [f"{len(response.token_ids)} tokens", *(f"{name} {value:g}" for name, value in response.fields.items())]
+        told += [] if response.trains else ["not trained on"]
+        click.echo(f"  response {number} ({', '.join(told)}): {_cut(written)!r}")
     click.echo(f"  task {_cut(prompt.task)}")
     if sample.values:
         values = ", ".join(f"{name} {value:g}" for name, value in sample.values.items())
@@ -128,6 +136,23 @@ def _show_rewards(samples: Sequence[_Sample], fault: str) -> None:
             f"warning: {len(low)} of {len(judged)} gold answers get a score below 1, first that of {first.label}: "
             f"{first.response(first.form)!r} gets {first.values['score']:g} — check the reward function and the answer"
         )
+
+
+def _show_responses(step: StepPlan, samples: Sequence[_Sample], origin: Callable[[str], str]) -> None:
+    """The lengths of the responses that the data gives; raises RecipeError if some are too long."""
+    from distflow.flow.step import response_tokens
+
+    limit = int(response_tokens(step.settings))
+    lengths = [len(response.token_ids) for sample in samples for response in sample.prompt.responses]
+    click.echo(
+        f"their {len(lengths)} responses: {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.1f} "
+        f"on average, end tokens included (max_response_tokens {limit})"
+    )
+    long = [s.label for s in samples if any(len(one.token_ids) > limit for one in s.prompt.responses)]
+    if long:
+        key, cure = f"flow.steps.{step.name}.with.max_response_tokens", "raise it, or leave such rows out: "
+        message = f"responses of {len(long)} of {len(samples)} prompts are longer, first of {long[0]}"
+        raise RecipeError([Problem(origin(key), key, message, f"{cure}data.overlong=drop")])
 
 
 def _judge(plan: Plan, tokenizer: Tokenizer, samples: Sequence[_Sample]) -> str:

@@ -1,45 +1,43 @@
-"""`distflow export`: a trained model as a Hugging Face folder. `distflow fetch`: a run from its second place."""
+"""`distflow export` and `evaluate`: a trained model as a Hugging Face folder, and how good it is."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import time
-from collections.abc import Generator, Iterator
-from itertools import islice
+import sys
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 import yaml
-from msgspec import structs
 
-from distflow.config.load import recipe_from_mapping
+from distflow.config.load import load_recipe, recipe_from_mapping
 from distflow.config.plugins import EXPORTER
 from distflow.data.files import whole_lines
 from distflow.errors import UserError
 from distflow.flow.plan import Plan
 from distflow.flow.planner import make_plan
 from distflow.flow.resolve import resolve
-from distflow.launch.run.exit_status import STOPPED
-from distflow.launch.run.record import FILE_NAME, read_record
+from distflow.launch.commands.launch import command as launch
+from distflow.launch.commands.launch import launch_once
+from distflow.launch.commands.metrics import finite, read_steps
+from distflow.launch.deploy.launch_request import RECIPE, Options, as_asked
+from distflow.launch.observe.file_sync import refresh
+from distflow.launch.run.folder import find_run
 from distflow.launch.run.resume import find_checkpoint
-from distflow.runtime.checkpoint.commit import (
-    COMMIT,
-    Commit,
-    abandoned,
-    checkpoints_of,
-    examine,
-    newest_first,
-    read_file,
-    step_of,
-    vanished,
-)
+from distflow.runtime.checkpoint.commit import checkpoints_of, examine, newest_first, step_of, vanished
 
 TEXTS = 8
 """Number of samples of the run used to compare the exported model."""
 TRIES = 5
 """Attempts to export the newest checkpoint while the run keeps removing old ones."""
+ON_HOSTS = ("hosts", "include", "exclude", "ssh_config", "ssh_options", "forward", "settings", "ship_code")
+"""Options of `launch` that `evaluate` has too."""
+VAL, CI95 = "val/", "/ci95"
 
 
 @click.command()
@@ -51,11 +49,86 @@ TRIES = 5
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, step: int | None, to: Path, model: str | None, adapters: bool, runs_dir: Path) -> None:
     """Write a checkpoint of RUN (default: the newest) for transformers, load it again and compare log-probs."""
-    from distflow.launch.commands.export import export_checkpoint
-    from distflow.launch.observe.file_sync import refresh
-    from distflow.launch.run.folder import find_run
+    _export(find_run(run, runs_dir), step, to, model, adapters=adapters)
 
-    run_dir = find_run(run, runs_dir)
+
+@click.command(params=[option for option in launch.params if option.name in ON_HOSTS])
+@click.argument("target", metavar="RUN|FOLDER")
+@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]…")
+@click.option("--step", type=click.IntRange(min=1), help="Training step of RUN.  [default: its newest checkpoint]")
+@click.option("--run", "name", help="Name of the run that validates.  [default: RUN-eval or FOLDER-eval]")
+@click.option("--json", "as_json", is_flag=True, help="Print all metrics as a JSON object, and the rest as errors.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def evaluate(
+    target: str,
+    words: tuple[str, ...],
+    step: int | None,
+    name: str | None,
+    as_json: bool,
+    runs_dir: Path,
+    **on_hosts: Any,
+) -> int:
+    """Do what the section `val` of RECIPE says, with a checkpoint of RUN or a Hugging Face FOLDER as the policy.
+
+    RECIPE may be left out for a RUN: its own is taken. This is a run like any other, in a folder of its own, with
+    run.training_steps=0; without a section `val`, it takes all prompts of training.
+    """
+    given = bool(words) and "=" not in words[0]
+    with redirect_stdout(sys.stderr) if as_json else nullcontext(), TemporaryDirectory(prefix="distflow-") as folder:
+        if (Path(target) / "config.json").is_file():
+            if not given or step is not None:
+                why = "--step is for a run" if given else "which recipe says how to validate it?"
+                raise UserError(f"{target} is a Hugging Face folder: {why} — distflow evaluate {target} RECIPE")
+            model, recipe, about = Path(target).resolve(), words[0], Path(target).resolve().name
+        else:
+            run_dir = find_run(target, runs_dir)
+            model, recipe, about = Path(folder) / "model", words[0] if given else str(run_dir / RECIPE), run_dir.name
+            _export(run_dir, step, model)
+        overrides = words[1:] if given else words
+        name = name or _free_name(runs_dir, f"{about}-eval")
+        code = launch_once(replace(_asked(recipe, overrides, model, name, runs_dir), **on_hosts))
+        found = read_steps(runs_dir / name, lambda line: None) if code == 0 else []
+    metrics = {key: value for step in found for key, value in finite(step).items() if key.startswith(VAL)}
+    if code == 0:
+        click.echo(json.dumps(metrics) if as_json else "\n".join(_val_lines(metrics)))
+    return code
+
+
+def _asked(recipe: str, overrides: Sequence[str], model: Path, name: str, runs_dir: Path) -> Options:
+    """The launch that validates the model in a folder, and does no more."""
+    composed = load_recipe(recipe, overrides).recipe
+    policy = make_plan(composed, lambda key: recipe, need_files=False).primary
+    own = composed.models[policy]
+    changed: dict[str, object] = {"run.training_steps": 0}
+    changed |= {f"models.{policy}.{key}": "null" for key in ("init", "lora") if getattr(own, key) is not None}
+    changed |= {"run.stop_after": "null"} if composed.run.stop_after is not None else {}
+    changed |= {"val.at_start": "true"} if composed.val is None else {}
+    words = [f"{key}={value}" for key, value in changed.items()]
+    # A path may hold any letter.
+    words.append(f"models.{policy}.path={json.dumps(str(model))}")
+    line = [f"--run={name}", f"--runs-dir={runs_dir}", "--", recipe, *overrides, *words]
+    return as_asked(Options(**launch.make_context("launch", line).params))
+
+
+def _free_name(runs_dir: Path, wanted: str) -> str:
+    names = (wanted if number == 1 else f"{wanted}-{number}" for number in count(1))
+    return next(name for name in names if not (runs_dir / name).exists())
+
+
+def _val_lines(metrics: Mapping[str, float | None]) -> Iterator[str]:
+    """A line for each metric, with its interval."""
+    width = max(map(len, metrics), default=0)
+    for name, value in sorted(metrics.items()):
+        if not name.endswith(CI95):
+            half = metrics.get(name + CI95)
+            yield f"{name:<{width}}  {_figure(value)}{'' if half is None else f' ± {_figure(half)}'}"
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _export(run_dir: Path, step: int | None, to: Path, model: str | None = None, *, adapters: bool = False) -> None:
     for line in refresh(run_dir, ("checkpoints",), "checkpoints", lambda line: click.echo(line, err=True)):
         click.echo(line, err=True)
     for line in export_checkpoint(run_dir, step, to, model, adapters=adapters):
@@ -177,91 +250,3 @@ def _texts(run_dir: Path) -> Iterator[tuple[str, list[int]]]:
             if sample["uid"][2] not in seen:
                 seen.add(sample["uid"][2])
                 yield sample["prompt"], sample["response_ids"]
-
-
-@click.command()
-@click.argument("place")
-@click.option("--run", "name", help="Name of the run here.  [default: its name there]")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def fetch(place: str, name: str | None, runs_dir: Path) -> None:
-    """Bring a run back, with its newest whole checkpoint, from PLACE: its run.copy_to and its name, s3://bucket/RUN."""
-    for line in fetch_run(place, name, runs_dir):
-        click.echo(line)
-
-
-def fetch_run(place: str, name: str | None, runs_dir: Path) -> Iterator[str]:
-    """Make the folder of a run that can be resumed; yields human-readable lines. Raises UserError if there is none."""
-    import fsspec
-
-    from distflow.launch.run.folder import SUBFOLDERS, check_name
-
-    name = place.rstrip("/").rpartition("/")[2] if name is None else name
-    check_name(name)
-    run_dir, draft = (runs_dir / name).resolve(), (runs_dir / f".{name}.fetching").resolve()
-    if run_dir.exists():
-        raise UserError(f"{run_dir} exists already — give another name with --run")
-    try:
-        store, root = fsspec.core.url_to_fs(place)
-        root = root.rstrip("/")
-        if not store.isfile(f"{root}/{FILE_NAME}"):
-            raise UserError(
-                f"{place}: there is no {FILE_NAME} — give run.copy_to of the run and its name, s3://bucket/RUN"
-            )
-        shutil.rmtree(draft, ignore_errors=True)
-        for sub in SUBFOLDERS:
-            (draft / sub).mkdir(parents=True, mode=0o700)
-        for path in (*store.ls(root, detail=False), *store.ls(f"{root}/checkpoints", detail=False)):
-            file = str(path).removeprefix(root).lstrip("/") if root in str(path) else str(path).rpartition("/")[2]
-            if store.isfile(path):
-                store.get_file(path, str(draft / file))
-        commit = yield from _fetch_newest(store, f"{root}/checkpoints", checkpoints_of(draft))
-    except (OSError, ImportError, ValueError) as error:
-        raise error if isinstance(error, UserError) else UserError(f"{place}: cannot be fetched: {error}") from error
-    _note_fetched(draft, name)
-    draft.rename(run_dir)
-    yield f"fetched training step {commit.step} into {run_dir}; go on with: distflow launch --resume --run {name}"
-
-
-def _fetch_newest(store: Any, there: str, here: Path) -> Generator[str, None, Commit]:
-    """Fetch the newest checkpoint that is whole and still counts; COMMIT last."""
-    steps = [str(path).rstrip("/").rpartition("/")[2] for path in store.ls(there, detail=False)]
-    for step in sorted((step for step in steps if step.startswith("step_")), reverse=True):
-        folder = here / step
-        folder.mkdir()
-        if not store.isfile(f"{there}/{step}/{COMMIT}"):
-            yield f"ignored: {step}: it has no COMMIT, so its copy was not finished"
-        else:
-            store.get_file(f"{there}/{step}/{COMMIT}", str(folder / "commit"))
-            commit, fault = read_file(folder / "commit")
-            for part in commit.parts if commit is not None else ():
-                if store.isfile(f"{there}/{step}/{part}"):
-                    store.get_file(f"{there}/{step}/{part}", str(folder / part))
-            (folder / "commit").rename(folder / COMMIT)
-            commit, fault = examine(folder)
-            fault = fault or abandoned(folder)
-            if commit is not None and not fault:
-                return commit
-            yield f"ignored: {step}: {fault}"
-        shutil.rmtree(folder)
-    raise UserError(f"{there}: there is no whole checkpoint")
-
-
-def _note_fetched(draft: Path, name: str) -> None:
-    """Record the run as one that was stopped on this machine: what it was elsewhere is gone."""
-    record = read_record(draft)
-    # Its folder is that from which it is read, whatever it is called then.
-    structs.replace(
-        record,
-        name=name,
-        workers=tuple(structs.replace(entry, host=0) for entry in record.workers),
-        roster={},
-        hosts=(),
-        pids={},
-        pid=None,
-        state="stopped",
-        exit_code=STOPPED,
-        ended=time.time(),
-        failure=None,
-        silent=(),
-        waits_for="",
-    ).write()

@@ -12,6 +12,7 @@ import click
 
 from distflow.data.files import whole_lines
 from distflow.errors import UserError
+from distflow.runtime.disk import ROLLOUTS, VAL_ROLLOUTS
 from distflow.types import SEQUENCE
 
 SHOWN = 8
@@ -38,7 +39,8 @@ STANDARD = frozenset(
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--step", type=click.IntRange(min=1), help="Training step.  [default: the newest that was dumped]")
+@click.option("--step", type=click.IntRange(min=0), help="Training step.  [default: the newest that was dumped]")
+@click.option("--val", is_flag=True, help="The samples of validation after that step; 0: before the first.")
 @click.option(
     "--limit", type=click.IntRange(min=1), help=f"Maximum number of samples.  [default: {SHOWN}, with --json all]"
 )
@@ -46,7 +48,7 @@ STANDARD = frozenset(
     "--json", "as_json", is_flag=True, help="Print a JSON list with one object per sequence; most samples have one."
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def command(run: str | None, step: int | None, limit: int | None, as_json: bool, runs_dir: Path) -> None:
+def command(run: str | None, step: int | None, val: bool, limit: int | None, as_json: bool, runs_dir: Path) -> None:
     """Show samples of one training step of RUN (default: the newest): text, reward and its parts, your own fields."""
     from distflow.launch.observe.file_sync import refresh
     from distflow.launch.run.folder import find_run
@@ -54,13 +56,17 @@ def command(run: str | None, step: int | None, limit: int | None, as_json: bool,
     run_dir = find_run(run, runs_dir)
     for line in refresh(run_dir, ("rollouts",), "samples"):
         click.echo(line, err=True)
-    samples = [list(lines) for _, lines in groupby(read_lines(_step_folder(run_dir, step)), _identity)]
+    samples = [
+        list(lines)
+        for _, lines in groupby(read_lines(_step_folder(run_dir, step, VAL_ROLLOUTS if val else ROLLOUTS)), _identity)
+    ]
     if as_json:
         click.echo(json.dumps(list(chain(*samples[:limit])), ensure_ascii=False))
         return
     count = SHOWN if limit is None else limit
     if samples:
-        click.echo(f"training step {samples[0][0]['step']}: {min(count, len(samples))} of {len(samples)} samples")
+        what = "validation after training step" if val else "training step"
+        click.echo(f"{what} {samples[0][0]['step']}: {min(count, len(samples))} of {len(samples)} samples")
     for sample in samples[:count]:
         for text in _describe(sample):
             click.echo(text)
@@ -79,18 +85,18 @@ def _identity(line: dict[str, Any]) -> tuple[int, int]:
     return line["uid"][2], line["sample"]
 
 
-def _step_folder(run_dir: Path, step: int | None) -> Path:
-    folders = sorted((run_dir / "rollouts").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+def _step_folder(run_dir: Path, step: int | None, kind: str) -> Path:
+    folders = sorted((run_dir / kind).glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     if not folders:
-        raise UserError(
-            f"{run_dir}/rollouts: nothing was dumped yet — run.dump_rollouts says how often samples are dumped"
-        )
+        often = "run.dump_rollouts says how often samples are dumped"
+        cure = often if kind == ROLLOUTS else f"val.every says how often there is validation, {often}"
+        raise UserError(f"{run_dir}/{kind}: nothing was dumped yet — {cure}")
     if step is None:
         return folders[-1]
     wanted = [folder for folder in folders if int(folder.name.removeprefix("step_")) == step]
     if not wanted:
         near = min(folders, key=lambda folder: abs(int(folder.name.removeprefix("step_")) - step))
-        raise UserError(f"--step {step}: {run_dir}/rollouts has no samples of this step; the nearest is {near.name}")
+        raise UserError(f"--step {step}: {run_dir}/{kind} has no samples of this step; the nearest is {near.name}")
     return wanted[0]
 
 

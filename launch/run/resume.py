@@ -20,6 +20,7 @@ from distflow.runtime.checkpoint.commit import (
     step_of,
     vanished,
 )
+from distflow.runtime.disk import ROLLOUTS, VAL_ROLLOUTS
 from distflow.types import WorkerName
 
 
@@ -135,7 +136,7 @@ def forget_abandoned(run_dir: Path, step: int) -> None:
             aside = folder.with_name(folder.name.replace("step_", "ignored_"))
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
-    for folder in (run_dir / "rollouts").glob("step_*"):
+    for folder in _dump_folders(run_dir):
         if step_of(folder) > step:
             shutil.rmtree(folder)
     forget_unfinished(run_dir)
@@ -144,9 +145,13 @@ def forget_abandoned(run_dir: Path, step: int) -> None:
 def forget_dumps_of(run_dir: Path, step: int, workers: Iterable[str]) -> None:
     """Remove dumps of these workers for training steps after `step`: others will repeat them."""
     for stem in (WorkerName.parse(name).file_stem for name in workers):
-        for path in (run_dir / "rollouts").glob(f"step_*/{stem}.jsonl"):
-            if step_of(path.parent) > step:
-                path.unlink(missing_ok=True)
+        for folder in _dump_folders(run_dir):
+            if step_of(folder) > step:
+                (folder / f"{stem}.jsonl").unlink(missing_ok=True)
+
+
+def _dump_folders(run_dir: Path) -> list[Path]:
+    return [folder for kind in (ROLLOUTS, VAL_ROLLOUTS) for folder in (run_dir / kind).glob("step_*")]
 
 
 def forget_unfinished(run_dir: Path) -> None:

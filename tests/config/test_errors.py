@@ -47,7 +47,7 @@ def test_a_wrong_type(tmp_path: Path) -> None:
     "override, message",
     [
         ("run.sed=1", "command line: run.sed — unknown key — did you mean 'seed'?"),
-        ("run.training_steps=0", "run.training_steps — 0 should be greater than or equal to 1"),
+        ("run.training_steps=-1", "run.training_steps — -1 should be greater than or equal to 0"),
         ("run.seed=1.5", "run.seed — expected a whole number, got 1.5"),
         ("layout.pools.rollout.count=1000000000", "rollout.count — 1000000000 should be less than or equal to 4096"),
         ("run.seed=18446744073709551616", "run.seed — 18446744073709551616 should be less than 18446744073709551616"),

@@ -7,10 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
-from tests.e2e.runs import PACED, SMALL, Launch, Run, check_trained_once
+from distflow.launch.commands.rollouts import read_lines
+from tests.e2e.runs import PACED, SMALL, WAIT_S, Launch, Run, check_trained_once, cli
 
 EVERY, STEPS, PROMPTS, K = 3, 8, 12, 2
 VALIDATED = (
@@ -18,6 +22,7 @@ VALIDATED = (
     f"run.training_steps={STEPS}",
 )
 DUE = [0, 3, 6, 8]
+ALONE = "layout.pools.checks={roles: [validate], count: 1}"
 TRAINERS = "layout.pools.trainer.count=2"
 
 
@@ -25,6 +30,11 @@ def validation(run: Run) -> dict[int, dict[str, float]]:
     """What was measured, by training steps done before."""
     lines = [json.loads(line) for path in run.folder.glob("metrics/*.jsonl") for line in path.read_text().splitlines()]
     return {line["step"]: line for line in lines if any(name.startswith("val/") for name in line)}
+
+
+def spans(line: dict[str, Any]) -> list[int]:
+    """The versions of the weights that a sample was made with."""
+    return [number for _, number, *_ in line["policy_versions"]]
 
 
 def check_validated(run: Run, due: Sequence[int] = DUE) -> dict[int, dict[str, float]]:
@@ -41,7 +51,9 @@ def check_validated(run: Run, due: Sequence[int] = DUE) -> dict[int, dict[str, f
         ["layout=split", TRAINERS, "layout.stealing=false"],
         ["layout=colocated", "layout.pools.worker.count=2"],
         ["layout=services", "layout.pools.reward={count: 1, steps: [reward]}"],
+        ["layout=services", "layout.pools.reward={count: 1, steps: [reward]}", ALONE],
         pytest.param(["layout=async"], marks=pytest.mark.long),
+        pytest.param(["layout=async", ALONE], marks=pytest.mark.long),
         pytest.param(["layout=critic", "flow=ppo"], marks=pytest.mark.long),
     ],
 )
@@ -56,6 +68,12 @@ def test_the_version_that_is_due_is_measured_on_every_prompt(launch: Launch, lay
     assert sorted(merged) == list(range(STEPS + 1)), "version 0 has an object of its own"
     assert merged[3]["val/avg@2"] == found[3]["val/avg@2"]
     assert "timing_s/step" in merged[3]
+    for version in DUE:
+        samples = read_lines(run.folder / "rollouts" / "val" / f"step_{version:06d}")
+        every = [(prompt, number) for prompt in range(PROMPTS) for number in range(K)]
+        assert sorted((line["uid"][1], line["sample"]) for line in samples) == every
+        assert fmean(line["score"] for line in samples) == pytest.approx(found[version][f"val/avg@{K}"])
+        assert {span for line in samples for span in spans(line)} == {version}
     assert run.leftovers() == []
 
 
@@ -64,21 +82,23 @@ def test_it_does_not_depend_on_the_layout_and_does_not_change_training(launch: L
     runs = [
         launch("quickstart", *settings, "layout=colocated", *VALIDATED),
         launch("quickstart", *settings, "layout=split", *VALIDATED),
+        launch("quickstart", *settings, "layout=split", *VALIDATED, ALONE),
         launch("quickstart", *settings, "layout=split", f"run.training_steps={STEPS}"),
     ]
     for run in runs:
         assert run.wait() == 0, run.output
-    one, other = map(check_validated, runs[:2])
-    assert one == other
+    one, *others = map(check_validated, runs[:3])
+    assert others == [one, one]
     norms = [[line["actor/grad_norm"] for line in run.metrics() if "actor/grad_norm" in line] for run in runs]
-    assert norms[1] == norms[2]
+    assert norms[1] == norms[2] == norms[3]
 
 
-def test_a_worker_that_dies_loses_no_prompt(launch: Launch) -> None:
+@pytest.mark.parametrize("worker, pools", [("rollout/0", []), ("checks/0", [ALONE])])
+def test_a_worker_that_dies_loses_no_prompt(launch: Launch, worker: str, pools: list[str]) -> None:
     settings = [*PACED, "val.every=2", f"val.prompts={PROMPTS}", "run.training_steps=8"]
-    run = launch("quickstart", "layout=split", *settings)
+    run = launch("quickstart", "layout=split", *settings, *pools)
     run.until(lambda: len(validation(run)) > 1, "the second round of validation")
-    os.kill(run.pid_of("rollout/0"), signal.SIGKILL)
+    os.kill(run.pid_of(worker), signal.SIGKILL)
     assert run.wait() == 0, run.output
     check_trained_once(run, 8)
     check_validated(run, [0, 2, 4, 6, 8])
@@ -94,6 +114,28 @@ def test_a_resumed_run_validates_what_is_due(launch: Launch) -> None:
     assert again.wait() == 0, again.output
     check_trained_once(again, STEPS)
     check_validated(again)
+
+
+def test_a_checkpoint_and_a_folder_are_evaluated_as_in_the_run(launch: Launch, tmp_path: Path) -> None:
+    settings = ["layout=split", *SMALL, *VALIDATED, "val.sampling={temperature: 0}", "run.save_every=3"]
+    run = launch("quickstart", *settings)
+    assert run.wait() == 0, run.output
+    where = ["--runs-dir", str(run.folder.parent)]
+    greedy = ["layout=colocated", "val.sampling={temperature: 0}", *VALIDATED[1:3]]
+    folder = str(tmp_path / "exported")
+    assert cli("export", run.name, "--to", folder, *where).returncode == 0
+    expected = {name: value for name, value in check_validated(run)[STEPS].items() if name.startswith("val/")}
+    for target in ([run.name], [folder, "quickstart", *greedy]):
+        done = cli("evaluate", *target, "--json", *where, timeout_s=WAIT_S)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == pytest.approx(expected)
+    shown = cli("evaluate", run.name, "--step", "6", *greedy, *where, timeout_s=WAIT_S)
+    assert f"val/avg@{K} " in shown.stdout, shown.stderr
+    assert (run.folder.parent / f"{run.name}-eval-2").is_dir()
+    assert (run.folder.parent / "exported-eval").is_dir()
+    alone = cli("evaluate", folder, *where)
+    assert alone.returncode == 2
+    assert "which recipe says how to validate it?" in alone.stderr
 
 
 def test_a_run_that_is_stopped_does_not_finish_validation(launch: Launch) -> None:

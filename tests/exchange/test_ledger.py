@@ -122,8 +122,8 @@ def test_too_little_memory_is_refused_with_the_least_amount() -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(UserError, match=r"run\.training_steps is 0: expected at least 1"):
-        replace(SMALL, training_steps=0)
+    with pytest.raises(UserError, match=r"run\.training_steps is -1: expected at least 0"):
+        replace(SMALL, training_steps=-1)
 
 
 def test_endless_drops_end_with_their_reasons() -> None:

@@ -27,6 +27,10 @@ def plan(*overrides: str) -> Plan:
         (["val.every=4", "val.at_start=false"], (4, 8)),
         (["val.every=100"], (0, 8)),
         (["val.every=100", "val.at_start=false"], (8,)),
+        (["val.prompts=5"], (0, 8)),
+        (["val.at_start=false"], (8,)),
+        (["val.every=3", "run.training_steps=0"], (0,)),
+        (["val.at_start=false", "run.training_steps=0"], (0,)),
     ],
 )
 def test_when_it_is_due(overrides: list[str], versions: tuple[int, ...]) -> None:
@@ -59,11 +63,41 @@ def test_a_colocated_worker_generates_once_more_at_the_end() -> None:
     assert "w.validation" not in render_script(plan("val.every=3"), WorkerName("rollout", 0))
 
 
+ALONE = "layout.pools.checks={roles: [validate], count: 2, slots: 512}"
+
+
+def test_a_pool_of_its_own_does_what_the_generating_pool_does() -> None:
+    made = plan("val.every=3", ALONE)
+    assert [pool.name for pool in made.pools] == ["rollout", "trainer", "checks"]
+    assert made.validating == made.pool("checks")
+    assert made.pool("checks").steps == made.pool("rollout").steps
+    assert made.worker(WorkerName("checks", 1)).slots == 512, "not bounded by the batch of training"
+    assert {edge.source for edge in made.edges if edge.kind == "lease"} == {"rollout", "checks"}
+    assert 'w.send("val_samples", groups)' in render_script(made, WorkerName("checks", 0))
+    assert "validates policy" in render_page(made)
+
+
+def test_it_asks_the_services_that_the_generating_pool_asks() -> None:
+    made = plan("val.every=3", ALONE, "layout=services", "layout.pools.judge={steps: [reward]}")
+    assert [edge.source for edge in made.edges if edge.name == "reward"] == ["rollout", "checks"]
+    script = 'for batch in w.requests("reward"):'
+    assert script in render_script(made, WorkerName("judge", 0))
+
+
+def test_without_validation_it_is_left_out() -> None:
+    made = plan(ALONE)
+    assert made.validating is None
+    assert "pool 'checks' is left out: there is no section `val`" in made.notes
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
+        (["val.every=3", "layout=colocated", ALONE], "gives its weights to no other pool: not built yet"),
+        (["val.every=3", "layout.pools.checks={roles: [validate, score]}"], "a pool for validation does nothing else"),
+        (["val.every=3", ALONE, "layout.pools.more={roles: [validate]}"], "pool 'checks' has the role 'validate'"),
         (["val.every=0"], "val.every"),
-        (["val.prompts=5"], "val.every — required"),
+        (["run.training_steps=0"], "run.training_steps — 0 is for validation alone"),
         (["val.every=3", "val.sampling={temprature: 1}"], "val.sampling.temprature — unknown setting"),
         (["val.every=3", "val.sampling={temperature: warm}"], "val.sampling.temperature — expected a number"),
         (["val.every=3", "val.data={source: nowhere.py:prompts}"], "val.data.source"),

@@ -92,7 +92,8 @@ def test_shipped_files_are_silent(flow: str, layout: str) -> None:
 @pytest.mark.parametrize("flow", FLOWS)
 def test_shipped_flows_have_what_several_updates_need(flow: str) -> None:
     plan = plan_recipe("quickstart", [f"flow={flow}", "batch.epochs=2"])[1]
-    assert "old_logprobs" in [step.name for step in plan.steps]
+    # Losses on samples of the data have no ratio to a policy that sampled them.
+    assert plan.reads or "old_logprobs" in [step.name for step in plan.steps]
     assert plan.warnings == ()
 
 

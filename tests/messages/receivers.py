@@ -51,7 +51,7 @@ class WorkerReceiver:
         self.node.membership.me = replace(me, digest="digest", digest_parts={"flow": "1"})
         with _nothing_fetched():
             inbound, ends = self.session._register(build_tokenizer(setting))
-        self._outbound = None if ends is None else ends.train
+        self._outbound = None if ends is None else ends.own
         self._inbound = inbound
         if inbound is not None and self.session._replicas is not None:
             batch, streamed = setting.plan.batch, TrainingLimits.of(setting.plan).streamed

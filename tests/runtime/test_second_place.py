@@ -17,7 +17,7 @@ from distflow.runtime.checkpoint.commit import COMMIT, COPIED, COPY_FAILED, LAST
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.types import Version
 from distflow.workers import second_place
-from distflow.workers.second_place import Copies, SecondPlace, Told
+from distflow.workers.second_place import CopyThread, SecondPlace, Told
 from tests.polling import eventually
 
 TWO = {"trainer-0": 0, "trainer-1": 1}
@@ -85,10 +85,10 @@ def whole(to: Path) -> list[int]:
     return [int(folder.name[5:]) for folder in folders if examine(folder)[1] == ""]
 
 
-def copies(make: Callable[[], SecondPlace], held: set[Path], *, alone: bool = True) -> tuple[Copies, Counter[str]]:
+def copies(make: Callable[[], SecondPlace], held: set[Path], *, alone: bool = True) -> tuple[CopyThread, Counter[str]]:
     counts: Counter[str] = Counter()
     told = Told(lambda amount: None, lambda name, value: counts.update({name: int(value)}), held.add, held.discard)
-    return Copies(make, "there", told, alone=alone), counts
+    return CopyThread(make, "there", told, alone=alone), counts
 
 
 def test_a_copy_is_whole_and_kept_as_here(run_dir: Path, tmp_path: Path) -> None:

@@ -192,6 +192,34 @@ def test_the_inbox_loads_the_newest_and_ignores_late_announcements(publisher: Sh
     assert engine.events == ["begin 1", "end"]
 
 
+def test_an_inbox_for_some_versions_passes_over_the_others(publisher: ShmPublisher) -> None:
+    inbox, engine = WeightInbox(ShmReader(), only=(2, 4)), FakeEngine()
+    for number in range(3):
+        inbox.announce(publisher.publish(Version(0, number), weights(number)))
+        assert inbox.waiting == (number == 2)
+        assert inbox.newest == Version(0, number), "what the publisher is told, who else would announce it again"
+    inbox.announce(publisher.publish(Version(0, 3), weights(3)))
+    inbox.load(engine)
+    assert inbox.loaded == Version(0, 2)
+    assert not inbox.waiting
+    inbox.announce(publisher.publish(Version(0, 4), weights(4)))
+    assert inbox.waiting
+
+
+def test_an_inbox_that_has_missed_a_version_takes_the_newest_there_is(publisher: ShmPublisher) -> None:
+    inbox, engine = WeightInbox(ShmReader(), only=(2,)), FakeEngine()
+    for number in range(2, 3 + PUBLISHED):
+        inbox.announce(publisher.publish(Version(0, number), weights(number)))
+    inbox.load(engine)
+    assert inbox.loaded is None, "it was overwritten"
+    assert inbox.waiting
+    inbox.load(engine)
+    assert inbox.loaded == Version(0, 2 + PUBLISHED)
+    late = WeightInbox(ShmReader(), only=(2,))
+    late.announce(publisher.publish(Version(0, 9), weights(9)))
+    assert late.waiting, "version 2 was announced before it came"
+
+
 def test_an_overtaken_version_leaves_the_engine_torn_until_the_next(publisher: ShmPublisher) -> None:
     inbox, engine = WeightInbox(ShmReader()), FakeEngine()
     manifests = [publisher.publish(Version(0, n), weights(n)) for n in range(PUBLISHED + 1)]

@@ -1,0 +1,123 @@
+"""Responses that the data gives: which columns they are in, in tokens, and what is wrong with a row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.config.data_schema import SourceConfig
+from distflow.data.loading import open_source
+from distflow.data.order import PromptOrder, PromptSettings
+from distflow.data.responses import DataRow, Reading, RowResponse
+from distflow.errors import PluginError, UserError
+from distflow.workers.supervised import demonstration
+from distflow.workers.tokenizers import CharTokenizer
+
+TOKENIZER = CharTokenizer("chars:0123456789=")
+Make = Callable[[DataRow], Sequence[RowResponse]]
+
+
+def order(
+    folder: Path, rows: Sequence[Mapping[str, Any]], make: Make = demonstration, longest: int = 9, **given: Any
+) -> PromptOrder:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    source = open_source("", SourceConfig.model_validate({"source": str(file)}), lambda name: None)
+    values = {"seed": 5, "shuffle": False, "chat": False, "max_prompt_tokens": 8} | given
+    return PromptOrder([source], TOKENIZER, PromptSettings(**values), Reading(make, "read", 2, longest, ()))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"response": "12"},
+        {"answer": "12"},
+        {"response": "12", "answer": "99"},
+        {"response": [{"role": "user", "content": "1="}, {"role": "assistant", "content": "12"}]},
+        {"response": None, "answer": 12},
+    ],
+)
+def test_where_a_demonstration_stands(column: dict[str, Any], tmp_path: Path) -> None:
+    prompt = order(tmp_path, [{"prompt": "1=", **column}]).prompt(0)
+    (response,) = prompt.responses
+    assert (response.text, response.token_ids, response.trains) == ("12", (3, 4, 1), True)
+
+
+def test_of_a_conversation_the_last_turn_is_the_response(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "1="}, {"role": "assistant", "content": "12"}]
+
+    class Chat(CharTokenizer):
+        def chat_prompt(self, turns: Any, tools: Any = (), arguments: Any = None) -> list[int]:
+            return self.encode("".join(turn["content"] for turn in turns))
+
+    made = order(tmp_path, [{"messages": turns}])
+    made._tokenizer = Chat("chars:0123456789=")
+    prompt = made.prompt(0)
+    assert (prompt.token_ids, prompt.responses[0].token_ids) == ((3, 12), (3, 4, 1))
+
+
+@pytest.mark.parametrize(
+    "column, message",
+    [
+        ({}, r"rows.jsonl:2\): there is no column 'response' or 'answer'; there are other — data.fields.response=COL"),
+        ({"response": "  "}, r"rows.jsonl:2\): the column 'response' is empty"),
+        ({"response": {"a": 1}}, "expected text, or chat messages that end with an assistant's turn"),
+        ({"response": [{"role": "user", "content": "1"}]}, "end with an assistant's turn"),
+        ({"response": "abc"}, r"rows.jsonl:2\): character 'a' of 'abc' is not in the vocabulary"),
+        ({"response": "123456789"}, r"rows.jsonl:2\) has 10 tokens with its end token, expected at most 9"),
+    ],
+)
+def test_what_is_wrong_with_a_row(column: dict[str, Any], message: str, tmp_path: Path) -> None:
+    made = order(tmp_path, [{"prompt": "1=", "response": "1"}, {"prompt": "2=", "other": 1, **column}])
+    assert made.prompt(0).responses[0].token_ids == (3, 1)
+    with pytest.raises(UserError, match=message):
+        made.prompt(1)
+
+
+def test_rows_with_long_responses_are_left_out(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}=", "response": "1" * (1 + 5 * n)} for n in range(4)]
+    made = order(tmp_path, rows, overlong="drop")
+    assert [made.prompt(position).text for position in range(5)] == ["0=", "1=", "0=", "1=", "0="]
+    assert (
+        "2 of 4 prompts are longer than data.max_prompt_tokens=8, or their responses than max_response_"
+        in (made.left_out()[0])
+    )
+
+
+def test_the_next_row_is_that_of_the_next_position(tmp_path: Path) -> None:
+    def both(row: DataRow) -> list[RowResponse]:
+        return [RowResponse(one.response("response"), {}, one is row) for one in (row, row.following())]
+
+    rows = [{"prompt": f"{n}=", "response": "1" * (1 + 5 * n)} for n in (0, 3, 1)]
+    made = order(tmp_path, rows, both, overlong="drop")
+    found = [[one.text for one in made.prompt(position).responses] for position in range(3)]
+    assert found == [["1", "111111"], ["111111", "1"], ["1", "111111"]], "what is left out is nobody's next row"
+    assert [one.trains for one in made.prompt(0).responses] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda row: [], "returned 0 values; expected a list of 1 to 2"),
+        (lambda row: ["1"], "returned 1 values; expected"),
+        (lambda row: "11", "step 'read' returned 2 values"),
+        (lambda row: None, "returned a NoneType"),
+        (lambda row: [RowResponse("1")] * 3, "returned 3 values"),
+        (lambda row: [RowResponse("1", {"label": 1.0})], "with the fields label; expected .* to write: none"),
+    ],
+)
+def test_what_a_step_may_return(make: Make, message: str, tmp_path: Path) -> None:
+    with pytest.raises((PluginError, UserError), match=message):
+        order(tmp_path, [{"prompt": "1=", "response": "1"}], make).prompt(0)
+
+
+def test_a_model_must_be_able_to_stop(tmp_path: Path) -> None:
+    made = order(tmp_path, [{"prompt": "1=", "response": "1"}])
+    made._tokenizer = CharTokenizer("chars:0123456789=")
+    made._tokenizer.eos_token_id = None  # type: ignore[misc]
+    with pytest.raises(UserError, match="the tokenizer has no end token, by which a model could learn to stop"):
+        made.prompt(0)

@@ -1,0 +1,62 @@
+"""Supervised training on demonstrations: what a row of the data gives, and the update on it.
+
+Shapes: B samples, T response tokens of the longest.
+"""
+
+from __future__ import annotations
+
+from distflow.algorithms.aggregation import Aggregation
+from distflow.algorithms.supervised import nll
+from distflow.data.batch import Batch
+from distflow.data.micro_batches import micro_batches
+from distflow.data.responses import DataRow, RowResponse
+from distflow.errors import UserError
+from distflow.flow.step import step
+from distflow.runtime.steps import StepContext
+from distflow.workers.trainer import describe
+
+
+@step(role="read", reads=[], writes=[], choices={"max_response_tokens": ">= 1"})
+def demonstration(row: DataRow, *, max_response_tokens: int = 1024) -> list[RowResponse]:
+    """The column `response`, or else `answer`, which a conversation has that ends with an assistant's turn."""
+    return [RowResponse(row.response("response", "answer"))]
+
+
+@step(
+    role="train",
+    reads=["prompt_ids", "response_ids", "response_mask"],
+    writes=[],
+    scope="sample",
+    head="tokens",
+    choices={"aggregate": ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm/N"]},
+)
+def sft(batch: Batch, ctx: StepContext, *, aggregate: str = "token-mean") -> Batch:
+    """Accumulate the gradient of the negative log-likelihood of the responses, end tokens included, in micro-batches.
+
+    `aggregate`: see `Aggregation`. Adds the divisor of the gradient to `ctx.denominators`. Raises UserError for invalid
+    settings.
+    """
+    aggregation = Aggregation.parse(aggregate)
+    if not aggregation.additive:
+        raise UserError(f"aggregate={aggregate!r}: this loss is divided by a count; expected for example token-mean")
+    if ctx.update_epoch == 0:
+        describe(batch, ctx.metrics)
+    for _, part in micro_batches(batch, ctx.tokens_per_microbatch, ["prompt_ids", "response_ids", "response_mask"]):
+        _accumulate(part, ctx, aggregation)
+    return batch
+
+
+def _accumulate(part: Batch, ctx: StepContext, aggregation: Aggregation) -> None:
+    mask_BT = part.padded("response_mask")
+    tokens = float(mask_BT.sum())
+    if not tokens:
+        return
+    logprobs_BT = ctx.backend.score(part, temperature=1.0, grad=True, entropy=False).logprobs_BT
+    here_BT = mask_BT.to(logprobs_BT.device)
+    loss_BT = nll(logprobs_BT)
+    ctx.backend.accumulate((loss_BT * aggregation.weights(here_BT, loss_BT)).sum())
+    assert ctx.model is not None, "ctx.backend has looked the model up"
+    denominator = aggregation.denominator(mask_BT)
+    ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
+    per_token = float(loss_BT.detach()[here_BT].double().mean())
+    ctx.metrics.mean("actor/loss", per_token, tokens)
