@@ -1,11 +1,11 @@
-"""What the flows that train on files learn, on rows that they have not seen: to copy three digits, and to tell who does.
+"""What the flows that train on files learn, on rows they have not seen: to copy three digits, or to tell who does.
 
     python -m benchmarks.offline_learning --seeds 0 1 2
 
-Of all thousand numbers 800 are in the file that is trained on, and 200 are held out. Prints for each flow and seed, of the
-exported model: the share of held-out prompts that it answers exactly when it generates (sft; dpo and kto begin with the model
-of sft after a few steps), and the share of held-out pairs that it orders (dpo, kto, reward_model; the latter also as a judge,
-by the service that rewards samples). Exit code 1 if one is below `--least`.
+Of all thousand numbers 800 are in the file that is trained on, and 200 are held out. Prints for each flow and seed, of
+the exported model: the share of held-out prompts that it answers exactly when it generates (sft; dpo and kto begin with
+the model of sft after a few steps), and the share of held-out pairs that it orders (dpo, kto, reward_model; the latter
+also as a judge, by the service that rewards samples). Exit code 1 if one is below `--least`.
 """
 
 from __future__ import annotations
