@@ -3,8 +3,8 @@
     python -m benchmarks.offline_learning --seeds 0 1 2
 
 Of all thousand numbers 800 are in the file that is trained on, and 200 are held out. Prints for each seed, of exported
-models: the share of held-out prompts that a model answers exactly when it generates (sft; dpo and kto begin with what a
-few steps of sft have made), and the share of held-out pairs that it orders (dpo, kto, reward_model; the latter also as a
+models: the share of held-out prompts that a model answers exactly when it generates (sft; dpo and kto begin with what
+a few steps of sft have made), and the share of held-out pairs that it orders (dpo, kto, reward_model; that also as a
 judge, text by text). Exit code 1 if one is below `--least`.
 """
 

@@ -45,8 +45,8 @@ def test_pairs_of_equals_are_told_some_of_them(
     told = [record.getMessage() for record in caplog.records]
     assert told[0] == "data: prompt 3 (pairs.jsonl:3) has the same text as chosen and rejected, which teaches nothing"
     assert len(told) == 5
-    assert told[-1].endswith("prompt 7 (pairs.jsonl:7) has the same text as chosen and rejected, which teaches nothing; "
-                             "further ones are not told")  # fmt: skip
+    assert "prompt 7 " in told[-1]
+    assert told[-1].endswith("which teaches nothing; further ones are not told")
 
 
 def test_labelled_responses_have_one_of_the_next_row_beside_them() -> None:
