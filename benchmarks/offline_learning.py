@@ -25,7 +25,7 @@ from distflow.data.arithmetic import copy_digits
 DISTFLOW = (sys.executable, "-m", "distflow.launch")
 HELD_OUT = 200
 GOOD = 0.95
-WARM, LONG = 60, 400
+WARM, LONG = 60, 600
 """Training steps of sft: before preferences are trained, and where it is itself what is measured."""
 STEPS = {"dpo": 200, "kto": 300, "reward_model": 600}
 RATE = {"dpo": 3.0e-4, "kto": 3.0e-4, "reward_model": 1.0e-3}
@@ -99,9 +99,12 @@ def ordered(place: Workplace, flow: str, folder: Path, *overrides: str) -> float
 
 def judged(place: Workplace, judge: Path) -> float:
     """The share of held-out pairs that a reward model orders when it is asked, text by text, as by a run."""
+    from transformers.utils.logging import disable_progress_bar
+
     from distflow.runtime.protocols import BackendSpec
     from distflow.workers.backends.torch_backend import TorchBackend
 
+    disable_progress_bar()
     section = {"path": str(judge), "head": "score", "dtype": "float32", "gradient_checkpointing": False}
     backend = TorchBackend(BackendSpec(section, "cpu", False, 0, 1, {}))
     lines = (place.folder / "held_out.jsonl").read_text().splitlines()
