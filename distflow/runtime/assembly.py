@@ -94,6 +94,11 @@ class Setting:
         )
 
     @property
+    def only_validates(self) -> bool:
+        """Whether this worker generates for validation only."""
+        return self.plan.pool(self.me.name.pool).validates
+
+    @property
     def start(self) -> Version:
         """The version that training begins with."""
         return Version(self.document.term, 0 if self.resumed is None else self.resumed.version.number)
