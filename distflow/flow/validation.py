@@ -35,6 +35,13 @@ def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -
     for setting, message, cure in found:
         if setting in recipe.val.sampling:
             problems.add(f"val.sampling.{setting}", f"{message} (a setting of flow.steps.{node.name})", cure)
+    alone = next((pool for pool in structure.pools if pool.validates), None)
+    if alone is not None and structure.rollout.homes:
+        message = (
+            f"pool {structure.rollout.name!r} trains {structure.models.primary!r} and generates with it in turn, and "
+        )
+        message += "gives its weights to no other pool: not built yet"
+        problems.add(f"layout.pools.{alone.name}", message, "leave this pool out, or train and generate on two pools")
     if any(other.generates_further for other in structure.steps):
         message = "this flow generates with a further model, on prompts that other steps write: not built yet"
         problems.add("val", message, "leave val out, or another flow")

@@ -54,7 +54,6 @@ def check_validated(run: Run, due: Sequence[int] = DUE) -> dict[int, dict[str, f
         ["layout=services", "layout.pools.reward={count: 1, steps: [reward]}", ALONE],
         pytest.param(["layout=async"], marks=pytest.mark.long),
         pytest.param(["layout=async", ALONE], marks=pytest.mark.long),
-        pytest.param(["layout=colocated", ALONE], marks=pytest.mark.long),
         pytest.param(["layout=critic", "flow=ppo"], marks=pytest.mark.long),
     ],
 )

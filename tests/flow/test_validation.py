@@ -77,11 +77,6 @@ def test_a_pool_of_its_own_does_what_the_generating_pool_does() -> None:
     assert "validates policy" in render_page(made)
 
 
-def test_with_it_a_colocated_worker_does_not_validate() -> None:
-    made = plan("val.every=3", ALONE, "layout=colocated")
-    assert "w.validation" not in render_script(made, WorkerName("worker", 0))
-
-
 def test_it_asks_the_services_that_the_generating_pool_asks() -> None:
     made = plan("val.every=3", ALONE, "layout=services", "layout.pools.judge={steps: [reward]}")
     assert [edge.source for edge in made.edges if edge.name == "reward"] == ["rollout", "checks"]
@@ -98,6 +93,7 @@ def test_without_validation_it_is_left_out() -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
+        (["val.every=3", "layout=colocated", ALONE], "gives its weights to no other pool: not built yet"),
         (["val.every=3", "layout.pools.checks={roles: [validate, score]}"], "a pool for validation does nothing else"),
         (["val.every=3", ALONE, "layout.pools.more={roles: [validate]}"], "pool 'checks' has the role 'validate'"),
         (["val.every=0"], "val.every"),
