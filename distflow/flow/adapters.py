@@ -39,8 +39,16 @@ def shares_base(
 def check_adapters(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse adapters of models, and on engines and backends, that have none."""
     models = structure.models
+    for name, config in models.configs.items():
+        if config.quantize is not None and config.head != "tokens":
+            message = f"a model with `head: {config.head}` keeps its dtype: 4 bits are for language models"
+            problems.add(f"models.{name}.quantize", message, "quantize: null", others=(f"models.{name}.head",))
     for name in models.trained:
         config = models.configs[name]
+        if config.quantize is not None and config.lora is None:
+            message = "it is trained, and weights of 4 bits are frozen"
+            cure = f"models.{name}.lora={{rank: 16, alpha: 32}}, which trains adapters beside them, or quantize: null"
+            problems.add(f"models.{name}.quantize", message, cure, others=(f"models.{name}.lora",))
         if config.lora is None:
             continue
         # A copy is defined where its original is.
@@ -100,7 +108,8 @@ def adapter_lines(models: Mapping[str, ModelConfig], trained: Collection[str]) -
             share = f"{size.published / 1e6:.2f} MB a version, {size.adapters / size.parameters:.2%} of the model"
         except UserError as error:
             share = f"of unknown size: {error}"
+        base = "the base" if config.quantize is None else f"the base, its weights rounded to {config.quantize},"
         yield (
             f"{name}: adapters of rank {config.lora.rank} on {targets} ({share}) are trained, published and saved; "
-            "engines load the base by themselves and merge each version into it"
+            f"engines load {base} by themselves and merge each version into it"
         )
