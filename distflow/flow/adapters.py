@@ -39,16 +39,8 @@ def shares_base(
 def check_adapters(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse adapters of models, and on engines and backends, that have none."""
     models = structure.models
-    for name, config in models.configs.items():
-        if config.quantize is not None and config.head != "tokens":
-            message = f"a model with `head: {config.head}` keeps its dtype: 4 bits are for language models"
-            problems.add(f"models.{name}.quantize", message, "quantize: null", others=(f"models.{name}.head",))
     for name in models.trained:
         config = models.configs[name]
-        if config.quantize is not None and config.lora is None:
-            message = "it is trained, and weights of 4 bits are frozen"
-            cure = f"models.{name}.lora={{rank: 16, alpha: 32}}, which trains adapters beside them, or quantize: null"
-            problems.add(f"models.{name}.quantize", message, cure, others=(f"models.{name}.lora",))
         if config.lora is None:
             continue
         # A copy is defined where its original is.
@@ -68,6 +60,23 @@ def check_adapters(recipe: Recipe, structure: Structure, problems: Problems) -> 
                 if full_name(engine, ENGINES) not in ENGINES.values():
                     message = f"engine {engine!r} is not known to take adapters, and models.{name} has lora"
                     problems.add(where, message, f"{', '.join(ENGINES)}, or remove lora", others=(key,))
+
+
+def check_quantized(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse weights of 4 bits that would be trained, or of models that are no language models."""
+    models = structure.models
+    for name, config in models.configs.items():
+        if config.quantize is None:
+            continue
+        # A copy is defined where its original is.
+        owner = f"models.{models.primary if name in models.copied else name}"
+        if name in models.trained and config.lora is None:
+            message = f"model {name!r} is trained, and weights of 4 bits are frozen"
+            cure = f"{owner}.lora={{rank: 16, alpha: 32}}, which trains adapters beside them, or quantize: null"
+            problems.add(f"{owner}.quantize", message, cure, others=(f"{owner}.lora",))
+        elif config.head != "tokens":
+            message = f"a model with `head: {config.head}` keeps its dtype: 4 bits are for language models"
+            problems.add(f"{owner}.quantize", message, "quantize: null", others=(f"{owner}.head",))
 
 
 def _wrong_targets(config: ModelConfig) -> Iterator[tuple[str, str]]:
