@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 Role = Literal["generate", "read", "score", "forward", "train"]
 Scope = Literal["sample", "group", "batch"]
@@ -49,7 +49,8 @@ SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
 LeaseKind = Literal["train", "val"]
 VALIDATION = 1 << 48
 """First prompt position of validation: those of training are far below it."""
-
+VAL = "val/"
+"""What the names of the metrics of validation begin with."""
 
 MOST_WORKERS = 4096
 """Of one pool; more are taken for a typo."""
@@ -58,6 +59,11 @@ MOST_WORKERS = 4096
 def lease_kind(position: int) -> LeaseKind:
     """What the group at a prompt position is for."""
     return "val" if position >= VALIDATION else "train"
+
+
+def is_validated(metric: str | None) -> TypeGuard[str]:
+    """Whether validation measures a metric, by its name."""
+    return metric is not None and metric.startswith(VAL)
 
 
 def written(field: str, fields: Iterable[str]) -> bool:

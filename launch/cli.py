@@ -25,6 +25,7 @@ COMMANDS = {
     "launch": "Start a run and watch it.",
     "plan": "Show what each worker will do; write one recipe and script for each.",
     "validate": "Check a recipe and report all errors at once.",
+    "test-plugin": "Test steps, rewards, losses, data sources … of your own on synthetic batches.",
     "data": "Show prompts as the model sees them, and the reward of their gold answers.",
     "config": "Show the resolved recipe, its JSON Schema, or one key explained.",
     "worker": "Run one worker from its own per-worker recipe.",
@@ -39,6 +40,7 @@ COMMANDS = {
     "scale": "Add or remove workers of a pool while the run continues.",
     "evaluate": "Validate a checkpoint, or a Hugging Face folder, alone.",
     "export": "Export a checkpoint as a Hugging Face folder, verified by loading it.",
+    "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
     "stop": "Stop a run and verify that nothing is left of it.",
     "doctor": "Check this machine, and look for leftovers of dead runs.",
 }
@@ -47,7 +49,9 @@ BESIDE = {
     "watch": ("status", "watch"),
     "stacks": ("status", "stacks"),
     "stop": ("launch", "stop"),
+    "fetch": ("launch", "fetch"),
     "validate": ("config", "validate"),
+    "test-plugin": ("config", "test_plugin"),
     "evaluate": ("export", "evaluate"),
 }
 """File and name of commands that stand in the file of another one."""
@@ -129,7 +133,7 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-ACTING = frozenset({"launch", "worker", "scale", "export", "stop"})
+ACTING = frozenset({"launch", "worker", "scale", "export", "fetch", "stop"})
 """Commands that do their work even if nobody can read what they print. All others end."""
 
 

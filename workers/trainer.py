@@ -129,7 +129,7 @@ def batch_advantage(
     return _with_advantage(batch, function, _a_sample(whole, function, sum(sizes))[first : first + len(samples)])
 
 
-@step(role="train", reads=["reward", "group", "response_mask"], writes=["baseline"], scope="group")
+@step(role="train", reads=["reward", "group", "response_ids", "response_mask"], writes=["baseline"], scope="group")
 def baseline(batch: Batch, ctx: StepContext) -> Batch:
     """For each sample the reward of that one of its group that is not trained on.
 

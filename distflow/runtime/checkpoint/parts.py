@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from safetensors import safe_open
@@ -56,6 +56,16 @@ WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Note], obj
 log = logger(__name__)
 
 
+class Copying(Protocol):
+    """Copies to a second place, in the background."""
+
+    def offer(self, folder: Path, *, model: bool = False) -> None:
+        """Copy this: a whole checkpoint, or a Hugging Face folder. Returns at once."""
+
+    def close(self, limit_s: float, progress: Callable[[], int]) -> None:
+        """Copy what is left, as long as no `limit_s` seconds pass without progress."""
+
+
 class CheckpointWriter:
     """Writes one worker's parts, and COMMIT once the parts of all workers are known; removes old checkpoints.
 
@@ -81,6 +91,10 @@ class CheckpointWriter:
         """Bytes copied and written so far, in all checkpoints."""
         self.held: set[Path] = set()
         """Checkpoints that are being read and must not be removed."""
+        self.copied: set[Path] = set()
+        """The same of those that are being copied to a second place, or wait for it."""
+        self.copies: Copying | None = None
+        """Where they are copied, by the worker of each host that writes COMMIT."""
 
     def write_parts(
         self, version: Version, models: Mapping[str, Iterable[Shard]], worker: Mapping[str, Any]
@@ -98,12 +112,21 @@ class CheckpointWriter:
         parts[own] = write_text(folder / own, json.dumps({**worker, ARITHMETIC: self._arithmetic, "models": files}))
         return parts
 
-    def commit(self, version: Version, parts: Mapping[str, Sequence[Any]], score: float | None = None) -> Path:
-        """Make it a checkpoint: `parts` are those of all workers, `score` is the metric it is kept for, if measured.
+    def commit(
+        self,
+        version: Version,
+        parts: Mapping[str, Sequence[Any]],
+        score: float | None = None,
+        validated: Mapping[int, float] | None = None,
+    ) -> Path:
+        """Make it a checkpoint: `parts` are those of all workers, `score` is the metric it is kept for, if measured;
+        `validated`: its values by version, if validation measures it.
 
         Raises OSError when the disk refuses, WorkerFailed if a newer term of the run has written this one.
         """
         draft, folder = draft_of(self._root, version), folder_of(self._root, version)
+        known = self._keeping.validated(commit for _, commit in commits(self._root))
+        known |= {number: KeptScore(self._keeping.metric, value) for number, value in (validated or {}).items()}
         commit = Commit(
             format=FORMAT,
             step=version.number,
@@ -113,6 +136,7 @@ class CheckpointWriter:
             recipe=self._recipe,
             score=None if score is None else KeptScore(self._keeping.metric, score),
             parts={name: (int(size), str(checksum)) for name, (size, checksum) in sorted(parts.items())},
+            validated=known,
         )
         # On hosts that share the folder, one worker of each writes the same COMMIT; the first rename is enough.
         try:
@@ -136,6 +160,10 @@ class CheckpointWriter:
     def abandon(self, version: Version) -> None:
         """Remove the draft of a checkpoint that cannot be finished."""
         _remove(draft_of(self._root, version))
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint after this training step lies."""
+        return folder_of(self._root, Version(0, step))
 
     def newest(self) -> str:
         """The newest checkpoint, human-readable."""
@@ -185,9 +213,8 @@ class CheckpointWriter:
             _remove(aside)
 
     def _forget_old(self) -> None:
-        scores = {folder: _score(commit, self._keeping.metric) for folder, commit in commits(self._root)}
-        for folder in self._keeping.superfluous(scores):
-            if folder not in self.held:
+        for folder in self._keeping.superfluous(dict(commits(self._root))):
+            if folder not in self.held | self.copied:
                 _remove(folder)
 
 
@@ -290,10 +317,6 @@ class SavedState(Mapping[str, Tensor]):
                 tensor = file.get_tensor(key)
             self._note(tensor.nbytes)
             yield start, tensor
-
-
-def _score(commit: Commit, metric: str | None) -> float | None:
-    return commit.score.value if commit.score is not None and commit.score.metric == metric else None
 
 
 def _remove(folder: Path) -> None:

@@ -42,6 +42,8 @@ class Flight:
     version: Version
     score: tuple[float, float]
     """Sum and weight of the metric that checkpoints are kept for, on this replica."""
+    validated: Mapping[int, float] = field(default_factory=dict)
+    """What validation has measured of it, as far as this replica knows, by version."""
     copied: Future[dict[str, list[Shard]]] = field(default_factory=Future)
     written: Future[Parts] = field(default_factory=Future)
     as_folder: bool = False
@@ -97,10 +99,11 @@ class CheckpointThread:
         shards: dict[str, list[Shard]],
         worker: Mapping[str, object],
         *,
+        validated: Mapping[int, float],
         as_folder: bool = False,
     ) -> Flight:
         """Copy and write. The shards must not change until `copied` is done; then they are released."""
-        flight, began = Flight(version, score, as_folder=as_folder), time.perf_counter()
+        flight, began = Flight(version, score, validated, as_folder=as_folder), time.perf_counter()
 
         def copy() -> dict[str, list[Shard]]:
             copies = {name: self._copies.take(name, own) for name, own in shards.items()}
@@ -117,13 +120,13 @@ class CheckpointThread:
         flight.written = self._do(self._background, write)
         return flight
 
-    def commit(self, flight: Flight, parts: Parts, score: float | None) -> Future[str]:
+    def commit(self, flight: Flight, parts: Parts, score: float | None, validated: Mapping[int, float]) -> Future[str]:
         """Write COMMIT; the result is the text of an OSError, or empty."""
 
         def work() -> str:
             version = flight.version
             try:
-                checkpoint = self._say(self._writer.commit(version, parts, score))
+                checkpoint = self._saved(self._writer.commit(version, parts, score, validated))
                 if flight.as_folder:
                     self._make_folder(checkpoint)
             except OSError as error:
@@ -139,6 +142,11 @@ class CheckpointThread:
         checkpoint = None if self._folders is None else self._folders.owed(step, every)
         if checkpoint is not None:
             self._make_folder(checkpoint)
+
+    def copy_again(self, step: int) -> None:
+        """Copy the checkpoint after this step to the second place, if an earlier process did not come to it."""
+        if self._writer.copies is not None:
+            self._writer.copies.offer(self._writer.folder(step))
 
     def abandon(self, version: Version) -> Future[None]:
         """Remove the draft of this version."""
@@ -175,7 +183,7 @@ class CheckpointThread:
             self._flush()
             parts = writer.write_parts(version, copies, worker)
             if self._alone:
-                checkpoint = self._say(writer.commit(version, parts, mean_of([flight.score])))
+                checkpoint = self._saved(writer.commit(version, parts, mean_of([flight.score]), flight.validated))
                 if flight.as_folder:
                     self._make_folder(checkpoint)
         except OSError as error:
@@ -192,7 +200,9 @@ class CheckpointThread:
 
         def work() -> None:
             try:
-                self._say(folders.write(checkpoint, writer.note))
+                folder = self._say(folders.write(checkpoint, writer.note))
+                if writer.copies is not None:
+                    writer.copies.offer(folder, model=True)
             except Exception as error:
                 # No error costs more than this folder.
                 self._metrics.add(FAILED_FOLDER, 1)
@@ -201,6 +211,12 @@ class CheckpointThread:
                 writer.held.discard(checkpoint)
 
         self.folder = self._do(self._slow, work)
+
+    def _saved(self, checkpoint: Path) -> Path:
+        """Tell of a whole checkpoint, and have it copied to the second place, if there is one."""
+        if self._writer.copies is not None:
+            self._writer.copies.offer(checkpoint)
+        return self._say(checkpoint)
 
     def _say(self, folder: Path) -> Path:
         log.info("saved %s", folder)
