@@ -18,8 +18,9 @@ from distflow.testing.plugins.mentions import shape_of
 from distflow.types import A_TOKEN, DROP_REASON, REWARD_PARTS, SEQUENCE, TOKENS, Scope, written
 from distflow.workers.tokenizers import CharTokenizer
 
-TOKENIZER = CharTokenizer("chars:0123456789=")
-"""That of `tiny_model`."""
+_PRINTABLE = [chr(code) for code in range(32, 127) if chr(code) not in "0123456789="]
+TOKENIZER = CharTokenizer("chars:0123456789=" + "".join(_PRINTABLE) + "\n")
+"""Of all characters of ASCII."""
 VOCABULARY = len(TOKENIZER.tokens)
 LONGEST = 6
 
