@@ -106,6 +106,10 @@ SUPPLIERS: Mapping[str, str] = {
     "ref_logprobs": 'reference: {call: "distflow.workers.reference:ref_logprobs", model: reference}',
     "old_logprobs": 'old_logprobs: {call: "distflow.workers.reference:old_logprobs", model: policy}',
     "token_rewards": 'token_rewards: {call: "distflow.workers.shaping:token_rewards"}',
+    **dict.fromkeys(
+        ("teacher_logprobs", "candidate_ids", "teacher_candidate_logprobs"),
+        'teacher: {call: "distflow.workers.distillation:teacher", model: teacher}',
+    ),
     "response_ids": 'sample: {call: "distflow.workers.rollout:sample", model: policy}',
 }
 """The line to add under `flow.steps` where a field is read and nothing writes it."""

@@ -36,12 +36,26 @@ def in_micro_batches(batch: Batch, tokens: int, compute: Callable[[Batch], Tenso
 
     `compute` returns those of a part [N], row after row.
     """
-    rows: dict[int, Tensor] = {}
+    if not len(batch):
+        return batch.ragged("response_ids").like(torch.empty(0))
+    (column,) = columns_in_micro_batches(batch, tokens, lambda part: (compute(part),))
+    return column
+
+
+def columns_in_micro_batches(
+    batch: Batch, tokens: int, compute: Callable[[Batch], Sequence[Tensor]]
+) -> tuple[Ragged, ...]:
+    """As `in_micro_batches`, of a batch that is not empty: several columns, with one value or more for each token.
+
+    `compute` returns those of a part, [N, …] each.
+    """
+    rows: dict[int, tuple[Tensor, ...]] = {}
     for numbers, part in micro_batches(batch, tokens, ["prompt_ids", "response_ids"]):
         lengths = part.ragged("response_ids").lengths.tolist()
-        rows.update(zip(numbers.tolist(), torch.split(compute(part), lengths), strict=True))
-    values = torch.cat([rows[row] for row in range(len(batch))]) if rows else torch.empty(0)
-    return batch.ragged("response_ids").like(values)
+        columns = zip(*(torch.split(values, lengths) for values in compute(part)), strict=True)
+        rows.update(zip(numbers.tolist(), columns, strict=True))
+    together = zip(*(rows[row] for row in range(len(batch))), strict=True)
+    return tuple(batch.ragged("response_ids").like(torch.cat(values)) for values in together)
 
 
 def with_agreed(batch: Batch, numbers: Mapping[int, Sequence[int]]) -> Batch:

@@ -100,6 +100,27 @@ def _labels(config: Mapping[str, Any]) -> int:
     return int(config["num_labels"]) if type(config.get("num_labels")) is int else 2
 
 
+def check_own_models(structure: Structure, problems: Problems) -> None:
+    """Refuse a copy of the policy where a step needs another model, such as a teacher."""
+    models = structure.models
+    for node in structure.steps:
+        if node.declaration.spec.own_model and node.model is not None:
+            name, at = node.model, f"flow.steps.{node.name}.model"
+            if name == models.primary:
+                problems.add(at, f"step {node.name!r} needs another model than the policy", "for example teacher")
+            elif _same_files(models.configs[models.primary], models.configs[name]):
+                message = (
+                    f"step {node.name!r} needs a model of its own, and {name!r} is a copy of {models.primary!r}, which "
+                    "learns nothing from itself"
+                )
+                cure = (
+                    f"models.{name}.path=FOLDER, a model with the same tokens, such as `distflow export` writes from "
+                    "another run"
+                )
+                keys = [f"models.{one}.path" for one in (name, models.primary)]
+                problems.add(f"models.{name}", message, cure, others=keys)
+
+
 def check_tokens(structure: Structure, problems: Problems) -> None:
     """Refuse models for which the policy's tokens stand for something else.
 

@@ -35,7 +35,7 @@ def render_script(plan: Plan, name: WorkerName) -> str:
         if lease is not None:
             lines += _indented(_generating(plan, worker, lease, "w.leases(t)"), 2)
         lines += _indented(_training(plan, pool), 2)
-        if lease is not None and plan.val is not None and plan.validating is None:
+        if lease is not None and plan.val is not None:
             run = plan.recipe.run
             last = min(run.training_steps, run.stop_after or run.training_steps)
             lines += _indented(_generating(plan, worker, lease, f"w.validation({last})"), 1)

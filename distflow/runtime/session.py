@@ -80,7 +80,6 @@ class Session:
         self._node = Node(endpoint, Membership(me, ports.peers(setting), process_alive, read_facts), self._board)
         self._disk = Disk()
         service = None if self._owns or self._leases else setting.me.name.pool
-        self._validates = setting.plan.pool(setting.me.name.pool).validates
         self._metrics = MetricStore(build_trace(setting, incarnation, self._disk), service)
         self._disk.count = self._metrics.add
         self._replicas = self._make_replicas() if self._trains else None
@@ -374,7 +373,7 @@ class Session:
 
     def _write_metrics(self) -> None:
         """Write the metrics; generation with version v is for training step v, which files call v + 1."""
-        if self._validates:
+        if self._setting.plan.pool(self._setting.me.name.pool).validates:
             # No training step waits for this worker, or is slower for it.
             self._metrics.drain()
         elif self._version is not None and self._version.number < self._setting.plan.batch.training_steps:

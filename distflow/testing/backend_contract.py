@@ -68,6 +68,44 @@ class BackendContract:
                 alone.entropy_BT[0], together.entropy_BT[row, :width], rtol=0, atol=self.rounding
             )
 
+    def test_the_likeliest_candidates(self) -> None:
+        """[B, T, K] at each place, the likeliest first; at most the whole vocabulary, adding up to 1."""
+        backend, batch = self.backend(), ragged_batch()
+        plain = backend.score(batch, temperature=0.6, grad=False, entropy=True)
+        scores = backend.score(batch, temperature=0.6, grad=False, entropy=True, candidates=99)
+        ids_BTK, logprobs_BTK, mask_BT = scores.candidate_ids_BTK, scores.candidate_logprobs_BTK, scores.mask_BT
+        assert ids_BTK is not None
+        assert logprobs_BTK is not None
+        torch.testing.assert_close(logprobs_BTK[mask_BT].exp().sum(-1), torch.ones_like(logprobs_BTK[mask_BT][:, 0]))
+        assert bool((logprobs_BTK[mask_BT].diff(dim=-1) <= 0).all())
+        at_tokens_BT = (ids_BTK == batch.padded("response_ids").to(ids_BTK.device)[..., None]) & mask_BT[..., None]
+        found_BT = (logprobs_BTK * at_tokens_BT).sum(-1)
+        torch.testing.assert_close(found_BT, plain.logprobs_BT, rtol=0, atol=self.rounding)
+        torch.testing.assert_close(scores.entropy_BT, plain.entropy_BT, rtol=0, atol=self.rounding)
+        few = backend.score(batch, temperature=0.6, grad=False, entropy=False, candidates=2)
+        assert few.candidate_ids_BTK is not None
+        assert few.candidate_ids_BTK.equal(ids_BTK[..., :2])
+
+    def test_given_candidates_are_scored_with_a_gradient(self) -> None:
+        """The tokens themselves as candidates train the model as their log-probs do; ids that it lacks have none."""
+        batch, slopes = ragged_batch(), []
+        tokens = batch.ragged("response_ids").values
+        ids = batch.ragged("response_ids").like(torch.stack([tokens, torch.full_like(tokens, 99)], 1).int())
+        for candidates in (0, ids):
+            backend = self.backend()
+            scores = backend.score(batch, temperature=1.0, grad=True, entropy=True, candidates=candidates)
+            logprobs_BT = scores.logprobs_BT
+            if scores.candidate_logprobs_BTK is not None:
+                logprobs_BT = scores.candidate_logprobs_BTK[..., 0]
+                assert bool((scores.candidate_logprobs_BTK[..., 1][scores.mask_BT] < -1e30).all())
+            backend.accumulate(-logprobs_BT.sum())
+            norm = backend.apply(35.0)
+            slopes.append((norm, {name: tensor.clone() for name, tensor in backend.named_shards()}))
+        (norm, weights), (same, others) = slopes
+        assert same == pytest.approx(norm, rel=self.rounding)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(others[name], tensor, rtol=0, atol=100 * self.rounding)
+
     def test_greedy_has_no_log_probs(self) -> None:
         """Temperature 0 is refused."""
         with pytest.raises(ValueError, match=r"temperature=0.*> 0"):

@@ -77,11 +77,6 @@ def test_a_pool_of_its_own_does_what_the_generating_pool_does() -> None:
     assert "validates policy" in render_page(made)
 
 
-def test_with_it_a_colocated_worker_does_not_validate() -> None:
-    made = plan("val.every=3", ALONE, "layout=colocated")
-    assert "w.validation" not in render_script(made, WorkerName("worker", 0))
-
-
 def test_it_asks_the_services_that_the_generating_pool_asks() -> None:
     made = plan("val.every=3", ALONE, "layout=services", "layout.pools.judge={steps: [reward]}")
     assert [edge.source for edge in made.edges if edge.name == "reward"] == ["rollout", "checks"]
@@ -98,6 +93,13 @@ def test_without_validation_it_is_left_out() -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
+        (["run.keep_best=val/avg@1", "run.save_every=3"], "run.keep_best — val/avg@1 is measured by validation"),
+        (["val.every=3", "run.keep_best=val/avg@2", "run.save_every=3"], "does not measure val/avg@2"),
+        (
+            ["val.every=7", "run.keep_best=val/avg@1", "run.save_every=100"],
+            "no checkpoint is due after a training step",
+        ),
+        (["val.every=3", "layout=colocated", ALONE], "gives its weights to no other pool: not built yet"),
         (["val.every=3", "layout.pools.checks={roles: [validate, score]}"], "a pool for validation does nothing else"),
         (["val.every=3", ALONE, "layout.pools.more={roles: [validate]}"], "pool 'checks' has the role 'validate'"),
         (["val.every=0"], "val.every"),

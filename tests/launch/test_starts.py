@@ -36,10 +36,12 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_what_is_written_runs(task: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written_runs(
+    task: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From outside of the repository, by the command that it names."""
     folder = tmp_path / "mine"
-    given = ["--model", str(model)] if task == "chat" else []
+    given = ["--model", str(request.getfixturevalue("model"))] if task == "chat" else []
     assert run(["init", str(folder), "--task", task, *given]) == 0
     said = capsys.readouterr().out
     assert all(f"wrote {path}\n" in said for path in folder.iterdir())

@@ -1,6 +1,6 @@
 """What all backends have in common: a transformers model, the scorer of its tokens, and the optimizer if it is trained.
 
-Shapes: B samples, T response tokens of the longest sample.
+Shapes: B samples, T response tokens of the longest sample, N of all samples, K candidates for each.
 """
 
 from __future__ import annotations
@@ -70,16 +70,19 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         if recompute:
             _recompute_activations(self._model)
 
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+    def score(
+        self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
+    ) -> TokenScores:
         """Log-probs (nats) of the response tokens at `temperature`, and the entropy of their distributions: [B, T].
 
+        `candidates`: how many of the likeliest tokens to score in their places too, or which ones, [N, K] ids.
         Raises ValueError for a temperature ≤ 0, an empty prompt, or `grad` on a frozen model.
         """
         self._expect_head("tokens")
         if grad:
             self._trained("score(grad=True)")
         with torch.set_grad_enabled(grad):
-            return self._forward(batch, temperature=temperature, entropy=entropy)
+            return self._forward(batch, temperature=temperature, entropy=entropy, candidates=candidates)
 
     def values(self, batch: Batch, *, grad: bool) -> TokenValues:
         """Values of the states before each response token: [B, T].
@@ -105,7 +108,7 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         """Take part in a round without samples."""
 
     @abstractmethod
-    def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
+    def _forward(self, batch: Batch, *, temperature: float, entropy: bool, candidates: int | Ragged) -> TokenScores:
         """Score, with or without gradients as torch is set."""
 
     @abstractmethod
@@ -174,11 +177,13 @@ class AdaptersOff:
         with adapters_off(self._inner._model):
             self._inner.idle(grad=False)
 
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+    def score(
+        self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
+    ) -> TokenScores:
         """As that of the model with adapters; raises ValueError for `grad`."""
         self._frozen(grad, "score(grad=True)")
         with adapters_off(self._inner._model):
-            return self._inner.score(batch, temperature=temperature, grad=False, entropy=entropy)
+            return self._inner.score(batch, temperature=temperature, grad=False, entropy=entropy, candidates=candidates)
 
     def values(self, batch: Batch, *, grad: bool) -> TokenValues:
         """As that of the model with adapters; raises ValueError for `grad`."""

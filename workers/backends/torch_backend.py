@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.config.plugins import PluginUse
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
 from distflow.workers.backends.backend_options import TorchBackendOptions
@@ -49,9 +49,9 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
     def idle(self, *, grad: bool) -> None:
         """Nothing to do: nothing before `apply` is collective."""
 
-    def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
+    def _forward(self, batch: Batch, *, temperature: float, entropy: bool, candidates: int | Ragged) -> TokenScores:
         self._offloader.check()
-        return self._scorer.score(batch, temperature=temperature, entropy=entropy)
+        return self._scorer.score(batch, temperature=temperature, entropy=entropy, candidates=candidates)
 
     def _forward_values(self, batch: Batch) -> TokenValues:
         self._offloader.check()
