@@ -41,6 +41,7 @@ COMMANDS = {
     "scale": "Add or remove workers of a pool while the run continues.",
     "evaluate": "Validate a checkpoint, or a Hugging Face folder, alone.",
     "export": "Export a checkpoint as a Hugging Face folder, verified by loading it.",
+    "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
     "stop": "Stop a run and verify that nothing is left of it.",
     "doctor": "Check this machine, and look for leftovers of dead runs.",
 }
@@ -49,6 +50,7 @@ BESIDE = {
     "watch": ("status", "watch"),
     "stacks": ("status", "stacks"),
     "stop": ("launch", "stop"),
+    "fetch": ("launch", "fetch"),
     "validate": ("config", "validate"),
     "test-plugin": ("config", "test_plugin"),
     "init": ("config", "init"),
@@ -133,7 +135,7 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-ACTING = frozenset({"launch", "init", "worker", "scale", "export", "stop"})
+ACTING = frozenset({"launch", "init", "worker", "scale", "export", "fetch", "stop"})
 """Commands that do their work even if nobody can read what they print. All others end."""
 
 

@@ -114,6 +114,8 @@ def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folde
     if _is_interpreter(at):
         # Links are kept: the Python of a virtual environment is a link, and its place identifies it.
         return os.path.abspath(folder_of(at) / Path(value).expanduser())
+    if at == ("run", "copy_to") and "://" not in value:
+        return str((folder_of(at) / Path(value).expanduser()).resolve())
     if _is_source(at) and is_data_file(value):
         return str((folder_of(at) / Path(value).expanduser()).resolve())
     plugin = _FILE_PLUGIN.match(value)

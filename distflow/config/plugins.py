@@ -77,11 +77,14 @@ LIBRARIES: Mapping[str, PluginLibrary] = {
     TRACKERS["trackio"]: PluginLibrary("trackio", "{python} -m pip install 'trackio>=0.20'"),
     TRACKERS["mlflow"]: PluginLibrary("mlflow", "{python} -m pip install 'mlflow-skinny>=2.18' sqlalchemy alembic"),
     TRACKERS["swanlab"]: PluginLibrary("swanlab", "{python} -m pip install 'swanlab>=0.6'"),
+    "copy_to:s3": PluginLibrary("s3fs", "{python} -m pip install s3fs"),
+    "copy_to:gs": PluginLibrary("gcsfs", "{python} -m pip install gcsfs"),
+    "copy_to:abfs": PluginLibrary("adlfs", "{python} -m pip install adlfs"),
     "lora": PluginLibrary("peft", "{python} -m pip install 'peft>=0.17'"),
     "adamw_8bit": PluginLibrary("bitsandbytes", "{python} -m pip install 'bitsandbytes>=0.45'"),
 }
-"""The libraries of engines, backends, trackers, optimizers and adapters that need one: all that is to be known of it
-before it is imported."""
+"""The libraries of engines, backends, trackers, stores, optimizers and adapters that need one: all that is to be known
+of it before it is imported."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
 MODEL_CONFIG = "distflow.workers.models:load_config"
@@ -97,6 +100,8 @@ PLUGIN_TESTS = "distflow.testing.plugins.process"
 EXPORTER = "distflow.workers.exporting:export_model"
 """Writes a checkpoint's model as a Hugging Face folder."""
 
+COPIES = "distflow.workers.second_place:start_copies"
+"""Copies checkpoints to a second place."""
 FOLLOW = "distflow.launch.observe.tracking:follow"
 """The program that gives the metrics of a run to one tracker."""
 

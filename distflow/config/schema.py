@@ -76,6 +76,9 @@ class RunConfig(Section):
     checkpoint with its best value is kept too."""
     keep_best_mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value of keep_best is the best."""
+    copy_to: str | None = Field(default=None, pattern=r"^\S+$")
+    """A second place for checkpoints and Hugging Face folders: a folder, or a store by its address, such as
+    s3://bucket/prefix. They are copied there while training goes on, and kept as here (docs/checkpoints.md)."""
     trackers: dict[str, dict[str, Any] | bool] = Field(default={})
     """What follows the run from outside, by name, each with its options, or true for none (docs/trackers.md):
     tensorboard, wandb, trackio, mlflow, swanlab, prometheus, or any name with `call`."""
@@ -260,7 +263,7 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     head: Head = "tokens"
     """What the last layer gives: logits of the next tokens; values of the states before them, as a critic does (value);
-    or one number for a whole text, as a reward model does (score; a sequence classifier, not trained)."""
+    or one number for a whole text, as a reward model does (score; a sequence classifier)."""
 
     @property
     def inherited(self) -> tuple[str, ...]:

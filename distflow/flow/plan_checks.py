@@ -186,7 +186,7 @@ def check_sharding(recipe: Recipe, structure: Structure, problems: Problems) -> 
         held = [node.name for node in structure.on(planned.name) if node.role != "generate" and node.model is not None]
         if not held or not divides_models(pool):
             continue
-        for name in planned.frozen:
+        for name in (*planned.frozen, *planned.homes):
             if structure.models.configs[name].head == "score":
                 message = f"{pool.backend!r} cannot hold {name!r}, whose head is score"
                 cure = "backend: torch, or give its step to another pool"

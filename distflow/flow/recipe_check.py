@@ -17,7 +17,7 @@ from distflow.config.plugins import MODEL_CONFIG, VOCABULARY
 from distflow.config.schema import BatchConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
 from distflow.config.section import Section
 from distflow.config.yamlfile import shown
-from distflow.errors import Problem, Problems, RecipeError, UserError
+from distflow.errors import Problem, Problems, RecipeError, UserError, did_you_mean
 from distflow.flow.chosen_function import chosen_function
 from distflow.flow.data_check import check_data, keyed_sources
 from distflow.flow.graph import read_steps
@@ -32,6 +32,8 @@ from distflow.flow.structure_checks import check_structure
 from distflow.flow.trackers import check_trackers
 from distflow.flow.without_effect import tell_idle
 
+STORES = ("s3", "gs", "abfs", "hf", "sftp", "webdav")
+"""Kinds of stores that a second place is likely to be of; fsspec knows more."""
 _Part = TypeVar("_Part", bound=Section)
 
 
@@ -60,6 +62,7 @@ def plan_recipe(
     check_characters(plan, found)
     _check_scripts(loaded.recipe.layout, found)
     check_trackers(loaded.recipe.run, found)
+    _check_second_place(loaded.recipe.run, found)
     idle = tell_idle(loaded.recipe, plan, examined.given_by, found)
     if found:
         raise RecipeError(found)
@@ -75,6 +78,17 @@ def _check_scripts(layout: LayoutConfig, problems: Problems) -> None:
             if script is not None and not Path(script).is_file():
                 cure = "correct the path; `distflow plan RECIPE --worker NAME` prints a script to start from"
                 problems.add(f"{key}.script", f"there is no file {shown(Path(script))}", cure)
+
+
+def _check_second_place(run: RunConfig, problems: Problems) -> None:
+    """Report a store that fsspec does not know."""
+    protocol, colon, _ = (run.copy_to or "").partition("://")
+    if colon:
+        from fsspec import available_protocols  # most recipes have no second place
+
+        if protocol not in available_protocols():
+            cure = f"{did_you_mean(protocol, STORES)}, or a folder"
+            problems.add("run.copy_to", f"there is no kind of store {protocol!r}", cure)
 
 
 def _further_problems(examined: Examined) -> list[Problem]:

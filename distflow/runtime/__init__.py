@@ -16,6 +16,7 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 | (weights/swarm_server.py; publishers)  | digests of a version                 | `publish`                            |
 | checkpoint, model folders              | parts and COMMIT; Hugging Face       | a queue: `save`                      |
 | (checkpoint/writer_thread.py)          | folders                              |                                      |
+| copies (workers/second_place.py)       | checkpoints to `run.copy_to`         | a condition: a new checkpoint        |
 | dumps (dumps.py; trace_writer.py)      | rollout dumps; trace events          | a queue: `receive`; a timer          |
 | trackers (comm/tracker_processes.py)   | watches the trackers' processes      | their pipes; a timer                 |
 | sglang log (workers/engines)           | repeats what SGLang's process says   | its pipe                             |

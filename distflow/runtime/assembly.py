@@ -14,7 +14,7 @@ import torch
 
 from distflow.comm.addresses import socket_dir
 from distflow.comm.tracker_processes import TrackerProcesses, TrackerStart
-from distflow.config.plugins import FOLLOW, MODEL_WRITER, TOKENIZER
+from distflow.config.plugins import COPIES, FOLLOW, MODEL_WRITER, TOKENIZER
 from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.adapters import shares_base
@@ -92,6 +92,11 @@ class Setting:
             commits=name in leaders_of(members, host_of).values(),
             members=members if name in members else (),
         )
+
+    @property
+    def only_validates(self) -> bool:
+        """Whether this worker generates for validation only."""
+        return self.plan.pool(self.me.name.pool).validates
 
     @property
     def start(self) -> Version:
@@ -334,15 +339,21 @@ def _in_updates(model: ModelConfig, updates: int) -> Mapping[str, object]:
     return model.model_copy(update={"optimizer": optimizer}).model_dump()
 
 
-def checkpoint_writer(setting: Setting) -> CheckpointWriter:
-    """The writer of this worker's parts, which keeps as many checkpoints as the recipe says."""
+def checkpoint_writer(setting: Setting, count: Callable[[str, float], None]) -> CheckpointWriter:
+    """The writer of this worker's parts, which keeps as many checkpoints as the recipe says, at a second place too."""
     run = setting.recipe.run
     val = setting.plan.val
     due = () if val is None or not is_validated(run.keep_best) else val.versions
     keeping = Keeping(run.keep_checkpoints, run.keep_best, run.keep_best_mode, due)
     stem = setting.me.name.file_stem
     plan = setting.plan
-    return CheckpointWriter(setting.run_dir, stem, plan.digest, keeping, lineage(plan), arithmetic(plan))
+    writer = CheckpointWriter(setting.run_dir, stem, plan.digest, keeping, lineage(plan), arithmetic(plan))
+    if run.copy_to is not None and setting.standing.commits:
+        placement, held = setting.document.placement, writer.copied
+        hosts = {WorkerName.parse(name).file_stem: placement.get(name, 0) for name in setting.members}
+        told = (writer.note, count, held.add, held.discard)
+        writer.copies = resolve(COPIES)(run.copy_to, setting.run_dir, keeping, hosts, setting.document.host, told)
+    return writer
 
 
 def model_folders(setting: Setting) -> ModelFolders | None:

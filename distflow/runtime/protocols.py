@@ -147,6 +147,14 @@ class TextScorer(Protocol):
 
 
 @runtime_checkable
+class TrainedScorer(TextScorer, Protocol):
+    """A backend that trains such a model; optional."""
+
+    def rate_texts(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """One number for each row of token ids, [B], with a gradient: all at once."""
+
+
+@runtime_checkable
 class Adapted(Protocol):
     """A backend that trains low-rank adapters beside a frozen model."""
 

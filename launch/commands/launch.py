@@ -1,7 +1,12 @@
-"""`distflow launch` and `stop`: start a run on this machine or on many, then watch it; end one."""
+"""`distflow launch`, `stop` and `fetch`: start a run on this machine or on many, then watch it; end one; bring one back
+from its second place (`run.copy_to`).
+"""
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +18,7 @@ from distflow.launch.deploy.launch_request import Options
 if TYPE_CHECKING:
     from distflow.flow.plan import Plan
     from distflow.launch.deploy.hostfile import Host
+    from distflow.runtime.checkpoint.commit import Commit
 
 
 @click.command()
@@ -135,3 +141,102 @@ def stop(run: str | None, timeout: float | None, runs_dir: Path) -> None:
     click.echo(
         f"{run_dir}: {read_record(run_dir).state}; nothing of it is left running" + ("" if lines else " (nothing was)")
     )
+
+
+@click.command()
+@click.argument("place")
+@click.option("--run", "name", help="Name of the run here.  [default: its name there]")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def fetch(place: str, name: str | None, runs_dir: Path) -> None:
+    """Bring a run back, with its newest whole checkpoint, from PLACE: its run.copy_to and its name, s3://bucket/RUN."""
+    for line in fetch_run(place, name, runs_dir):
+        click.echo(line)
+
+
+def fetch_run(place: str, name: str | None, runs_dir: Path) -> Iterator[str]:
+    """Make the folder of a run that can be resumed; yields human-readable lines. Raises UserError if there is none."""
+    import fsspec
+
+    from distflow.errors import UserError
+    from distflow.launch.run.folder import SUBFOLDERS, check_name
+    from distflow.launch.run.record import FILE_NAME
+    from distflow.runtime.checkpoint.commit import checkpoints_of
+
+    name = place.rstrip("/").rpartition("/")[2] if name is None else name
+    check_name(name)
+    run_dir, draft = (runs_dir / name).resolve(), (runs_dir / f".{name}.fetching").resolve()
+    if run_dir.exists():
+        raise UserError(f"{run_dir} exists already — give another name with --run")
+    try:
+        store, root = fsspec.core.url_to_fs(place)
+        root = root.rstrip("/")
+        if not store.isfile(f"{root}/{FILE_NAME}"):
+            raise UserError(
+                f"{place}: there is no {FILE_NAME} — give run.copy_to of the run and its name, s3://bucket/RUN"
+            )
+        shutil.rmtree(draft, ignore_errors=True)
+        for sub in SUBFOLDERS:
+            (draft / sub).mkdir(parents=True, mode=0o700)
+        for path in (*store.ls(root, detail=False), *store.ls(f"{root}/checkpoints", detail=False)):
+            file = str(path).removeprefix(root).lstrip("/") if root in str(path) else str(path).rpartition("/")[2]
+            if store.isfile(path):
+                store.get_file(path, str(draft / file))
+        commit = yield from _fetch_newest(store, f"{root}/checkpoints", checkpoints_of(draft))
+    except (OSError, ImportError, ValueError) as error:
+        raise error if isinstance(error, UserError) else UserError(f"{place}: cannot be fetched: {error}") from error
+    _note_fetched(draft, name)
+    draft.rename(run_dir)
+    yield f"fetched training step {commit.step} into {run_dir}; go on with: distflow launch --resume --run {name}"
+
+
+def _fetch_newest(store: Any, there: str, here: Path) -> Generator[str, None, Commit]:
+    """Fetch the newest checkpoint that is whole and still counts; COMMIT last."""
+    from distflow.errors import UserError
+    from distflow.runtime.checkpoint.commit import COMMIT, abandoned, examine, read_file
+
+    steps = [str(path).rstrip("/").rpartition("/")[2] for path in store.ls(there, detail=False)]
+    for step in sorted((step for step in steps if step.startswith("step_")), reverse=True):
+        folder = here / step
+        folder.mkdir()
+        if not store.isfile(f"{there}/{step}/{COMMIT}"):
+            yield f"ignored: {step}: it has no COMMIT, so its copy was not finished"
+        else:
+            store.get_file(f"{there}/{step}/{COMMIT}", str(folder / "commit"))
+            commit, fault = read_file(folder / "commit")
+            for part in commit.parts if commit is not None else ():
+                if store.isfile(f"{there}/{step}/{part}"):
+                    store.get_file(f"{there}/{step}/{part}", str(folder / part))
+            (folder / "commit").rename(folder / COMMIT)
+            commit, fault = examine(folder)
+            fault = fault or abandoned(folder)
+            if commit is not None and not fault:
+                return commit
+            yield f"ignored: {step}: {fault}"
+        shutil.rmtree(folder)
+    raise UserError(f"{there}: there is no whole checkpoint")
+
+
+def _note_fetched(draft: Path, name: str) -> None:
+    """Record the run as one that was stopped on this machine: what it was elsewhere is gone."""
+    from msgspec import structs
+
+    from distflow.launch.run.exit_status import STOPPED
+    from distflow.launch.run.record import read_record
+
+    record = read_record(draft)
+    # Its folder is that from which it is read, whatever it is called then.
+    structs.replace(
+        record,
+        name=name,
+        workers=tuple(structs.replace(entry, host=0) for entry in record.workers),
+        roster={},
+        hosts=(),
+        pids={},
+        pid=None,
+        state="stopped",
+        exit_code=STOPPED,
+        ended=time.time(),
+        failure=None,
+        silent=(),
+        waits_for="",
+    ).write()

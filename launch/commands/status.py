@@ -93,7 +93,7 @@ def look(run_dir: Path) -> Seen:
 
 def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -> Iterator[str]:
     """Lines about anything unusual in a running run."""
-    from distflow.launch.observe.alerts import counted_rewards, dropped, tracker_troubles
+    from distflow.launch.observe.alerts import copy_troubles, counted_rewards, dropped, tracker_troubles
     from distflow.launch.observe.run_client import without_agents
 
     for number in record.silent:
@@ -102,7 +102,7 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
             "its workers may still be running"
         )
     yield from filter(None, [without_agents(record), counted_rewards(rows)])
-    yield from tracker_troubles(rows)
+    yield from (*tracker_troubles(rows), *copy_troubles(rows))
     yield from graph.lines()
     lost_records = dropped(rows)
     if lost_records:

@@ -368,6 +368,9 @@ def _libraries(plan: Plan, worker: WorkerPlan) -> Iterator[tuple[str, str]]:
     for tracker in trackers_of(plan.recipe.run) if plan.primary in homes else ():
         if tracker.call in LIBRARIES:
             yield f"run.trackers.{tracker.name}", tracker.call
+    place = f"copy_to:{(plan.recipe.run.copy_to or '').partition('://')[0]}"
+    if homes and place in LIBRARIES:
+        yield "run.copy_to", place
     for model in homes:
         if plan.recipe.models[model].optimizer.name in LIBRARIES:
             yield f"models.{model}.optimizer.name", plan.recipe.models[model].optimizer.name

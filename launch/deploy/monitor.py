@@ -128,6 +128,7 @@ class StatusReader:
             told = (
                 self._alerts.of_workers(self._rows),
                 self._alerts.of_trackers(self._rows),
+                self._alerts.of_copies(self._rows),
                 self._alerts.of_disk(self._rows, record.run_dir, self._asked_at),
             )
             for line in chain(*told):

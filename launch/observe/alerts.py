@@ -12,6 +12,7 @@ from distflow.comm.tracker_processes import COUNTS, DROPPED_ROWS
 from distflow.comm.tracker_processes import FAILURES as TRACKER_FAILURES
 from distflow.data.metrics_merge import MetricsReader
 from distflow.launch.run.record import ProcessId, RunRecord, agent_name
+from distflow.runtime.checkpoint.commit import COPIED, COPY_FAILED
 from distflow.runtime.disk import DROPPED, REFUSED
 
 FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
@@ -73,6 +74,13 @@ class Alerts:
                 self._said.add(name)
                 yield f"warning: tracker {name} failed, training goes on — see the log of {worker}"
 
+    def of_copies(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+        """From the status rows: the first copy of a checkpoint to `run.copy_to` that failed."""
+        for row in rows:
+            if counted(row).get(COPY_FAILED) and COPY_FAILED not in self._said:
+                self._said.add(COPY_FAILED)
+                yield f"warning: a checkpoint could not be copied to run.copy_to — see the log of {row['name']}"
+
     def of_processes(self, record: RunRecord) -> Iterator[str]:
         """When a worker that does not train has been started again; of the others `renewed` tells."""
         before, self._processes = self._processes, record.pids
@@ -127,6 +135,14 @@ def counted_rewards(rows: Iterable[Mapping[str, Any]]) -> str:
     totals = {name: sum(_of_all_models(row, name) for row in known) for name in (SAMPLES, *FAILURES)}
     failed = [f"{totals[name]:.0f} {what}" for name, what in FAILURES.items() if totals[name]]
     return f"rewards: {', '.join([f'{totals[SAMPLES]:.0f} judged', *failed])}" if failed else ""
+
+
+def copy_troubles(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """For `status`: a line for each worker whose copies to `run.copy_to` have failed."""
+    for row in rows:
+        if failed := counted(row).get(COPY_FAILED):
+            done = counted(row).get(COPIED, 0.0)
+            yield f"copies to run.copy_to by {row['name']}: {done:.0f} made, {failed:.0f} tries failed"
 
 
 def tracker_troubles(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -94,3 +94,20 @@ def test_a_missing_package_is_told_with_what_installs_it(monkeypatch: pytest.Mon
     assert problem.key == "run.trackers.wandb"
     assert "needs the package 'no_such_package'" in str(problem)
     assert "pip install 'wandb" in str(problem)
+
+
+def test_a_store_that_nobody_knows_and_one_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RecipeError, match="run.copy_to — there is no kind of store 's4' — allowed: abfs, gs, hf, s3"):
+        planned("run.copy_to=s4://bucket/runs")
+    lacking = replace(LIBRARIES["copy_to:s3"], module="no_such_package")
+    monkeypatch.setitem(plugins.LIBRARIES, "copy_to:s3", lacking)  # type: ignore[arg-type]
+    (problem,) = problems_here(planned("layout=split", "run.copy_to=s3://bucket/runs"), lambda key: "here")
+    assert problem.key == "run.copy_to"
+    assert "pip install s3fs" in str(problem)
+
+
+def test_a_folder_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("defaults: [quickstart, _self_]\nrun: {copy_to: ../safe}\n")
+    assert plan_recipe(str(recipe), [])[1].recipe.run.copy_to == str(tmp_path.resolve().parent / "safe")
+    assert planned("run.copy_to=memory://safe").recipe.run.copy_to == "memory://safe"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow.launch.deploy.monitor import StatusReader
-from distflow.launch.observe.alerts import STEPS, Alerts, counted_rewards
+from distflow.launch.observe.alerts import STEPS, Alerts, copy_troubles, counted_rewards, tracker_troubles
 from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.run.record import ProcessId, RunRecord, WorkerEntry
 
@@ -119,3 +119,24 @@ def test_a_disk_that_is_full_is_told_when_it_happens_and_when_it_is_over():
     assert line == "the disk has room again; dropped: 2 dumps, 1 metrics"
     (line,) = alerts.of_disk([full("trainer/0", 10)], "/runs/mine", 40.0)
     assert line.startswith("disk full at /runs/mine"), "each time"
+
+
+def test_trackers_and_copies_that_fail_are_told_once_and_counted():
+    alerts = Alerts()
+    fine = {"name": "trainer/0", "counts": {"checkpoint/copied/count": 2.0}}
+    counts = {"trackers/wandb/failures": 2.0, "trackers/wandb/dropped": 1.0, "trackers/mine/failures": 1.0}
+    failing = {"name": "trainer/0", "counts": {**fine["counts"], **counts, "checkpoint/copy_failed/count": 3.0}}
+    assert [*alerts.of_trackers([fine, {"name": "rollout/0"}]), *alerts.of_copies([fine, {"name": "rollout/0"}])] == []
+    assert [*tracker_troubles([fine]), *copy_troubles([fine])] == []
+    lines = [*alerts.of_trackers([failing]), *alerts.of_copies([failing])]
+    assert lines == [
+        "warning: tracker mine failed, training goes on — see the log of trainer/0",
+        "warning: tracker wandb failed, training goes on — see the log of trainer/0",
+        "warning: a checkpoint could not be copied to run.copy_to — see the log of trainer/0",
+    ]
+    assert [*alerts.of_trackers([failing]), *alerts.of_copies([failing])] == []
+    assert [*tracker_troubles([failing]), *copy_troubles([failing])] == [
+        "tracker mine on trainer/0: failed 1 times, rows lost: 0",
+        "tracker wandb on trainer/0: failed 2 times, rows lost: 1",
+        "copies to run.copy_to by trainer/0: 2 made, 3 tries failed",
+    ]

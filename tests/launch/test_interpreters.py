@@ -201,8 +201,8 @@ def test_workers_import_nothing_that_is_not_asked_for():
     modules = {"pyzmq": "zmq", "PyYAML": "yaml"}
     names = [*WORKER, *BESIDE]
     asked = {modules.get(name, name) for name in names}
-    # Both come with what is asked for.
-    asked |= {"pydantic_core", "tokenizers"}
+    # They come with what is asked for.
+    asked |= {"pydantic_core", "tokenizers", "fsspec"}
     found = set()
     for folder in ("distflow", "workers"):
         for path in (REPOSITORY / folder).rglob("*.py"):

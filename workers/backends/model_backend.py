@@ -48,6 +48,7 @@ class ModelBackend(ABC, Generic[OptimizerT]):
             load_weights=True,
             deterministic=spec.batch_invariant,
             adapters=spec.trainable,
+            new_head=spec.trainable,
         )
         self._head = head_of(spec.model)
         self.quadratic = _quadratic(self._model)
@@ -62,13 +63,13 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         self._stored = None if adapters else stored_model(spec.model)
         # Activation checkpointing would have to carry the layout of packed tokens into the backward pass.
         recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
+        if recompute:
+            _recompute_activations(self._model)
         if self._head == SCORE:
             return
         self._scorer = Scorer(
             self._model, torch.device(home), packed=packed and not recompute, deterministic=spec.batch_invariant
         )
-        if recompute:
-            _recompute_activations(self._model)
 
     def score(
         self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0

@@ -70,6 +70,12 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         self._offloader.check()
         return self._judge().score(rows, self._device, tokens)
 
+    def rate_texts(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """The same with a gradient, all at once; raises ValueError for a frozen model too."""
+        self._trained("rate_texts")
+        self._offloader.check()
+        return self._judge().rate(rows, self._device)
+
     def _judge(self) -> TextJudge:
         self._expect_head(SCORE)
         assert self._texts is not None, "it was built with the model"

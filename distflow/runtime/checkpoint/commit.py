@@ -40,6 +40,8 @@ Fingerprint = tuple[int, str]
 """Size in bytes and xxh3 of a file."""
 Note = Callable[[int], None]
 """Gets the bytes of a checkpoint as they are read or written, for those who wait."""
+COPIED, COPY_FAILED = "checkpoint/copied/count", "checkpoint/copy_failed/count"
+"""Metrics of copies to `run.copy_to`: those made, and tries that failed."""
 SMALL_BYTES = 8 << 20
 _DRAFT = re.compile(r"draft_(\d+)_term_(\d+)(_replaced)?")
 _READ_BYTES = 8 << 20

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from safetensors import safe_open
@@ -56,6 +56,16 @@ WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Note], obj
 log = logger(__name__)
 
 
+class Copying(Protocol):
+    """Copies to a second place, in the background."""
+
+    def offer(self, folder: Path, *, model: bool = False) -> None:
+        """Copy this: a whole checkpoint, or a Hugging Face folder. Returns at once."""
+
+    def close(self, limit_s: float, progress: Callable[[], int]) -> None:
+        """Copy what is left, as long as no `limit_s` seconds pass without progress."""
+
+
 class CheckpointWriter:
     """Writes one worker's parts, and COMMIT once the parts of all workers are known; removes old checkpoints.
 
@@ -81,6 +91,10 @@ class CheckpointWriter:
         """Bytes copied and written so far, in all checkpoints."""
         self.held: set[Path] = set()
         """Checkpoints that are being read and must not be removed."""
+        self.copied: set[Path] = set()
+        """The same of those that are being copied to a second place, or wait for it."""
+        self.copies: Copying | None = None
+        """Where they are copied, by the worker of each host that writes COMMIT."""
 
     def write_parts(
         self, version: Version, models: Mapping[str, Iterable[Shard]], worker: Mapping[str, Any]
@@ -147,6 +161,10 @@ class CheckpointWriter:
         """Remove the draft of a checkpoint that cannot be finished."""
         _remove(draft_of(self._root, version))
 
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint after this training step lies."""
+        return folder_of(self._root, Version(0, step))
+
     def newest(self) -> str:
         """The newest checkpoint, human-readable."""
         found = [folder.name for folder, _ in commits(self._root)]
@@ -196,7 +214,7 @@ class CheckpointWriter:
 
     def _forget_old(self) -> None:
         for folder in self._keeping.superfluous(dict(commits(self._root))):
-            if folder not in self.held:
+            if folder not in self.held | self.copied:
                 _remove(folder)
 
 

@@ -112,6 +112,7 @@ class Saving:
         """Note that the run resumes from the checkpoint of this version."""
         self._saved = number
         self._thread.catch_up(number, self._run.hf_every)
+        self._thread.copy_again(number)
 
     def prepare(self) -> None:
         """Before the first training step: prepare the buffers, if checkpoints will be written while training."""
@@ -185,6 +186,10 @@ class Saving:
     def close(self, limit_s: float) -> None:
         """Finish what is being written, as long as no `limit_s` seconds pass without progress."""
         self._thread.close(limit_s)
+        writer = self._parts.writer
+        if writer.copies is not None:
+            with self._board.shown("the copy of the last checkpoint to run.copy_to", ()):
+                writer.copies.close(limit_s, lambda: writer.written)
 
     # -- on the main thread
 

@@ -126,7 +126,7 @@ class CheckpointThread:
         def work() -> str:
             version = flight.version
             try:
-                checkpoint = self._say(self._writer.commit(version, parts, score, validated))
+                checkpoint = self._saved(self._writer.commit(version, parts, score, validated))
                 if flight.as_folder:
                     self._make_folder(checkpoint)
             except OSError as error:
@@ -142,6 +142,11 @@ class CheckpointThread:
         checkpoint = None if self._folders is None else self._folders.owed(step, every)
         if checkpoint is not None:
             self._make_folder(checkpoint)
+
+    def copy_again(self, step: int) -> None:
+        """Copy the checkpoint after this step to the second place, if an earlier process did not come to it."""
+        if self._writer.copies is not None:
+            self._writer.copies.offer(self._writer.folder(step))
 
     def abandon(self, version: Version) -> Future[None]:
         """Remove the draft of this version."""
@@ -178,7 +183,7 @@ class CheckpointThread:
             self._flush()
             parts = writer.write_parts(version, copies, worker)
             if self._alone:
-                checkpoint = self._say(writer.commit(version, parts, mean_of([flight.score]), flight.validated))
+                checkpoint = self._saved(writer.commit(version, parts, mean_of([flight.score]), flight.validated))
                 if flight.as_folder:
                     self._make_folder(checkpoint)
         except OSError as error:
@@ -195,7 +200,9 @@ class CheckpointThread:
 
         def work() -> None:
             try:
-                self._say(folders.write(checkpoint, writer.note))
+                folder = self._say(folders.write(checkpoint, writer.note))
+                if writer.copies is not None:
+                    writer.copies.offer(folder, model=True)
             except Exception as error:
                 # No error costs more than this folder.
                 self._metrics.add(FAILED_FOLDER, 1)
@@ -204,6 +211,12 @@ class CheckpointThread:
                 writer.held.discard(checkpoint)
 
         self.folder = self._do(self._slow, work)
+
+    def _saved(self, checkpoint: Path) -> Path:
+        """Tell of a whole checkpoint, and have it copied to the second place, if there is one."""
+        if self._writer.copies is not None:
+            self._writer.copies.offer(checkpoint)
+        return self._say(checkpoint)
 
     def _say(self, folder: Path) -> Path:
         log.info("saved %s", folder)
