@@ -23,6 +23,7 @@ from distflow.errors import DistflowError, did_you_mean
 INTERRUPTED = 130
 COMMANDS = {
     "launch": "Start a run and watch it.",
+    "init": "Write a folder with a recipe, code and data to start from.",
     "plan": "Show what each worker will do; write one recipe and script for each.",
     "validate": "Check a recipe and report all errors at once.",
     "test-plugin": "Test steps, rewards, losses, data sources … of your own on synthetic batches.",
@@ -52,6 +53,7 @@ BESIDE = {
     "fetch": ("launch", "fetch"),
     "validate": ("config", "validate"),
     "test-plugin": ("config", "test_plugin"),
+    "init": ("config", "init"),
     "evaluate": ("export", "evaluate"),
 }
 """File and name of commands that stand in the file of another one."""
@@ -133,7 +135,7 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-ACTING = frozenset({"launch", "worker", "scale", "export", "fetch", "stop"})
+ACTING = frozenset({"launch", "init", "worker", "scale", "export", "fetch", "stop"})
 """Commands that do their work even if nobody can read what they print. All others end."""
 
 

@@ -16,6 +16,7 @@ import pytest
 from distflow.config.check import key_of, section_at
 from distflow.config.schema import Recipe
 from distflow.config.section import Section
+from distflow.config.starts import start_files
 from distflow.flow.chosen_function import chosen_function
 from distflow.flow.recipe_check import check_imports, plan_recipe
 from distflow.flow.step_declaration import read_declaration
@@ -64,7 +65,9 @@ def complete_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
 
 @pytest.fixture
 def extracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """All complete files of all pages, in a folder that is the current one."""
+    """All complete files of all pages, and those of `distflow init`, in a folder that is the current one."""
+    for name, text in start_files("arithmetic", "sums").items():
+        (tmp_path / name).write_text(text)
     for page in PAGES:
         for name, text in files_in(page).items():
             path = tmp_path / name

@@ -1,14 +1,16 @@
 """`distflow config`: the resolved recipe, its JSON Schema, and single keys explained. `distflow validate`: all problems
-of a recipe at once. `distflow test-plugin`: what is wrong with a plug-in.
+of a recipe at once. `distflow test-plugin`: what is wrong with a plug-in. `distflow init`: files to start
+from.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from distflow.errors import RecipeError
+from distflow.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
     from distflow.flow.plan import Plan
@@ -127,6 +129,31 @@ def test_plugin(
     else:
         click.echo(f"{len(found) - len(failed)} of {len(found)} passed")
     return 1 if failed else 0
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--task", default="arithmetic", show_default=True, help="What to start from: arithmetic, chat or turns.")
+@click.option("--model", metavar="MODEL", help="Folder or hub id of a Hugging Face model, for --task chat.")
+def init(folder: Path, task: str, model: str | None) -> int:
+    """Write FOLDER with a recipe, its code, a data file and a README, and nothing over a file that exists."""
+    from distflow.config.starts import start_files
+
+    folder = folder.expanduser()
+    files = start_files(task, folder.resolve().name, model)
+    there = [name for name in files if (folder / name).exists()]
+    if there:
+        raise UserError(f"{folder / there[0]} exists already — give another folder, or move it away")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+            click.echo(f"wrote {folder / name}")
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror or error} — give a folder that can be written") from error
+    click.echo(f"next: cd {folder}; distflow launch recipe.yaml")
+    return 0
 
 
 def _first_prompt(plan: Plan, where: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
@@ -22,6 +22,8 @@ INSTALL = "pip install 'distflow-rl[plot]'"
 WIDTH_IN, HEIGHT_IN, LEGEND_IN, DPI = 3.2, 2.3, 0.35, 110
 COLOURS = ("#3066be", "#e4572e", "#2a9d5c", "#8e5bd0", "#d19a00", "#17a2b8", "#c2417c", "#6b7280")
 """Of the runs, in turn."""
+LETTER_IN, HANDLE_IN = 0.09, 0.65
+"""In the legend: the width of a letter, and of what stands beside a name."""
 GREY = "#6b7280"
 SHARES = "shares of time"
 STYLES = ("-", "--", ":", "-.")
@@ -125,7 +127,10 @@ def draw(panels: Sequence[Panel], runs: Mapping[str, Steps]) -> Figure:
 
     columns = min(len(panels), 3 if len(panels) <= 6 else 4)
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(WIDTH_IN * columns, HEIGHT_IN * rows + LEGEND_IN), layout="constrained")
+    width = WIDTH_IN * columns
+    side_by_side = max(1, min(len(runs), 4, int(width / _legend_width(runs))))
+    lines = math.ceil(len(runs) / side_by_side)
+    figure = Figure(figsize=(width, HEIGHT_IN * rows + LEGEND_IN * (lines + 1) / 2), layout="constrained")
     every = [step for steps in runs.values() for step in steps]
     for place, panel in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
@@ -137,8 +142,13 @@ def draw(panels: Sequence[Panel], runs: Mapping[str, Steps]) -> Figure:
                 axes.plot([], [], STYLES[0 if alone else at % 4], color=COLOURS[at] if alone else GREY, label=label)
         _dress(axes, panel, metrics)
     handles = [figure.axes[0].plot([], [], color=colour)[0] for colour, _ in zip(cycle(COLOURS), runs, strict=False)]
-    figure.legend(handles, list(runs), loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+    figure.legend(handles, list(runs), loc="outside upper center", ncols=side_by_side, frameon=False)
     return figure
+
+
+def _legend_width(names: Iterable[str]) -> float:
+    """Inches that the longest name takes in the legend, with its line."""
+    return LETTER_IN * max(map(len, names)) + HANDLE_IN
 
 
 def _curve(axes: Axes, steps: Steps, name: str, colour: str, style: str) -> None:

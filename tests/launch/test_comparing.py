@@ -138,6 +138,17 @@ def test_the_metrics_of_a_panel_differ_by_colour_or_by_style(tmp_path: Path) -> 
         assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 2 * len(runs)
 
 
+def test_the_legend_of_many_runs_lies_within_the_picture(tmp_path: Path) -> None:
+    names = [f"a-run-with-quite-a-long-name-{number}" for number in range(9)]
+    paths = [str(leave_run(tmp_path, name, 3, actor__entropy=[0.1, 0.2, 0.3])) for name in names]
+    figure = draw([PANELS[3]], read_runs(paths, tmp_path))
+    figure.canvas.draw()
+    legend = figure.legends[0].get_window_extent()
+    assert 0 <= legend.x0 < legend.x1 <= figure.bbox.width
+    assert legend.y1 <= figure.bbox.height
+    assert figure.axes[0].get_window_extent().height > 80
+
+
 def test_many_steps_are_smoothed(tmp_path: Path) -> None:
     values = [float(step % 2) for step in range(400)]
     run = leave_run(tmp_path, "long", 400, actor__entropy=values)

@@ -18,10 +18,11 @@ from distflow.testing.plugins.mentions import shape_of
 from distflow.types import A_TOKEN, DROP_REASON, REWARD_PARTS, SEQUENCE, TOKENS, Scope, written
 from distflow.workers.tokenizers import CharTokenizer
 
-TOKENIZER = CharTokenizer("chars:0123456789=")
-"""That of `tiny_model`."""
+_PRINTABLE = [chr(code) for code in range(32, 127) if chr(code) not in "0123456789="]
+TOKENIZER = CharTokenizer("chars:0123456789=" + "".join(_PRINTABLE) + "\n")
+"""Of all characters of ASCII."""
 VOCABULARY = len(TOKENIZER.tokens)
-LONGEST = 6
+LONGEST, CANDIDATES = 6, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +160,11 @@ def _a_token(case: Case, responses: Ragged, drawn: torch.Generator) -> dict[str,
     def values() -> Ragged:
         return responses.like((100.0 if case.far else 1.0) * torch.randn(size, generator=drawn))
 
+    several = torch.randint(2, VOCABULARY, (size, 1), generator=drawn) + torch.arange(CANDIDATES)
     return {
-        **{name: logprobs() for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs")},
+        "candidate_ids": responses.like((several % VOCABULARY).to(torch.int32)),
+        "teacher_candidate_logprobs": responses.like(-1.5 - torch.rand((size, CANDIDATES), generator=drawn)),
+        **{name: logprobs() for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs")},
         **{name: values() for name in ("values", "return", "advantage", "token_rewards", "token_advantage")},
     }
 

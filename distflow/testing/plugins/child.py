@@ -113,6 +113,10 @@ def _tasks(subject: Subject, report: SuiteReport) -> Tasks:
 
         return tasks_of(subject, TASKS)
     keys = task_keys(find_source(subject.call).text)
+    if subject.kind == "read":
+        texts = dict.fromkeys((*keys, "response", "answer", "chosen"), "some text")
+        rows = [{**texts, "rejected": f"other text {n}", "label": n % 2 == 0} for n in range(4)]
+        return [("some prompt", json.dumps(row)) for row in rows]
     made = [made_up_tasks(keys, value) for value in MADE_UP]
     if subject.kind != "reward":
         return made[0]

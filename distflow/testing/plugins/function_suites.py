@@ -84,15 +84,22 @@ def _loss(
     advantages_BT = torch.randn(ROWS, 1, generator=drawn).expand(shape) * mask_BT
     entropy_BT = torch.rand(shape, generator=drawn) * mask_BT
     further_BT = torch.rand(shape, generator=drawn) * mask_BT
+    apart_K = torch.tensor([1.5, 2.5, 3.5])
     logprobs_BT = parts.pop("logprobs")[rows].clone().requires_grad_()
     others = {name: values_BT[rows] for name, values_BT in parts.items()}
+
+    def further(name: str) -> Tensor:
+        if name == "candidate_logprobs":
+            return 0.01 * logprobs_BT[..., None] - apart_K
+        return further_BT[rows] if "candidate" not in name else (-apart_K).expand(*further_BT[rows].shape, 3)
+
     terms = TokenTerms(
         mask_BT[rows],
         logprobs_BT,
         **others,
         entropy=entropy_BT[rows],
         advantages=advantages_BT[rows],
-        further=lambda name: further_BT[rows],
+        further=further,
     )
     found = function(terms, **settings)
     added_BT = found[3] if len(found) > 3 and found[3] is not None else 0.0

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -170,7 +171,7 @@ def _tell_gold(
             scores[sample.response in gold].append(verdict.values["score"])
     if subject.data is None or not (scores[True] and scores[False]):
         return
-    if max(scores[True]) > max(scores[False]):
-        report.add("ok", f"gold answers get a score of up to {max(scores[True]):g}, nonsense {max(scores[False]):g}")
+    if fmean(scores[True]) > fmean(scores[False]):
+        report.add("ok", f"gold answers get a score of up to {max(scores[True]):g}, and more than nonsense on average")
     else:
-        report.add("note", f"gold answers get a score of {max(scores[True]):g}, no more than nonsense")
+        report.add("note", f"gold answers get a score of up to {max(scores[True]):g}, no more than nonsense on average")

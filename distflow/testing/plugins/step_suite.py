@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from math import isclose, isfinite
+from typing import Any
 
 from torch import Tensor
 
@@ -33,10 +34,12 @@ def run_step_suite(trial: Trial, report: SuiteReport, tasks: Sequence[tuple[str,
         return None
     batches, outcomes = _call_all(trial, report, tasks, CASES)
     if outcomes[USUAL].refused and not _is_about_result(outcomes[USUAL].error):
-        # It may want what only flow=remax has.
-        others = _call_all(trial, report, tasks, [replace(case, baseline=True) for case in CASES])
-        if not others[1][USUAL].error:
-            batches, outcomes = others
+        # It may want what only flow=remax has, or pairs.
+        for changes in ({"baseline": True}, {"samples": 2}):
+            others = _call_all(trial, report, tasks, [_changed(case, changes) for case in CASES])
+            if not others[1][USUAL].error:
+                batches, outcomes = others
+                break
     first = outcomes[USUAL]
     _tell_cases(trial, report, outcomes)
     if first.result is None:
@@ -50,6 +53,11 @@ def run_step_suite(trial: Trial, report: SuiteReport, tasks: Sequence[tuple[str,
     if trial.plan.role == "train":
         _test_gradient(trial, report, batches[USUAL], outcomes)
     return first.result
+
+
+def _changed(case: Case, changes: Mapping[str, Any]) -> Case:
+    """The case for a step that wants batches of its own kind; groups of one sample stay what they are."""
+    return case if "samples" in changes and case.samples == 1 else replace(case, **changes)
 
 
 def _call_all(
@@ -162,7 +170,8 @@ def _apart_in_parts(trial: Trial, batch: Batch, first: Batch, parts: Sequence[li
 
 def _test_two_workers(trial: Trial, report: SuiteReport, batch: Batch, first: Batch) -> None:
     """Two training workers with half of the groups each write what one writes that has all."""
-    half = batch.rows // 2 - (batch.rows // 2) % USUAL.samples
+    samples = batch.rows // USUAL.groups
+    half = batch.rows // 2 - (batch.rows // 2) % samples
     parts = [batch.slice(0, half), batch.slice(half, batch.rows)]
     report.begin("calls on two training workers side by side")
     exchange = Exchange(len(parts))

@@ -60,7 +60,7 @@ class _Models(Mapping[str, WatchedBackend]):
         if name != MODEL:
             raise KeyError(name)
         if self.built is None:
-            model = tiny_model(dtype="float32", head=self._head)
+            model = tiny_model(dtype="float32", head=self._head, tokenizer=TOKENIZER.spec)
             self.built = WatchedBackend(BackendSpec(model, "cpu", self._trained, 0, 10, {}))
         return self.built
 
