@@ -19,7 +19,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-FLOWS = sorted(path.stem for path in (Path(__file__).parents[1] / "recipes" / "flow").glob("*.yaml"))
+FLOWS = [
+    path.stem
+    for path in sorted((Path(__file__).parents[1] / "recipes" / "flow").glob("*.yaml"))
+    if "  read:" not in path.read_text()
+]
+"""Those that generate; of the others, `offline_learning`."""
 GOOD = 0.9
 TEN = 10
 PICTURED = "critic/score/mean,actor/entropy,actor/grad_norm"

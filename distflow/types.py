@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 Role = Literal["generate", "read", "score", "forward", "train"]
 Scope = Literal["sample", "group", "batch"]
@@ -34,8 +34,11 @@ A_TOKEN = (
     "return",
     "token_rewards",
     "token_advantage",
+    "teacher_logprobs",
 )
 """Fields with one value per response token: rows as long as those of `response_ids`."""
+SEVERAL_A_TOKEN = ("candidate_ids", "teacher_candidate_logprobs")
+"""Fields with K values per response token, [N, K]: tokens that could have stood there, and log-probs of these."""
 DROP_REASON = "drop_reason"
 """Text column that a score step may write: a group with a reason in any of its rows is dropped, not trained on."""
 IDENTITY = ("uid", "group", "sample", SEQUENCE, DROP_REASON)
@@ -46,7 +49,8 @@ SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
 LeaseKind = Literal["train", "val"]
 VALIDATION = 1 << 48
 """First prompt position of validation: those of training are far below it."""
-
+VAL = "val/"
+"""What the names of the metrics of validation begin with."""
 
 MOST_WORKERS = 4096
 """Of one pool; more are taken for a typo."""
@@ -55,6 +59,11 @@ MOST_WORKERS = 4096
 def lease_kind(position: int) -> LeaseKind:
     """What the group at a prompt position is for."""
     return "val" if position >= VALIDATION else "train"
+
+
+def is_validated(metric: str | None) -> TypeGuard[str]:
+    """Whether validation measures a metric, by its name."""
+    return metric is not None and metric.startswith(VAL)
 
 
 def written(field: str, fields: Iterable[str]) -> bool:

@@ -25,6 +25,7 @@ COMMANDS = {
     "launch": "Start a run and watch it.",
     "plan": "Show what each worker will do; write one recipe and script for each.",
     "validate": "Check a recipe and report all errors at once.",
+    "test-plugin": "Test steps, rewards, losses, data sources … of your own on synthetic batches.",
     "data": "Show prompts as the model sees them, and the reward of their gold answers.",
     "config": "Show the resolved recipe, its JSON Schema, or one key explained.",
     "worker": "Run one worker from its own per-worker recipe.",
@@ -50,6 +51,7 @@ BESIDE = {
     "stop": ("launch", "stop"),
     "fetch": ("launch", "fetch"),
     "validate": ("config", "validate"),
+    "test-plugin": ("config", "test_plugin"),
     "evaluate": ("export", "evaluate"),
 }
 """File and name of commands that stand in the file of another one."""

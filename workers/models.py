@@ -39,12 +39,14 @@ def build_model(
     load_weights: bool,
     deterministic: bool = False,
     adapters: bool = False,
+    new_head: bool = False,
 ) -> PreTrainedModel:
     """A transformers model in evaluation mode, on `device`, in the section's `dtype`.
 
     It is a causal language model, or, with `head: value`, one whose last layer gives one number for each token (a token
     classifier with one label); that layer is zero unless the folder at `path` has it. With `head: score` it is a
-    sequence classifier with one label.
+    sequence classifier with one label, whose last layer the folder must have, unless it is trained (`new_head`): then
+    it begins at zero too.
 
     `init` models are initialised in float32 on the CPU with `seed` and then converted, so that every dtype and device
     starts from the same weights. With `load_weights=False` the parameters are left uninitialised (an engine gets its
@@ -66,7 +68,8 @@ def build_model(
     if not load_weights:
         built = _uninitialised(config, dtype)
     elif model.get("path") is not None:
-        built = _load(str(model["path"]), config, torch.float32 if dtype == torch.float64 else dtype)
+        kept = torch.float32 if dtype == torch.float64 else dtype
+        built = _load(str(model["path"]), config, kept, new_head=new_head)
     else:
         built = _initialise(config, seed)
         _clear_value_head(built)
@@ -121,7 +124,7 @@ def load_config(model: Mapping[str, Any]) -> PretrainedConfig:
         raise UserError(f"models: give exactly one of `path` and `init`; here path is {path!r} and init is {init!r}")
     config = _config_from_init(init, model.get("tokenizer")) if init is not None else _config_from_path(str(path))
     head = head_of(model)
-    if head == SCORE and path is not None and config.num_labels != 1:
+    if head == SCORE and path is not None and _classifies(config) and config.num_labels != 1:
         raise UserError(f"models: the model in {path!r} gives {config.num_labels} numbers for a text; expected one")
     if head != TOKENS:
         config.num_labels = 1
@@ -140,8 +143,11 @@ def has_value_head(model: PreTrainedModel) -> bool:
 
 
 def output_layer(model: PreTrainedModel) -> torch.nn.Module:
-    """The module that turns the last hidden states into logits or values."""
-    layer: torch.nn.Module = model.score if has_value_head(model) else model.get_output_embeddings()
+    """The module that turns the last hidden states into logits, values or scores."""
+    if model.config.architectures == [_CLASSES[SCORE]]:
+        layer: torch.nn.Module = model.score if hasattr(model, "score") else model.classifier
+    else:
+        layer = model.score if has_value_head(model) else model.get_output_embeddings()
     return layer
 
 
@@ -204,7 +210,12 @@ def _check_path(path: str) -> None:
         raise UserError(f"models: path {path} is not a folder; expected a model in Hugging Face format, or a hub id")
 
 
-def _load(path: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _classifies(config: PretrainedConfig) -> bool:
+    """Whether the folder of this configuration has a classifier of texts, and no model of another kind."""
+    return not config.architectures or str(config.architectures[0]).endswith("ForSequenceClassification")
+
+
+def _load(path: str, config: PretrainedConfig, dtype: torch.dtype, *, new_head: bool) -> PreTrainedModel:
     kind = auto_class(config)
     try:
         built, found = kind.from_pretrained(
@@ -212,10 +223,13 @@ def _load(path: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
         )
     except (OSError, ValueError) as error:
         raise UserError(f"models: cannot load the model in {path!r}: {_brief(error)}") from error
-    if config.architectures == [_CLASSES[SCORE]] and found["missing_keys"]:
-        lacking = ", ".join(sorted(found["missing_keys"])[:_SHOWN])
-        raise UserError(f"models: {path!r} lacks {lacking}; `head: score` needs a sequence classifier's folder")
-    if any(name.startswith("score.") for name in found["missing_keys"]):
+    missing = found["missing_keys"]
+    if config.architectures == [_CLASSES[SCORE]] and missing:
+        if not new_head or any(not name.startswith("score.") for name in missing):
+            lacking = ", ".join(sorted(missing)[:_SHOWN])
+            raise UserError(f"models: {path!r} lacks {lacking}; `head: score` needs a sequence classifier's folder")
+        _clear(built)
+    elif any(name.startswith("score.") for name in missing):
         _clear_value_head(built)
     return built
 
@@ -230,11 +244,15 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 def _clear_value_head(model: PreTrainedModel) -> None:
     """Set a value head to zero: the first returns, not random numbers, then say what a state is worth."""
+    if has_value_head(model):
+        _clear(model)
+
+
+def _clear(model: PreTrainedModel) -> None:
     import torch
 
-    if has_value_head(model):
-        for parameter in output_layer(model).parameters():
-            torch.nn.init.zeros_(parameter)
+    for parameter in output_layer(model).parameters():
+        torch.nn.init.zeros_(parameter)
 
 
 def _initialise(config: PretrainedConfig, seed: int) -> PreTrainedModel:

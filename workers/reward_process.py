@@ -151,7 +151,7 @@ class RewardProcess:
 
 def serve(spec: str, lifeline: str, title: str) -> None:
     """The child: load the function, report that, then judge one completion per line until the input ends."""
-    if not _die_with_writer(int(lifeline)):
+    if not die_with_writer(int(lifeline)):
         return
     # SIGTERM may go to a whole Slurm job; the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -174,7 +174,7 @@ def serve(spec: str, lifeline: str, title: str) -> None:
                 _say(answers, {"fatal": str(error)})
 
 
-def _die_with_writer(pipe: int) -> bool:
+def die_with_writer(pipe: int) -> bool:
     """Have the kernel kill this process group when the last writer closes the pipe; False if it is closed already.
 
     The signal must come from the kernel, as a function may block the interpreter forever (an endless regular

@@ -131,18 +131,14 @@ class SecondPlace:
         """Keep there what would be kept here; COMMIT is removed first. Unfinished ones before the newest go too."""
         steps = sorted(path for path in self._names(self._checkpoints) if path.startswith("step_"))
         commits = {name: self._decoded(self._read(f"{self._checkpoints}/{name}/{COMMIT}")) for name in steps}
-        scores = {Path(name): self._score(commit) for name, commit in commits.items() if commit is not None}
-        gone = {path.name for path in self._keeping.superfluous(scores)}
-        newest = max((path.name for path in scores), default="")
+        whole = {Path(name): commit for name, commit in commits.items() if commit is not None}
+        gone = {path.name for path in self._keeping.superfluous(whole)}
+        newest = max((path.name for path in whole), default="")
         for name in steps:
             if name in gone or (commits[name] is None and name < newest):
                 self._remove(f"{self._checkpoints}/{name}/{COMMIT}")
                 with suppress(FileNotFoundError):
                     self._fs.rm(f"{self._checkpoints}/{name}", recursive=True)
-
-    def _score(self, commit: Commit) -> float | None:
-        known = commit.score
-        return known.value if known is not None and known.metric == self._keeping.metric else None
 
     def _host_of(self, part: str) -> int:
         stem = Path(part).stem

@@ -129,7 +129,7 @@ def batch_advantage(
     return _with_advantage(batch, function, _a_sample(whole, function, sum(sizes))[first : first + len(samples)])
 
 
-@step(role="train", reads=["reward", "group", "response_mask"], writes=["baseline"], scope="group")
+@step(role="train", reads=["reward", "group", "response_ids", "response_mask"], writes=["baseline"], scope="group")
 def baseline(batch: Batch, ctx: StepContext) -> Batch:
     """For each sample the reward of that one of its group that is not trained on.
 
@@ -209,13 +209,20 @@ def _with_advantage(batch: Batch, function: str, given: object) -> Batch:
 
 @step(
     role="train",
-    reads=["prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "advantage"],
+    reads=["prompt_ids", "response_ids", "response_mask", "rollout_logprobs"],
+    reads_if_there=["advantage"],
     reads_when={"kl_coef": ["ref_logprobs"], "several_updates": ["old_logprobs"]},
     writes=[],
     scope="sample",
     head="tokens",
     plugins={
-        "loss": {"terms": {"ref_logprobs": "ref_logprobs"}},
+        "loss": {
+            "terms": {
+                "ref_logprobs": "ref_logprobs",
+                "advantages": "advantage",
+                "candidate_logprobs": "candidate_ids",
+            }
+        },
         "kl": ["logprobs_BT", "ref_logprobs_BT"],
     },
     choices={
@@ -225,6 +232,7 @@ def _with_advantage(batch: Batch, function: str, given: object) -> Batch:
             "distflow.algorithms.losses:cispo",
             "distflow.algorithms.losses:aipo",
             "distflow.algorithms.losses:decoupled_ppo",
+            "distflow.algorithms.losses:reverse_kl",
         ],
         "kl": ["distflow.algorithms.kl:k1", "distflow.algorithms.kl:k2", "distflow.algorithms.kl:k3"],
         "aggregate": [
@@ -256,10 +264,11 @@ def update(
     """Accumulate the gradient of the policy loss over the batch, in micro-batches of `ctx.tokens_per_microbatch`.
 
     π_old is field `old_logprobs`, or else the current policy, while there is one update a batch. `loss`: ppo, gspo,
-    cispo (with `clip`), aipo (`cap`), decoupled_ppo (both), all with `entropy_coef`, or a plug-in `(terms: TokenTerms,
-    *, …) -> TokenLoss`; its keyword parameters are settings of this step. `aggregate`: see `Aggregation`; `tis`,
-    `correction`: see `Correction`; `kl_coef`: weight of the divergence `kl` (k1, k2, k3) to `ref_logprobs`. Adds the
-    divisor of the gradient to `ctx.denominators`. Raises UserError for invalid settings.
+    cispo (with `clip`), aipo (`cap`), decoupled_ppo (both), all with `entropy_coef`, reverse_kl (to a teacher, without
+    advantages), or a plug-in `(terms: TokenTerms, *, …) -> TokenLoss`; its keyword parameters are settings of this
+    step. `aggregate`: see `Aggregation`; `tis`, `correction`: see `Correction`; `kl_coef`: weight of the divergence
+    `kl` (k1, k2, k3) to `ref_logprobs`. Adds the divisor of the gradient to `ctx.denominators`. Raises UserError for
+    invalid settings.
     """
     objective = Objective(
         loss=chosen(update, "loss", loss),
@@ -281,12 +290,14 @@ def update(
     return batch
 
 
-_READ = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "advantage")
+_READ = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs")
+_IF_THERE = ("advantage", "old_logprobs")
+_CANDIDATES = "candidate_ids"
 
 
 def _needed(batch: Batch, ctx: StepContext, objective: Objective) -> list[str]:
     wanted = [*_READ, *(["ref_logprobs"] if objective.kl_coef else []), *ctx.reads]
-    wanted += ["old_logprobs"] if "old_logprobs" in batch else []
+    wanted += [name for name in _IF_THERE if name in batch]
     return with_share(list(dict.fromkeys(wanted)), batch)
 
 
@@ -295,7 +306,9 @@ def _accumulate(part: Batch, ctx: StepContext, objective: Objective) -> None:
     tokens = float(mask_BT.sum())
     if not tokens:
         return
-    scores = ctx.backend.score(part, temperature=ctx.temperature, grad=True, entropy=True)
+    given = part.ragged(_CANDIDATES) if _CANDIDATES in part else None
+    candidates = 0 if given is None or not given.values.shape[1] else given
+    scores = ctx.backend.score(part, temperature=ctx.temperature, grad=True, entropy=True, candidates=candidates)
     share_B = part.dense(SHARE) if SHARE in part else None
     loss_sum, report = objective.evaluate(_terms(part, mask_BT, scores), share_B)
     ctx.backend.accumulate(loss_sum)
@@ -325,7 +338,7 @@ def _terms(part: Batch, mask_BT: Tensor, scores: TokenScores) -> TokenTerms:
         ref_logprobs=field("ref_logprobs"),
         entropy=scores.entropy_BT,
         advantages=field("advantage"),
-        further=field,
+        further=lambda name: scores.candidate_logprobs_BTK if name == "candidate_logprobs" else field(name),
     )
 
 

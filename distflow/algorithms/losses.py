@@ -1,7 +1,7 @@
 """Losses, one value per token, of `TokenTerms`; `aggregation` sums them, and the division comes once, at `apply`.
 
-Shapes: B samples, T response tokens. Masks and weights are applied by the caller. `entropy_coef` of the policy losses
-subtracts so many times the entropy of each token's distribution.
+Shapes: B samples, T response tokens, K candidates for each of them. Masks and weights are applied by the caller.
+`entropy_coef` of the policy losses subtracts so many times the entropy of each token's distribution.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _SUPPLIED_BY = {
     "ref_logprobs": "log-probs of a frozen reference: the step distflow.workers.reference:ref_logprobs writes them",
     "entropy": "the entropy of the policy at each token: step distflow.workers.trainer:update computes it",
     "advantages": "one advantage a token: a step such as distflow.workers.trainer:advantage writes them",
+    "candidate_logprobs": "the policy's log-probs of the tokens in field candidate_ids: a step such as "
+    "distflow.workers.distillation:teacher writes that",
 }
 _TERMS = ("mask", "logprobs", "lengths", *_SUPPLIED_BY)
 
@@ -33,9 +35,10 @@ _TERMS = ("mask", "logprobs", "lengths", *_SUPPLIED_BY)
 class TokenTerms:
     """Terms of one micro-batch, [B, T] each, on one device; `mask` is True on the tokens trained on.
 
-    `logprobs` has a gradient, `entropy` has one where a loss asks for it, all others are constants. Reading a term that
-    is not there raises UserError naming the step to add; `terms.has(name)` asks. `terms[name]` gives a further field
-    with one value a token, which must then be among the fields of the batch.
+    `logprobs` and `candidate_logprobs`, [B, T, K], have a gradient, `entropy` has one where a loss asks for it, all
+    others are constants. Reading a term that is not there raises UserError naming the step to add; `terms.has(name)`
+    asks. `terms[name]` gives a further field with one value a token, or several, which must then be among the fields of
+    the batch.
     """
 
     __slots__ = ("_further", "_given", "_read", "logprobs", "mask")
@@ -52,7 +55,7 @@ class TokenTerms:
         *,
         further: Callable[[str], Tensor | None] = lambda name: None,
     ) -> None:
-        """`further` looks other fields up by name; None where there is no such field."""
+        """`further` looks `candidate_logprobs` and other fields up by name; None where there is no such field."""
         self.mask = mask
         self.logprobs = logprobs
         self._given = {
@@ -89,6 +92,11 @@ class TokenTerms:
     def advantages(self) -> Tensor:
         """[B, T]: advantage of each token."""
         return self._term("advantages")
+
+    @property
+    def candidate_logprobs(self) -> Tensor:
+        """[B, T, K]: log π of the tokens in field `candidate_ids`, which could have stood at each place."""
+        return self._term("candidate_logprobs")
 
     @property
     def lengths(self) -> Tensor:
@@ -195,9 +203,41 @@ def decoupled_ppo(
     UserError for values of `clip` as `ppo` does, and unless cap > 0.
     """
     _check_cap(cap)
-    loss = ppo(terms, clip=clip)
+    loss = _clipped_surrogate(_ratio(terms.logprobs, terms.old_logprobs), terms.advantages, clip)
     weight_BT = _ratio(terms.old_logprobs, terms.rollout_logprobs).detach().clamp(max=cap)
     return _with_entropy(TokenLoss(weight_BT * loss.loss_BT, loss.clipped_BT), terms, entropy_coef)
+
+
+def reverse_kl(terms: TokenTerms) -> TokenLoss:
+    """KL(π ‖ π_T) to a teacher at each place of the student's own samples, arXiv 2306.13649 and 2306.08543.
+
+    With candidates, the K likeliest tokens of the teacher at each place: the divergence of the two distributions over
+    these tokens and one further outcome, any other token. By the log-sum inequality it is at most the whole divergence,
+    and equal if beyond the candidates both agree or K is the whole vocabulary. Its gradient is exact: no sampling.
+
+    Without, K = 0: r · sg(log π − log π_T) of the sampled token with r = π / π_old. Value and gradient are unbiased
+    estimates of those of the whole divergence, for tokens that π_old sampled; that is a policy gradient whose advantage
+    is log π_T − log π. Either way what a token changes about later places is left out.
+
+    Corrections for the policy that sampled weight the second only: the first does not depend on the sampled token.
+    """
+    gap_BT = terms.logprobs - terms["teacher_logprobs"]
+    nowhere_BT = torch.zeros_like(terms.mask)
+    theirs_BTK = terms["teacher_candidate_logprobs"]
+    if not theirs_BTK.shape[-1]:
+        loss_BT = _ratio(terms.logprobs, terms.old_logprobs) * gap_BT.detach()
+        return TokenLoss(loss_BT, nowhere_BT, {"distill/reverse_kl": gap_BT.detach()})
+    ours_BTK = terms.candidate_logprobs
+    tail_BT, their_tail_BT = _log_rest(ours_BTK), _log_rest(theirs_BTK)
+    kl_BT = (ours_BTK.exp() * (ours_BTK - theirs_BTK)).sum(-1) + tail_BT.exp() * (tail_BT - their_tail_BT)
+    metrics = {"distill/reverse_kl": kl_BT.detach(), "distill/outside_candidates": tail_BT.detach().exp()}
+    return TokenLoss(torch.zeros_like(kl_BT), nowhere_BT, metrics, added_BT=kl_BT)
+
+
+def _log_rest(logprobs_BTK: Tensor) -> Tensor:
+    """[B, T]: the log of the probability that these leave to all other tokens, at least the rounding error of 1."""
+    rest_BT = 1.0 - logprobs_BTK.exp().sum(-1)
+    return rest_BT.clamp(min=torch.finfo(logprobs_BTK.dtype).eps).log()
 
 
 def value(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, clip: float | None = 0.5) -> TokenLoss:

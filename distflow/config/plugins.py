@@ -95,6 +95,8 @@ FIND_ANSWER = "distflow.workers.reward_functions:find_answer"
 """The final answer in a response."""
 MODEL_WRITER = "distflow.workers.exporting:write_model"
 """Writes a checkpoint's model into a folder, unchanged."""
+PLUGIN_TESTS = "distflow.testing.plugins.process"
+"""The module with the contract suites of plug-ins, in processes of their own."""
 EXPORTER = "distflow.workers.exporting:export_model"
 """Writes a checkpoint's model as a Hugging Face folder."""
 
@@ -109,6 +111,10 @@ SUPPLIERS: Mapping[str, str] = {
     "ref_logprobs": 'reference: {call: "distflow.workers.reference:ref_logprobs", model: reference}',
     "old_logprobs": 'old_logprobs: {call: "distflow.workers.reference:old_logprobs", model: policy}',
     "token_rewards": 'token_rewards: {call: "distflow.workers.shaping:token_rewards"}',
+    **dict.fromkeys(
+        ("teacher_logprobs", "candidate_ids", "teacher_candidate_logprobs"),
+        'teacher: {call: "distflow.workers.distillation:teacher", model: teacher}',
+    ),
     "response_ids": 'sample: {call: "distflow.workers.rollout:sample", model: policy}',
 }
 """The line to add under `flow.steps` where a field is read and nothing writes it."""

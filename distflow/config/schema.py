@@ -72,7 +72,8 @@ class RunConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=1, json_schema_extra={"unit": "checkpoints"})
     """How many of the newest checkpoints are kept."""
     keep_best: str | None = Field(default=None, pattern=r"^\S+$")
-    """A mean metric of the training workers, such as critic/score: the checkpoint with its best value is kept too."""
+    """A mean metric of the training workers, such as critic/score, or one of validation, such as val/avg@1: the
+    checkpoint with its best value is kept too."""
     keep_best_mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value of keep_best is the best."""
     copy_to: str | None = Field(default=None, pattern=r"^\S+$")
@@ -262,7 +263,7 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     head: Head = "tokens"
     """What the last layer gives: logits of the next tokens; values of the states before them, as a critic does (value);
-    or one number for a whole text, as a reward model does (score; a sequence classifier, not trained)."""
+    or one number for a whole text, as a reward model does (score; a sequence classifier)."""
 
     @property
     def inherited(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ CHARACTERS: dict[str, str] = {"copy_digits": "0123456789="}
 
 
 class CopyDigits:
-    """`407=` is to be answered by `407`: all 10**digits numbers, each once."""
+    """`407=` is to be answered by `407`, and not with another digit in it: all 10**digits numbers, each once."""
 
     def __init__(self, digits: int) -> None:
         self._digits = digits
@@ -21,7 +21,10 @@ class CopyDigits:
 
     def __getitem__(self, index: int) -> PromptText:
         answer = str(index).zfill(self._digits)
-        return PromptText(f"{answer}=", {"answer": answer})
+        # Which digit is wrong, and by how much, differs from number to number.
+        place, by = index % self._digits, 1 + index // self._digits % 9
+        wrong = answer[:place] + str((int(answer[place]) + by) % 10) + answer[place + 1 :]
+        return PromptText(f"{answer}=", {"answer": answer, "rejected": wrong})
 
 
 def copy_digits(*, digits: int = 3) -> CopyDigits:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.batch_wire import SENDABLE
-from distflow.types import A_TOKEN, DROP_REASON, REWARD, REWARD_PARTS, SEQUENCE, TOKENS
+from distflow.types import A_TOKEN, DROP_REASON, REWARD, REWARD_PARTS, SEQUENCE, SEVERAL_A_TOKEN, TOKENS
 
 A_SAMPLE = ("reward", "score", "group", "sample", SEQUENCE, "finish_reason")
 """Fields with one value per sample."""
@@ -72,7 +72,7 @@ def _unsendable(name: str, column: Column) -> str | None:
 
 
 def _misshapen(name: str, batch: Batch) -> str | None:
-    if name in A_TOKEN and TOKENS in batch:
+    if name in (*A_TOKEN, *SEVERAL_A_TOKEN) and TOKENS in batch:
         return _a_token(name, batch[name], batch.ragged(TOKENS))
     if name in A_SAMPLE or name.startswith(REWARD_PARTS):
         return _a_sample(name, batch[name], batch.rows)
@@ -84,7 +84,11 @@ def _not_numbers(name: str, batch: Batch) -> str | None:
     if name == REWARD:
         return _endless(batch)
     column = batch[name]
-    if name not in A_TOKEN or not isinstance(column, Ragged) or not column.values.is_floating_point():
+    if (
+        name not in (*A_TOKEN, *SEVERAL_A_TOKEN)
+        or not isinstance(column, Ragged)
+        or not column.values.is_floating_point()
+    ):
         return None
     count = int(column.values.isnan().sum())
     return f"wrote nan into {name!r} for {count} of {_counted(column.values.numel())}" if count else None
@@ -110,8 +114,14 @@ def _a_token(name: str, column: Column, responses: Ragged) -> str | None:
     if isinstance(column, Ragged):
         # Most steps write `responses.like(…)`, which shares the offsets.
         same = column.offsets is responses.offsets or torch.equal(column.offsets, responses.offsets)
-        if same and column.values.dim() == 1:
+        if same and column.values.dim() == (2 if name in SEVERAL_A_TOKEN else 1):
             return None
+    if name in SEVERAL_A_TOKEN:
+        return (
+            f"must write the same number of values for each response token into {name!r}, [{responses.values.numel()}, "
+            f"K] for this batch; it wrote {_shown(column)} — {name}=responses.like(values) with responses = "
+            f"batch.ragged({TOKENS!r})"
+        )
     return (
         f"must write one value per response token into {name!r}, {responses.values.numel()} for this batch; it wrote "
         f"{_shown(column)} — {name}=responses.like(values) with responses = batch.ragged({TOKENS!r}), and for one "

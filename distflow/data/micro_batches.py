@@ -8,6 +8,7 @@ that a round takes all of them equally long. A mini-batch is one update of the w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,16 +19,20 @@ MICRO_BATCH = "micro_batch"
 """[B] int64: the number of each row's micro-batch, where the replicas have agreed on it."""
 
 
-def micro_batches(batch: Batch, tokens: int, fields: Sequence[str] | None = None) -> Iterator[tuple[Tensor, Batch]]:
+def micro_batches(
+    batch: Batch, tokens: int, fields: Sequence[str] | None = None, *, whole_groups: bool = False
+) -> Iterator[tuple[Tensor, Batch]]:
     """The parts of a batch that are computed one after another; yields (row numbers, part with just these `fields`).
 
     Rows for which the replicas have agreed on parts are cut by these. Others so that rows · (longest prompt + response)
     ≤ `tokens`: the longest rows come first, equal ones in their order, and a row longer than that is a part of its own;
-    0 means no limit. Every row is in exactly one part. A batch that fits is yielded unchanged.
+    0 means no limit. Every row is in exactly one part. A batch that fits is yielded unchanged. `whole_groups`: the rows
+    of a group are in the same part, side by side. Replicas that agree do so where the train step has scope group.
     """
     wanted = batch if fields is None else batch.only(fields)
     agreed = MICRO_BATCH in batch
-    for rows in _agreed_rows(batch) if agreed else split_rows(row_lengths(batch), tokens):
+    split = split_groups if whole_groups else _split_rows_of
+    for rows in _agreed_rows(batch) if agreed else split(batch, tokens):
         yield rows, wanted if len(rows) == len(batch) else wanted.select(rows)
 
 
@@ -36,12 +41,26 @@ def in_micro_batches(batch: Batch, tokens: int, compute: Callable[[Batch], Tenso
 
     `compute` returns those of a part [N], row after row.
     """
-    rows: dict[int, Tensor] = {}
+    if not len(batch):
+        return batch.ragged("response_ids").like(torch.empty(0))
+    (column,) = columns_in_micro_batches(batch, tokens, lambda part: (compute(part),))
+    return column
+
+
+def columns_in_micro_batches(
+    batch: Batch, tokens: int, compute: Callable[[Batch], Sequence[Tensor]]
+) -> tuple[Ragged, ...]:
+    """As `in_micro_batches`, of a batch that is not empty: several columns, with one value or more for each token.
+
+    `compute` returns those of a part, [N, …] each.
+    """
+    rows: dict[int, tuple[Tensor, ...]] = {}
     for numbers, part in micro_batches(batch, tokens, ["prompt_ids", "response_ids"]):
         lengths = part.ragged("response_ids").lengths.tolist()
-        rows.update(zip(numbers.tolist(), torch.split(compute(part), lengths), strict=True))
-    values = torch.cat([rows[row] for row in range(len(batch))]) if rows else torch.empty(0)
-    return batch.ragged("response_ids").like(values)
+        columns = zip(*(torch.split(values, lengths) for values in compute(part)), strict=True)
+        rows.update(zip(numbers.tolist(), columns, strict=True))
+    together = zip(*(rows[row] for row in range(len(batch))), strict=True)
+    return tuple(batch.ragged("response_ids").like(torch.cat(values)) for values in together)
 
 
 def with_agreed(batch: Batch, numbers: Mapping[int, Sequence[int]]) -> Batch:
@@ -69,6 +88,22 @@ def split_rows(lengths: Tensor, tokens: int) -> list[Tensor]:
         parts.append(order[start : start + count])
         start += count
     return parts
+
+
+def _split_rows_of(batch: Batch, tokens: int) -> list[Tensor]:
+    return split_rows(row_lengths(batch), tokens)
+
+
+def split_groups(batch: Batch, tokens: int, lengths: Tensor | None = None) -> list[Tensor]:
+    """The row numbers of each micro-batch of whole groups, padded to the longest row.
+
+    `lengths` [B]: if not those of prompt and response.
+    """
+    bounds = batch.group_bounds()
+    rows_B = row_lengths(batch) if lengths is None else lengths
+    padded = [(end - first) * int(rows_B[first:end].max()) for first, end in pairwise(bounds)]
+    parts = split_rows(torch.tensor(padded, dtype=torch.int64), tokens)
+    return [torch.cat([torch.arange(bounds[group], bounds[group + 1]) for group in part.tolist()]) for part in parts]
 
 
 def _agreed_rows(batch: Batch) -> list[Tensor]:

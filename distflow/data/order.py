@@ -197,7 +197,7 @@ class PromptOrder:
             if self._reading is None:
                 return True
             # A response of another prompt is not this prompt's: nothing is left out for it.
-            own = DataRow(given.task, lambda: own)
+            own = DataRow(given.task, lambda: own, source.label(index))
             limit = self._reading.max_response_tokens
             return all(len(one.token_ids) <= limit for one in self._made(source, index, own) if one.trains)
 
@@ -205,12 +205,14 @@ class PromptOrder:
 
     def _row(self, position: int) -> DataRow:
         number, _, index = self._at(position)
-        return DataRow(self.given(self._sources[number], index).task, lambda: self._row(position + 1))
+        source = self._sources[number]
+        return DataRow(self.given(source, index).task, lambda: self._row(position + 1), source.label(index))
 
     def _responses(
         self, source: SourceUse, index: int, task: Mapping[str, Any], following: Callable[[], DataRow]
     ) -> tuple[GivenResponse, ...]:
-        return () if self._reading is None else self._made(source, index, DataRow(task, following))
+        row = DataRow(task, following, source.label(index))
+        return () if self._reading is None else self._made(source, index, row)
 
     def _made(self, source: SourceUse, index: int, row: DataRow) -> tuple[GivenResponse, ...]:
         """The responses that the data gives for a row, in tokens."""

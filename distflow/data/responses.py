@@ -18,6 +18,8 @@ class DataRow:
     task: Mapping[str, Any]
     following: Callable[[], DataRow]
     """Of another prompt, unless the data have only one."""
+    label: str = "a row"
+    """Where it stands, for messages."""
 
     def response(self, *names: str) -> str:
         """The text in the first of these columns that the row has; of chat messages, the assistant's last turn.

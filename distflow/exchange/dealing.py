@@ -29,6 +29,8 @@ class CostRule:
     """Padded tokens of a micro-batch."""
     quadratic: float = 0.0
     """q: a row of n tokens costs n + q·n²."""
+    whole_groups: bool = False
+    """The rows of a group are in the same micro-batch, since they are compared with each other."""
 
     def row(self, tokens: int) -> float:
         """Cost of a row."""
@@ -114,7 +116,14 @@ class _Row(NamedTuple):
     tokens: int
     position: int
     number: int
-    """Within the group."""
+    """Within the group; −1 for a whole group."""
+
+
+def _rows(position: int, lengths: Lengths, rule: CostRule) -> list[_Row]:
+    """What is cut into micro-batches: the rows of a group, or the group as if it were one row."""
+    if rule.whole_groups:
+        return [_Row(padded(lengths), position, -1)]
+    return [_Row(n, position, number) for number, n in enumerate(lengths)]
 
 
 def in_rounds(
@@ -126,7 +135,7 @@ def in_rounds(
     """
     left = [
         sorted(
-            (_Row(n, position, number) for position in hand for number, n in enumerate(offers[position].lengths)),
+            (row for position in hand for row in _rows(position, offers[position].lengths, rule)),
             key=lambda row: (-row.tokens, row.position, row.number),
         )
         for hand in hands
@@ -137,7 +146,11 @@ def in_rounds(
         for rows, cut in zip(left, parts, strict=True):
             cut += [_take(rows, most, rule)] if rows else []
     rounds = max(map(len, parts)) if even else 0
-    return [_hand(_stretched(cut, rounds), hand, first) for cut, hand in zip(parts, hands, strict=True)]
+    sizes = {position: len(offers[position].lengths) for hand in hands for position in hand}
+    return [
+        _hand(_stretched(cut, rounds), {position: sizes[position] for position in hand}, first)
+        for cut, hand in zip(parts, hands, strict=True)
+    ]
 
 
 def _stretched(parts: list[list[_Row]], rounds: int) -> list[list[_Row]]:
@@ -148,12 +161,17 @@ def _stretched(parts: list[list[_Row]], rounds: int) -> list[list[_Row]]:
     return parts
 
 
-def _hand(parts: Sequence[Sequence[_Row]], positions: Iterable[int], first: int) -> Hand:
-    numbers: dict[int, dict[int, int]] = {position: {} for position in positions}
+def _hand(parts: Sequence[Sequence[_Row]], sizes: Mapping[int, int], first: int) -> Hand:
+    """`sizes`: the rows of each group."""
+    numbers: dict[int, list[int]] = {position: [first] * size for position, size in sizes.items()}
     for number, part in enumerate(parts, start=first):
         for row in part:
-            numbers[row.position][row.number] = number
-    return {position: tuple(found[i] for i in range(len(found))) for position, found in numbers.items()}
+            found = numbers[row.position]
+            if row.number < 0:
+                found[:] = [number] * len(found)
+            else:
+                found[row.number] = number
+    return {position: tuple(found) for position, found in numbers.items()}
 
 
 def ranks(positions: Iterable[int], ledgers: int) -> dict[int, int]:

@@ -65,6 +65,8 @@ class Edge:
     """Fields that only some workers write, with the value that the others send."""
     model: str | None = None
     """weights: whose; call: the one that the step uses; rows: the one that is trained on them."""
+    widths: Mapping[str, int] = field(default_factory=dict)
+    """Of all these, fields with several values for each token, and how many."""
     steps: tuple[str, ...] = ()
     """lease: what runs, or is asked for, before the samples go; call: the step; rows: what trains on them."""
     when: Asked = ""

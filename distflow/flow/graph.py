@@ -44,6 +44,13 @@ class StepNode:
         return tuple(prefixed(field, self.prefix) for field in self.declaration.spec.may_write)
 
     @property
+    def widths(self) -> dict[str, int]:
+        """Fields that it writes with several values for each token: how many."""
+        found = {field: self.settings[setting] for field, setting in self.declaration.spec.widths.items()}
+        # What is no whole number is reported where settings are checked.
+        return {prefixed(field, self.prefix): size for field, size in found.items() if isinstance(size, int)}
+
+    @property
     def generates_further(self) -> bool:
         """Whether it generates from prompts that other steps write."""
         return self.role == "generate" and bool(self.prefix)
@@ -118,9 +125,13 @@ def read_step(
         settings,
         (*reads_of(spec, prefix), *conditions),
         conditions,
-        () if function is None else tuple(prefixed(field, prefix) for field in function.reads_if_there),
+        tuple(prefixed(field, prefix) for field in (*spec.reads_if_there, *_asked_for(function))),
         prefix,
     )
+
+
+def _asked_for(function: ChosenFunction | None) -> tuple[str, ...]:
+    return () if function is None else function.reads_if_there
 
 
 def generate_settings(steps: Iterable[StepNode]) -> list[Mapping[str, Any]]:

@@ -6,7 +6,7 @@ The plan refuses too little memory for one training step, and the protocols rese
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from distflow.config.plugins import ENGINES, LIBRARIES
 from distflow.config.schema import PoolConfig, Recipe
@@ -50,26 +50,33 @@ def later_bytes(recipe: Recipe, structure: Structure) -> int:
     """Bytes of a response token in the fields that a group gets at its owner while its memory is reserved.
 
     These are the answers of calls and, where the whole batch is kept until it is trained on, what the steps there
-    write: taken for one value a token each.
+    write: taken for one value a token each, unless steps declare more (`widths`). What arrives with so many is counted
+    here as well.
     """
     home = structure.home.name
     calls = [edge for edge in wire(structure) if edge.kind == "call" and edge.source == home]
     fields = {name for edge in calls if edge.when in ("on arrival", "in window") for name in edge.back}
     if not structure.streams(recipe):
         fields |= {name for node in structure.after_custody for name in node.writes}
+    fields |= {name for node in structure.before_custody for name in node.widths}
     wide = structure.models.configs[structure.models.primary].dtype == "float64"
-    return len(fields) * (8 if wide else 4)
+    return _values(fields, structure.widths) * (8 if wide else 4)
+
+
+def _values(fields: Iterable[str], widths: Mapping[str, int]) -> int:
+    """How many values these fields have for each token."""
+    return sum(widths.get(field, 1) for field in fields)
 
 
 def frame_bytes(plan: Plan) -> int:
     """The largest frame of a message that a worker accepts: several times the size of a group or a micro-batch."""
     recipe, val = plan.recipe, plan.val
-    largest = group_bytes(recipe.batch.samples_per_prompt, recipe.data.max_prompt_tokens, plan.response_tokens)
+    later = plan.later_bytes
+    largest = group_bytes(recipe.batch.samples_per_prompt, recipe.data.max_prompt_tokens, plan.response_tokens, later)
     if val is not None:
         largest = max(largest, group_bytes(val.samples_per_prompt, val.data.max_prompt_tokens, val.response_tokens))
-    return max(
-        LEAST_FRAME_BYTES, FRAME_FACTOR * largest, FRAME_FACTOR * BYTES_PER_TOKEN * recipe.batch.tokens_per_microbatch
-    )
+    micro_batch = (BYTES_PER_TOKEN + later) * recipe.batch.tokens_per_microbatch
+    return max(LEAST_FRAME_BYTES, FRAME_FACTOR * largest, FRAME_FACTOR * micro_batch)
 
 
 def step_bytes(recipe: Recipe, training_pool: str, new_tokens: int, later: int) -> int:
@@ -89,8 +96,8 @@ def rows_bytes(recipe: Recipe, edges: Sequence[Edge], edge: Edge, new_tokens: in
     # With `shrink`, one worker may remain.
     replicas = 1 if recipe.layout.on_failure == "shrink" else pools[edge.target].count
     samples = next(one for one in edges if one.name == SAMPLES)
-    added = [field for field in edge.fields if field not in samples.fields]
-    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens, 8 * len(added))
+    added = _values((field for field in edge.fields if field not in samples.fields), edge.widths)
+    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens, 8 * added)
     # Each owner deals what streams in by itself, or all deal each mini-batch: what is left may go to the same replica.
     deals = max(pools[edge.source].count, batch.minibatches)
     return largest * ((batch.prompts + deals * (replicas - 1)) // replicas)

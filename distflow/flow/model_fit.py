@@ -49,7 +49,7 @@ def check_heads(structure: Structure, problems: Problems) -> None:
         if has != needed and not (has == _SCORE and node.role == "train"):
             _report_head(node, needed, structure, problems)
     for name in dict.fromkeys(node.model for node in structure.steps if node.model is not None):
-        _check_folder(name, models.configs[name], problems)
+        _check_folder(name, models.configs[name], problems, trained=name in models.trained)
 
 
 def _report_head(node: StepNode, needed: str, structure: Structure, problems: Problems) -> None:
@@ -69,7 +69,7 @@ def _of_head(head: str, models: Mapping[str, ModelConfig]) -> str | None:
     return next((name for name, model in models.items() if model.head == head), None)
 
 
-def _check_folder(name: str, model: ModelConfig, problems: Problems) -> None:
+def _check_folder(name: str, model: ModelConfig, problems: Problems, *, trained: bool) -> None:
     """Compare `head` with the class that a model's folder says that it is of."""
     config = configuration(model) if model.path is not None else {}
     classes = config.get("architectures")
@@ -82,7 +82,7 @@ def _check_folder(name: str, model: ModelConfig, problems: Problems) -> None:
         problems.add(
             f"models.{name}.path", message, "a causal language model; for a reward model head: score", others=others
         )
-    if model.head == _SCORE and all(str(one).endswith(_LANGUAGE_MODELS) for one in classes):
+    if model.head == _SCORE and not trained and all(str(one).endswith(_LANGUAGE_MODELS) for one in classes):
         message = f"{said}, a language model: it lacks the layer that `head: score` needs"
         problems.add(
             f"models.{name}.path", message, f"the folder of a {_TEXT_CLASSIFIER[3:]} with one label", others=others
@@ -98,6 +98,27 @@ def _labels(config: Mapping[str, Any]) -> int:
     if isinstance(config.get("id2label"), dict):
         return len(config["id2label"])
     return int(config["num_labels"]) if type(config.get("num_labels")) is int else 2
+
+
+def check_own_models(structure: Structure, problems: Problems) -> None:
+    """Refuse a copy of the policy where a step needs another model, such as a teacher."""
+    models = structure.models
+    for node in structure.steps:
+        if node.declaration.spec.own_model and node.model is not None:
+            name, at = node.model, f"flow.steps.{node.name}.model"
+            if name == models.primary:
+                problems.add(at, f"step {node.name!r} needs another model than the policy", "for example teacher")
+            elif _same_files(models.configs[models.primary], models.configs[name]):
+                message = (
+                    f"step {node.name!r} needs a model of its own, and {name!r} is a copy of {models.primary!r}, which "
+                    "learns nothing from itself"
+                )
+                cure = (
+                    f"models.{name}.path=FOLDER, a model with the same tokens, such as `distflow export` writes from "
+                    "another run"
+                )
+                keys = [f"models.{one}.path" for one in (name, models.primary)]
+                problems.add(f"models.{name}", message, cure, others=keys)
 
 
 def check_tokens(structure: Structure, problems: Problems) -> None:

@@ -21,7 +21,7 @@ from distflow.flow.plugin_options import check_options
 from distflow.flow.sharding import divides_models
 from distflow.flow.structure import Structure
 from distflow.flow.training_fit import check_optimizers
-from distflow.flow.validation import check_validation
+from distflow.flow.validation import check_kept, check_validation
 from distflow.flow.wait_order import check_waits
 from distflow.types import written
 
@@ -186,7 +186,7 @@ def check_sharding(recipe: Recipe, structure: Structure, problems: Problems) -> 
         held = [node.name for node in structure.on(planned.name) if node.role != "generate" and node.model is not None]
         if not held or not divides_models(pool):
             continue
-        for name in planned.frozen:
+        for name in (*planned.frozen, *planned.homes):
             if structure.models.configs[name].head == "score":
                 message = f"{pool.backend!r} cannot hold {name!r}, whose head is score"
                 cure = "backend: torch, or give its step to another pool"
@@ -227,4 +227,5 @@ CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_sample_memory, "always"),
     (check_waits, "if sound"),
     (check_validation, "always"),
+    (check_kept, "always"),
 )

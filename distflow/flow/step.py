@@ -72,6 +72,9 @@ class StepSpec:
     environment: tuple[str, ...] | None = None
     head: str | None = None
     only_with: Mapping[str, str] = field(default_factory=dict)
+    reads_if_there: tuple[str, ...] = ()
+    widths: Mapping[str, str] = field(default_factory=dict)
+    own_model: bool = False
     samples: int = 1
     """Of a read step: most samples of a row of the data."""
 
@@ -84,6 +87,9 @@ class SomeSteps(TypedDict, total=False):
     environment: Sequence[str] | None
     head: str | None
     only_with: Mapping[str, str] | None
+    reads_if_there: Sequence[str]
+    widths: Mapping[str, str] | None
+    own_model: bool
     samples: int
 
 
@@ -117,29 +123,29 @@ def step(
     last layer of the step's model has to give (`models.NAME.head`); a call of `ctx.backend.score`, `.values` or
     `.score_texts` in the function itself tells it too. `only_with`: settings that have an effect only while another one
     is truthy, for example `{"kl": "kl_coef"}`. `samples`: of a read step, how many it makes of a row at most.
+    `reads_if_there`: fields that the step reads if another one writes them. `widths`: fields with several values for
+    each response token, and the setting that says how many, for example `{"candidate_ids": "top_k"}`. `own_model`:
+    whether the step's model must be another one than the policy.
     """
     named, functions = choices or {}, plugins or {}
-    fills, may_write, environment, head, only_with, samples = _of_some(**of_some)
+    some = _of_some(of_some)
+    may_write: tuple[str, ...] = some.pop("may_write", ())
     if role == "score" and not written(DROP_REASON, (*writes, *may_write)):
         may_write = (*may_write, DROP_REASON)
     made = {"generate": GENERATED, "read": READ}.get(role, ())
-    always = (*made, *(() if environment is None else SEQUENCES))
+    always = (*made, *(SEQUENCES if "environment" in some else ()))
     spec = StepSpec(
         role=role,
         reads=tuple(reads),
         writes=tuple(dict.fromkeys((*always, *writes))),
         scope=scope,
         reads_when={setting: tuple(fields) for setting, fields in (reads_when or {}).items()},
-        fills=fills,
         plugins={setting: tuple(names) for setting, names in functions.items() if not isinstance(names, Mapping)},
         arguments={setting: names for setting, names in functions.items() if isinstance(names, Mapping)},
         choices={setting: tuple(names) for setting, names in named.items() if not isinstance(names, str)},
         ranges={setting: text for setting, text in named.items() if isinstance(text, str)},
         may_write=may_write,
-        environment=environment,
-        head=head,
-        only_with=only_with,
-        samples=samples,
+        **some,
     )
 
     def attach(function: _Function) -> _Function:
@@ -149,17 +155,11 @@ def step(
     return attach
 
 
-def _of_some(
-    *,
-    fills: Mapping[str, float] | None = None,
-    may_write: Sequence[str] = (),
-    environment: Sequence[str] | None = None,
-    head: str | None = None,
-    only_with: Mapping[str, str] | None = None,
-    samples: int = 1,
-) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...] | None, str | None, dict[str, str], int]:
-    allowed = None if environment is None else tuple(environment)
-    return dict(fills or {}), tuple(may_write), allowed, head, dict(only_with or {}), samples
+def _of_some(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that cannot be changed, of what is given."""
+    found = {name: value for name, value in given.items() if value is not None}
+    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list | tuple)}
+    return found | lists | {name: dict(value) for name, value in found.items() if isinstance(value, Mapping)}
 
 
 def response_tokens(settings: Mapping[str, Any]) -> Any:

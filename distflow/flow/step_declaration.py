@@ -19,10 +19,10 @@ _KNOWN = (
     *SomeSteps.__annotations__,
 )
 
-_MAPPINGS = ("reads_when", "fills", "plugins", "choices", "only_with")
+_MAPPINGS = ("reads_when", "fills", "plugins", "choices", "only_with", "widths")
 _DEFAULTS: Mapping[str, Any] = {
     **{name: {} for name in _MAPPINGS},
-    **{"scope": "sample", "may_write": (), "head": None, "samples": 1},
+    **{"scope": "sample", "may_write": (), "head": None, "samples": 1, "reads_if_there": (), "own_model": False},
 }
 _ASKED_BY = {"score": "tokens", "values": "value", "score_texts": "score"}
 """By the methods of a backend, the head that its model needs."""
@@ -183,7 +183,11 @@ def _check_parameters(source: Source, parameters: Parameters, spec: StepSpec) ->
 
 
 def _check_choices(source: Source, spec: StepSpec, parameters: Parameters) -> None:
-    declared = {"choices": (*spec.choices, *spec.ranges), "only_with": (*spec.only_with, *spec.only_with.values())}
+    declared = {
+        "choices": (*spec.choices, *spec.ranges),
+        "only_with": (*spec.only_with, *spec.only_with.values()),
+        "widths": tuple(spec.widths.values()),
+    }
     for argument, setting in ((argument, setting) for argument, settings in declared.items() for setting in settings):
         if setting not in parameters.settings and not spec.arguments:
             raise PluginError(
@@ -224,7 +228,7 @@ def _typed(given: dict[str, Any], source: Source) -> StepSpec:
             raise PluginError(
                 f"{source.where}: @step({name}={values[name]!r}); {did_you_mean(str(values[name]), known)}"
             )
-    for name in ("reads", "writes", "may_write"):
+    for name in ("reads", "writes", "may_write", "reads_if_there"):
         _expect_names(values[name], f"@step({name}=…)", source)
     if values["may_write"] and values["role"] != "score":
         raise PluginError(

@@ -61,6 +61,11 @@ class Structure:
         return tuple(node for node in self.steps if node.name in self.sites and node not in self.before_custody)
 
     @property
+    def widths(self) -> dict[str, int]:
+        """Fields with several values for each token: how many."""
+        return {field: size for node in self.steps for field, size in node.widths.items()}
+
+    @property
     def reads(self) -> StepNode | None:
         """The step that reads samples from the data, in flows without generation."""
         return next((node for node in self.steps if node.role == "read"), None)

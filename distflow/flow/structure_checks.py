@@ -10,7 +10,7 @@ from typing import Literal
 
 from distflow.errors import Problems
 from distflow.flow.graph import StepNode
-from distflow.flow.model_fit import check_heads, check_tokens
+from distflow.flow.model_fit import check_heads, check_own_models, check_tokens
 from distflow.flow.per_worker_steps import EVERY
 from distflow.flow.plan import PoolPlan
 from distflow.flow.structure import Structure
@@ -235,5 +235,6 @@ STRUCTURE_CHECKS: tuple[tuple[StructureCheck, Literal["always", "if sound"]], ..
     (check_drop_reason, "always"),
     (check_asked, "always"),
     (check_heads, "always"),
+    (check_own_models, "if sound"),
     (check_tokens, "if sound"),
 )

@@ -11,6 +11,7 @@ from distflow.flow.graph import StepNode
 from distflow.flow.plan import ValPlan
 from distflow.flow.step_settings import complaints
 from distflow.flow.structure import Structure
+from distflow.types import VAL, is_validated
 
 
 def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -47,15 +48,32 @@ def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -
         problems.add("val", message, "leave val out, or another flow")
 
 
+def check_kept(recipe: Recipe, _: Structure, problems: Problems) -> None:
+    """Refuse to keep checkpoints by a metric that validation never measures of any."""
+    run, val = recipe.run, recipe.val
+    if run.keep_best is None or not is_validated(run.keep_best):
+        return
+    if val is None:
+        problems.add("run.keep_best", f"{run.keep_best} is measured by validation, and there is none", "add `val`")
+        return
+    of_all = [f"{VAL}{name}@{val.samples_per_prompt}" for name in ("avg", "pass", "maj")]
+    # Those of a source are known when its prompts are.
+    if "/" not in run.keep_best.removeprefix(VAL) and run.keep_best not in of_all:
+        problems.add("run.keep_best", f"validation does not measure {run.keep_best}", f"one of {', '.join(of_all)}")
+    saves = [every for every in (run.save_every, run.hf_every) if every]
+    # The last one is saved in any case, and is the newest.
+    if not any(version and version % every == 0 for version in _versions(recipe)[:-1] for every in saves):
+        message = "no checkpoint is due after a training step after which there is validation"
+        problems.add("run.keep_best", message, "make run.save_every a multiple of val.every, or the other way round")
+
+
 def val_plan(recipe: Recipe, structure: Structure) -> ValPlan | None:
     """What is validated, and when."""
-    val, last = recipe.val, recipe.run.training_steps
+    val = recipe.val
     if val is None:
         return None
-    every = val.every or max(1, last)
-    versions = [*range(0 if val.at_start else every, last, every), last]
     return ValPlan(
-        tuple(versions),
+        _versions(recipe),
         val.data or recipe.data,
         val.prompts,
         val.samples_per_prompt,
@@ -77,6 +95,13 @@ def val_lines(recipe: Recipe, val: ValPlan) -> list[str]:
         f"{several} each of {prompts} of {source}{sampling}",
         f"{before}{every}after the last: {times}",
     ]
+
+
+def _versions(recipe: Recipe) -> tuple[int, ...]:
+    assert recipe.val is not None, "nothing is asked of a recipe without it"
+    last = recipe.run.training_steps
+    every = recipe.val.every or max(1, last)
+    return (*range(0 if recipe.val.at_start else every, last, every), last)
 
 
 def _generate_step(structure: Structure) -> StepNode:

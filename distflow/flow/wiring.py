@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from distflow.flow.edges import DUMPED, ENDS, SAMPLES, VAL_SAMPLES, Asked, Edge, of_further_models
 from distflow.flow.graph import StepNode
@@ -19,11 +20,16 @@ _IDENTITY = ("uid", "sample", SEQUENCE)
 
 def wire(structure: Structure, dumped: Sequence[str] = ()) -> tuple[Edge, ...]:
     """All edges. `dumped`: further fields that owners write to disk."""
-    return (
+    edges = (
         *_leases(structure, dumped),
         *_calls(structure),
         *_rows(structure),
         *_weights(structure),
+    )
+    widths = structure.widths
+    return tuple(
+        replace(edge, widths={name: widths[name] for name in (*edge.fields, *edge.back) if name in widths})
+        for edge in edges
     )
 
 

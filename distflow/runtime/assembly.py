@@ -34,7 +34,7 @@ from distflow.runtime.protocols import Adapted, Alone, Backend, BackendSpec, Eng
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
 from distflow.runtime.trajectories import SampleLimits, Trajectories
-from distflow.types import LeaseKind, Version, WorkerName
+from distflow.types import LeaseKind, Version, WorkerName, is_validated
 
 log = logger(__name__)
 
@@ -92,6 +92,11 @@ class Setting:
             commits=name in leaders_of(members, host_of).values(),
             members=members if name in members else (),
         )
+
+    @property
+    def only_validates(self) -> bool:
+        """Whether this worker generates for validation only."""
+        return self.plan.pool(self.me.name.pool).validates
 
     @property
     def start(self) -> Version:
@@ -337,7 +342,9 @@ def _in_updates(model: ModelConfig, updates: int) -> Mapping[str, object]:
 def checkpoint_writer(setting: Setting, count: Callable[[str, float], None]) -> CheckpointWriter:
     """The writer of this worker's parts, which keeps as many checkpoints as the recipe says, at a second place too."""
     run = setting.recipe.run
-    keeping = Keeping(run.keep_checkpoints, run.keep_best, run.keep_best_mode)
+    val = setting.plan.val
+    due = () if val is None or not is_validated(run.keep_best) else val.versions
+    keeping = Keeping(run.keep_checkpoints, run.keep_best, run.keep_best_mode, due)
     stem = setting.me.name.file_stem
     plan = setting.plan
     writer = CheckpointWriter(setting.run_dir, stem, plan.digest, keeping, lineage(plan), arithmetic(plan))

@@ -24,6 +24,7 @@ from torch import Tensor
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.flow.edges import DUMPED
 from distflow.log import logger
+from distflow.runtime.assembly import Setting
 from distflow.runtime.checkpoint.commit import step_of
 from distflow.runtime.disk import ROLLOUTS, Disk, finite
 from distflow.types import FINISH_REASONS, REWARD_PARTS, SEQUENCE, WorkerName, written
@@ -158,6 +159,14 @@ class DumpWriter:
                 limit = self._limit_bytes >> 20
                 log.info("dumps have reached run.dump_limit_mb (%d): removing those of the oldest steps", limit)
             self._removed += 1
+
+
+def build_dumps(setting: Setting, disk: Disk, folder: str = ROLLOUTS) -> DumpWriter:
+    """The dumps of an owner, without those of training steps that will be repeated."""
+    dumps = DumpWriter(setting.run_dir, setting.me.name, disk, setting.recipe.run.dump_limit_mb << 20, folder)
+    if setting.document.term:
+        dumps.forget_after(setting.start.number)
+    return dumps
 
 
 def _nbytes(jobs: Iterable[_Job]) -> int:

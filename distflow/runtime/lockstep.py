@@ -29,7 +29,7 @@ from torch import Tensor
 
 from distflow.comm.collective import losing_members
 from distflow.comm.fact_exchange import Fact
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
 from distflow.exchange.deal_core import News
 from distflow.runtime.checkpoint.format import Shard
@@ -188,12 +188,14 @@ class LockstepModel:
         """Never called: `Rounds` itself takes part in the rounds of others."""
         raise AssertionError("Rounds takes part in the rounds of the others")
 
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+    def score(
+        self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
+    ) -> TokenScores:
         """A round's forward; raises UserError between another forward with gradient and its backward."""
         kind: Kind = "FB" if grad else "F"
         self._rounds.begin(self._name, kind)
         with self._together("a forward"):
-            return self._inner.score(batch, temperature=temperature, grad=grad, entropy=entropy)
+            return self._inner.score(batch, temperature=temperature, grad=grad, entropy=entropy, candidates=candidates)
 
     def values(self, batch: Batch, *, grad: bool) -> TokenValues:
         """A round's forward, as `score`."""

@@ -13,15 +13,15 @@ from functools import partial
 from typing import NamedTuple
 
 from distflow.exchange.deal_core import DealCore
-from distflow.exchange.dealing import CostRule, DealRule
+from distflow.exchange.dealing import DealRule
 from distflow.exchange.intake_core import IntakeCall, IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, rows_bytes
 from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, model_folders
 from distflow.runtime.calls import Calls
-from distflow.runtime.disk import ROLLOUTS, VAL_ROLLOUTS, Disk
-from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.disk import VAL_ROLLOUTS, Disk
+from distflow.runtime.dumps import build_dumps
 from distflow.runtime.further_training import FurtherParts, FurtherTraining
 from distflow.runtime.generating import Generating, Turns, build_outbound, build_turns
 from distflow.runtime.intake import Intake, ask_on_arrival
@@ -29,7 +29,7 @@ from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Hosts, Lanes, Node
 from distflow.runtime.owner_side import build_inbound, lease_settings, lessors, val_settings
-from distflow.runtime.protocols import Backend, Engine, Priced, Tokenizer
+from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
@@ -93,7 +93,7 @@ def validates(base: Base, tokenizer: Tokenizer) -> Validation | None:
     setting = base.setting
     if setting.plan.val is None or base.name not in lessors(setting.owners, "val"):
         return None
-    dumps = _dumps(base, VAL_ROLLOUTS) if setting.recipe.run.dump_rollouts else None
+    dumps = build_dumps(setting, base.disk, VAL_ROLLOUTS) if setting.recipe.run.dump_rollouts else None
     return Validation(setting, base.node, base.lanes, base.writer, tokenizer, dumps)
 
 
@@ -106,8 +106,7 @@ def reads(base: Base) -> dict[str, WeightInbox]:
             readers[model] = base.links[model]
         else:
             readers[model] = ShmReader() if base.hosts.publishes_here(model) else stage()
-    alone = base.setting.plan.validating
-    val = base.setting.plan.val if alone is not None and alone.name == base.setting.me.name.pool else None
+    val = base.setting.plan.val if base.setting.only_validates else None
     return build_inboxes(base.node, readers, stage, () if val is None else val.versions)
 
 
@@ -159,11 +158,11 @@ def holds(
             calls.restarted(begins)
 
     about = (base.node, base.lanes)
-    of_validation, elsewhere = val_settings(setting), setting.plan.validating
-    if of_validation is not None and elsewhere is not None and elsewhere.name == setting.me.name.pool:
+    of_validation = val_settings(setting)
+    if of_validation is not None and setting.only_validates:
         return Outbound(build_outbound(setting, of_validation, *about, None, newest, begun), None)
     train = build_outbound(setting, lease_settings(setting), *about, inbound, newest, begun)
-    if of_validation is None or elsewhere is not None:
+    if of_validation is None or setting.plan.validating is not None:
         return Outbound(train, None)
     own = None if validation is None else validation.inbound
     known = lambda term, begins: None  # noqa: E731  # what is for training has heard of it before
@@ -304,7 +303,7 @@ def trains(
         intake=takes(base, ends, replicas, dealing, held.rounds),
         dealing=dealing,
         publishing=publishing,
-        dumps=_dumps(base),
+        dumps=build_dumps(setting, base.disk),
         checkpoints=checkpoint_writer(setting, base.metrics.add),
         folders=model_folders(setting),
         commits=base.standing.commits,
@@ -382,24 +381,16 @@ def takes(base: Base, ends: OwnerEnds, replicas: Replicas, dealt: DealRule, roun
 
 def _deal_rule(base: Base, limits: TrainingLimits, held: HeldModels, model: str) -> DealRule:
     """How the replicas that train a model deal groups. To other homes, owners deal by what their own model costs."""
-    batch, backend = limits.batch, held.models[model]
+    batch = limits.batch
     return DealRule(
         batch.prompts,
         batch.ledgers,
-        CostRule(batch.tokens_per_microbatch, backend.quadratic if isinstance(backend, Priced) else 0.0),
+        limits.cost_of(held.models[model]),
         minibatches=batch.minibatches,
         streamed=limits.streamed,
         divided=held.rounds is not None,
         pinned=not base.setting.recipe.layout.stealing,
     )
-
-
-def _dumps(base: Base, folder: str = ROLLOUTS) -> DumpWriter:
-    setting = base.setting
-    dumps = DumpWriter(setting.run_dir, setting.me.name, base.disk, setting.recipe.run.dump_limit_mb << 20, folder)
-    if setting.document.term:
-        dumps.forget_after(setting.start.number)
-    return dumps
 
 
 def _recovery(setting: Setting) -> Recovery | None:

@@ -1,6 +1,6 @@
 """What an engine and a backend must implement. Small on purpose; every adapter passes the suites in `distflow.testing`.
 
-Shapes: B samples, T response tokens of the longest sample of a micro-batch.
+Shapes: B samples, T response tokens of the longest sample of a micro-batch, N of all samples, K candidates for each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.data.order import PromptTokenizer
 from distflow.runtime.checkpoint.format import Shard
 from distflow.types import SampleOutput, SampleRequest, Version
@@ -147,6 +147,14 @@ class TextScorer(Protocol):
 
 
 @runtime_checkable
+class TrainedScorer(TextScorer, Protocol):
+    """A backend that trains such a model; optional."""
+
+    def rate_texts(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """One number for each row of token ids, [B], with a gradient: all at once."""
+
+
+@runtime_checkable
 class Adapted(Protocol):
     """A backend that trains low-rank adapters beside a frozen model."""
 
@@ -229,6 +237,10 @@ class TokenScores:
     logprobs_BT: Tensor
     entropy_BT: Tensor | None
     mask_BT: Tensor
+    candidate_ids_BTK: Tensor | None = None
+    """Other tokens that could have stood at each place."""
+    candidate_logprobs_BTK: Tensor | None = None
+    """Their log-probs, with a gradient if `logprobs_BT` has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +274,13 @@ class Backend(Protocol):
         Called only with `lockstep`.
         """
 
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
-        """Log-probs of the response tokens of a micro-batch (fields prompt_ids, response_ids), on the device."""
+    def score(
+        self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
+    ) -> TokenScores:
+        """Log-probs of the response tokens of a micro-batch (fields prompt_ids, response_ids), on the device.
+
+        `candidates`: score as many of the likeliest tokens at each place besides, or those with the given ids [N, K].
+        """
 
     def values(self, batch: Batch, *, grad: bool) -> TokenValues:
         """Values of the states before each response token, by a model with `head: value`, which has no log-probs.

@@ -13,6 +13,7 @@ from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch
 from distflow.data.micro_batches import with_agreed
 from distflow.data.samples import sample_bounds
+from distflow.exchange.dealing import CostRule
 from distflow.exchange.intake_core import Take
 from distflow.exchange.sample_channel import ArrivedGroup
 from distflow.flow.edges import SAMPLES
@@ -21,6 +22,7 @@ from distflow.runtime.intake import ComputedHere, Intake, join_groups
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
+from distflow.runtime.protocols import Backend, Priced
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.trace_writer import spanned
 from distflow.types import prefixed
@@ -293,12 +295,21 @@ class TrainingLimits:
     """Further fields of the dumps; may hold patterns."""
     prefixes: tuple[str, ...] = ()
     """Of further models that generate."""
+    whole_groups: bool = False
+    """A train step compares the samples of a group, so that they are computed together."""
     receives: str = SAMPLES
     """The edge on which samples come, or the step that reads them from the data."""
+
+    def cost_of(self, backend: Backend) -> CostRule:
+        """What rows cost a model, and what its micro-batches hold."""
+        quadratic = backend.quadratic if isinstance(backend, Priced) else 0.0
+        return CostRule(self.batch.tokens_per_microbatch, quadratic, self.whole_groups)
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """The limits that the plan and its recipe set."""
         recipe, prefixes = plan.recipe, tuple(step.prefix for step in plan.further_generation)
         receives = SAMPLES if plan.reads is None else plan.reads.name
-        return cls(plan.batch, plan.streamed, recipe.run, recipe.limits, plan.dump_fields, prefixes, receives)
+        compared = any(s.role == "train" and s.scope == "group" and not s.writes for s in plan.steps)
+        given = (recipe.run, recipe.limits, plan.dump_fields, prefixes, compared, receives)
+        return cls(plan.batch, plan.streamed, *given)

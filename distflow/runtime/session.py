@@ -128,13 +128,15 @@ class Session:
             if self._training is not None:
                 self._training.finish()
             self._note_term()
-            self._part()
+            if self._replicas is not None:
+                self._replicas.leave()
             orderly = True
         except RunStopped:
             if self._training is not None:
                 self._training.save_now()
                 self._training.dismiss()
-            self._part()
+            if self._replicas is not None:
+                self._replicas.leave()
             orderly = True
             raise
         finally:
@@ -165,10 +167,6 @@ class Session:
         over_in = service if self._generating is None else self._generating.loop.over_in
         if over_in is not None:
             note_term(self._setting.run_dir / "workers" / f"{self._setting.me.name.file_stem}.yaml", over_in)
-
-    def _part(self) -> None:
-        if self._replicas is not None:
-            self._replicas.leave()
 
     def _register(self, tokenizer: Tokenizer) -> tuple[InboundSamples | None, Outbound | None]:
         """Set up what receives messages from the start: the owner's side and the holder's side."""
@@ -296,10 +294,8 @@ class Session:
 
     def _go_on(self) -> None:
         """Raise what ends a wait inside the engine. A worker that trains stops only where all replicas do."""
-        if self._training is None:
-            self._board.raise_if_over()
-        else:
-            self._board.raise_fault()
+        check = self._board.raise_if_over if self._training is None else self._board.raise_fault
+        check()
 
     def _drain(self, message: Message) -> None:
         if not self._leave_early():
@@ -373,7 +369,7 @@ class Session:
 
     def _write_metrics(self) -> None:
         """Write the metrics; generation with version v is for training step v, which files call v + 1."""
-        if self._setting.plan.pool(self._setting.me.name.pool).validates:
+        if self._setting.only_validates:
             # No training step waits for this worker, or is slower for it.
             self._metrics.drain()
         elif self._version is not None and self._version.number < self._setting.plan.batch.training_steps:

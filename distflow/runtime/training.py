@@ -111,6 +111,7 @@ class Training:
             commits=parts.commits,
             record=self._record,
             flush=parts.dumps.flush,
+            validated=lambda: {} if parts.validation is None else dict(parts.validation.scores),
         )
         self._saving = Saving(
             saved, limits.run, limits.waits.no_progress_s, parts.replicas.set, node.board, parts.metrics

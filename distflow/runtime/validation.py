@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from statistics import fmean
 
@@ -24,6 +24,7 @@ from distflow.config.plugins import FIND_ANSWER
 from distflow.data.batch import Batch
 from distflow.data.order import DATA_SOURCE, PromptOrder
 from distflow.data.samples import last_rows
+from distflow.errors import UserError
 from distflow.exchange.ledgers import snapshot_at
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
@@ -45,7 +46,7 @@ from distflow.runtime.owner_side import (
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
 from distflow.runtime.waits import WaitBoard
-from distflow.types import FINISH_REASONS, VALIDATION, Uid
+from distflow.types import FINISH_REASONS, VAL, VALIDATION, Uid, is_validated
 
 log = logger(__name__)
 
@@ -73,6 +74,9 @@ class Validation:
         with user_code(self._where):
             self._places = list(islice(_every_prompt(setting, plan.data, tokenizer, self._where), plan.prompts))
         self._prompts = len(self._places)
+        self._keep_best = setting.recipe.run.keep_best
+        self.scores: dict[int, float] = {}
+        """What checkpoints are kept for, by version, if it is measured here."""
         self._due = 0
         """Rounds whose version has been published."""
         self._sources: dict[int, str] = {}
@@ -191,7 +195,9 @@ class Validation:
             "response_length/clip_ratio": self._cut / len(lengths),
             "newer_version_share": self._newer / len(lengths),
         }
-        named = {f"val/{name}": value for name, value in values.items()}
+        named = {f"{VAL}{name}": value for name, value in values.items()}
+        if is_validated(self._keep_best):
+            self._note(version, named, self._keep_best)
         self._writer.write(version, self._term, named, measured=False)
         average = f"avg@{self._plan.samples_per_prompt}"
         log.info("validation after training step %d: %s %.4f", version, average, values[average])
@@ -205,6 +211,12 @@ class Validation:
         if self._dumps is not None:
             self._dumps.write(version, self._term, self._taken)
         self._taken, self._graded, self._lengths, self._cut, self._newer = [], {}, [], 0, 0
+
+    def _note(self, version: int, named: Mapping[str, float], metric: str) -> None:
+        if metric not in named:
+            choices = ", ".join(named)
+            raise UserError(f"run.keep_best: validation does not measure {metric!r} — choose one of {choices}")
+        self.scores[version] = named[metric]
 
     def _is_newer(self, spans: Tensor) -> bool:
         """Whether a sample, with these spans of versions, is not of the version that is measured alone."""

@@ -8,52 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.config.training_schema import OptimizerConfig
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import WorkerFailed
 from distflow.runtime.checkpoint.format import put_together
 from distflow.runtime.protocols import Backend, BackendSpec
-
-PROMPTS = [[3], [4, 5, 6], [7, 8], [2, 3, 4, 5, 6]]
-SAMPLES = 3
-
-
-def tiny_model(**changes: Any) -> dict[str, Any]:
-    """A `models.<name>` section: a Qwen2 of one layer with 13 tokens, in float64 unless `dtype` says otherwise."""
-    optimizer = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=None).model_dump()
-    init = {
-        "model_type": "qwen2",
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-    }
-    return {
-        "path": None,
-        "init": init | changes.pop("init", {}),
-        "tokenizer": "chars:0123456789=",
-        "dtype": changes.pop("dtype", "float64"),
-        "optimizer": optimizer | changes.pop("optimizer", {}),
-        "gradient_checkpointing": changes.pop("gradient_checkpointing", False),
-        **changes,
-    }
-
-
-def ragged_batch() -> Batch:
-    """Groups of 3 samples with prompts of 1 to 5 tokens and responses of 0 to 6, in fields prompt_ids, response_ids."""
-    drawn = torch.Generator().manual_seed(3)
-    lengths = [1, 4, 2, 6, 0, 3, 5, 5, 5, 1, 1, 2]
-    responses = [torch.randint(1, 13, (length,), generator=drawn) for length in lengths]
-    prompts = [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
-    return Batch(
-        {
-            "prompt_ids": Ragged.from_rows(prompts, torch.int64),
-            "response_ids": Ragged.from_rows(responses, torch.int64),
-        }
-    )
+from distflow.testing.tiny import ragged_batch, tiny_model
 
 
 def taken(backend: Backend) -> dict[str, Tensor]:
@@ -108,6 +67,44 @@ class BackendContract:
             torch.testing.assert_close(
                 alone.entropy_BT[0], together.entropy_BT[row, :width], rtol=0, atol=self.rounding
             )
+
+    def test_the_likeliest_candidates(self) -> None:
+        """[B, T, K] at each place, the likeliest first; at most the whole vocabulary, adding up to 1."""
+        backend, batch = self.backend(), ragged_batch()
+        plain = backend.score(batch, temperature=0.6, grad=False, entropy=True)
+        scores = backend.score(batch, temperature=0.6, grad=False, entropy=True, candidates=99)
+        ids_BTK, logprobs_BTK, mask_BT = scores.candidate_ids_BTK, scores.candidate_logprobs_BTK, scores.mask_BT
+        assert ids_BTK is not None
+        assert logprobs_BTK is not None
+        torch.testing.assert_close(logprobs_BTK[mask_BT].exp().sum(-1), torch.ones_like(logprobs_BTK[mask_BT][:, 0]))
+        assert bool((logprobs_BTK[mask_BT].diff(dim=-1) <= 0).all())
+        at_tokens_BT = (ids_BTK == batch.padded("response_ids").to(ids_BTK.device)[..., None]) & mask_BT[..., None]
+        found_BT = (logprobs_BTK * at_tokens_BT).sum(-1)
+        torch.testing.assert_close(found_BT, plain.logprobs_BT, rtol=0, atol=self.rounding)
+        torch.testing.assert_close(scores.entropy_BT, plain.entropy_BT, rtol=0, atol=self.rounding)
+        few = backend.score(batch, temperature=0.6, grad=False, entropy=False, candidates=2)
+        assert few.candidate_ids_BTK is not None
+        assert few.candidate_ids_BTK.equal(ids_BTK[..., :2])
+
+    def test_given_candidates_are_scored_with_a_gradient(self) -> None:
+        """The tokens themselves as candidates train the model as their log-probs do; ids that it lacks have none."""
+        batch, slopes = ragged_batch(), []
+        tokens = batch.ragged("response_ids").values
+        ids = batch.ragged("response_ids").like(torch.stack([tokens, torch.full_like(tokens, 99)], 1).int())
+        for candidates in (0, ids):
+            backend = self.backend()
+            scores = backend.score(batch, temperature=1.0, grad=True, entropy=True, candidates=candidates)
+            logprobs_BT = scores.logprobs_BT
+            if scores.candidate_logprobs_BTK is not None:
+                logprobs_BT = scores.candidate_logprobs_BTK[..., 0]
+                assert bool((scores.candidate_logprobs_BTK[..., 1][scores.mask_BT] < -1e30).all())
+            backend.accumulate(-logprobs_BT.sum())
+            norm = backend.apply(35.0)
+            slopes.append((norm, {name: tensor.clone() for name, tensor in backend.named_shards()}))
+        (norm, weights), (same, others) = slopes
+        assert same == pytest.approx(norm, rel=self.rounding)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(others[name], tensor, rtol=0, atol=100 * self.rounding)
 
     def test_greedy_has_no_log_probs(self) -> None:
         """Temperature 0 is refused."""

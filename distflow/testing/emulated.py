@@ -24,6 +24,7 @@ from distflow.data.randomness import stream_key, uniform_rows
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores, TokenValues
+from distflow.testing.fakes import candidates_of
 from distflow.types import SampleOutput, SampleRequest, Span, Version
 
 TOKEN, LOGPROB = 1, -1.0
@@ -218,11 +219,14 @@ class EmulatedBackend:
         self._gradient = torch.zeros(self._model.size)
         self._replicas = spec.replicas
 
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+    def score(
+        self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
+    ) -> TokenScores:
         """Constant log-probs, after the time that forward and backward take."""
         responses = self._forward(batch)
         logprobs_BT = torch.full(responses.padded().shape, LOGPROB, requires_grad=grad)
-        return TokenScores(logprobs_BT, torch.zeros_like(logprobs_BT) if entropy else None, responses.mask())
+        entropy_BT = torch.zeros_like(logprobs_BT) if entropy else None
+        return TokenScores(logprobs_BT, entropy_BT, responses.mask(), *candidates_of(logprobs_BT, candidates))
 
     def values(self, batch: Batch, *, grad: bool) -> TokenValues:
         """Zero values, after the same time."""

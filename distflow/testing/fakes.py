@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.data.randomness import sample_stream, uniform_rows
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import TokenScores, TokenValues
@@ -120,6 +120,15 @@ class FakeEngine:
         return self._samples.take(name, tokens, [logprob] * len(tokens), "stop" if ends else over)
 
 
+def candidates_of(logprobs_BT: Tensor, candidates: int | Ragged) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Ids and log-probs [B, T, K] of candidates that are as likely as the tokens that are there."""
+    if not isinstance(candidates, Ragged) and not candidates:
+        return None, None
+    ids_BTK = candidates.padded() if isinstance(candidates, Ragged) else torch.arange(candidates)
+    ids_BTK = ids_BTK.expand(*logprobs_BT.shape, ids_BTK.shape[-1])
+    return ids_BTK, logprobs_BT[..., None].expand(ids_BTK.shape)
+
+
 class FakeBackend:
     """`events` lists the calls: ("accumulate", loss), ("apply", denominator), ("load", names), …"""
 
@@ -129,12 +138,15 @@ class FakeBackend:
         self.events: list[tuple[str, object]] = []
         self.steps = 0
 
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
-        """Zero log-probs and entropy."""
+    def score(
+        self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
+    ) -> TokenScores:
+        """Zero log-probs and entropy; the likeliest tokens are those with the first ids."""
         self.events.append(("score", batch.rows))
         response = batch.ragged("response_ids")
         zeros_BT = torch.zeros(response.padded().shape, requires_grad=grad)
-        return TokenScores(zeros_BT, torch.zeros_like(zeros_BT) if entropy else None, response.mask())
+        entropy_BT = torch.zeros_like(zeros_BT) if entropy else None
+        return TokenScores(zeros_BT, entropy_BT, response.mask(), *candidates_of(zeros_BT, candidates))
 
     def values(self, batch: Batch, *, grad: bool) -> TokenValues:
         """Zero values."""

@@ -1,5 +1,5 @@
 """`distflow config`: the resolved recipe, its JSON Schema, and single keys explained. `distflow validate`: all problems
-of a recipe at once.
+of a recipe at once. `distflow test-plugin`: what is wrong with a plug-in.
 """
 
 from __future__ import annotations
@@ -94,6 +94,39 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
     for note in plan.notes:
         click.echo(note if note in plan.warnings else f"note: {note}")
     return 0
+
+
+@click.command("test-plugin")
+@click.argument("plugins", nargs=-1, required=True, metavar="PLUGIN…")
+@click.option("--as", "kind", metavar="KIND", help="What it is, where its parameters do not tell it: reward, loss, ….")
+@click.option("--with", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the plug-in; repeatable.")
+@click.option("--data", metavar="SOURCE", help="Prompts and tasks for it: a file, or a function as data.source.")
+@click.option("--limit", default=30.0, show_default=True, metavar="SECONDS", help="Longest time for one call.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def test_plugin(
+    plugins: tuple[str, ...], kind: str | None, settings: tuple[str, ...], data: str | None, limit: float, as_json: bool
+) -> int:
+    """Test each PLUGIN (module:name, ./file.py:name, or a recipe: all that it names) on synthetic batches.
+
+    Prints what is wrong and how to mend it; exit code 1 if anything is.
+    """
+    import json
+    from importlib import import_module
+
+    from distflow.config.plugins import PLUGIN_TESTS
+
+    tests = import_module(PLUGIN_TESTS)
+    found = []
+    for subject in tests.find_subjects(plugins, kind, settings, data):
+        found.append(tests.examine(subject, limit))
+        if not as_json:
+            click.echo("\n".join(found[-1].lines()))
+    failed = [tested for tested in found if not tested.passed]
+    if as_json:
+        click.echo(json.dumps([tested.as_json() for tested in found], indent=1, ensure_ascii=False))
+    else:
+        click.echo(f"{len(found) - len(failed)} of {len(found)} passed")
+    return 1 if failed else 0
 
 
 def _first_prompt(plan: Plan, where: str) -> str:

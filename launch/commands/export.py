@@ -30,6 +30,7 @@ from distflow.launch.observe.file_sync import refresh
 from distflow.launch.run.folder import find_run
 from distflow.launch.run.resume import find_checkpoint
 from distflow.runtime.checkpoint.commit import checkpoints_of, examine, newest_first, step_of, vanished
+from distflow.types import is_validated
 
 TEXTS = 8
 """Number of samples of the run used to compare the exported model."""
@@ -37,7 +38,7 @@ TRIES = 5
 """Attempts to export the newest checkpoint while the run keeps removing old ones."""
 ON_HOSTS = ("hosts", "include", "exclude", "ssh_config", "ssh_options", "forward", "settings", "ship_code")
 """Options of `launch` that `evaluate` has too."""
-VAL, CI95 = "val/", "/ci95"
+CI95 = "/ci95"
 
 
 @click.command()
@@ -88,7 +89,7 @@ def evaluate(
         name = name or _free_name(runs_dir, f"{about}-eval")
         code = launch_once(replace(_asked(recipe, overrides, model, name, runs_dir), **on_hosts))
         found = read_steps(runs_dir / name, lambda line: None) if code == 0 else []
-    metrics = {key: value for step in found for key, value in finite(step).items() if key.startswith(VAL)}
+    metrics = {key: value for step in found for key, value in finite(step).items() if is_validated(key)}
     if code == 0:
         click.echo(json.dumps(metrics) if as_json else "\n".join(_val_lines(metrics)))
     return code

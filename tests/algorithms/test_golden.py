@@ -7,13 +7,23 @@ apart. In float32 nothing may be NaN or infinite.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms import TokenTerms, advantages, aggregation, corrections, kl, losses, penalties
+from distflow.algorithms import (
+    TokenTerms,
+    advantages,
+    aggregation,
+    corrections,
+    kl,
+    losses,
+    penalties,
+    preference,
+    supervised,
+)
 from distflow.algorithms.aggregation import MODES, Aggregation
 from tests.algorithms import loops
 from tests.algorithms.loops import LOSSES, Case, constant, draw, number
@@ -187,3 +197,61 @@ def test_nothing_is_ever_infinite(seed: int, apart: float, dtype: torch.dtype) -
             (slope,) = torch.autograd.grad(total, new, retain_graph=True)
             assert bool(total.isfinite())
             assert bool(slope.isfinite().all())
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def log_sigmoid(x: float) -> float:
+    return min(x, 0.0) - math.log1p(math.exp(-abs(x)))
+
+
+@pytest.mark.parametrize(("seed", "apart"), DRAWS)
+def test_losses_on_responses_of_the_data(seed: int, apart: float) -> None:
+    """Of each pair or response by its formula, with the derivative of that; some are equal, some far apart."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen, rejected = (apart * torch.randn(2, 7, generator=generator, dtype=torch.float64)).unbind()
+    rejected[0] = chosen[0]
+    good, beta, eps, point = torch.rand(7, generator=generator) < 0.5, 0.3, 0.1, 0.4
+    margins = [beta * (c - r) for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True)]
+    gains = [(beta if g else -beta) * (c - point) for c, g in zip(chosen.tolist(), good.tolist(), strict=True)]
+    weights = [1.5 if g else 0.7 for g in good.tolist()]
+    apart_by = [c - r for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True)]
+    cases: list[tuple[Callable[[Tensor], Tensor], list[float], list[float]]] = [
+        (
+            lambda c: preference.dpo(c, rejected.to(c), beta=beta, label_smoothing=eps),
+            [-(1 - eps) * log_sigmoid(m) - eps * log_sigmoid(-m) for m in margins],
+            [beta * (sigmoid(m) - (1 - eps)) for m in margins],
+        ),
+        (
+            lambda c: preference.ipo(c, rejected.to(c), beta=beta),
+            [(m - 1 / (2 * beta)) ** 2 for m in apart_by],
+            [2 * (m - 1 / (2 * beta)) for m in apart_by],
+        ),
+        (
+            lambda c: preference.kto(
+                c, good, torch.tensor(point, dtype=c.dtype), beta=beta, desirable_weight=1.5, undesirable_weight=0.7
+            ),
+            [w * sigmoid(-x) for w, x in zip(weights, gains, strict=True)],
+            [
+                -w * (beta if g else -beta) * sigmoid(x) * sigmoid(-x)
+                for w, x, g in zip(weights, gains, good.tolist(), strict=True)
+            ],
+        ),
+        (
+            lambda c: preference.bradley_terry(c, rejected.to(c)),
+            [-log_sigmoid(m) for m in apart_by],
+            [sigmoid(m) - 1 for m in apart_by],
+        ),
+        (supervised.nll, (-chosen).tolist(), [-1.0] * 7),
+    ]
+    for loss, values, derivatives in cases:
+        given = chosen.clone().requires_grad_()
+        found = loss(given)
+        close(found.tolist(), values)
+        close(gradient(found.sum(), given), derivatives)
+        single = chosen.float().requires_grad_()
+        narrow = loss(single)
+        assert bool(narrow.isfinite().all())
+        assert all(map(math.isfinite, gradient(narrow.sum(), single)))

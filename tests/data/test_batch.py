@@ -66,6 +66,8 @@ def test_the_wire_keeps_every_bit(part: list[list[int]], flag: bool) -> None:
             "ids": Ragged.from_rows(part, torch.int64),
             "flags": torch.full((len(part),), flag),
             "half": torch.rand(len(part)).bfloat16(),
+            "several": Ragged.from_rows(part, torch.int64).like(torch.rand(sum(map(len, part)), 3)),
+            "none": Ragged.from_rows(part, torch.int64).like(torch.rand(sum(map(len, part)), 0)),
             "spans": Ragged(torch.ones(len(part), 4, dtype=torch.int64), torch.arange(len(part) + 1)),
         }
     )

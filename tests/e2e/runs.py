@@ -21,6 +21,11 @@ WAIT_S = 180.0
 PROMPTS, SAMPLES = 8, 8
 SMALL = (f"batch.prompts={PROMPTS}",)
 """A quarter of the quickstart's batch, where it matters what becomes of samples and not how many there are."""
+TEACHER = (
+    "models.teacher={init: {model_type: qwen2, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, "
+    "num_attention_heads: 2, num_key_value_heads: 2}, tokenizer: 'chars:0123456789=', dtype: float64}"
+)
+"""A fresh one, which nothing is to be learnt from."""
 PACED = (*SMALL, f"flow.steps.update.with.loss={Path(__file__).with_name('paced_loss.py')}:loss")
 """And training steps last a while in which there is time for something to happen, and others have the processor."""
 

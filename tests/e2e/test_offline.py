@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import SMALL, Launch, Run
+from tests.e2e.runs import SMALL, Launch, Run, cli
+from tests.learning.test_reward_model import alone, backend_of
 
 FLOWS = {
     "sft": ("actor/loss",),
+    "dpo": ("actor/loss", "preference/accuracy", "preference/margin", "preference/chosen"),
+    "kto": ("actor/loss", "preference/accuracy", "preference/kl_point"),
+    "reward_model": ("actor/loss", "preference/accuracy", "preference/margin", "preference/chosen"),
 }
 """With the metrics that tell how well they do."""
 STEPS = 3
@@ -35,6 +39,27 @@ def test_three_training_steps_are_the_same_with_one_trainer_and_with_two(launch:
         assert run.leftovers() == []
         assert not [name for name in os.listdir(run.folder / "logs") if name.startswith("rollout")], "nothing generates"
     assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-6)
+
+
+def test_a_trained_reward_model_is_exported_and_judges(launch: Launch, tmp_path: Path) -> None:
+    made = launch("quickstart", "flow=reward_model", "layout=colocated", *SMALL, "run.training_steps=4")
+    assert made.wait() == 0, made.output
+    folder = tmp_path / "judge"
+    exported = cli("export", made.name, "--runs-dir", str(made.folder.parent), "--to", str(folder))
+    assert exported.returncode == 0, exported.stdout + exported.stderr
+    step = "flow.steps.reward={call: 'distflow.workers.reward_model:judge', model: judge}"
+    model = f"+models.judge={{path: '{folder}', head: score}}"
+    run = launch("quickstart", "layout=colocated", model, step, *SMALL, "run.training_steps=1")
+    assert run.wait() == 0, run.output
+    dumps = run.dumps()
+    rows = [backend_of(folder).encode(line["prompt"], line["response"]) for line in dumps]
+    assert [line["reward"] for line in dumps] == pytest.approx(alone(folder, rows).tolist(), rel=1e-4, abs=1e-6)
+    assert len({line["reward"] for line in dumps}) > 1
+    # What was trained goes on from there: its folder has the last layer already.
+    again = launch("quickstart", "flow=reward_model", "layout=colocated", f"models.policy.path={folder}", *SMALL,
+                   "run.training_steps=1", "models.policy.optimizer.lr=0")  # fmt: skip
+    assert again.wait() == 0, again.output
+    assert again.metrics()[0]["preference/chosen"] != 0
 
 
 def test_a_killed_trainer_changes_nothing(launch: Launch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import PACED, SMALL, Launch, Run, check_trained_once, cli
+from tests.e2e.runs import PACED, SMALL, TEACHER, Launch, Run, check_trained_once, cli
 from tests.e2e.test_layout_invariance import norms, tokens
 from tests.e2e.test_scale import scale
 
@@ -58,8 +58,9 @@ LATER = ["layout.pools.reference.count=2", "batch.minibatches=2", "batch.ledgers
         [*KL, *STOLEN],
         [*KL, *LATER],
         ["flow=ppo", *SMALL],
+        ["flow=distill", "flow.steps.teacher.with.top_k=4", TEACHER, *STOLEN],
     ],
-    ids=["rewards", "deterministic", "stolen", "mini-batches", "ppo"],
+    ids=["rewards", "deterministic", "stolen", "mini-batches", "ppo", "teacher"],
 )
 def test_steps_elsewhere_give_the_same_run(launch: Launch, recipe: list[str]) -> None:
     runs = []
@@ -74,7 +75,7 @@ def test_steps_elsewhere_give_the_same_run(launch: Launch, recipe: list[str]) ->
     assert all(count > 0 for count in by_file(services).values()), by_file(services)
     workers = [entry["name"] for entry in services.record()["workers"]]
     assert log(services, "agent/0").count("ended with exit code 0") == len(workers)
-    assert ("reference/0" in workers) == ("flow=grpo_kl" in recipe)
+    assert ("reference/0" in workers) == bool({"flow=grpo_kl", "flow=distill"} & {*recipe})
     assert not any("perf/rollout_idle_share" in line for line in lines_of(services, "reward/0"))
 
 

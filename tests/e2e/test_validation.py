@@ -116,6 +116,26 @@ def test_a_resumed_run_validates_what_is_due(launch: Launch) -> None:
     check_validated(again)
 
 
+def test_the_best_checkpoint_by_validation_is_kept(launch: Launch) -> None:
+    best = [
+        "run.save_every=2",
+        "run.keep_checkpoints=1",
+        "run.keep_best=val/response_length/mean",
+        "run.keep_best_mode=min",
+    ]
+    run = launch(
+        "quickstart", "layout=split", TRAINERS, *PACED, "val.every=2", "val.prompts=8", "run.training_steps=16", *best
+    )
+    assert run.wait() == 0, run.output
+    measured = {step: line["val/response_length/mean"] for step, line in validation(run).items() if step}
+    known = json.loads((run.folder / "checkpoints" / "step_000016" / "COMMIT").read_text())["validated"]
+    assert len(known) > 4, "each is known a few training steps later"
+    assert all(score["value"] == pytest.approx(measured[int(step)]) for step, score in known.items() if int(step))
+    lowest = min((score["value"], -int(step)) for step, score in known.items() if int(step))
+    waiting = {step for step in measured if step > max(map(int, known))}
+    assert set(run.saved()) == {16, -lowest[1], *waiting}
+
+
 def test_a_checkpoint_and_a_folder_are_evaluated_as_in_the_run(launch: Launch, tmp_path: Path) -> None:
     settings = ["layout=split", *SMALL, *VALIDATED, "val.sampling={temperature: 0}", "run.save_every=3"]
     run = launch("quickstart", *settings)

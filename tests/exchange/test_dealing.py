@@ -97,6 +97,17 @@ def test_each_row_is_in_one_micro_batch_that_holds_it(
             assert not part[0] or len(part[0]) == 1 or padded(part[0]) <= budget, f"replica {replica}: {part}"
 
 
+@pytest.mark.parametrize("even", [False, True])
+def test_groups_whose_rows_are_compared_stay_whole(even: bool) -> None:
+    step, rule = offers(7, groups=50, samples=2), replace(COST, whole_groups=True)
+    hands = in_rounds(deal(step, REPLICAS, rule), step, rule, first=2, even=even)
+    assert sorted(position for hand in hands for position in hand) == sorted(step)
+    assert all(len(numbers) == 2 and len(set(numbers)) == 1 for hand in hands for numbers in hand.values())
+    for parts in rounds(hands, step, rule)[2:]:
+        for rows in parts:
+            assert len(rows) <= 2 or len(rows) * max(rows) <= rule.budget
+
+
 def test_mini_batches_are_dealt_by_themselves() -> None:
     rule = DealRule(16, 4, CostRule(8), minibatches=2, streamed=False)
     cores = [DealCore(name, ["trainer/0", "trainer/1"], rule) for name in ("trainer/0", "trainer/1")]

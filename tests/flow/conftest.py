@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+TEACHER = (
+    "models.teacher={init: {model_type: qwen2, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, "
+    "num_attention_heads: 2, num_key_value_heads: 2}, tokenizer: 'chars:0123456789='}"
+)
+"""A fresh one for the quickstart."""
 STEPS = """
 from collections.abc import Sequence
 

@@ -20,6 +20,7 @@ from distflow.flow.plan import Plan
 from distflow.flow.plan_text import plan_data, render_page
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import model_size
+from tests.flow.conftest import TEACHER
 
 GIB = 1 << 30
 LARGE = (
@@ -277,12 +278,18 @@ def test_memory_for_results_follows_batch_and_staleness(overrides: tuple[str, ..
         (("flow=ppo", "models.policy.dtype=float64"), 5, 8),
         (("batch.minibatches=2",), 2, 4),
         (("run.deterministic=true", "layout.pools.trainer.steps=[advantage]"), 1, 4),
+        (("flow=distill", TEACHER, "layout=services"), 1 + 2 * 16, 4),
+        (("flow=distill", TEACHER, "layout=services", "flow.steps.teacher.with.top_k=100"), 1 + 2 * 100, 4),
+        (("flow=distill", TEACHER, "flow.steps.teacher.with.top_k=0", "batch.epochs=2"), 1 + 1, 4),
     ],
 )
 def test_memory_for_results_includes_what_is_kept_until_the_step_is_over(
     overrides: tuple[str, ...], fields: int, bytes_a_value: int
 ) -> None:
-    """PPO: the values, old log-probs, reference, advantage and return of each token; streamed flows keep nothing."""
+    """PPO: the values, old log-probs, reference, advantage and return of each token; streamed flows keep nothing.
+
+    A teacher's candidates are several values a token.
+    """
     assert planned(*overrides).later_bytes == fields * bytes_a_value
 
 

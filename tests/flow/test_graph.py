@@ -223,7 +223,8 @@ OR_FUNCTION = ", or a function as module:name or ./file.py:name"
         ),
         (
             [UPDATE, "flow.steps.update.with.loss=poo"],
-            "there is no 'poo' — did you mean 'ppo'? allowed: aipo, cispo, decoupled_ppo, gspo, ppo" + OR_FUNCTION,
+            "there is no 'poo' — did you mean 'ppo'? allowed: aipo, cispo, decoupled_ppo, gspo, ppo, reverse_kl"
+            + OR_FUNCTION,
         ),
         ([UPDATE, "flow.steps.update.with.kl=k4"], "flow.steps.update.with.kl — there is no 'k4' — "),
         (

@@ -12,7 +12,7 @@ import pytest
 from distflow.errors import RecipeError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.step_declaration import read_declaration
-from tests.flow.conftest import Folder
+from tests.flow.conftest import TEACHER, Folder
 
 Refused = Callable[..., str]
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -82,6 +82,19 @@ DIGITS = {token: number for number, token in enumerate(("<pad>", "<eos>", *"0123
 )
 def test_a_model_that_does_not_give_what_a_step_needs(overrides: list[str], message: str) -> None:
     assert message in refusal(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "step 'teacher' needs a model of its own, and 'teacher' is a copy of 'policy', which learns nothing from"),
+        (["models.teacher.dtype=bfloat16"], "models.teacher.path=FOLDER, a model with the same tokens"),
+        (["flow.steps.teacher.model=policy"], "step 'teacher' needs another model than the policy"),
+        ([TEACHER.replace("9=", "9+")], "their vocabularies differ: token 12 is '=', and there it is '+'"),
+    ],
+)
+def test_a_teacher_is_another_model_with_the_same_tokens(overrides: list[str], message: str) -> None:
+    assert message in refusal("flow=distill", *overrides)
 
 
 def test_models_that_do_are_accepted() -> None:

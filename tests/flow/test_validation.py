@@ -93,6 +93,12 @@ def test_without_validation_it_is_left_out() -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
+        (["run.keep_best=val/avg@1", "run.save_every=3"], "run.keep_best — val/avg@1 is measured by validation"),
+        (["val.every=3", "run.keep_best=val/avg@2", "run.save_every=3"], "does not measure val/avg@2"),
+        (
+            ["val.every=7", "run.keep_best=val/avg@1", "run.save_every=100"],
+            "no checkpoint is due after a training step",
+        ),
         (["val.every=3", "layout=colocated", ALONE], "gives its weights to no other pool: not built yet"),
         (["val.every=3", "layout.pools.checks={roles: [validate, score]}"], "a pool for validation does nothing else"),
         (["val.every=3", ALONE, "layout.pools.more={roles: [validate]}"], "pool 'checks' has the role 'validate'"),

@@ -9,7 +9,7 @@ import yaml
 
 from distflow.errors import RecipeError
 from distflow.flow.recipe_check import plan_recipe
-from tests.flow.conftest import Folder
+from tests.flow.conftest import TEACHER, Folder
 
 ROLLOUT, TRAINER = "layout.pools.rollout", "layout.pools.trainer"
 SERVICES = "layout=services"
@@ -82,16 +82,20 @@ def test_a_file_of_the_users_may_serve_several_layouts(folder: Folder) -> None:
     assert not [text for text in again.warnings if "no effect" in text], "it was told when the run began"
 
 
+def _overrides(flow: str) -> list[str]:
+    return [f"flow={flow}", *([TEACHER] if flow == "distill" else [])]
+
+
 @pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize("layout", ["split", "async", "colocated", "services", "critic"])
 def test_shipped_files_are_silent(flow: str, layout: str) -> None:
-    plan = plan_recipe("quickstart", [f"flow={flow}", f"layout={layout}"])[1]
+    plan = plan_recipe("quickstart", [*_overrides(flow), f"layout={layout}"])[1]
     assert not [text for text in plan.warnings if "no effect" in text]
 
 
 @pytest.mark.parametrize("flow", FLOWS)
 def test_shipped_flows_have_what_several_updates_need(flow: str) -> None:
-    plan = plan_recipe("quickstart", [f"flow={flow}", "batch.epochs=2"])[1]
+    plan = plan_recipe("quickstart", [*_overrides(flow), "batch.epochs=2"])[1]
     # Losses on samples of the data have no ratio to a policy that sampled them.
     assert plan.reads or "old_logprobs" in [step.name for step in plan.steps]
     assert plan.warnings == ()

@@ -359,7 +359,7 @@ def test_a_divergence_that_is_averaged_is_told_what_is_expected(plugins: str) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss": "pppo"}, "loss='pppo': expected aipo, cispo, decoupled_ppo, gspo, ppo, or module:name"),
+        ({"loss": "pppo"}, "loss='pppo': expected aipo, cispo, decoupled_ppo, gspo, ppo, reverse_kl, or module:name"),
         ({"kl": "k4"}, "kl='k4': expected k1, k2, k3"),
         ({"aggregate": "mean"}, "aggregate='mean'"),
         ({"clip": [0.2]}, "clip="),

@@ -1,5 +1,6 @@
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
 from distflow.types import Version
 
 
-def save(run_dir: Path, number: int, keeping: Keeping = LAST, *, term: int = 0, score: float | None = None) -> Path:
+def save(
+    run_dir: Path,
+    number: int,
+    keeping: Keeping = LAST,
+    *,
+    term: int = 0,
+    score: float | None = None,
+    validated: Mapping[int, float] | None = None,
+) -> Path:
     """What two replicas do: each writes its share, the first one lists them all."""
     tensors = {"weight": torch.full((3,), float(number)), "adam/step": torch.tensor(number)}
     parts = {}
@@ -20,7 +29,8 @@ def save(run_dir: Path, number: int, keeping: Keeping = LAST, *, term: int = 0, 
         writer = CheckpointWriter(run_dir, f"trainer-{rank}", "digest", keeping)
         worker = {"home": "trainer", "ledger": {"version": number}, "steps": {"rank": rank}}
         parts |= writer.write_parts(Version(term, number), {"policy": share_of(tensors, rank, 2)}, worker)
-    return CheckpointWriter(run_dir, "trainer-0", "digest", keeping).commit(Version(term, number), parts, score)
+    writer = CheckpointWriter(run_dir, "trainer-0", "digest", keeping)
+    return writer.commit(Version(term, number), parts, score, validated)
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
@@ -135,6 +145,24 @@ def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
     # Values of another metric do not count; and the smallest can be the best.
     save(tmp_path, 8, Keeping(1, "actor/loss", "min"), score=0.0)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000008"]
+
+
+def test_the_best_one_by_validation_is_kept_once_it_is_known(tmp_path: Path) -> None:
+    keeping = Keeping(1, "val/avg@1", "max", due=(0, 2, 4, 6, 8))
+
+    def saved(number: int, keeping: Keeping = keeping, **validated: float) -> list[int]:
+        save(tmp_path, number, keeping, validated={int(name[1:]): value for name, value in validated.items()})
+        return sorted(int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").iterdir())
+
+    assert saved(2, v0=0.9) == [2], "version 0 was never saved"
+    assert saved(3) == [2, 3], "the value of 2 is still to come"
+    assert saved(4) == [2, 4]
+    assert saved(5, v2=0.5) == [2, 4, 5]
+    assert saved(6, v2=0.5, v4=0.4) == [2, 6]
+    # Another process knows only what it has measured itself, and what checkpoints say.
+    assert saved(7) == [2, 6, 7]
+    assert saved(8, v6=0.6) == [6, 8]
+    assert saved(9, Keeping(1, "val/maj@1", "max", due=(8,)), v8=0.1) == [8, 9], "values of another metric do not count"
 
 
 def test_a_later_life_replaces_what_it_did_not_resume_from(tmp_path: Path) -> None:

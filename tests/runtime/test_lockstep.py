@@ -49,10 +49,12 @@ class Divided(FakeBackend):
         self._seen.append(f"{what} {self._name}")
         self._all.wait(WAIT_S)
 
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+    def score(
+        self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
+    ) -> TokenScores:
         self._collective("forward to train" if grad else "forward")
         self.mine += 1
-        return super().score(batch, temperature=temperature, grad=grad, entropy=entropy)
+        return super().score(batch, temperature=temperature, grad=grad, entropy=entropy, candidates=candidates)
 
     def values(self, batch: Batch, *, grad: bool) -> TokenValues:
         self._collective("forward to train" if grad else "forward")

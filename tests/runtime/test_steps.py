@@ -323,6 +323,8 @@ WRONG = [
         "one value per response token into 'values', 4 for this batch; it wrote rows of 2 values in all",
     ),
     ("ref_logprobs", LIKE(torch.ones(4, 2)), "one value per response token into 'ref_logprobs'"),
+    ("candidate_ids", LIKE(torch.ones(4)), r"number of values for each response token into 'candidate_ids', \[4, K\]"),
+    ("teacher_candidate_logprobs", LIKE(torch.tensor([[0.0, torch.nan]] * 4)), "wrote nan into .* for 4 of 8 values"),
     ("old_logprobs", LIKE(torch.tensor([0.0, torch.nan, 0.0, 0.0])), "nan into 'old_logprobs' for 1 of 4 values"),
     ("reward", torch.ones(2, 1), r"one value per sample into 'reward', a tensor of shape \[2\]; it wrote .* \[2, 1\]"),
     ("rewards/style", LIKE(torch.ones(4)), "one value per sample into 'rewards/style', .* it wrote rows of 4 values"),

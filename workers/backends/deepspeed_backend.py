@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from distflow.comm.collective import losing_members
 from distflow.config.plugins import PluginUse
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
@@ -28,6 +28,7 @@ from distflow.workers.backends.deepspeed_engine import (
     ensure_group,
     load_deepspeed,
     make_engine,
+    taken_apart,
 )
 from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer
 from distflow.workers.backends.model_backend import ModelBackend
@@ -119,19 +120,15 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
         if grad:
             self.accumulate(loss)
 
-    def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
+    def _forward(self, batch: Batch, *, temperature: float, entropy: bool, candidates: int | Ragged) -> TokenScores:
         forward = self._scoring if self._engine is None else self._engine
-        scores_KBT = forward(batch=batch, temperature=temperature, entropy=entropy)
-        return TokenScores(
-            logprobs_BT=scores_KBT[0],
-            entropy_BT=scores_KBT[1] if entropy else None,
-            mask_BT=batch.ragged("response_ids").mask().to(self._device),
-        )
+        joined = forward(batch=batch, temperature=temperature, entropy=entropy, candidates=candidates)
+        return taken_apart(joined, batch.ragged("response_ids").mask().to(self._device), entropy, candidates)
 
     def _forward_values(self, batch: Batch) -> TokenValues:
         forward = self._scoring if self._engine is None else self._engine
-        values_KBT = forward(batch=batch, temperature=None, entropy=False)
-        return TokenValues(values_KBT[0], batch.ragged("response_ids").mask().to(self._device))
+        values_BT = forward(batch=batch, temperature=None, entropy=False, candidates=0)
+        return TokenValues(values_BT, batch.ragged("response_ids").mask().to(self._device))
 
     def apply(self, denominator: float) -> float:
         """Optimizer step; see `ZeroOptimizer.apply`."""

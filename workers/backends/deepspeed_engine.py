@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedModel
 
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
+from distflow.runtime.protocols import TokenScores
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.models import output_layer
 
@@ -67,12 +68,31 @@ class ScoringModel(nn.Module):
         self._score = scorer.score
         self._values = scorer.values
 
-    def forward(self, *, batch: Batch, temperature: float | None, entropy: bool) -> Tensor:
-        """Log-probs and, with `entropy`, entropies: [1 or 2, B, T]; without a temperature, values: [1, B, T]."""
+    def forward(self, *, batch: Batch, temperature: float | None, entropy: bool, candidates: int | Ragged) -> Tensor:
+        """Scores, one behind the other in the last dimension (`taken_apart`); without a temperature, values [B, T]."""
         if temperature is None:
-            return self._values(batch).values_BT[None]
-        scores = self._score(batch, temperature=temperature, entropy=entropy)
-        return torch.stack([scores.logprobs_BT] + ([] if scores.entropy_BT is None else [scores.entropy_BT]))
+            return self._values(batch).values_BT
+        scores = self._score(batch, temperature=temperature, entropy=entropy, candidates=candidates)
+        parts = [scores.logprobs_BT[..., None]]
+        parts += [] if scores.entropy_BT is None else [scores.entropy_BT[..., None]]
+        parts += [] if scores.candidate_logprobs_BTK is None else [scores.candidate_logprobs_BTK]
+        if not isinstance(candidates, Ragged) and scores.candidate_ids_BTK is not None:
+            # Ids are far below 2**24, up to which float32 is exact.
+            parts.append(scores.candidate_ids_BTK.to(parts[0].dtype))
+        return torch.cat(parts, -1)
+
+
+def taken_apart(joined: Tensor, mask_BT: Tensor, entropy: bool, candidates: int | Ragged) -> TokenScores:
+    """The scores that a `ScoringModel` has joined."""
+    logprobs_BT, joined = joined[..., 0], joined[..., 1:]
+    entropy_BT = joined[..., 0] if entropy else None
+    further = joined[..., 1:] if entropy else joined
+    if isinstance(candidates, Ragged):
+        return TokenScores(logprobs_BT, entropy_BT, mask_BT, candidates.padded().to(mask_BT.device), further)
+    if not candidates:
+        return TokenScores(logprobs_BT, entropy_BT, mask_BT)
+    of_likeliest_BTK, likeliest_BTK = further.chunk(2, -1)
+    return TokenScores(logprobs_BT, entropy_BT, mask_BT, likeliest_BTK.round().long(), of_likeliest_BTK)
 
 
 class BorrowedLinear(nn.Module):

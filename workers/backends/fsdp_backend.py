@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distflow.config.plugins import PluginUse
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.runtime.checkpoint.format import Shard, whole
 from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
 from distflow.workers.adapters import own_name
@@ -40,8 +40,8 @@ from distflow.workers.offload import Offloader, bytes_on
 PIECE_BYTES = 64 << 20
 """Larger parameters that are stored as several tensors are published in pieces of about this size."""
 _HALF = (torch.bfloat16, torch.float16)
-Computed = tuple[Tensor, Tensor | None, Tensor]
-"""Log-probs or values, entropy, mask; [B, T] each."""
+Computed = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
+"""Log-probs or values, entropy, mask, [B, T] each; candidates and their log-probs, [B, T, K]."""
 
 
 class FsdpBackend(ModelBackend[ShardedOptimizer]):
@@ -200,19 +200,20 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
     def _parts(self) -> list[FSDPModule]:
         return [module for module in self._whole.modules() if isinstance(module, FSDPModule)]
 
-    def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
+    def _forward(self, batch: Batch, *, temperature: float, entropy: bool, candidates: int | Ragged) -> TokenScores:
         def compute() -> Computed:
-            scores = self._scorer.score(batch, temperature=temperature, entropy=entropy)
-            return scores.logprobs_BT, scores.entropy_BT, scores.mask_BT
+            found = self._scorer.score(batch, temperature=temperature, entropy=entropy, candidates=candidates)
+            of_candidates = (found.candidate_ids_BTK, found.candidate_logprobs_BTK)
+            return found.logprobs_BT, found.entropy_BT, found.mask_BT, *of_candidates
 
         return TokenScores(*self._gathered(compute))
 
     def _forward_values(self, batch: Batch) -> TokenValues:
         def compute() -> Computed:
             values = self._scorer.values(batch)
-            return values.values_BT, None, values.mask_BT
+            return values.values_BT, None, values.mask_BT, None, None
 
-        values_BT, _, mask_BT = self._gathered(compute)
+        values_BT, _, mask_BT, *_ = self._gathered(compute)
         return TokenValues(values_BT, mask_BT)
 
     def _gathered(self, compute: Callable[[], Computed]) -> Computed:

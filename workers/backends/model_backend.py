@@ -1,6 +1,6 @@
 """What all backends have in common: a transformers model, the scorer of its tokens, and the optimizer if it is trained.
 
-Shapes: B samples, T response tokens of the longest sample.
+Shapes: B samples, T response tokens of the longest sample, N of all samples, K candidates for each.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class ModelBackend(ABC, Generic[OptimizerT]):
             load_weights=True,
             deterministic=spec.batch_invariant,
             adapters=spec.trainable,
+            new_head=spec.trainable,
         )
         self._head = head_of(spec.model)
         self.quadratic = _quadratic(self._model)
@@ -62,24 +63,27 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         self._stored = None if adapters else stored_model(spec.model)
         # Activation checkpointing would have to carry the layout of packed tokens into the backward pass.
         recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
+        if recompute:
+            _recompute_activations(self._model)
         if self._head == SCORE:
             return
         self._scorer = Scorer(
             self._model, torch.device(home), packed=packed and not recompute, deterministic=spec.batch_invariant
         )
-        if recompute:
-            _recompute_activations(self._model)
 
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+    def score(
+        self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
+    ) -> TokenScores:
         """Log-probs (nats) of the response tokens at `temperature`, and the entropy of their distributions: [B, T].
 
+        `candidates`: how many of the likeliest tokens to score in their places too, or which ones, [N, K] ids.
         Raises ValueError for a temperature ≤ 0, an empty prompt, or `grad` on a frozen model.
         """
         self._expect_head("tokens")
         if grad:
             self._trained("score(grad=True)")
         with torch.set_grad_enabled(grad):
-            return self._forward(batch, temperature=temperature, entropy=entropy)
+            return self._forward(batch, temperature=temperature, entropy=entropy, candidates=candidates)
 
     def values(self, batch: Batch, *, grad: bool) -> TokenValues:
         """Values of the states before each response token: [B, T].
@@ -105,7 +109,7 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         """Take part in a round without samples."""
 
     @abstractmethod
-    def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
+    def _forward(self, batch: Batch, *, temperature: float, entropy: bool, candidates: int | Ragged) -> TokenScores:
         """Score, with or without gradients as torch is set."""
 
     @abstractmethod
@@ -174,11 +178,13 @@ class AdaptersOff:
         with adapters_off(self._inner._model):
             self._inner.idle(grad=False)
 
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+    def score(
+        self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
+    ) -> TokenScores:
         """As that of the model with adapters; raises ValueError for `grad`."""
         self._frozen(grad, "score(grad=True)")
         with adapters_off(self._inner._model):
-            return self._inner.score(batch, temperature=temperature, grad=False, entropy=entropy)
+            return self._inner.score(batch, temperature=temperature, grad=False, entropy=entropy, candidates=candidates)
 
     def values(self, batch: Batch, *, grad: bool) -> TokenValues:
         """As that of the model with adapters; raises ValueError for `grad`."""

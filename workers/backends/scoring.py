@@ -9,6 +9,7 @@ Otherwise each row is prompt + response, padded on the right: a causal model nev
 attention mask is needed and no result depends on it.
 
 Shapes: B samples, U distinct prompts, N packed tokens (or response tokens of all rows), M response tokens to score,
+K candidates for each token,
 L tokens of the longest row, T response tokens of the longest row, P longest prompt, R longest response without its last
 token, S longest prompt + response without the last token, H key heads, Q = H · rep query heads, D head width, W model
 width, V vocabulary.
@@ -27,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from distflow.algorithms.logprobs import token_scores
+from distflow.algorithms.logprobs import candidate_scores
 from distflow.data.batch import Batch, Ragged
 from distflow.flow.estimate import LOGITS_CHUNK
 from distflow.runtime.protocols import TokenScores, TokenValues
@@ -61,18 +62,21 @@ class Scorer:
         """From now on compute logits with this module, which is equivalent to the model's own output layer."""
         self._head = head
 
-    def score(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
-        """Scores [B, T] of the response tokens; raises ValueError for an empty prompt."""
+    def score(self, batch: Batch, *, temperature: float, entropy: bool, candidates: int | Ragged = 0) -> TokenScores:
+        """Scores [B, T] of the response tokens, and [B, T, K] of the likeliest K or the given ones in their places.
+
+        Raises ValueError for an empty prompt.
+        """
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         mask_BT = responses.mask().to(self.device)
         states = self._packed_states if self._packed else self._padded_states
         states_NW, head = states(prompts, responses)
-        logprobs_N, entropy_N = self._in_chunks(states_NW, head, responses.values.to(self.device), temperature, entropy)
-        return TokenScores(
-            logprobs_BT=_spread(logprobs_N, mask_BT),
-            entropy_BT=None if entropy_N is None else _spread(entropy_N, mask_BT),
-            mask_BT=mask_BT,
-        )
+        asked = _Asked(temperature, entropy, 0 if isinstance(candidates, Ragged) else candidates)
+        given_NK = candidates.values.to(self.device, torch.int64) if isinstance(candidates, Ragged) else None
+        found = self._in_chunks(states_NW, head, responses.values.to(self.device), given_NK, asked)
+        logprobs_BT, *others = [None if part is None else _spread(part, mask_BT) for part in found]
+        assert logprobs_BT is not None, "log-probs are what was asked for"
+        return TokenScores(logprobs_BT, others[0], mask_BT, *others[1:])
 
     def values(self, batch: Batch) -> TokenValues:
         """Values [B, T] of the states before each response token; raises ValueError for an empty prompt."""
@@ -104,17 +108,21 @@ class Scorer:
         return logits_BLV.flatten(0, 1).index_select(0, chosen_N), nn.Identity()
 
     def _in_chunks(
-        self, states_NW: Tensor, head: nn.Module, targets_N: Tensor, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        def scores(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-            return token_scores(head(states), targets, temperature=temperature, entropy=entropy)
+        self, states_NW: Tensor, head: nn.Module, targets_N: Tensor, given_NK: Tensor | None, asked: _Asked
+    ) -> _Found:
+        def scores(states_NW: Tensor, targets_N: Tensor, given_NK: Tensor | None) -> _Found:
+            return _scores(head(states_NW), targets_N, given_NK, asked)
 
         rows = max(1, LOGITS_CHUNK // self._vocabulary)
         if len(targets_N) <= rows:
-            return scores(states_NW, targets_N)
-        pieces = zip(torch.split(states_NW, rows), torch.split(targets_N, rows), strict=True)
-        parts = [checkpoint(scores, states, targets, use_reentrant=False) for states, targets in pieces]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]) if entropy else None
+            return scores(states_NW, targets_N, given_NK)
+        targets = torch.split(targets_N, rows)
+        given = [None] * len(targets) if given_NK is None else torch.split(given_NK, rows)
+        pieces = zip(torch.split(states_NW, rows), targets, given, strict=True)
+        parts = [checkpoint(scores, *piece, use_reentrant=False) for piece in pieces]
+        logprobs, *others = zip(*parts, strict=True)
+        entropy, ids, of_candidates = (None if same[0] is None else torch.cat(same) for same in others)
+        return torch.cat(logprobs), entropy, ids, of_candidates
 
     @torch.no_grad()
     def _probe(self) -> bool:
@@ -123,6 +131,35 @@ class Scorer:
         whole = self._model(input_ids=ids, use_cache=False).logits
         direct = self._head(self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
         return direct.shape == whole.shape and torch.allclose(direct, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What to compute of the logits besides the log-probs of the tokens that are there."""
+
+    temperature: float
+    entropy: bool
+    likeliest: int
+    """How many of the likeliest tokens; 0 if candidates are given, or none wanted."""
+
+
+_Found = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Log-probs [N], entropies [N], candidates [N, K], and their log-probs [N, K]."""
+
+
+def _scores(logits_NV: Tensor, targets_N: Tensor, given_NK: Tensor | None, asked: _Asked) -> _Found:
+    candidates_NK = given_NK
+    if asked.likeliest:
+        candidates_NK = logits_NV.topk(min(asked.likeliest, logits_NV.shape[-1])).indices
+    # Models of one tokenizer may have more ids than that, not all as many.
+    unknown_NK = None if given_NK is None else given_NK >= logits_NV.shape[-1]
+    known_NK = candidates_NK if given_NK is None or unknown_NK is None else given_NK.masked_fill(unknown_NK, 0)
+    logprobs_N, entropy_N, logprobs_NK = candidate_scores(
+        logits_NV, targets_N, known_NK, temperature=asked.temperature, entropy=asked.entropy
+    )
+    if unknown_NK is not None and logprobs_NK is not None:
+        logprobs_NK = logprobs_NK.masked_fill(unknown_NK, torch.finfo(logprobs_NK.dtype).min)
+    return logprobs_N, entropy_N, candidates_NK, logprobs_NK
 
 
 def join(prompts: Ragged, responses: Ragged) -> tuple[Tensor, Tensor]:
@@ -141,7 +178,9 @@ def join(prompts: Ragged, responses: Ragged) -> tuple[Tensor, Tensor]:
 
 
 def _spread(values_N: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: the values at the True positions of the mask, in order, and zeros elsewhere."""
+    """[B, T], or [B, T, K]: the values at the True positions of the mask, in order, and zeros elsewhere."""
+    if values_N.dim() > 1:
+        mask_BT = mask_BT[..., None].expand(*mask_BT.shape, values_N.shape[1])
     return values_N.new_zeros(mask_BT.shape).masked_scatter(mask_BT, values_N)
 
 

@@ -36,24 +36,38 @@ class TextJudge:
     @torch.no_grad()
     def score(self, rows: Sequence[Sequence[int]], device: torch.device, tokens: int) -> Tensor:
         """[B] float32, on the host; raises ValueError for an empty row."""
-        if not all(rows):
-            row = next(number for number, one in enumerate(rows) if not one)
-            raise ValueError(
-                f"text {row} of {len(rows)} has no token, so it has no score: prompt and response are empty, and the "
-                "model's tokenizer has no chat template"
-            )
-        ragged = Ragged.from_rows([torch.tensor(row) for row in rows], torch.int64)
+        ragged = _ragged(rows)
         found_B = torch.empty(len(ragged))
         for numbers in self._parts(ragged, tokens):
-            part = ragged.select(numbers)
-            mask_BT = part.mask()
-            ids_BT = part.padded(0 if self._padding is None else self._padding)
-            logits_B1 = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.long().to(device)).logits
-            found_B[numbers] = logits_B1[:, 0].float().cpu()
+            found_B[numbers] = self._forward(ragged.select(numbers), device).float().cpu()
         return found_B
+
+    def rate(self, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+        """[B], with a gradient, on the device; raises ValueError for an empty row."""
+        ragged = _ragged(rows)
+        found = [self._forward(ragged.select(numbers), device) for numbers in self._parts(ragged, 0)]
+        return torch.cat(found)
+
+    def _forward(self, part: Ragged, device: torch.device) -> Tensor:
+        ids_BT = part.padded(0 if self._padding is None else self._padding)
+        mask_BT = part.mask().long()
+        logits_B1: Tensor = self._model(
+            input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), use_cache=False
+        ).logits
+        return logits_B1[:, 0]
 
     def _parts(self, ragged: Ragged, tokens: int) -> list[Tensor]:
         """Numbers of the rows that are computed together."""
         if self._padding is None:
             return list(torch.split(torch.arange(len(ragged)), 1))
         return split_rows(ragged.lengths, tokens)
+
+
+def _ragged(rows: Sequence[Sequence[int]]) -> Ragged:
+    if not all(rows):
+        row = next(number for number, one in enumerate(rows) if not one)
+        raise ValueError(
+            f"text {row} of {len(rows)} has no token, so it has no score: prompt and response are empty, and the "
+            "model's tokenizer has no chat template"
+        )
+    return Ragged.from_rows([torch.tensor(row) for row in rows], torch.int64)

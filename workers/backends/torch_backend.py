@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.config.plugins import PluginUse
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
 from distflow.workers.backends.backend_options import TorchBackendOptions
@@ -49,9 +49,9 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
     def idle(self, *, grad: bool) -> None:
         """Nothing to do: nothing before `apply` is collective."""
 
-    def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
+    def _forward(self, batch: Batch, *, temperature: float, entropy: bool, candidates: int | Ragged) -> TokenScores:
         self._offloader.check()
-        return self._scorer.score(batch, temperature=temperature, entropy=entropy)
+        return self._scorer.score(batch, temperature=temperature, entropy=entropy, candidates=candidates)
 
     def _forward_values(self, batch: Batch) -> TokenValues:
         self._offloader.check()
@@ -69,6 +69,12 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         """One number for each row of token ids, [B]; raises ValueError for a model with another head."""
         self._offloader.check()
         return self._judge().score(rows, self._device, tokens)
+
+    def rate_texts(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """The same with a gradient, all at once; raises ValueError for a frozen model too."""
+        self._trained("rate_texts")
+        self._offloader.check()
+        return self._judge().rate(rows, self._device)
 
     def _judge(self) -> TextJudge:
         self._expect_head(SCORE)

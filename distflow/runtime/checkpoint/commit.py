@@ -23,7 +23,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +80,8 @@ class Commit(msgspec.Struct, frozen=True):
     score: KeptScore | None
     parts: dict[str, Fingerprint]
     """Every other file of the folder."""
+    validated: dict[int, KeptScore] = {}
+    """What checkpoints are kept for if validation measures it, by version: all that was known at this one."""
 
     @property
     def saved(self) -> Version:
@@ -257,20 +259,40 @@ class Keeping:
     """The best one by this metric is kept beside them."""
     mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is the best."""
+    due: Collection[int] = ()
+    """Versions that are validated, if the metric is one of validation: its values come after the checkpoints."""
 
-    def superfluous(self, scores: Mapping[Path, float | None]) -> list[Path]:
+    def superfluous(self, found: Mapping[Path, Commit]) -> list[Path]:
         """Which of these checkpoints (oldest first) to remove, by their values of the metric.
 
         It depends on the values alone, so that all hosts with the same checkpoints remove the same ones. Of equal
         values the newest is the best.
         """
-        folders = list(scores)
+        folders = list(found)
         kept = set(folders[-self.last :])
+        scores = {folder: self._score(commit) for folder, commit in found.items()}
+        if self.due:
+            known = self.validated(found.values())
+            values = {version: score.value for version, score in known.items()}
+            scores = {folder: values.get(commit.step) for folder, commit in found.items()}
+            # Rounds end in order.
+            measured = max(known, default=-1)
+            kept |= {folder for folder, commit in found.items() if commit.step in self.due and commit.step > measured}
         sign = 1.0 if self.mode == "max" else -1.0
         ranked = [(sign * value, place) for place, value in enumerate(scores.values()) if value is not None]
         if self.metric is not None and ranked:
             kept.add(folders[max(ranked)[1]])
         return [folder for folder in folders if folder not in kept]
+
+    def validated(self, found: Iterable[Commit]) -> dict[int, KeptScore]:
+        """What these checkpoints (oldest first) know of the metric, if validation measures it."""
+        known: dict[int, KeptScore] = {}
+        for commit in found:
+            known |= {version: score for version, score in commit.validated.items() if score.metric == self.metric}
+        return known
+
+    def _score(self, commit: Commit) -> float | None:
+        return commit.score.value if commit.score is not None and commit.score.metric == self.metric else None
 
 
 LAST = Keeping(2)

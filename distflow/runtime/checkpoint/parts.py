@@ -112,12 +112,21 @@ class CheckpointWriter:
         parts[own] = write_text(folder / own, json.dumps({**worker, ARITHMETIC: self._arithmetic, "models": files}))
         return parts
 
-    def commit(self, version: Version, parts: Mapping[str, Sequence[Any]], score: float | None = None) -> Path:
-        """Make it a checkpoint: `parts` are those of all workers, `score` is the metric it is kept for, if measured.
+    def commit(
+        self,
+        version: Version,
+        parts: Mapping[str, Sequence[Any]],
+        score: float | None = None,
+        validated: Mapping[int, float] | None = None,
+    ) -> Path:
+        """Make it a checkpoint: `parts` are those of all workers, `score` is the metric it is kept for, if measured;
+        `validated`: its values by version, if validation measures it.
 
         Raises OSError when the disk refuses, WorkerFailed if a newer term of the run has written this one.
         """
         draft, folder = draft_of(self._root, version), folder_of(self._root, version)
+        known = self._keeping.validated(commit for _, commit in commits(self._root))
+        known |= {number: KeptScore(self._keeping.metric, value) for number, value in (validated or {}).items()}
         commit = Commit(
             format=FORMAT,
             step=version.number,
@@ -127,6 +136,7 @@ class CheckpointWriter:
             recipe=self._recipe,
             score=None if score is None else KeptScore(self._keeping.metric, score),
             parts={name: (int(size), str(checksum)) for name, (size, checksum) in sorted(parts.items())},
+            validated=known,
         )
         # On hosts that share the folder, one worker of each writes the same COMMIT; the first rename is enough.
         try:
@@ -203,8 +213,7 @@ class CheckpointWriter:
             _remove(aside)
 
     def _forget_old(self) -> None:
-        scores = {folder: _score(commit, self._keeping.metric) for folder, commit in commits(self._root)}
-        for folder in self._keeping.superfluous(scores):
+        for folder in self._keeping.superfluous(dict(commits(self._root))):
             if folder not in self.held | self.copied:
                 _remove(folder)
 
@@ -308,10 +317,6 @@ class SavedState(Mapping[str, Tensor]):
                 tensor = file.get_tensor(key)
             self._note(tensor.nbytes)
             yield start, tensor
-
-
-def _score(commit: Commit, metric: str | None) -> float | None:
-    return commit.score.value if commit.score is not None and commit.score.metric == metric else None
 
 
 def _remove(folder: Path) -> None:

@@ -36,7 +36,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend
 from distflow.runtime.steps import StepContext
 from distflow.runtime.waits import WaitBoard
-from distflow.types import Version
+from distflow.types import Version, is_validated
 
 STALL, WRITE = "timing_s/save_stall", "timing_s/save_write"
 PUT_OFF = "checkpoint/put_off/count"
@@ -62,6 +62,8 @@ class SavingParts:
     """Writes that queue to the disk: samples that a checkpoint counts are never generated again."""
     folders: ModelFolders | None = None
     """Only where the recipe asks for Hugging Face folders."""
+    validated: Callable[[], Mapping[int, float]] = dict
+    """What checkpoints are kept for, by version, if validation measures it here."""
 
 
 class Saving:
@@ -103,7 +105,7 @@ class Saving:
         self._saved = -1
         self._owed = self._hf_owed = False
         """Whether a checkpoint is due; whether a Hugging Face folder is to be made from it."""
-        self._measured = False
+        self._measured = is_validated(run.keep_best)
         self._last_due = time.monotonic()
 
     def already(self, number: int) -> None:
@@ -201,7 +203,9 @@ class Saving:
             if parts.core is not None:
                 worker[LEDGER] = parts.core.snapshot()
         parts.record()
-        self._flight = self._thread.begin(version, score, self._shards(), worker, as_folder=as_folder)
+        self._flight = self._thread.begin(
+            version, score, self._shards(), worker, validated=parts.validated(), as_folder=as_folder
+        )
 
     def _shards(self) -> dict[str, list[Shard]]:
         return {name: list(model.state_shards()) for name, model in self._parts.models.items()}
@@ -221,6 +225,7 @@ class Saving:
             trouble = _trouble(flight.written) if done else None
             good = done and trouble is None
             fact |= {"done": done, "trouble": trouble, "score": list(flight.score)}
+            fact |= {"validated": list(flight.validated.items())}
             fact |= {"parts": {k: list(v) for k, v in flight.written.result().items()} if good else {}}
         facts = self._replicas.agree("the checkpoint", fact)
         self._owed = self._owed or any(fact["due"] for fact in facts)
@@ -250,7 +255,8 @@ class Saving:
         parts = {name: part for fact in facts for name, part in fact["parts"].items()}
         if self._parts.commits:
             score = mean_of([fact["score"] for fact in facts])
-            self._commit = self._thread.commit(flight, parts, score)
+            validated = {int(number): float(value) for fact in facts for number, value in fact["validated"]}
+            self._commit = self._thread.commit(flight, parts, score, validated)
 
     def _finish(self) -> str | None:
         """Wait for the parts of all replicas and conclude; return the error, if there was one."""
@@ -288,7 +294,7 @@ class Saving:
 
     def _score(self) -> tuple[float, float]:
         metric = self._run.keep_best
-        return (0.0, 0.0) if metric is None else self._metrics.mean_so_far(metric)
+        return (0.0, 0.0) if metric is None or is_validated(metric) else self._metrics.mean_so_far(metric)
 
     def _wait(self, future: Future[Any], what: str) -> None:
         self._board.until(

@@ -42,6 +42,8 @@ class Flight:
     version: Version
     score: tuple[float, float]
     """Sum and weight of the metric that checkpoints are kept for, on this replica."""
+    validated: Mapping[int, float] = field(default_factory=dict)
+    """What validation has measured of it, as far as this replica knows, by version."""
     copied: Future[dict[str, list[Shard]]] = field(default_factory=Future)
     written: Future[Parts] = field(default_factory=Future)
     as_folder: bool = False
@@ -97,10 +99,11 @@ class CheckpointThread:
         shards: dict[str, list[Shard]],
         worker: Mapping[str, object],
         *,
+        validated: Mapping[int, float],
         as_folder: bool = False,
     ) -> Flight:
         """Copy and write. The shards must not change until `copied` is done; then they are released."""
-        flight, began = Flight(version, score, as_folder=as_folder), time.perf_counter()
+        flight, began = Flight(version, score, validated, as_folder=as_folder), time.perf_counter()
 
         def copy() -> dict[str, list[Shard]]:
             copies = {name: self._copies.take(name, own) for name, own in shards.items()}
@@ -117,13 +120,13 @@ class CheckpointThread:
         flight.written = self._do(self._background, write)
         return flight
 
-    def commit(self, flight: Flight, parts: Parts, score: float | None) -> Future[str]:
+    def commit(self, flight: Flight, parts: Parts, score: float | None, validated: Mapping[int, float]) -> Future[str]:
         """Write COMMIT; the result is the text of an OSError, or empty."""
 
         def work() -> str:
             version = flight.version
             try:
-                checkpoint = self._saved(self._writer.commit(version, parts, score))
+                checkpoint = self._saved(self._writer.commit(version, parts, score, validated))
                 if flight.as_folder:
                     self._make_folder(checkpoint)
             except OSError as error:
@@ -180,7 +183,7 @@ class CheckpointThread:
             self._flush()
             parts = writer.write_parts(version, copies, worker)
             if self._alone:
-                checkpoint = self._saved(writer.commit(version, parts, mean_of([flight.score])))
+                checkpoint = self._saved(writer.commit(version, parts, mean_of([flight.score]), flight.validated))
                 if flight.as_folder:
                     self._make_folder(checkpoint)
         except OSError as error:

@@ -1,0 +1,131 @@
+"""The process in which a plug-in is tested: the suite of its kind, and a line of JSON for each thing that it tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from distflow.errors import DistflowError
+from distflow.flow.resolve import find_source
+from distflow.testing.plugins.findings import IMPORTING, Level, SuiteReport
+from distflow.testing.plugins.mentions import made_up_tasks, task_keys
+from distflow.testing.plugins.subjects import Subject
+from distflow.workers.reward_process import die_with_writer
+
+TASKS = 16
+MADE_UP: tuple[Callable[[int], Any], ...] = (str, int, lambda n: [n], lambda n: {"answer": str(n), "value": n})
+"""What an answer may be; the first with which a reward function works is taken."""
+Tasks = Sequence[tuple[str, str]]
+
+
+class Lines:
+    """A report as lines of JSON."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._process = os.getpid()
+
+    def begin(self, what: str) -> None:
+        """The plug-in is called next."""
+        self._say({"begin": what})
+
+    def add(self, level: Level, text: str) -> None:
+        """A finding."""
+        self._say({"level": level, "text": text})
+
+    def done(self, gave: object) -> None:
+        """The suite is over; what the plug-in gave, to be compared with that of another process."""
+        self._say({"done": gave})
+
+    def _say(self, what: object) -> None:
+        if os.getpid() != self._process:
+            os._exit(0)  # a copy that the plug-in has forked
+        sys.stdout.flush()
+        self._file.write(json.dumps(what, default=str) + "\n")
+        self._file.flush()
+
+
+def serve(subject: str, lines: str, lifeline: str) -> None:
+    """Test the plug-in of a subject as JSON; `lines`, `lifeline`: pipes to the parent, with which this process ends."""
+    if not die_with_writer(int(lifeline)):
+        return
+    with os.fdopen(int(lines), "w", encoding="utf-8") as file:
+        report = Lines(file)
+        try:
+            report.done(plain(run_suite(Subject(**json.loads(subject)), report)))
+        except DistflowError as error:
+            report.add("wrong", str(error))
+            report.done(None)
+
+
+def run_suite(subject: Subject, report: SuiteReport) -> object:
+    """The suite of a plug-in's kind; returns what the plug-in gave. Raises DistflowError if it cannot begin.
+
+    Each imports what it needs: those of rewards do without torch, as the processes that judge samples do.
+    """
+    if subject.kind in ("engine", "backend"):
+        from distflow.testing.plugins.class_suites import run_class_suite
+
+        run_class_suite(subject, report)
+        return None
+    if subject.kind == "source":
+        from distflow.testing.plugins.source_suite import run_source_suite
+
+        return run_source_suite(subject, report)
+    if subject.kind == "tracker":
+        from distflow.testing.plugins.small_suites import run_tracker_suite
+
+        run_tracker_suite(subject, report)
+        return None
+    tasks = _tasks(subject, report)
+    if subject.kind == "read":
+        from distflow.testing.plugins.small_suites import run_read_suite
+
+        return run_read_suite(subject, report, [json.loads(task) for _, task in tasks])
+    if subject.kind == "reward":
+        from distflow.testing.plugins.reward_suite import run_reward_suite
+
+        return run_reward_suite(subject, report, tasks)
+    return _run_step(subject, report, tasks)
+
+
+def _run_step(subject: Subject, report: SuiteReport, tasks: Tasks) -> object:
+    from distflow.testing.plugins.function_suites import run_loss_suite
+    from distflow.testing.plugins.generate_suite import run_generate_suite
+    from distflow.testing.plugins.step_suite import run_step_suite
+    from distflow.testing.plugins.trial import Trial
+
+    trial = Trial(subject)
+    if subject.kind == "generate":
+        return run_generate_suite(trial, report, tasks)
+    result = run_step_suite(trial, report, tasks)
+    if subject.kind == "loss" and result is not None:
+        run_loss_suite(trial, report, subject.call)
+    return result
+
+
+def _tasks(subject: Subject, report: SuiteReport) -> Tasks:
+    if subject.data is not None:
+        from distflow.testing.plugins.source_suite import tasks_of
+
+        return tasks_of(subject, TASKS)
+    keys = task_keys(find_source(subject.call).text)
+    made = [made_up_tasks(keys, value) for value in MADE_UP]
+    if subject.kind != "reward":
+        return made[0]
+    from distflow.testing.plugins.reward_suite import works_on
+
+    report.begin(IMPORTING)
+    return next((tasks for tasks in made if works_on(subject, report, tasks)), made[0])
+
+
+def plain(gave: object) -> object:
+    """The same in plain values: of batches their columns, of ragged ones offsets and values."""
+    if hasattr(gave, "columns"):
+        return {name: plain(column) for name, column in gave.columns.items()}
+    if hasattr(gave, "offsets") and hasattr(gave, "values"):
+        return [plain(gave.offsets), plain(gave.values)]
+    return gave.tolist() if hasattr(gave, "tolist") else gave

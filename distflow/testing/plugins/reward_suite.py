@@ -1,0 +1,176 @@
+"""The contract of reward functions: a finite number for every response, whatever the model has written."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import psutil
+
+from distflow.errors import UserError
+from distflow.testing.plugins.findings import IMPORTING, SuiteReport, cut
+from distflow.testing.plugins.subjects import Subject
+from distflow.types import Completion, FinishReason
+from distflow.workers.reward_functions import RewardFunction
+from distflow.workers.reward_judging import Verdict, judge, reward_function
+
+FORMS = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "<think></think><answer>{}</answer>")
+"""How a response may give a gold answer (as `distflow data preview` has it)."""
+ODD = (
+    "",
+    " ",
+    "\n\n",
+    "no answer at all",
+    "-1e999",
+    "nan",
+    "((((((",
+    "\\boxed{",
+    "<answer>",
+    "🙂 ü\u0000",
+    "7 " * 4000,
+)
+SLOW_S = 0.1
+MOST_TASKS = 8
+
+
+def run_reward_suite(
+    subject: Subject, report: SuiteReport, tasks: Sequence[tuple[str, str]]
+) -> list[dict[str, float]] | None:
+    """Run the suite; returns what the function gave, None where it cannot be used at all."""
+    report.begin(IMPORTING)
+    try:
+        function = reward_function(_spec(subject))
+    except UserError as error:
+        report.add("wrong", str(error))
+        return None
+    samples, before = list(_samples(tasks)), _processes()
+    try:
+        verdicts = _judged(function, report, samples)
+        _tell_failures(subject, report, samples, verdicts)
+        _test_again(function, report, samples, verdicts)
+    except UserError as error:
+        report.add("wrong", str(error))
+        return None
+    _tell_gold(subject, report, samples, verdicts)
+    left = _processes() - before
+    if left:
+        report.add("wrong", f"leaves {len(left)} processes behind: it must end what it starts")
+    return [dict(verdict.values) for verdict in verdicts]
+
+
+def _processes() -> set[int]:
+    """Those that this one has started and that still run."""
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if child.status() != psutil.STATUS_ZOMBIE}
+
+
+def works_on(subject: Subject, report: SuiteReport, tasks: Sequence[tuple[str, str]]) -> bool:
+    """Whether the function works on such tasks at all, on a plain response."""
+    prompt, text = tasks[0]
+    try:
+        function = reward_function(_spec(subject))
+        report.begin("judging the response '2'")
+        return judge(function, _completion(prompt, "2", json.loads(text), "stop")).failure is None
+    except UserError:
+        return False
+
+
+def _spec(subject: Subject) -> str:
+    """The function with its settings, as a recipe gives it to the reward step."""
+    if not subject.settings:
+        return subject.call
+    return json.dumps({"mine": {"function": subject.call, **subject.settings}})
+
+
+def _samples(tasks: Sequence[tuple[str, str]]) -> Iterator[Completion]:
+    for prompt, text in tasks[:MOST_TASKS]:
+        task = json.loads(text)
+        for form in FORMS if "answer" in task else ():
+            yield _completion(prompt, form.format(task["answer"]), task, "stop")
+        for number, response in enumerate(ODD):
+            reasons: tuple[FinishReason, ...] = ("stop", "length")
+            yield _completion(prompt, response, task, reasons[number % 2])
+
+
+def _completion(prompt: str, response: str, task: Mapping[str, Any], reason: FinishReason) -> Completion:
+    return Completion(prompt, response, deepcopy(task), reason, tuple(range(2, 2 + min(len(response), 64))))
+
+
+def _judged(function: RewardFunction, report: SuiteReport, samples: Sequence[Completion]) -> list[Verdict]:
+    """A verdict for each sample; tells of tasks that were changed, and of slowness."""
+    verdicts, changed, longest = [], "", 0.0
+    for sample in samples:
+        before = deepcopy(sample.task)
+        report.begin(f"judging the response {cut(sample.response)}")
+        began = time.monotonic()
+        verdicts.append(judge(function, sample))
+        longest = max(longest, time.monotonic() - began)
+        if sample.task != before and not changed:
+            changed = f"changes sample.task for the response {cut(sample.response)}"
+    if changed:
+        report.add("wrong", f"{changed}: all samples of a prompt share it — copy what you change")
+    if longest > SLOW_S:
+        report.add(
+            "note",
+            f"takes up to {longest:.1f} s for a response: with timeout_s beside `function` it runs in child processes, "
+            "several at a time, and one that hangs is killed",
+        )
+    return verdicts
+
+
+def _tell_failures(
+    subject: Subject, report: SuiteReport, samples: Sequence[Completion], verdicts: Sequence[Verdict]
+) -> None:
+    failed = [(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True) if verdict.failure]
+    if not failed:
+        parts = sorted({name for verdict in verdicts for name in verdict.values} - {"reward", "score"})
+        more = f", and {', '.join(parts)}" if parts else ""
+        report.add("ok", f"gives {len(samples)} responses, odd ones among them, a finite reward{more}")
+        return
+    sample, verdict = failed[0]
+    made_up = (
+        f"\nIts task was made up, {cut(dict(sample.task))}: --data FILE or --data ./file.py:name gives it real ones"
+        if subject.data is None
+        else ""
+    )
+    report.add(
+        "wrong",
+        f"fails on {len(failed)} of {len(samples)} responses, first on {cut(sample.response)} "
+        f"(finish_reason {sample.finish_reason}):\n{verdict.message}{made_up}",
+    )
+
+
+def _test_again(
+    function: RewardFunction, report: SuiteReport, samples: Sequence[Completion], verdicts: Sequence[Verdict]
+) -> None:
+    for sample, verdict in reversed(list(zip(samples, verdicts, strict=True))):
+        report.begin(f"judging the response {cut(sample.response)} again")
+        again = judge(function, sample)
+        if (again.values, again.failure) != (verdict.values, verdict.failure):
+            report.add(
+                "note",
+                f"gives the response {cut(sample.response)} {dict(verdict.values)} at first and {dict(again.values)} "
+                "later: a sample that is made again after a loss would get another reward",
+            )
+            return
+    report.add("ok", "gives a response the same twice, in any order")
+
+
+def _tell_gold(
+    subject: Subject, report: SuiteReport, samples: Sequence[Completion], verdicts: Sequence[Verdict]
+) -> None:
+    """With real tasks that have an answer: whether gold answers get more than nonsense."""
+    scores: dict[bool, list[float]] = {True: [], False: []}
+    for sample, verdict in zip(samples, verdicts, strict=True):
+        if "answer" in sample.task and not verdict.failure:
+            gold = {form.format(sample.task["answer"]) for form in FORMS}
+            scores[sample.response in gold].append(verdict.values["score"])
+    if subject.data is None or not (scores[True] and scores[False]):
+        return
+    if max(scores[True]) > max(scores[False]):
+        report.add("ok", f"gold answers get a score of up to {max(scores[True]):g}, nonsense {max(scores[False]):g}")
+    else:
+        report.add("note", f"gold answers get a score of {max(scores[True]):g}, no more than nonsense")
