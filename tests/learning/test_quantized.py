@@ -18,6 +18,7 @@ from distflow.types import Version
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.engines.torch_engine import TorchEngine
 from distflow.workers.exporting import export_model
+from distflow.workers.merging import stage_base
 from distflow.workers.models import build_model
 from distflow.workers.quantized import BLOCK, QUANTILES, NarrowLinear, narrow_layers, narrowed, widened
 
@@ -170,3 +171,11 @@ def test_exports_have_the_rounded_base(tmp_path: Path) -> None:
 
 def _whole_state() -> dict[str, Tensor]:
     return taken(backend(section(lora=None, quantize=None)))
+
+
+def test_engines_that_stage_weights_get_the_rounded_base() -> None:
+    rounded = dict(build_model(section(lora=None), device="cpu", seed=7, load_weights=True).named_parameters())
+    staged = {name: torch.zeros_like(parameter) for name, parameter in rounded.items()}
+    layers = stage_base(staged, section(), 7)
+    assert layers.keys() == {f"model.layers.{n}.{end}" for n in (0, 1) for end in ("self_attn.q_proj", "mlp.down_proj")}
+    assert all(tensor.equal(rounded[name]) for name, tensor in staged.items())
