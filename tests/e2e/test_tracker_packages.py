@@ -7,6 +7,7 @@ import os
 import signal
 import sqlite3
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -65,8 +66,16 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 def tracked(run: Run) -> list[psutil.Process]:
     """Keepers, trackers and all that these have started."""
-    (trainer,) = (psutil.Process(run.pid_of("trainer/0")),)
-    return trainer.children(recursive=True)
+    return psutil.Process(run.pid_of("trainer/0")).children(recursive=True)
+
+
+def told(processes: list[psutil.Process]) -> list[str]:
+    """Their command lines, of those that have not ended meanwhile."""
+    lines = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            lines.append(" ".join(process.cmdline()))
+    return lines
 
 
 def test_every_package_gets_every_row(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +115,8 @@ def test_what_wandb_starts_ends_with_a_killed_worker(launch: Launch) -> None:
     run = launch(
         "quickstart", *PACED, "run.training_steps=20", "run.save_every=3", "run.trackers.wandb.mode=offline", cold=True
     )
-    run.until(lambda: (run.folder / "trackers" / "wandb" / "wandb").is_dir() and run.saved(), "wandb, and a checkpoint")
+    run.until(lambda: run.saved() and any("wandb-core" in line for line in told(tracked(run))), "wandb, a checkpoint")
     before = tracked(run)
-    told = [" ".join(process.cmdline()) for process in before]
-    assert any("wandb-core" in line for line in told), told
     os.kill(run.pid_of("trainer/0"), signal.SIGKILL)
     run.until(lambda: not any(process.is_running() for process in before), "the end of all of them")
     assert run.wait() == 0, run.output
