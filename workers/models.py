@@ -39,6 +39,7 @@ def build_model(
     load_weights: bool,
     deterministic: bool = False,
     adapters: bool = False,
+    narrow: bool = False,
     new_head: bool = False,
 ) -> PreTrainedModel:
     """A transformers model in evaluation mode, on `device`, in the section's `dtype`.
@@ -54,7 +55,8 @@ def build_model(
     round every layer to float32. Attention is always torch's scaled dot product, which computes in the model's own
     dtype. `deterministic`: batch-invariant except for attention (see `batch_invariant`), with the same norms; a
     sequence classifier is not, and computes each text by itself. `adapters`: with those of the section's `lora`, if it
-    has one.
+    has one. With `quantize` the weights are rounded as there; `narrow` keeps them in 4 bits, and only these are ever on
+    another device than the CPU.
     Raises UserError for a path without a model, an unknown model type, dtype or setting, and a model that cannot be
     batch-invariant.
     """
@@ -62,6 +64,7 @@ def build_model(
 
     from distflow.workers.adapters import add_adapters
     from distflow.workers.batch_invariant import make_invariant
+    from distflow.workers.quantized import keep_narrow, round_weights
 
     dtype = torch_dtype(model)
     config = load_config(model)
@@ -73,7 +76,11 @@ def build_model(
     else:
         built = _initialise(config, seed)
         _clear_value_head(built)
-    built = built.to(device=device, dtype=dtype).eval()
+    quantized = load_weights and model.get("quantize") is not None
+    built = built.to(device="cpu" if quantized and narrow else device, dtype=dtype).eval()
+    if quantized:
+        (keep_narrow if narrow else round_weights)(built)
+        built = built.to(device=device)
     if dtype == torch.float64 or deterministic:
         _widen_norms(built)
     if dtype == torch.float64 and built._can_set_experts_implementation():

@@ -22,6 +22,10 @@ from distflow.workers.trainer import describe
 
 log = logger(__name__)
 
+MOST_TOLD = 5
+"""Pairs of equal texts that are warned of."""
+_equal: set[str] = set()
+"""Those that were."""
 CHOSEN, REJECTED = ("chosen", "answer"), "rejected"
 _READ = ["prompt_ids", "response_ids", "response_mask", "ref_logprobs", "group", "sample"]
 
@@ -34,8 +38,10 @@ def pair(row: DataRow, *, max_response_tokens: int = 1024) -> list[RowResponse]:
 
 def _compared(row: DataRow) -> tuple[str, str]:
     chosen, rejected = row.response(*CHOSEN), row.response(REJECTED)
-    if chosen == rejected:
-        log.warning("data: %s has the same text as chosen and rejected, which teaches nothing", row.label)
+    if chosen == rejected and row.label not in _equal and len(_equal) < MOST_TOLD:
+        _equal.add(row.label)
+        further = "" if len(_equal) < MOST_TOLD else "; further ones are not told"
+        log.warning("data: %s has the same text as chosen and rejected, which teaches nothing%s", row.label, further)
     return chosen, rejected
 
 

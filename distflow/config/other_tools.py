@@ -7,9 +7,7 @@ from collections.abc import Mapping
 _METRICS = "no such logger is built; metrics are files of the run folder: `distflow metrics RUN --csv` or --json"
 _EVALUATION = "val.every (docs/validation.md)"
 _ADAPTERS = "models.policy.lora, as {rank: 16, alpha: 32}"
-_FOUR_BITS = (
-    "base weights of 4 bits are not built; models.policy.lora trains adapters beside weights of models.policy.dtype"
-)
+_FOUR_BITS = "models.policy.quantize=nf4, with models.policy.lora, as {rank: 16, alpha: 32}"
 _EPOCHS = "batch.epochs (passes over the samples of a training step)"
 _UPDATES = "batch.minibatches (their number: a pass over the samples of a training step has as many optimizer steps)"
 _JUDGE = (

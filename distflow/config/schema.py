@@ -259,6 +259,9 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train low-rank adapters beside frozen weights, which alone are published and saved (docs/models.md). Null: all
     weights are trained."""
+    quantize: Literal["nf4"] | None = None
+    """Round the frozen weights of linear layers to 4 bits each, which backend torch keeps so: nf4 (QLoRA, arXiv
+    2305.14314). A trained model needs `lora`. Null: weights keep `dtype`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     head: Head = "tokens"
@@ -271,7 +274,8 @@ class ModelConfig(Section):
         if self.path is not None or self.init is not None:
             return ()
         own = self.model_fields_set
-        return ("path", "init", "tokenizer", *(key for key in ("dtype", "gradient_checkpointing") if key not in own))
+        kept = (key for key in ("dtype", "quantize", "gradient_checkpointing") if key not in own)
+        return ("path", "init", "tokenizer", *kept)
 
 
 class ValConfig(Section):

@@ -10,6 +10,8 @@ from distflow.data.sources import PromptText
 from distflow.errors import UserError, nearest
 
 PROMPT, MESSAGES, ANSWER, TOOLS = "prompt", "messages", "answer", "tools"
+CHOSEN, REJECTED = "chosen", "rejected"
+"""Responses to compare; where there is no prompt, two conversations that differ in their last turn."""
 GROUND_TRUTH = "reward_model.ground_truth"
 """Where data sets in verl's layout have the answer."""
 
@@ -19,7 +21,8 @@ def check_columns(columns: Sequence[str], fields: Mapping[str, str]) -> None:
     for name, column in fields.items():
         if column not in columns and column.partition(".")[0] not in columns:
             raise UserError(_missing(column, columns, f"data.fields.{name}"))
-    if PROMPT not in fields and PROMPT not in columns and MESSAGES not in columns:
+    known = {*fields, *columns}
+    if known.isdisjoint((PROMPT, MESSAGES)) and not known >= {CHOSEN, REJECTED}:
         raise UserError(_missing(PROMPT, columns, ""))
 
 
@@ -32,7 +35,7 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     named = {name: _column(row, column, name) for name, column in fields.items()}
     rest = {key: value for key, value in row.items() if key not in fields.values()}
     task = {**rest, **named}
-    prompt = task.pop(PROMPT) if PROMPT in task else task.pop(MESSAGES)
+    prompt = task.pop(PROMPT) if PROMPT in task else task.pop(MESSAGES) if MESSAGES in task else _compared(task, row)
     truth = task.get("reward_model")
     if ANSWER not in task and isinstance(truth, Mapping) and "ground_truth" in truth:
         task[ANSWER] = truth["ground_truth"]
@@ -46,6 +49,16 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     if not messages:
         raise UserError("the prompt is one assistant's turn alone; expected a user's turn before it")
     return PromptText(as_text(messages), task, messages, _tools(task))
+
+
+def _compared(task: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
+    """What two conversations have in common that are to be compared."""
+    chosen, rejected = task[CHOSEN], task[REJECTED]
+    if not all(isinstance(one, Sequence) and not isinstance(one, str) and len(one) > 1 for one in (chosen, rejected)):
+        raise UserError(_missing(PROMPT, list(row), ""))
+    if chosen[:-1] != rejected[:-1]:
+        raise UserError("the columns 'chosen' and 'rejected' differ before their last turns; expected the same prompt")
+    return chosen[:-1]
 
 
 def last_turn(value: object, name: str) -> str:

@@ -62,6 +62,23 @@ def check_adapters(recipe: Recipe, structure: Structure, problems: Problems) -> 
                     problems.add(where, message, f"{', '.join(ENGINES)}, or remove lora", others=(key,))
 
 
+def check_quantized(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse weights of 4 bits that would be trained, or of models that are no language models."""
+    models = structure.models
+    for name, config in models.configs.items():
+        if config.quantize is None:
+            continue
+        # A copy is defined where its original is.
+        owner = f"models.{models.primary if name in models.copied else name}"
+        if name in models.trained and config.lora is None:
+            message = f"model {name!r} is trained, and weights of 4 bits are frozen"
+            cure = f"{owner}.lora={{rank: 16, alpha: 32}}, which trains adapters beside them, or quantize: null"
+            problems.add(f"{owner}.quantize", message, cure, others=(f"{owner}.lora",))
+        elif config.head != "tokens":
+            message = f"a model with `head: {config.head}` keeps its dtype: 4 bits are for language models"
+            problems.add(f"{owner}.quantize", message, "quantize: null", others=(f"{owner}.head",))
+
+
 def _wrong_targets(config: ModelConfig) -> Iterator[tuple[str, str]]:
     """Targets that are no layers; those of families whose layers are not known here are left to the workers."""
     assert config.lora is not None, "only models with adapters are asked about"
@@ -100,7 +117,8 @@ def adapter_lines(models: Mapping[str, ModelConfig], trained: Collection[str]) -
             share = f"{size.published / 1e6:.2f} MB a version, {size.adapters / size.parameters:.2%} of the model"
         except UserError as error:
             share = f"of unknown size: {error}"
+        base = "the base" if config.quantize is None else f"the base, its weights rounded to {config.quantize},"
         yield (
             f"{name}: adapters of rank {config.lora.rank} on {targets} ({share}) are trained, published and saved; "
-            "engines load the base by themselves and merge each version into it"
+            f"engines load {base} by themselves and merge each version into it"
         )

@@ -68,6 +68,8 @@ def _of_models(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str,
     for name in used:
         config = configuration(models.configs[name])
         why = unsupported(config) if config else ""
+        if models.configs[name].quantize is not None:
+            why = "weights of 4 bits are not computed batch-invariantly"
         if why:
             original = models.primary if name in models.copied else name
             yield f"models.{original}", f"model {original!r}: {why}", f"{_KEY}=false, or another model"

@@ -168,15 +168,15 @@ def _replicas(plan: Plan, worker: WorkerPlan) -> int:
 
 def _model(worker: WorkerPlan, size: ModelSize, replicas: int, *, trained: bool) -> dict[str, int]:
     count, wide = size.trained, max(WIDE, size.dtype_bytes)
-    base = size.weights if trained and size.adapters else 0
+    base = size.held if trained and size.adapters else 0
     masters = count * wide if size.dtype_bytes < WIDE else 0
     stage = _zero(worker)
     if worker.backend == BACKENDS["fsdp"]:
-        rows = (base + count * wide if trained else size.weights) // replicas
+        rows = (base + count * wide if trained else size.held) // replicas
         # The float32 rows serve as masters.
         share = count * wide // replicas
         return {"weights": rows} | ({"gradients": share, "optimizer": 2 * share} if trained else {})
-    weights = (size.weights + (size.published if base else 0)) // (replicas if stage == 3 else 1)
+    weights = (size.held + (size.published if base else 0)) // (replicas if stage == 3 else 1)
     if not trained:
         return {"weights": weights}
     if stage is None or stage == 0:

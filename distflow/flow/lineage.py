@@ -21,7 +21,7 @@ from distflow.flow.plan import Plan
 
 FIXED = re.compile(
     r"run\.seed|batch\.(prompts|ledgers)|data\.(source|shuffle|chat|with\..*)|"
-    r"models\.[^.]+\.(path|tokenizer|dtype|head|init\..*|lora(\..*)?)"
+    r"models\.[^.]+\.(path|tokenizer|dtype|quantize|head|init\..*|lora(\..*)?)"
 )
 """Keys that decide the order of the data and what the weights mean: with other values a checkpoint is useless."""
 FREE = re.compile(r"run\.(?!training_steps$).*|layout\.(?!max_staleness$).*|limits\..*|security\..*")

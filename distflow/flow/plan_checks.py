@@ -12,7 +12,7 @@ from typing import Literal
 from distflow.config.plugins import BACKENDS, ENGINES, LIBRARIES, full_name
 from distflow.config.schema import PoolConfig, Recipe
 from distflow.errors import Problems, did_you_mean
-from distflow.flow.adapters import check_adapters
+from distflow.flow.adapters import check_adapters, check_quantized
 from distflow.flow.deterministic import check_deterministic
 from distflow.flow.gpus import check_shared_gpus
 from distflow.flow.memory import check_sample_memory
@@ -217,6 +217,7 @@ CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_deterministic, "always"),
     (check_optimizers, "always"),
     (check_adapters, "if sound"),
+    (check_quantized, "if sound"),
     (check_sharding, "if sound"),
     (check_options, "if sound"),
     (check_grouping, "if sound"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 from distflow.config.paths import CHARS_PREFIX
 from distflow.config.schema import ModelConfig
-from distflow.config.training_schema import LoraConfig
 from distflow.errors import UserError
 
 Matrix = tuple[str, int, int]
@@ -70,6 +69,8 @@ class ModelSize:
     """Parameters of its adapters; 0: it has none, and is trained whole."""
     adapted: int = 0
     """Parameters of the matrices that have adapters."""
+    narrow: int = 0
+    """Parameters that a backend keeps in 4 bits."""
 
     @property
     def trained(self) -> int:
@@ -97,6 +98,11 @@ class ModelSize:
     def weights(self) -> int:
         """Bytes, in the model's dtype."""
         return self.parameters * self.dtype_bytes
+
+    @property
+    def held(self) -> int:
+        """Bytes of the weights in a backend: those of 4 bits have a float32 for each block of 64."""
+        return (self.parameters - self.narrow) * self.dtype_bytes + self.narrow * 9 // 16
 
     @property
     def kv_bytes(self) -> int:
@@ -131,11 +137,11 @@ def model_size(model: ModelConfig) -> ModelSize:
         spare = 0 if model.head != "value" or config.get("tie_word_embeddings") else (vocabulary - 1) * width
         size = replace(size, parameters=size.parameters - spare)
         matrices = gated_matrices(size) if family in GATED else _matrices_in(Path(str(model.path)))
-        return _with_adapters(size, model.lora, matrices)
+        return _with_adapters(size, model, matrices)
     if family not in GATED:
         raise UserError(f"the number of parameters of model_type {family!r} is not known without its safetensors")
     size = replace(size, parameters=_gated_parameters(config, family, size, head))
-    return _with_adapters(size, model.lora, gated_matrices(size))
+    return _with_adapters(size, model, gated_matrices(size))
 
 
 def gated_matrices(size: ModelSize) -> list[Matrix]:
@@ -152,7 +158,10 @@ def gated_matrices(size: ModelSize) -> list[Matrix]:
     return one * size.layers
 
 
-def _with_adapters(size: ModelSize, lora: LoraConfig | None, matrices: Iterable[Matrix]) -> ModelSize:
+def _with_adapters(size: ModelSize, model: ModelConfig, matrices: Sequence[Matrix]) -> ModelSize:
+    lora = model.lora
+    if model.quantize is not None:
+        size = replace(size, narrow=sum(rows * columns for _, rows, columns in matrices))
     if lora is None:
         return size
     found = [m for m in matrices if lora.targets == "all-linear" or any(adapts(one, m[0]) for one in lora.targets)]

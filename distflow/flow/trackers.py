@@ -137,6 +137,12 @@ def _check_call(at: str, plan: TrackerPlan, problems: Problems) -> None:
 def _options_of(call: str) -> Sequence[str] | None:
     """What a user's tracker takes besides the run; None: anything. Raises PluginError if it cannot be called so."""
     source = find_source(call)
+    missing = _missing(source.node)
+    if missing:
+        raise PluginError(
+            f"{source.where}: {source.node.name!r} has no {', no '.join(missing)} — a tracker has log(step, values), "
+            "samples(step, rows) and close()"
+        )
     parameters = _parameters(source.node)
     own = None if parameters is None else [*parameters.positional, *parameters.settings]
     if own is not None and own[:1] == ["self"]:
@@ -144,6 +150,14 @@ def _options_of(call: str) -> Sequence[str] | None:
     if own is not None and not own:
         raise PluginError(f"{source.where}: {source.node.name!r} takes no run — expected (run, *, option=default, …)")
     return None if own is None or (parameters is not None and parameters.open_ended) else own[1:]
+
+
+def _missing(node: ast.AST) -> list[str]:
+    """The methods that a tracker's class lacks; what it inherits is not known here."""
+    if not isinstance(node, ast.ClassDef) or node.bases:
+        return []
+    there = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+    return [name for name in ("log", "samples", "close") if name not in there]
 
 
 def _parameters(node: ast.AST) -> Parameters | None:

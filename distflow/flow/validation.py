@@ -28,7 +28,9 @@ def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -
         message = (
             f"step {structure.reads.name!r} reads the samples from the data, and no worker generates: not built yet"
         )
-        problems.add("val", message, "leave val out; the exported model can be evaluated by another run")
+        problems.add(
+            "val", message, "leave val out; distflow evaluate RUN RECIPE does it, with a recipe that generates"
+        )
         return
     node, spec = _generate_step(structure), _generate_step(structure).declaration.spec
     parameters = node.declaration.parameters

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from distflow.errors import UserError
+from distflow.types import VAL
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -82,7 +83,9 @@ def command(
     elif as_json:
         click.echo(json.dumps([finite(step) for step in steps]))
     else:
-        _print_table(steps, TABLE if names is None else [TABLE[0], *((name, name, "{:.6g}") for name in names)])
+        columns = [(name, name, "{:.6g}") for name in names or ()]
+        usual = [*((name, name, "{:.3f}") for name in validated(steps)), *TABLE[1:]]
+        _print_table(steps, [TABLE[0], *(usual if names is None else columns)])
 
 
 def read_runs(runs: Sequence[str], runs_dir: Path) -> dict[str, Steps]:
@@ -93,6 +96,12 @@ def read_runs(runs: Sequence[str], runs_dir: Path) -> dict[str, Steps]:
     names = [folder.name for folder in folders]
     labels = [folder.name if names.count(folder.name) == 1 else str(folder) for folder in folders]
     return {label: read_steps(folder, _tell) for label, folder in zip(labels, folders, strict=True)}
+
+
+def validated(steps: Steps) -> list[str]:
+    """The metrics of validation that tell how good a policy is, over all sources: `val/avg@4`."""
+    names = (name for step in steps for name in step if fnmatchcase(name, f"{VAL}avg@*"))
+    return [name for name in dict.fromkeys(names) if "/" not in name.removeprefix(VAL)]
 
 
 def _tell(line: str) -> None:

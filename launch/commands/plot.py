@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from distflow.errors import UserError, did_you_mean
-from distflow.launch.commands.metrics import Steps, chosen_keys, read_runs
+from distflow.launch.commands.metrics import Steps, chosen_keys, read_runs, validated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +70,8 @@ PANELS = (
 @click.option("--keys", metavar="NAMES", help="One panel for each of these metrics, as in critic/score/mean,actor/*.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(runs: tuple[str, ...], output: Path, keys: str | None, runs_dir: Path) -> None:
-    """Draw score, reward, response length, entropy, KL, staleness and shares of time of RUN (default: the newest).
+    """Draw score, validation, reward, response length, entropy, KL, staleness and shares of time of RUN (default: the
+    newest).
 
     Several runs are drawn over each other.
     """
@@ -79,7 +80,7 @@ def command(runs: tuple[str, ...], output: Path, keys: str | None, runs_dir: Pat
     every = [step for steps in found.values() for step in steps]
     if not every:
         raise UserError(f"{', '.join(found)}: no training step has been done yet — there is nothing to draw")
-    wanted = PANELS if keys is None else [Panel(name, ((name, ""),)) for name in chosen_keys(keys, every)]
+    wanted = _usual(every) if keys is None else [Panel(name, ((name, ""),)) for name in chosen_keys(keys, every)]
     panels = [panel for panel in wanted if _drawn(panel, every)]
     for panel in wanted:
         if panel not in panels:
@@ -94,6 +95,12 @@ def command(runs: tuple[str, ...], output: Path, keys: str | None, runs_dir: Pat
         cure = "give a file in a folder that exists, and that you can write to"
         raise UserError(f"-o {output}: cannot be written ({error.strerror}) — {cure}") from error
     click.echo(f"{output}: {len(panels)} panels of {', '.join(found)}")
+
+
+def _usual(steps: Steps) -> list[Panel]:
+    """What is drawn if nothing else is asked for."""
+    validation = [Panel(f"validation, {name}", ((name, ""),)) for name in validated(steps)]
+    return [PANELS[0], *validation, *PANELS[1:]]
 
 
 def _check_output(output: Path) -> None:

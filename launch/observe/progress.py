@@ -31,13 +31,14 @@ OTHER_LINES = 8
 SHOWN = (
     ("score", "critic/score/mean", "{:.3f}"),
     ("reward", "critic/rewards/mean", "{:.3f}"),
+    ("loss", "actor/loss", "{:.3g}"),
     ("grad", "actor/grad_norm", "{:.3g}"),
     ("tok/s", "perf/tokens_per_s", "{:,.0f}"),
     ("samples/s", "perf/samples_per_s", "{:,.0f}"),
     ("stale", "staleness/mean", "{:.2f}"),
 )
 """Label, metric, format: what a line of progress shows, if the run measures it; fits into 80 columns."""
-REWARD = "critic/rewards/mean"
+SCORE, REWARD, LOSS = "critic/score/mean", "critic/rewards/mean", "actor/loss"
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -61,7 +62,9 @@ class RunStatus:
     @property
     def figures(self) -> str:
         """The main metrics, on one line."""
-        shown = [f"{label} {form.format(self.metrics[name])}" for label, name, form in SHOWN if name in self.metrics]
+        # A policy's loss says little beside its score; where nothing is judged it says how well training goes.
+        known = self.metrics.keys() - ({LOSS} if SCORE in self.metrics else set())
+        shown = [f"{label} {form.format(self.metrics[name])}" for label, name, form in SHOWN if name in known]
         return "  ".join(shown)
 
     @property

@@ -14,6 +14,7 @@ from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings
 from distflow.data.responses import DataRow, Reading, RowResponse
 from distflow.errors import PluginError, UserError
+from distflow.workers.preference import pair
 from distflow.workers.supervised import demonstration
 from distflow.workers.tokenizers import CharTokenizer
 
@@ -49,15 +50,33 @@ def test_where_a_demonstration_stands(column: dict[str, Any], tmp_path: Path) ->
 
 def test_of_a_conversation_the_last_turn_is_the_response(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "1="}, {"role": "assistant", "content": "12"}]
-
-    class Chat(CharTokenizer):
-        def chat_prompt(self, turns: Any, tools: Any = (), arguments: Any = None) -> list[int]:
-            return self.encode("".join(turn["content"] for turn in turns))
-
     made = order(tmp_path, [{"messages": turns}])
     made._tokenizer = Chat("chars:0123456789=")
     prompt = made.prompt(0)
     assert (prompt.token_ids, prompt.responses[0].token_ids) == ((3, 12), (3, 4, 1))
+
+
+class Chat(CharTokenizer):
+    """With a template that writes one turn behind the other."""
+
+    def chat_prompt(self, turns: Any, tools: Any = (), arguments: Any = None) -> list[int]:
+        return self.encode("".join(turn["content"] for turn in turns))
+
+
+def test_of_two_conversations_the_last_turns_are_compared(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "1="}
+    good, bad = ({"role": "assistant", "content": text} for text in ("1", "2"))
+    made = order(tmp_path, [{"chosen": [asked, good], "rejected": [asked, bad]}], pair)
+    made._tokenizer = Chat("chars:0123456789=")
+    prompt = made.prompt(0)
+    assert prompt.token_ids == (3, 12)
+    assert [response.text for response in prompt.responses] == ["1", "2"]
+    other = order(tmp_path, [{"chosen": [asked, good], "rejected": [bad, bad]}], pair)
+    with pytest.raises(UserError, match="differ before their last turns; expected the same prompt"):
+        other.prompt(0)
+    texts = order(tmp_path, [{"chosen": "1", "rejected": "2"}], pair)
+    with pytest.raises(UserError, match=r"there is no column 'prompt' \(or 'messages'\); there are chosen, rejected"):
+        texts.prompt(0)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ class Forks:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._note("step", step, sorted(values))
+        self._note("values", step, values)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self._note("samples", step, len(rows))

@@ -1,10 +1,11 @@
 """Learning is real: it comes from the updates, and the score from the generated text."""
 
 import statistics
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import SMALL, Launch
+from tests.e2e.runs import SMALL, Launch, cli
 
 
 def test_without_a_learning_rate_the_score_stays_at_chance(launch: Launch) -> None:
@@ -32,6 +33,31 @@ def test_every_seed_learns_the_task(launch: Launch, seed: int) -> None:
     assert run.wait(240) == 0, run.output
     scores = [line["critic/score/mean"] for line in run.metrics()]
     assert statistics.mean(scores[-10:]) >= 0.9
+
+
+@pytest.mark.long
+def test_students_learn_what_a_teacher_can(launch: Launch, tmp_path: Path) -> None:
+    """A fresh student and a smaller one, from all candidates, a few or the sampled token: ≥ 0.9 of its score."""
+    teacher = launch("quickstart", "layout=colocated")
+    assert teacher.wait(240) == 0, teacher.output
+    folder = tmp_path / "teacher"
+    exported = cli("export", teacher.name, "--to", str(folder), "--runs-dir", str(teacher.folder.parent))
+    assert exported.returncode == 0, exported.stdout + exported.stderr
+    taught = statistics.mean(line["critic/score/mean"] for line in teacher.metrics()[-10:])
+    small = [f"models.policy.init.{key}" for key in ("hidden_size=32", "intermediate_size=128", "num_hidden_layers=1")]
+    students: dict[str, tuple[str, list[str]]] = {
+        "all candidates": ("200", []),
+        "four candidates": ("200", ["flow.steps.teacher.with.top_k=4"]),
+        "the sampled token": ("300", ["flow.steps.teacher.with.top_k=0"]),
+        "smaller": ("400", small),
+    }
+    scores = {}
+    for name, (steps, settings) in students.items():
+        recipe = ("flow=distill", "layout=colocated", f"models.teacher.path={folder}", "run.seed=1", *settings)
+        run = launch("quickstart", *recipe, f"run.training_steps={steps}")
+        assert run.wait(240) == 0, run.output
+        scores[name] = statistics.mean(line["critic/score/mean"] for line in run.metrics()[-10:])
+    assert all(score >= 0.9 * taught for score in scores.values()), (taught, scores)
 
 
 @pytest.mark.long

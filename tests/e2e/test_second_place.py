@@ -19,7 +19,10 @@ def test_a_run_is_copied_and_fetched_back(launch: Launch, tmp_path: Path) -> Non
     assert run.wait() == 0, run.output
     assert run.leftovers() == []
     there = place / run.name
-    assert contents(there / "checkpoints") == contents(run.folder / "checkpoints")
+    # Those that are written while another one is being copied may be left out.
+    copied = contents(there / "checkpoints" / "step_000020")
+    assert copied == contents(run.folder / "checkpoints" / "step_000020")
+    assert len(list((there / "checkpoints").glob("step_*"))) <= 2
     assert contents(there / "hf") == contents(run.folder / "hf")
     assert any("checkpoint/copied/count" in line for line in run.metrics())
 

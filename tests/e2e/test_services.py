@@ -59,8 +59,9 @@ LATER = ["layout.pools.reference.count=2", "batch.minibatches=2", "batch.ledgers
         [*KL, *LATER],
         ["flow=ppo", *SMALL],
         ["flow=distill", "flow.steps.teacher.with.top_k=4", TEACHER, *STOLEN],
+        ["models.policy.lora.rank=4", "models.policy.quantize=nf4", *SMALL, *KL],
     ],
-    ids=["rewards", "deterministic", "stolen", "mini-batches", "ppo", "teacher"],
+    ids=["rewards", "deterministic", "stolen", "mini-batches", "ppo", "teacher", "4 bits"],
 )
 def test_steps_elsewhere_give_the_same_run(launch: Launch, recipe: list[str]) -> None:
     runs = []

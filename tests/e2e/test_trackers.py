@@ -28,15 +28,8 @@ def given(run: Run, what: str) -> list[Any]:
 
 
 def test_a_killed_trainer_takes_its_trackers_along_and_the_next_one_goes_on(launch: Launch) -> None:
-    trackers = [f"run.trackers.forks.call={ODD}:Forks", f"run.trackers.hangs.call={ODD}:Hangs"]
-    run = launch(
-        "quickstart",
-        *PACED,
-        f"run.training_steps={STEPS}",
-        "run.save_every=3",
-        *trackers,
-        "run.trackers.hangs.timeout_s=2",
-    )
+    tracker = f"run.trackers.forks.call={ODD}:Forks"
+    run = launch("quickstart", *PACED, f"run.training_steps={STEPS}", "run.save_every=3", tracker)
     run.until(lambda: run.saved() and helpers_of(run), "a checkpoint, and the tracker's helper")
     (helper,) = helpers_of(run)
     os.kill(run.pid_of("trainer/0"), signal.SIGKILL)
@@ -59,12 +52,23 @@ def test_a_killed_trainer_takes_its_trackers_along_and_the_next_one_goes_on(laun
     assert given(run, "samples")[-1] == [STEPS, 8]
     assert len(given(run, "close")) == 1
 
-    # The other one has hung in both lives of the worker, or at the end.
+
+def test_one_that_hangs_and_floods_stops_nobody(launch: Launch) -> None:
+    options = [f"run.trackers.hangs.call={ODD}:Hangs", "run.trackers.hangs.timeout_s=1"]
+    run = launch("quickstart", *PACED, "run.training_steps=2000", *options)
+    metrics = run.folder / "metrics" / "trainer-0.jsonl"
+    lost = "trackers/hangs/dropped"
+    run.until(lambda: metrics.exists() and lost in metrics.read_text(), "a row that the tracker has lost")
+    steps = run.steps_done()
+    run.until(lambda: run.steps_done() > steps + 2, "further training steps")
+    status = cli("status", run.name, "--runs-dir", str(run.folder.parent)).stdout
+    assert "tracker hangs on trainer/0: failed" in status
     log = (run.folder / "logs" / "trainer-0.log").read_text()
-    assert "tracker hangs: training step" in log
-    assert "took longer than timeout_s=2" in log
-    assert "warning: tracker hangs failed, training goes on" in run.output
-    assert any("trackers/hangs/dropped" in line for line in run.metrics())
+    assert log.count("tracker hangs: training step") == 1
+    assert "took longer than timeout_s=1" in log
+    assert cli("stop", run.name, "--runs-dir", str(run.folder.parent)).returncode == 0
+    assert run.wait() != 3, run.output
+    assert run.leftovers() == []
     assert (run.folder / "trackers" / "hangs" / "output.log").stat().st_size < 2 << 20
 
 

@@ -67,6 +67,7 @@ def test_the_version_that_is_due_is_measured_on_every_prompt(launch: Launch, lay
     merged = {int(line["step"]): line for line in run.metrics()}
     assert sorted(merged) == list(range(STEPS + 1)), "version 0 has an object of its own"
     assert merged[3]["val/avg@2"] == found[3]["val/avg@2"]
+    assert "val/avg@2" in cli("metrics", run.name, "--runs-dir", str(run.folder.parent)).stdout
     assert "timing_s/step" in merged[3]
     for version in DUE:
         samples = read_lines(run.folder / "rollouts" / "val" / f"step_{version:06d}")

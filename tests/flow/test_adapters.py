@@ -113,3 +113,53 @@ def test_the_package_is_asked_for_where_models_are_trained(monkeypatch: pytest.M
     assert problem.key == "models.policy.lora"
     assert "needs the package 'no_such_package'" in str(problem)
     assert "peft" in str(problem)
+
+
+def test_weights_of_4_bits_are_counted_where_they_are_kept() -> None:
+    """The home and a copy elsewhere have them; engines have the base in the model's dtype."""
+    model = "models.policy.init.hidden_size=512"
+    narrow = planned("layout=services", "flow=grpo_kl", model, "models.policy.quantize=nf4")
+    whole = planned("layout=services", "flow=grpo_kl", model)
+    size = model_size(narrow.recipe.models["policy"])
+    assert size.narrow == 2 * (4 * 512 * 512 - 2 * 512 * 256 + 3 * 512 * 256)
+    spared = size.narrow * (4 - 0.5625)
+    assert size.weights - size.held == pytest.approx(spared, abs=1)
+    for worker, other in zip(narrow.workers, whole.workers, strict=True):
+        now, then = (estimate(plan, one, on_gpu=False) for plan, one in ((narrow, worker), (whole, other)))
+        assert then.weights - now.weights == pytest.approx(spared if worker.models else 0, abs=1)
+        assert now.engine == then.engine
+    assert narrow.recipe.models["reference"].quantize == "nf4", "the base is that of the policy"
+    assert "engines load the base, its weights rounded to nf4, by themselves" in render_page(narrow)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["models.policy.lora=null"],
+            "models.policy.quantize — model 'policy' is trained, and weights of 4 bits are fro",
+        ),
+        (
+            ["layout.pools.trainer.backend=fsdp"],
+            "nf4 with backend fsdp, which divides models: not built; backend: torch",
+        ),
+        (["layout.pools.trainer.zero=2", "layout.pools.trainer.backend=deepspeed"], "nf4 with backend deepspeed"),
+        (["run.deterministic=true"], "model 'policy': weights of 4 bits are not computed batch-invariantly"),
+        (
+            ["flow=ppo", "models.critic={head: value, quantize: nf4}"],
+            "model 'critic' is trained, and weights of 4 bits",
+        ),
+        (
+            [
+                "models.judge={head: score, quantize: nf4}",
+                "flow.steps.reward={call: 'distflow.workers.reward_model:judge', model: judge}",
+            ],
+            "models.judge.quantize — a model with `head: score` keeps its dtype",
+        ),
+        (["models.policy.quantize=fp4"], "models.policy.quantize"),
+    ],
+)
+def test_where_weights_of_4_bits_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        planned("layout=split", "models.policy.quantize=nf4", *overrides)
+    assert message in str(refused.value)

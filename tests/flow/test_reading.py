@@ -51,6 +51,42 @@ def test_several_updates_cut_the_whole_batch() -> None:
     assert "for part in w.minibatches(batch):  # 1 epoch of 2 parts" in text
 
 
+def test_what_training_waits_for_with_labels() -> None:
+    text = render_script(planned("flow=kto"), WorkerName("trainer", 0))
+    assert 'w.each("reference", w.read("read", t)):  # its own share of the data, the whole batch' in text
+    assert 'batch = w.call("kl_point", batch)\n            w.call("update", batch)' in text
+    asked = render_script(planned("flow=dpo", "layout=services"), WorkerName("trainer", 0))
+    assert 'for batch in w.ask("reference", w.read("read", t)):  # its own share of the data' in asked
+
+
+def test_a_reward_model_is_trained() -> None:
+    plan = planned("flow=reward_model", "layout.pools.trainer.count=2")
+    assert (plan.primary, plan.recipe.models["policy"].head, plan.batch.samples_per_prompt) == ("policy", "score", 2)
+    text = render_script(plan, WorkerName("trainer", 1))
+    assert 'w.call("update", batch)  # accumulates' in text
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["flow=reward_model", "layout.pools.trainer.backend=fsdp"],
+            "layout.pools.trainer.backend — 'fsdp' cannot hold 'policy', whose head is score — backend: torch",
+        ),
+        (["flow=reward_model", "models.policy.head=tokens"], "needs a model that gives one number for a whole text"),
+        (["flow=reward_model", "models.policy.lora={rank: 2}"], "models.policy.lora — a model with `head: score`"),
+        (["flow=dpo", "models.policy.head=score"], "models.policy.head — step 'update' trains it, and a model with"),
+        (["flow=dpo", "flow.steps.update.with.beta=0"], "flow.steps.update.with.beta — 0 is not allowed"),
+        (["flow=dpo", "flow.steps.update.with.loss=hinge"], "there is no 'hinge' — allowed: ipo, sigmoid"),
+        (["flow=kto", "flow.steps.kl_point=null"], "reads the field 'kl_point', which no step of the flow writes"),
+    ],
+)
+def test_what_is_refused_of_preferences(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        planned(*overrides)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [

@@ -16,16 +16,27 @@ from distflow.flow.trackers import TrackerPlan, trackers_of
 from distflow.launch.deploy.host_checks import problems_here
 
 OWN = """
-class Mine:
+class Base:
+    def log(self, step, values): pass
+    def samples(self, step, rows): pass
+    def close(self): pass
+
+class Mine(Base):
     def __init__(self, run, *, level=1):
         pass
 
-class Open:
+class Open(Base):
     def __init__(self, run, **options):
         pass
 
-class Nothing:
+class Nothing(Base):
     def __init__(self):
+        pass
+
+class Half:
+    def __init__(self, run):
+        pass
+    def log(self, step, values):
         pass
 
 def made(run, colour="red"):
@@ -67,7 +78,8 @@ def test_options_by_name_on_the_command_line_and_in_a_file(tmp_path: Path) -> No
         (["run.trackers.prometheus.prt=1"], "run.trackers.prometheus.prt — prometheus has no such option — did you "),
         (["run.trackers.x.call=./mine.py:Mine", "run.trackers.x.levl=2"], "run.trackers.x.levl — x has no such option"),
         (["run.trackers.x.call=./mine.py:made", "run.trackers.x.color=2"], "run.trackers.x.color — x has no such"),
-        (["run.trackers.x.call=./mine.py:Nothing"], "run.trackers.x.call — .*mine.py:10: 'Nothing' takes no run"),
+        (["run.trackers.x.call=./mine.py:Nothing"], "run.trackers.x.call — .*mine.py:15: 'Nothing' takes no run"),
+        (["run.trackers.x.call=./mine.py:Half"], "run.trackers.x.call — .*'Half' has no samples, no close — a tracker"),
         (["run.trackers.x.call=./mine.py:Min"], "run.trackers.x.call — .*no 'Min'"),
         (["run.trackers.x.call=./none.py:Mine"], "run.trackers.x.call — .*none.py"),
         (["run.trackers.x.call=3"], "run.trackers.x.call — expected text"),

@@ -105,6 +105,15 @@ def test_a_picture_of_what_there_is(two: list[str], tmp_path: Path, capsys: pyte
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_validation_stands_beside_the_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values: dict[str, Any] = {"val__avg@2": [0.25] * 3, "val__sums__avg@2": [0.5] * 3, "critic__score__mean": [0.1] * 3}
+    run = str(leave_run(tmp_path, "checked", 3, **values))
+    assert distflow(["metrics", run]) == 0
+    assert capsys.readouterr().out.split()[:3] == ["step", "val/avg@2", "score"]
+    assert distflow(["plot", run, "-o", str(tmp_path / "curves.png")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'curves.png'}: 2 panels of checked\n"
+
+
 def curves_of(figure: Any) -> list[tuple[str, list[Any]]]:
     return [(axes.get_title("left"), [line for line in axes.lines if len(line.get_xdata())]) for axes in figure.axes]
 

@@ -107,3 +107,21 @@ def test_broken_data_is_told(recipe: str, tmp_path: Path, capsys: pytest.Capture
 def test_rewards_of_models_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     preview("two_turns", "-n", "1")
     assert "rewards of gold answers are not shown: no score step gives them" in capsys.readouterr().out
+
+
+def test_responses_that_the_data_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows(tmp_path, *({"prompt": f"{n}=", "response": str(n) * (n + 1), "label": n % 2 == 0} for n in range(4)))
+    data = ["data.shuffle=false", f"data.source={tmp_path}/prompts.jsonl"]
+    preview("quickstart", "flow=kto", *data, "-n", "1")
+    out = capsys.readouterr().out
+    assert "position 0: prompt 0 (" in out
+    assert "  | 0=\n  response 0 (2 tokens, label 1): '0<eos>'\n" in out
+    assert "  response 1 (3 tokens, label 0, not trained on): '11<eos>'\n" in out
+    assert "their 8 responses: 2 to 5 tokens, 3.5 on average, end tokens included (max_response_tokens 1024)" in out
+    assert "gold answer" not in out
+    preview("quickstart", "flow=kto", *data, "flow.steps.read.with.max_response_tokens=4", code=2)
+    assert "responses of 2 of 4 prompts are longer, first of prompt 2 (" in capsys.readouterr().err
+    preview("quickstart", "flow=dpo", *data, code=2)
+    assert "prompts.jsonl:1): there is no column 'chosen' or 'answer'; there are response, label" in (
+        capsys.readouterr().err
+    )

@@ -35,10 +35,18 @@ def test_a_pair_is_the_chosen_and_the_rejected_response() -> None:
         preference.pair(row(chosen="a"))
 
 
-def test_a_pair_of_equals_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_pairs_of_equals_are_told_some_of_them(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preference, "_equal", set())
     with caplog.at_level(logging.WARNING):
-        preference.pair(row(chosen="a", rejected="a"))
-    assert "prompt 3 (pairs.jsonl:4) has the same text as chosen and rejected, which teaches nothing" in caplog.text
+        for number in [3, *range(3, 20)]:
+            preference.pair(DataRow({"chosen": "a", "rejected": "a"}, row, f"prompt {number} (pairs.jsonl:{number})"))
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0] == "data: prompt 3 (pairs.jsonl:3) has the same text as chosen and rejected, which teaches nothing"
+    assert len(told) == 5
+    assert "prompt 7 " in told[-1]
+    assert told[-1].endswith("which teaches nothing; further ones are not told")
 
 
 def test_labelled_responses_have_one_of_the_next_row_beside_them() -> None:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, BertConfig, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import RecipeError, UserError
@@ -58,6 +65,29 @@ def alone(path: Path, rows: Sequence[Sequence[int]]) -> Tensor:
 def batch(texts: Sequence[tuple[str, str]]) -> Batch:
     prompts, responses = zip(*texts, strict=True)
     return Batch({"prompt_text": Ragged.from_texts(prompts), "response_text": Ragged.from_texts(responses)})
+
+
+def test_what_is_trained_from_a_language_model_begins_at_zero(tmp_path: Path) -> None:
+    tokenizer = CharTokenizer(CHARS)
+    make, settings = KINDS["qwen2"]
+    config = make(vocab_size=len(tokenizer.tokens), max_position_embeddings=64, **WIDTH, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save(tmp_path)
+    section = {**tiny_model(head="score"), "init": None, "path": str(tmp_path), "tokenizer": None}
+    backend = TorchBackend(BackendSpec(section, "cpu", True, 0, 10, {}))
+    rows = [backend.encode(*text) for text in TEXTS]
+    found = backend.rate_texts(rows)
+    assert found.tolist() == [0.0] * len(TEXTS)
+    backend.accumulate((found * torch.tensor([1.0, -1.0, 0.0, 0.0])).sum())
+    assert backend.apply(1.0) > 0
+    after = backend.rate_texts(rows)
+    assert len(set(after.tolist())) == len(TEXTS)
+    torch.testing.assert_close(backend.score_texts(rows, tokens=0), after.detach().float())
+    with pytest.raises(UserError, match="lacks score.weight; `head: score` needs a sequence classifier's folder"):
+        TorchBackend(BackendSpec(section, "cpu", False, 0, 10, {}))
+    frozen = backend_of(folder_of("qwen2", tmp_path / "frozen"))
+    with pytest.raises(ValueError, match="rate_texts on a frozen model"):
+        frozen.rate_texts(rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -57,7 +57,7 @@ def test_unshuffled() -> None:
 def test_prompts_have_tokens_text_and_task() -> None:
     order = _order(copy_digits(digits=3), shuffle=False)
     prompt = order.prompt(407)
-    assert (prompt.index, prompt.text, json.loads(prompt.task)) == (407, "407=", {"answer": "407"})
+    assert (prompt.index, prompt.text, json.loads(prompt.task)) == (407, "407=", {"answer": "407", "rejected": "408"})
     assert list(prompt.token_ids) == TOKENIZER.encode("407=")
     assert len(copy_digits(digits=3)) == 1000
 

@@ -187,7 +187,8 @@ def test_an_owner_that_was_cut_off_finds_one_copy_of_each_group(pair: Pair) -> N
     pair.arrived.clear()
     pair.reach()
     pair.until(lambda: pair.owner.consumable() == [0, 1, 2] and pair.holder.held() == [3])
-    assert pair.arrived.count("results") == 2
+    # As they were finished; or all in one, if what was sent first was lost with the connection.
+    assert pair.arrived.count("results") in (1, 2)
     assert pair.outbound._kept == {}
 
 

@@ -11,7 +11,10 @@ from distflow.errors import KeyedError, UserError
 
 
 def refuse_undivided(use: PluginUse, backend: str) -> None:
-    """Raises KeyedError for an optimizer that needs the whole of a tensor, where replicas have parts of it."""
+    """Raises KeyedError for what needs whole tensors, where replicas have parts: some optimizers, and 4-bit weights."""
+    if use.model.get("quantize") is not None:
+        message = f"{use.model['quantize']} with backend {backend}, which divides models: not built; backend: torch"
+        raise KeyedError(f"models.{use.model_name}.quantize", message)
     name = use.model["optimizer"]["name"]
     if use.trained and name != "adamw":
         why = {"muon": "whole matrices", "adamw_8bit": "blocks of whole tensors, which it quantizes together"}[name]

@@ -24,6 +24,7 @@ from distflow.workers.backends.optimizer import ScheduledOptimizer, check_same
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.models import SCORE, build_model, head_of
 from distflow.workers.parameters import stored_model
+from distflow.workers.quantized import narrow_layers
 
 _ONE_TOKEN = Ragged.from_rows([[0]], torch.int64)
 DUMMY_BATCH = Batch({"prompt_ids": _ONE_TOKEN, "response_ids": _ONE_TOKEN})
@@ -48,6 +49,7 @@ class ModelBackend(ABC, Generic[OptimizerT]):
             load_weights=True,
             deterministic=spec.batch_invariant,
             adapters=spec.trainable,
+            narrow=True,
             new_head=spec.trainable,
         )
         self._head = head_of(spec.model)
@@ -248,4 +250,5 @@ def _quadratic(model: PreTrainedModel) -> float:
     attention over n tokens (arXiv 2001.08361, table 1). All experts are counted, so for these it is too little."""
     config = model.config.get_text_config()
     body = model.base_model.num_parameters(exclude_embeddings=True)
+    body += sum(layer.in_features * layer.out_features for layer in narrow_layers(model))
     return float(config.num_hidden_layers * config.hidden_size / body)

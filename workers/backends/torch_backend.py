@@ -17,6 +17,7 @@ from distflow.workers.backends.optimizer import PolicyOptimizer, check_same
 from distflow.workers.backends.text_judge import TextJudge
 from distflow.workers.models import SCORE, inner_matrices
 from distflow.workers.offload import Offloader, bytes_on
+from distflow.workers.quantized import narrow_layers
 
 _MODEL = "model."
 
@@ -31,7 +32,8 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         options.check(PluginUse(spec.model, spec.device, trained=spec.trainable))
         super().__init__(spec, home=spec.device, packed=options.packed)
         self._parameters = self._learned
-        self._weights = list(self._model.parameters())
+        narrow = [tensor for layer in narrow_layers(self._model) for tensor in (layer.packed, layer.scales)]
+        self._weights = [*self._model.parameters(), *narrow]
         self._offloader = Offloader(self._device)
         self._texts = TextJudge(self._model, spec) if self._head == SCORE else None
         if spec.trainable:
