@@ -34,6 +34,8 @@ ODD = (
     "7 " * 4000,
 )
 SLOW_S = 0.1
+ENDING_S = 2.0
+"""How long what the function has started may take to end."""
 MOST_TASKS = 8
 
 
@@ -47,7 +49,7 @@ def run_reward_suite(
     except UserError as error:
         report.add("wrong", str(error))
         return None
-    samples, before = list(_samples(tasks)), _processes()
+    samples, before = list(_samples(tasks)), {child.pid for child in _children()}
     try:
         verdicts = _judged(function, report, samples)
         _tell_failures(subject, report, samples, verdicts)
@@ -56,16 +58,15 @@ def run_reward_suite(
         report.add("wrong", str(error))
         return None
     _tell_gold(subject, report, samples, verdicts)
-    left = _processes() - before
+    _, left = psutil.wait_procs([child for child in _children() if child.pid not in before], timeout=ENDING_S)
     if left:
         report.add("wrong", f"leaves {len(left)} processes behind: it must end what it starts")
     return [dict(verdict.values) for verdict in verdicts]
 
 
-def _processes() -> set[int]:
-    """Those that this one has started and that still run."""
-    children = psutil.Process().children(recursive=True)
-    return {child.pid for child in children if child.status() != psutil.STATUS_ZOMBIE}
+def _children() -> list[psutil.Process]:
+    """The processes that this one has started, and theirs."""
+    return psutil.Process().children(recursive=True)
 
 
 def works_on(subject: Subject, report: SuiteReport, tasks: Sequence[tuple[str, str]]) -> bool:
