@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from distflow.types import written
 from tests.e2e.runs import SMALL, TEACHER, Launch
 
 FLOWS = [
@@ -17,6 +19,19 @@ FLOWS = [
 STEPS = 3
 RESULTS = ("actor/loss", "actor/grad_norm", "critic/rewards/mean", "critic/advantages/max", "response_length/mean")
 NEEDS = {"distill": [TEACHER]}
+METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def documented() -> list[str]:
+    """Patterns of the names in the page about metrics: what is written in capitals stands for any name."""
+    found = []
+    for line in METRICS.read_text().splitlines():
+        first = ""
+        for name in re.findall(r"`([^`]+)`", line.split(" | ")[0]) if line.startswith("| `") else ():
+            first = name if "…" not in name else first
+            whole = name.replace("…", first.rpartition("/")[0])
+            found.append(re.sub(r"[A-Z]{4,}", "*", whole))
+    return [*found, "step", "term"]
 
 
 @pytest.mark.parametrize("flow", FLOWS)
@@ -29,6 +44,7 @@ def test_three_training_steps_are_the_same_in_one_process_and_in_several(launch:
         lines = run.metrics()
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert all(line["actor/grad_norm"] > 0 for line in lines)
+        assert [name for line in lines for name in line if not written(name, documented())] == []
         results.append([line[name] for line in lines for name in RESULTS if name in line])
         assert run.leftovers() == []
     assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-6)
