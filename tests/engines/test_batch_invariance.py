@@ -169,13 +169,13 @@ def test_logits_are_the_same_to_the_last_bit_wherever_they_are_computed(
     assert {(output.position, output.sample): output for output in again} == by_sample
     # In training, in micro-batches of any size.
     kept: list[Tensor] = []
-    scores = scoring.token_scores
+    scores = scoring.candidate_scores
 
-    def recording(logits_NV: Tensor, *rest: Any, **settings: Any) -> tuple[Tensor, Tensor | None]:
+    def recording(logits_NV: Tensor, *rest: Any, **settings: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         kept.append(logits_NV.detach().clone())
         return scores(logits_NV, *rest, **settings)
 
-    monkeypatch.setattr(scoring, "token_scores", recording)
+    monkeypatch.setattr(scoring, "candidate_scores", recording)
     samples = [(request, by_sample[request.position, n]) for request in wanted for n in range(request.samples)]
     for packed, size in ((True, 200), (True, 7), (True, 1), (False, 200), (False, 7)):
         trainer = machine.trainer(packed=packed)
