@@ -42,8 +42,8 @@ def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -
     if alone is not None and structure.rollout.homes:
         message = (
             f"pool {structure.rollout.name!r} trains {structure.models.primary!r} and generates with it in turn, and "
+            "gives its weights to no other pool: not built yet"
         )
-        message += "gives its weights to no other pool: not built yet"
         problems.add(f"layout.pools.{alone.name}", message, "leave this pool out, or train and generate on two pools")
     if any(other.generates_further for other in structure.steps):
         message = "this flow generates with a further model, on prompts that other steps write: not built yet"

@@ -101,7 +101,9 @@ def _asked(recipe: str, overrides: Sequence[str], model: Path, name: str, runs_d
     policy = make_plan(composed, lambda key: recipe, need_files=False).primary
     own = composed.models[policy]
     changed: dict[str, object] = {"run.training_steps": 0}
-    changed |= {f"models.{policy}.{key}": "null" for key in ("init", "lora") if getattr(own, key) is not None}
+    # An exported model is whole: adapters merged, nothing rounded.
+    given = (key for key in ("init", "lora", "quantize") if getattr(own, key) is not None)
+    changed |= {f"models.{policy}.{key}": "null" for key in given}
     changed |= {"run.stop_after": "null"} if composed.run.stop_after is not None else {}
     changed |= {"val.at_start": "true"} if composed.val is None else {}
     words = [f"{key}={value}" for key, value in changed.items()]

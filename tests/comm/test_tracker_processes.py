@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from distflow.comm import tracker_processes
@@ -94,5 +96,7 @@ def test_the_end_of_the_run_waits_no_longer_than_it_says(tmp_path: Path, caplog:
 
 
 def test_without_trackers_nothing_is_started() -> None:
+    before = psutil.Process().children(), threading.active_count()
     processes = TrackerProcesses([], lambda name, value: None)
+    assert (psutil.Process().children(), threading.active_count()) == before
     processes.close(60.0)

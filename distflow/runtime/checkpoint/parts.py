@@ -125,8 +125,10 @@ class CheckpointWriter:
         Raises OSError when the disk refuses, WorkerFailed if a newer term of the run has written this one.
         """
         draft, folder = draft_of(self._root, version), folder_of(self._root, version)
-        known = self._keeping.validated(commit for _, commit in commits(self._root))
-        known |= {number: KeptScore(self._keeping.metric, value) for number, value in (validated or {}).items()}
+        known: dict[int, KeptScore] = {}
+        if self._keeping.due:
+            known = self._keeping.validated(commit for _, commit in commits(self._root))
+            known |= {number: KeptScore(self._keeping.metric, value) for number, value in (validated or {}).items()}
         commit = Commit(
             format=FORMAT,
             step=version.number,
