@@ -107,6 +107,13 @@ def test_without_validation_it_is_left_out() -> None:
         (["val.every=3", "val.sampling={temprature: 1}"], "val.sampling.temprature — unknown setting"),
         (["val.every=3", "val.sampling={temperature: warm}"], "val.sampling.temperature — expected a number"),
         (["val.every=3", "val.data={source: nowhere.py:prompts}"], "val.data.source"),
+        (
+            ["run.stop_when={metric: val/avg@1, at_least: 1}"],
+            "run.stop_when.metric — val/avg@1 is measured by validation",
+        ),
+        (["val.every=3", "run.stop_when={metric: val/best, at_least: 1}"], "does not measure val/best"),
+        (["val.every=600", "run.stop_when={metric: val/avg@1, at_least: 1}"], "only before the first training step"),
+        (["run.stop_when={metric: critic/score}"], "run.stop_when — expected one of at_least and at_most"),
         (["val.every=3", "flow=self_play"], "val — this flow generates with a further model"),
     ],
 )
