@@ -20,6 +20,8 @@ from distflow.types import Completion
 Reward = float | Mapping[str, float]
 RewardFunction = Callable[..., Reward | Awaitable[Reward]]
 
+_IN_TEXT = re.compile(r"\\boxed|####|[$\n]")
+"""Signs of an answer that stands within a text."""
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LEAD = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)\s*(.+)", re.IGNORECASE)
 
@@ -93,8 +95,9 @@ def math(sample: Completion) -> float:
 def _expected(answer: str) -> Any:
     package = _package("math_verify", "math-verify", "math")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we limit its time ourselves
-    found = package.parse(answer, parsing_timeout=None)
-    return found or package.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    # An answer alone is read as a whole: in a text, only the first number of 3√2 or of (3, π/2) would be found.
+    alone = None if _IN_TEXT.search(answer) else package.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    return alone or package.parse(answer, parsing_timeout=None)
 
 
 def _answer(sample: Completion) -> Any:

@@ -32,8 +32,8 @@ _DTYPE = "models.policy.dtype"
 _CRITIC = "choose flow=ppo, which trains a critic as model `critic`; gamma and lam are settings of its step `gae`"
 
 WORDS: Mapping[str, str] = {
-    **{name: f"run.trackers.{name}" for name in ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")},
-    **dict.fromkeys(("logger", "report_to"), "run.trackers, such as {tensorboard: true}"),
+    **{name: f"run.trackers={{{name}: true}}" for name in ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")},
+    **dict.fromkeys(("logger", "report_to"), "run.trackers={tensorboard: true}"),
     **dict.fromkeys(("project_name", "experiment_name", "run_name"), "run.name, or --run NAME"),
     **dict.fromkeys(
         ("eval", "evaluation", "validation", "test_freq", "eval_freq", "eval_steps", "eval_interval"), _EVALUATION

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from distflow.config.data_schema import DataConfig
+from distflow.config.data_schema import DataConfig, ValConfig, inherited
 from distflow.config.section import Section
 from distflow.config.training_schema import LoraConfig, OptimizerConfig
 from distflow.types import MOST_WORKERS
@@ -320,23 +320,6 @@ class ModelConfig(Section):
         return ("path", "init", "tokenizer", *kept)
 
 
-class ValConfig(Section):
-    """Validation: how good the policy is on prompts that it may not be trained on."""
-
-    every: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
-    """Validate after every so many training steps, and after the last one; null: only after the last."""
-    at_start: bool = True
-    """Validate before the first training step too."""
-    data: DataConfig | None = None
-    """Where its prompts come from, taken in their order; null: from the prompts of training."""
-    prompts: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "prompts"})
-    """Use the first so many of them; null: all."""
-    samples_per_prompt: int = Field(default=1, ge=1, json_schema_extra={"unit": "samples"})
-    """k of `val/avg@k`, `val/pass@k` and `val/maj@k`."""
-    sampling: dict[str, Any] = Field(default={})
-    """Settings of the flow's generate step that differ, such as temperature."""
-
-
 class LimitsConfig(Section):
     """How long to wait, and how often to try again."""
 
@@ -394,3 +377,8 @@ class Recipe(Section):
     """How long to wait, and how often to try again."""
     security: SecurityConfig = SecurityConfig()
     """What is encrypted between hosts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _val_data(cls, given: object) -> object:
+        return inherited(given)

@@ -1,4 +1,4 @@
-"""A metric ends a run: on all replicas and homes after the same training step, and what is saved can be gone on with."""
+"""A metric ends a run: on all replicas and homes after the same training step, and it can be gone on with."""
 
 from __future__ import annotations
 

@@ -51,6 +51,21 @@ def test_what_it_samples() -> None:
     assert plan_data(made)["val"]["versions"][:2] == (0, 3)
 
 
+def test_its_prompts_are_written_like_those_of_training() -> None:
+    alike = ["data.chat=true", "data.chat_template_args={enable_thinking: false}", "data.max_prompt_tokens=99"]
+    other = ["val.data={source: distflow.data.arithmetic:digit_copy}", *alike]
+    for overrides, tokens in ((other, 99), ([*other, "val.data.max_prompt_tokens=7"], 7)):
+        recipe = load_recipe("quickstart", overrides).recipe
+        assert recipe.val is not None
+        assert recipe.val.data is not None
+        data = recipe.val.data
+        assert (data.chat, data.chat_template_args, data.max_prompt_tokens) == (
+            True,
+            {"enable_thinking": False},
+            tokens,
+        )
+
+
 def test_peers_must_agree_on_it() -> None:
     without, made, other = plan(), plan("val.every=3"), plan("val.every=3", "val.prompts=5")
     assert len({digest_parts(one)["val"] for one in (without, made, other)}) == 3
