@@ -80,8 +80,8 @@ def verify(
     So does math, with 10 s by default. Scores are counted by the task's `data_source` too.
     A sample on which it fails is counted and treated by `on_error`: drop (its group is replaced, `drop_reason` says
     why), zero (reward 0), or stop. A response that takes math too long gets reward 0 with drop, too. Raises StepError
-    on stop, if the first 16 samples of this worker all failed, and if more than `max_error_rate` of at least 100 samples, of all workers that run the step, failed; UserError for invalid
-    settings.
+    on stop, if the first 16 samples of this worker all failed, and if more than `max_error_rate` of at least 100
+    samples, of all workers that run the step, failed; UserError for invalid settings.
     """
     if on_error not in ON_ERROR:
         raise UserError(f"on_error={on_error!r}: expected one of {', '.join(ON_ERROR)}")
