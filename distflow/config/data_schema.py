@@ -84,7 +84,7 @@ WRITTEN_ALIKE = ("chat", "chat_template_args", "max_prompt_tokens", "overlong")
 def inherited(recipe: object) -> object:
     """The values of a recipe, with what `val.data` takes from `data`."""
     match recipe:
-        case {"data": Mapping() as data, "val": {"data": Mapping() as own} as val}:
+        case {"data": Mapping() as data, "val": {"data": Mapping() as own} as val, **others}:
             given = {key: data[key] for key in WRITTEN_ALIKE if key in data}
-            return {**recipe, "val": {**val, "data": {**given, **own}}}
+            return {**others, "data": data, "val": {**val, "data": {**given, **own}}}
     return recipe

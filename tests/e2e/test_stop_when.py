@@ -42,7 +42,7 @@ def test_a_value_of_validation_ends_it(launch: Launch, layout: list[str]) -> Non
     check_trained_once(on, STEPS)
 
 
-@pytest.mark.parametrize("more", [["run.save_every=1"], ["batch.prompts=16", "batch.minibatches=2"]], ids=str)
+@pytest.mark.parametrize("more", [["run.save_every=1"], ["batch.ledgers=4", "batch.minibatches=2"]], ids=str)
 def test_the_home_of_a_further_model_ends_with_its_owners(launch: Launch, more: list[str]) -> None:
     run = launch("quickstart", "flow=ppo", "layout=critic", *SMALL, *BY_TRAINING, f"run.training_steps={STEPS}", *more)
     assert check_ended(run, early=range(1, 2)) == 1
