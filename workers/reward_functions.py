@@ -51,9 +51,13 @@ def format(sample: Completion, *, pattern: str = r"<think>.*?</think>\s*<answer>
 def length_penalty(sample: Completion, *, max_tokens: int, buffer: int) -> float:
     """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), from 0 to -1, by tokens of the response.
 
-    0 up to `max_tokens` - `buffer`; from there on linear down to -1 at `max_tokens`.
+    0 up to `max_tokens` - `buffer`; from there on linear down to -1 at `max_tokens`. As in flow dapo, the token that
+    ends a response does not count. Raises UserError unless 0 < buffer <= max_tokens.
     """
-    over = len(sample.response_ids) - (max_tokens - buffer)
+    if not 0 < buffer <= max_tokens:
+        raise UserError(f"length_penalty: buffer={buffer}, max_tokens={max_tokens}: expected 0 < buffer <= max_tokens")
+    tokens = len(sample.response_ids) - (sample.finish_reason == "stop")
+    over = tokens - (max_tokens - buffer)
     return -min(1.0, max(0.0, over / buffer))
 
 

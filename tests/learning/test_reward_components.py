@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.algorithms.penalties import overlong
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import RecipeError, StepError, UserError
 from distflow.flow.recipe_check import check_imports, plan_recipe
@@ -131,8 +132,13 @@ def test_length_penalty_is_that_of_dapo() -> None:
             expected = 0.0
         else:
             expected = ((longest - cache) - tokens) / cache if tokens <= longest else -1.0
-        given = shipped.length_penalty(sample("", tokens=tokens), max_tokens=longest, buffer=cache)
+        # The token that ends a response does not count.
+        given = shipped.length_penalty(sample("", tokens=tokens + 1), max_tokens=longest, buffer=cache)
         assert given == pytest.approx(expected, abs=1e-12)
+        found = overlong(torch.tensor([tokens]), limit=longest, buffer=cache)
+        assert given == pytest.approx(found.item(), abs=1e-12), "as in flow dapo"
+    with pytest.raises(UserError, match="expected 0 < buffer <= max_tokens"):
+        shipped.length_penalty(sample(""), max_tokens=8, buffer=0)
 
 
 def test_an_answer_that_is_not_there() -> None:
@@ -273,6 +279,7 @@ REWARD = "flow.steps.reward.with.function"
         ("{regex: {}}", f"{REWARD}.regex.pattern — required, but not given"),
         ("{format: {patern: x}}", f"{REWARD}.format.patern — unknown setting — did you mean 'pattern'?"),
         ("{format: {pattern: 3}}", f"{REWARD}.format.pattern — expected text, got 3"),
+        ("regex", f"{REWARD} — regex needs the setting 'pattern' — write it with its settings: {{regex: {{pattern"),
         ("{math: {weight: much}}", f"{REWARD}.math.weight — expected a number, got 'much'"),
         ("{math: fast}", f"{REWARD}.math — expected a mapping, got 'fast' — for example {{function: math"),
         ("{}", f"{REWARD} — no function is named — for example {{correct: "),
