@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     "--sweep",
     multiple=True,
     metavar="KEY=A,B,…",
-    help="A run for each value, one after another; of several keys, for each combination.",
+    help="A run for each value, one after another, or as a job array; of several keys, for each combination.",
 )
 @click.option("--dry-run", is_flag=True, help="Only show the plan; start nothing, contact no host, reserve no name.")
 @click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Run on the hosts of this file, by ssh.")
@@ -79,9 +79,9 @@ def launch_once(options: Options) -> int:
 
     if options.env or options.slurm:
         from distflow.launch.deploy.job_bootstrap import launch_in_job
-        from distflow.launch.deploy.launcher import submit_job
+        from distflow.launch.deploy.launcher import submit_jobs
 
-        return launch_in_job(options) if options.env else submit_job(options)
+        return launch_in_job(options) if options.env else submit_jobs([options])
     hosts = _hosts(options)
     # With hosts, the preflight checks for model files there; this machine may have none.
     loaded, plan = recipe_of(options, need_files=hosts is None)

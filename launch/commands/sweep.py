@@ -1,4 +1,4 @@
-"""`distflow launch --sweep`: several runs, one after another, that differ in the values of some keys."""
+"""`distflow launch --sweep`: runs that differ in the values of some keys, one after another or as a job array."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from distflow.config.load import load_recipe
 from distflow.errors import DistflowError, RecipeError, UserError
 from distflow.launch.commands.metrics import MEAN_OF, Steps, figures, print_columns, read_steps
 from distflow.launch.deploy.launch_request import Options, recipe_of
+from distflow.launch.deploy.launcher import submit_jobs
 from distflow.launch.observe.run_summary import progress_of
 from distflow.launch.run.exit_status import STOPPED
 from distflow.launch.run.folder import check_name
@@ -25,7 +26,8 @@ RESULTS = ("critic/score/mean", "critic/rewards/mean")
 def launch_each(options: Options, launch: Callable[[Options], int]) -> int:
     """Launch a run for each combination, and show what became of them; returns the largest exit code.
 
-    All recipes are checked first. A run that fails does not keep the others from running; Ctrl-C does.
+    All recipes are checked first. A run that fails does not keep the others from running; Ctrl-C does. With --slurm
+    they are submitted as an array of jobs.
     """
     keys, combinations = _combinations(options)
     _check_recipes(options, combinations)
@@ -34,6 +36,8 @@ def launch_each(options: Options, launch: Callable[[Options], int]) -> int:
         replace(options, name=name, sweep=(), overrides=(*options.overrides, *words))
         for name, words in zip(names, combinations, strict=True)
     ]
+    if options.slurm:
+        return submit_jobs(runs)
     if options.dry_run:
         for run in runs:
             click.echo(f"{run.name}: {' '.join(run.words)}")
@@ -61,7 +65,7 @@ def _launched(run: Options, launch: Callable[[Options], int]) -> int:
 
 def _combinations(options: Options) -> tuple[list[str], list[tuple[str, ...]]]:
     """The keys, and the overrides of each run; raises UserError."""
-    ways = {"--resume": options.resume, "--detach": options.detach, "--slurm": options.slurm, "--env": options.env}
+    ways = {"--resume": options.resume, "--detach": options.detach, "--env": options.env}
     for way, given in ways.items():
         if given:
             raise UserError(

@@ -33,7 +33,7 @@ OF_A_HOST = ("CUDA_VISIBLE_DEVICES",)
 """Specific to a host although a pattern takes them: forwarded only if named."""
 RUN_KEY = "DISTFLOW_RUN_KEY"
 SUBMIT_S = 60.0
-_OURS = ("ntasks", "ntasks-per-node", "output", "error", "job-name")
+_OURS = ("ntasks", "ntasks-per-node", "output", "error", "job-name", "array")
 _FOR_SRUN = ("cpus-per-task", "no-kill")
 _STEP = ("--ntasks-per-node=1", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0")
 """Regardless of the cluster and --slurm export=…: tasks get the secret, and one that ends does not end the others."""
@@ -221,7 +221,8 @@ def slurm_settings(words: Sequence[str]) -> dict[str, str]:
         if not equals or not value or not _KEY.fullmatch(key) or not value.isprintable():
             raise UserError(f"--slurm {word}: expected KEY=VALUE, an option of sbatch, such as nodes=4 or time=2:00:00")
         if key in _OURS:
-            raise UserError(f"--slurm {word}: the launcher sets this itself, one task per node — leave it out")
+            ours = "the launcher sets this itself (one task per node; --sweep makes an array)"
+            raise UserError(f"--slurm {word}: {ours} — leave it out")
         if key in found:
             raise UserError(f"--slurm {word}: {key} is given twice — give it once")
         found[key] = value
@@ -230,19 +231,24 @@ def slurm_settings(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def render_job(settings: Mapping[str, str], run_dir: Path, command: Sequence[str], folder: Path) -> str:
-    """The batch script: `command`, in `folder`, on every node of the job."""
-    log = str(run_dir / "logs").replace("%", "%%") + "/slurm-%j.log"
+def render_job(settings: Mapping[str, str], runs: Sequence[tuple[Path, Sequence[str]]], folder: Path) -> str:
+    """The batch script: the command of a run, in `folder`, on every node of the job; of several runs, of an array.
+
+    `runs`: the folder and the command of each.
+    """
+    first, array = runs[0][0], len(runs) > 1
     options = {
-        "job-name": f"distflow-{run_dir.name}",
+        "job-name": f"distflow-{first.name}",
         # A requeued job continues the same log.
         "open-mode": "append",
         **settings,
+        **({"array": f"0-{len(runs) - 1}"} if array else {}),
         "ntasks-per-node": "1",
-        "output": log,
+        "output": f"{_escaped(first)}/logs/slurm-{'%A_%a' if array else '%j'}.log",
     }
     # Not every version of Slurm passes these from sbatch to srun.
     again = [f"--{key}={options[key]}" for key in _FOR_SRUN if key in options]
+    step = ["srun", *_STEP, *again]
     return "\n".join(
         [
             "#!/bin/bash",
@@ -252,10 +258,26 @@ def render_job(settings: Mapping[str, str], run_dir: Path, command: Sequence[str
             "# The secret shared by the nodes of this job; new for every job.",
             "DISTFLOW_RUN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
             "export DISTFLOW_RUN_KEY",
-            f"exec srun {shlex.join([*_STEP, *again, *command])}",
+            *(_cases(runs, step) if array else [f"exec {shlex.join([*step, *runs[0][1]])}"]),
             "",
         ]
     )
+
+
+def _escaped(path: Path) -> str:
+    """A path in an option of sbatch that replaces %j and the like."""
+    return str(path).replace("%", "%%")
+
+
+def _cases(runs: Sequence[tuple[Path, Sequence[str]]], step: Sequence[str]) -> Iterator[str]:
+    """Lines by which each job of an array starts its own run, with the output in that run's folder."""
+    yield 'log="logs/slurm-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.log"'
+    yield 'case "$SLURM_ARRAY_TASK_ID" in'
+    for number, (run_dir, command) in enumerate(runs):
+        yield f"{number}) run={shlex.quote(str(run_dir))}; set -- {shlex.join(command)};;"
+    yield "esac"
+    yield 'mkdir -p "$run/logs"'
+    yield f'exec {shlex.join(step)} "$@" >> "$run/$log" 2>&1'
 
 
 def submit(script: Path) -> str:

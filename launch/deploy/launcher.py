@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -325,42 +325,58 @@ def _report(record: RunRecord, options: Options) -> int:
     return tell_end(record, options.runs_dir, () if options.resume else options.words)
 
 
-def submit_job(options: Options) -> int:
-    """Write a batch script into a new run folder and hand it to Slurm; the job fills the folder."""
+def submit_jobs(runs: Sequence[Options]) -> int:
+    """Write a batch script into a new folder of each run and hand it to Slurm, as an array if there are several runs;
+    the jobs fill the folders.
+    """
+    options = runs[0]
     settings = slurm_settings(options.slurm)
     forwarded(os.environ, options.forward, ())  # told now rather than by the job
+    made = not options.runs_dir.exists()
+    created: list[Path] = []
+    try:
+        commands = [_prepared(run, created) for run in runs]
+        text = render_job(settings, commands, Path.cwd())
+        if options.dry_run:
+            click.echo(text, nl=False)
+            return 0
+        for folder in created:
+            click.echo(str(folder))
+            _write_script(folder, text)
+        job = submit(created[0] / SCRIPT)
+    except UserError as error:
+        # The names must be free for the next attempt; a script that Slurm has not refused can be submitted by hand.
+        written = created and (created[-1] / SCRIPT).exists() and not isinstance(error, JobRefused)
+        for folder in () if options.resume or written else created:
+            remove_run_folder(folder, with_parent=made and folder is created[-1])
+        raise
+    number = f"{job}_0" if len(created) > 1 else job
+    click.echo(f"job {job}: {created[0] / SCRIPT}; its output goes to {created[0]}/logs/slurm-{number}.log")
+    if len(created) > 1:
+        click.echo(f"an array of {len(created)} runs: `distflow metrics {' '.join(run.name for run in created)}`")
+    return 0
+
+
+def _prepared(options: Options, created: list[Path]) -> tuple[Path, list[str]]:
+    """The folder of a run that a job will fill, and the job's command; notes the folder if it is there now."""
     plan = recipe_of(options, need_files=False)[1]
     name = plan.run_name if options.name is None else options.name
-    made = not options.runs_dir.exists()
     if options.dry_run and options.resume:
         run_dir = existing_run_folder(options.runs_dir, name, explicit=options.name is not None)
     elif options.dry_run:
         run_dir = options.runs_dir.resolve() / name
     elif options.resume:
         run_dir = claim_folder(options.runs_dir, options.name, plan, resume=True)[0]
+        created.append(run_dir)
     else:
         mode = MODES[plan.recipe.security.run_folder]
         run_dir = create_run_folder(options.runs_dir, name, explicit=options.name is not None, mode=mode)
+        created.append(run_dir)
     again = ["--run", run_dir.name, "--runs-dir", str(run_dir.parent), "--env", "--prepared"]
     again += ["--resume"] * options.resume + ["--recipe-as-written"] * options.recipe_as_written
     again += ["--ship-code"] * options.ship_code
     again += [word for names in options.forward for word in ("--forward", names)]
-    command = [sys.executable, "-m", "distflow.launch", "launch", *options.words, *again]
-    text = render_job(settings, run_dir, command, Path.cwd())
-    if options.dry_run:
-        click.echo(text, nl=False)
-        return 0
-    click.echo(str(run_dir))
-    try:
-        _write_script(run_dir, text)
-        job = submit(run_dir / SCRIPT)
-    except JobRefused:
-        # The name must be free for the next attempt.
-        if not options.resume:
-            remove_run_folder(run_dir, with_parent=made)
-        raise
-    click.echo(f"job {job}: {run_dir / SCRIPT}; its output goes to {run_dir}/logs/slurm-{job}.log")
-    return 0
+    return run_dir, [sys.executable, "-m", "distflow.launch", "launch", *options.words, *again]
 
 
 def _write_script(run_dir: Path, text: str) -> None:

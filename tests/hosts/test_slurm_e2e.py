@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
 from distflow.launch.run.process_table import host_part, leftovers, sweep
 from distflow.launch.run.record import RunRecord, read_record
@@ -102,6 +104,30 @@ def test_what_sbatch_refuses_is_told_and_takes_no_name(login: Login, setting: st
     assert said in done.stderr
     assert "correct the --slurm settings" in done.stderr
     assert not login.runs_dir.exists()
+
+
+def _tells(log: Path, text: str) -> bool:
+    return log.exists() and text in log.read_text()
+
+
+def test_a_sweep_is_an_array_of_jobs_each_with_its_own_run(login: Login) -> None:
+    sweep = ["--sweep", "run.seed=0,1", "--run", "swept", "--slurm", "nodes=1"]
+    done = login.launch(f"run.training_steps={STEPS}", "layout=colocated", *SMALL, *sweep)
+    assert (done.returncode, done.stderr) == (0, "")
+    folders = [login.runs_dir / f"swept-seed-{seed}" for seed in range(2)]
+    *shown, job, table = done.stdout.splitlines()
+    assert shown == [str(folder) for folder in folders]
+    assert table == "an array of 2 runs: `distflow metrics swept-seed-0 swept-seed-1`"
+    number = job.partition(":")[0].removeprefix("job ")
+    for seed, folder in enumerate(folders):
+        log = folder / "logs" / f"slurm-{number}_{seed}.log"
+        await_that(partial(_tells, log, "done after"), "the end of a run", limit_s=120)
+        record = read_record(folder)
+        assert (record.state, record.exit_code) == ("done", 0), log.read_text()
+        assert yaml.safe_load((folder / "recipe.yaml").read_text())["run"]["seed"] == seed
+    again = login.launch(*sweep)
+    assert again.returncode != 0, "names that are taken"
+    assert sorted(login.runs_dir.iterdir()) == folders
 
 
 def test_a_job_runs_on_two_nodes_to_its_end(login: Login) -> None:

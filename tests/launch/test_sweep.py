@@ -101,7 +101,6 @@ def test_combinations_and_names(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--sweep", "run.seed=0,1", "run.seed=3"], "run.seed is given twice"),
         (["--sweep", "run.seed=0,1", "--sweep", "run.seed=2"], "run.seed is given twice"),
         (["--sweep", "run.seed=0,1", "--detach"], "waits for each, which --detach does not"),
-        (["--sweep", "run.seed=0,1", "--slurm", "nodes=2"], "waits for each, which --slurm does not"),
         (["--sweep", "run.seed=0,1", "--resume"], "waits for each, which --resume does not"),
         (["--sweep", "run.seed=0,1", "--sweep", "run.sed=1,2"], "run.sed — unknown key"),
         (["--sweep", "run.seed=0,x"], "run.seed — "),

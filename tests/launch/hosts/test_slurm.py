@@ -35,7 +35,7 @@ wait
 def test_the_script_has_one_task_a_node_and_a_key_of_its_own(tmp_path):
     settings = slurm_settings(["nodes=4,time=2:00:00", "partition=gpu"])
     run_dir = tmp_path / "my run"
-    text = render_job(settings, run_dir, ["python", "launch", "a=b c", "--env"], Path("/here there"))
+    text = render_job(settings, [(run_dir, ["python", "launch", "a=b c", "--env"])], Path("/here there"))
     assert text.splitlines() == [
         "#!/bin/bash",
         "#SBATCH '--job-name=distflow-my run'",
@@ -54,9 +54,24 @@ def test_the_script_has_one_task_a_node_and_a_key_of_its_own(tmp_path):
     ]
 
 
+def test_the_runs_of_a_sweep_are_an_array(tmp_path):
+    runs = [(tmp_path / f"my {name}", ["python", "launch", f"run.seed={name}"]) for name in "01"]
+    lines = render_job(slurm_settings(["nodes=1"]), runs, Path("/")).splitlines()
+    assert "#SBATCH --array=0-1" in lines
+    assert f"#SBATCH '--output={tmp_path}/my 0/logs/slurm-%A_%a.log'" in lines
+    assert lines[-6:] == [
+        'case "$SLURM_ARRAY_TASK_ID" in',
+        f"0) run='{tmp_path}/my 0'; set -- python launch run.seed=0;;",
+        f"1) run='{tmp_path}/my 1'; set -- python launch run.seed=1;;",
+        "esac",
+        'mkdir -p "$run/logs"',
+        'exec srun --ntasks-per-node=1 --export=ALL --kill-on-bad-exit=0 --wait=0 "$@" >> "$run/$log" 2>&1',
+    ]
+
+
 def test_what_srun_does_not_take_from_sbatch_is_told_to_both():
     settings = slurm_settings(["nodes=2,cpus-per-task=8,no-kill=set,open-mode=truncate"])
-    lines = render_job(settings, Path("/runs/100%j"), ["python"], Path("/")).splitlines()
+    lines = render_job(settings, [(Path("/runs/100%j"), ["python"])], Path("/")).splitlines()
     assert {"#SBATCH --cpus-per-task=8", "#SBATCH --no-kill=set", "#SBATCH --open-mode=truncate"} < set(lines)
     assert "#SBATCH --output=/runs/100%%j/logs/slurm-%j.log" in lines
     assert lines[-1].endswith(" --wait=0 --cpus-per-task=8 --no-kill=set python")
@@ -69,6 +84,7 @@ def test_what_srun_does_not_take_from_sbatch_is_told_to_both():
         (["nodes=0"], "the number of nodes is missing"),
         (["nodes=2,exclusive"], "--slurm exclusive: expected KEY=VALUE"),
         (["nodes=2", "ntasks=4"], "--slurm ntasks=4: the launcher sets this itself"),
+        (["nodes=2", "array=0-3"], "--slurm array=0-3: the launcher sets this itself"),
         (["nodes=2,nodes=3"], "nodes is given twice"),
         (["nodes=2,comment=a\nb"], "expected KEY=VALUE"),
     ],
