@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from distflow.comm.processes import module_command
 from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
 from distflow.flow.memory_fit import warnings as memory_warnings
@@ -334,7 +335,7 @@ def submit_job(options: Options) -> int:
     again += ["--resume"] * options.resume + ["--recipe-as-written"] * options.recipe_as_written
     again += ["--ship-code"] * options.ship_code
     again += [word for names in options.forward for word in ("--forward", names)]
-    command = [sys.executable, "-m", "distflow.launch", "launch", *options.words, *again]
+    command = [*module_command(sys.executable, "distflow.launch"), "launch", *options.words, *again]
     text = render_job(settings, run_dir, command, Path.cwd())
     if options.dry_run:
         click.echo(text, nl=False)
