@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import click
 
+from distflow.comm.processes import module_command
 from distflow.errors import DistflowError, UserError, WorkerFailed, did_you_mean
 from distflow.launch.commands.launch import command
 from distflow.launch.commands.metrics import finite, read_steps
@@ -99,7 +100,7 @@ def launch(recipe: str | os.PathLike[str] | None, overrides: Sequence[str] = (),
     arguments = _arguments(recipe, overrides, options)
     _check(arguments)
     began = time.time()
-    started = [sys.executable, "-m", "distflow.launch", "launch", "--detach", *arguments]
+    started = [*module_command(sys.executable, "distflow.launch"), "launch", "--detach", *arguments]
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
             started, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True

@@ -104,7 +104,8 @@ class Popen(subprocess.Popen[Any]):
 
     def _execute_child(self, *given: Any, **named: Any) -> None:
         found = EXECUTE.bind(self, *given, **named).arguments
-        arguments = list(found["args"])
+        # Without -P, which is about the search path of a new interpreter.
+        arguments = [argument for argument in found["args"] if argument != "-P"]
         warm = found["env"] is None and found["cwd"] is None and arguments[:2] == [EXECUTABLE, "-m"]
         spare = Popen.spare
         if not warm or arguments[2] not in FORKED or (spare is None and len(os.listdir("/proc/self/task")) > 1):

@@ -18,6 +18,7 @@ from math import isfinite
 from typing import Any, Literal, SupportsFloat
 
 from distflow.errors import UserError
+from distflow.flow.file_import import without_import
 from distflow.flow.resolve import named_function
 from distflow.types import Completion
 from distflow.workers.reward_functions import REWARDS, TIME_LIMITS, Reward, RewardFunction
@@ -165,7 +166,8 @@ async def _awaited(given: Reward | Awaitable[Reward]) -> Reward:
 
 def _failure(error: BaseException) -> Verdict:
     # Without the frames of this file: the user's come first.
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    found = without_import(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in found if frame.filename != __file__]
     text = "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
     return Verdict({}, "error", text.rstrip())
 

@@ -46,7 +46,7 @@ class RewardProcess:
         lifeline, self._lifeline = os.pipe()
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), spec, str(lifeline), title],
+                [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), spec, str(lifeline), title],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,

@@ -53,7 +53,7 @@ class KeptProcess:
         command = [str(lifeline), str(reports), str(output), title, entry, *arguments]
         try:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-c", _BOOT.format(function="keep"), json.dumps(sys.path), *command],
+                [sys.executable, "-P", "-c", _BOOT.format(function="keep"), json.dumps(sys.path), *command],
                 stdin=subprocess.PIPE,
                 pass_fds=(lifeline, reports),
                 # What ends the worker's process group must leave the keeper the time to end the child's descendants.
@@ -118,7 +118,7 @@ def keep(lifeline: str, reports: str, output: str, title: str, entry: str, *argu
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     command = [json.dumps(sys.path), title, entry, str(os.getpid()), *arguments, reports]
     child = subprocess.Popen(
-        [sys.executable, "-c", _BOOT.format(function="run_kept"), *command],
+        [sys.executable, "-P", "-c", _BOOT.format(function="run_kept"), *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         pass_fds=(int(reports),),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from setproctitle import setproctitle, setthreadtitle
@@ -23,6 +24,15 @@ def started_at(pid: int) -> float | None:
         return None
     fields = text[text.rindex(")") + 1 :].split()
     return None if fields[0] in "ZX" else int(fields[_STARTED]) / _TICKS
+
+
+def module_command(python: str, module: str) -> list[str]:
+    """The command `python -m module`, to which modules in the current folder matter only if they do here.
+
+    They would come before the standard library's, so a `random.py` that lies there would end the process.
+    """
+    here = sys.path and sys.path[0] in ("", os.getcwd()) and not sys.flags.safe_path
+    return [python, *([] if here or Path("distflow").is_dir() else ["-P"]), "-m", module]
 
 
 def name_process(title: str) -> None:

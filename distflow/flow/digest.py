@@ -37,7 +37,7 @@ def digest_parts(plan: Plan) -> dict[str, str]:
         "models": {name: model.model_dump() for name, model in recipe.models.items()},
         "data": recipe.data.model_dump(),
         "val": None if plan.val is None else dataclasses.asdict(plan.val) | {"data": plan.val.data.model_dump()},
-        **{f"code of step {name}": text for name, text in plan.code.items()},
+        **{f"code of {name}": text for name, text in plan.code.items()},
     }
     return {name: _hash(value) for name, value in parts.items()}
 

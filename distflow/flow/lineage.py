@@ -32,7 +32,7 @@ ARITHMETIC = "arithmetic"
 """Key of the arithmetic in a training worker's part of a checkpoint."""
 OF_MACHINE = ("processor", "PyTorch")
 """Entries of the arithmetic that the machine decides, not the recipe."""
-_CODE = "code of step "
+_CODE = "code of "
 _VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
 """Processor features by which libraries choose their kernels."""
 
@@ -61,7 +61,7 @@ class Change:
 
 
 def lineage(plan: Plan) -> dict[str, Any]:
-    """The parts of a plan that are compared: recipe values by key, and a hash of the code of each shared step."""
+    """The parts of a plan that are compared: recipe values by key, and a hash of each part of the code."""
     values = {
         key: value
         for key, value in _leaves("", portable(recipe_to_mapping(plan.recipe)))

@@ -227,7 +227,7 @@ class Plan:
     later_bytes: int
     """Bytes that owners reserve for each response token besides its result, for fields that it gets there."""
     code: Mapping[str, str]
-    """Source text of the files that define the steps and the functions they are given, by step or step.setting."""
+    """Source text of the files that define steps, the functions they are given, and data sources (`plan_code`)."""
     digest: str
     notes: tuple[str, ...]
     dump_fields: tuple[str, ...] = ()

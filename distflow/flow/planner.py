@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from distflow.config.check import Where
@@ -19,11 +19,10 @@ from distflow.flow.memory import later_bytes, rows_bytes, rows_memory_mb, sample
 from distflow.flow.model_roles import check_files
 from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan
 from distflow.flow.plan_checks import check_plan
+from distflow.flow.plan_code import code_of, import_warnings
 from distflow.flow.reading import as_read
-from distflow.flow.resolve import find_source
 from distflow.flow.sharding import divided_notes, divides_models
 from distflow.flow.step import SEVERAL_UPDATES, reserved_tokens
-from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure
 from distflow.flow.structure_checks import check_structure
 from distflow.flow.validation import val_plan
@@ -113,7 +112,7 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
         streamed=structure.streams(recipe),
         on_arrival=_on_arrival(recipe, structure),
         later_bytes=later,
-        code=_code(ordered),
+        code=code_of(recipe, ordered),
         digest="",
         notes=notes,
         val=val_plan(recipe, structure),
@@ -154,15 +153,6 @@ def _models(structure: Structure) -> tuple[ModelPlan, ...]:
         )
         for name in dict.fromkeys((*structure.models.trained, *used))
     )
-
-
-def _code(nodes: Sequence[StepNode]) -> dict[str, str]:
-    code = {node.name: node.declaration.text for node in nodes}
-    for node in nodes:
-        for setting, value in node.settings.items():
-            if isinstance(value, str) and is_file_plugin(value):
-                code[f"{node.name}.{setting}"] = find_source(value).text
-    return code
 
 
 def step_plan(node: StepNode) -> StepPlan:
@@ -211,6 +201,7 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
                 f"reason that it writes there ends the run — add it to the `steps` of {structure.rollout.name!r} or of "
                 "a service if it drops samples"
             )
+    yield from import_warnings(recipe, structure.steps)
     yield from _untrained_samples(structure)
     yield from _two_divergences(structure)
     relative = [

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from distflow.errors import PluginError, UserError, did_you_mean, nearest
+from distflow.flow.file_import import import_file
 from distflow.flow.step import ATTRIBUTE, StepSpec, reads_of, writes_of
 from distflow.types import prefixed
 
@@ -32,7 +31,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def resolve(call: str) -> Any:
     """Import what `module:name` or `/path/file.py:name` names; raises PluginError."""
     place, name = split_call(call)
-    module = _import_file(Path(place), call) if place.endswith(".py") else _import_module(place, call)
+    module = import_file(Path(place), call) if place.endswith(".py") else _import_module(place, call)
     if not hasattr(module, name):
         public = [found for found in vars(module) if not found.startswith("_")]
         raise PluginError(f"{call}: {module.__file__} has no {name!r}; {did_you_mean(name, public)}")
@@ -92,35 +91,6 @@ def _import_module(name: str, call: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise PluginError(f"{call}: module {name!r} cannot be imported: {error}") from error
-
-
-def _import_file(path: Path, call: str) -> ModuleType:
-    """Import a file once per process, under a name that follows from its path."""
-    path = path.resolve()
-    name = f"distflow_plugin_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if not path.is_file():
-        raise PluginError(f"{call}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, f"{path} ends in .py"
-    assert spec.loader is not None, f"{path} ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # of the user's code, reported as it is
-        del sys.modules[name]
-        message = f"{call}: importing {path} raised {type(error).__name__}: {error}{_beside(path, error)}"
-        raise PluginError(message) from error
-    return module
-
-
-def _beside(path: Path, error: Exception) -> str:
-    """What to do if a plug-in's file lacks a module that lies beside it."""
-    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    there = name and (path.with_name(f"{name}.py").is_file() or path.with_name(name).is_dir())
-    return f" — what lies beside it is found with PYTHONPATH={path.parent} before the command" if there else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from distflow.comm.addresses import ensure_socket_dir, leave_socket_dir
 from distflow.comm.processes import name_process
 from distflow.errors import DistflowError, RunStopped, StepError, UserError
 from distflow.flow.document import WorkerDocument, read_worker_document
+from distflow.flow.file_import import scope_in
 from distflow.flow.planner import make_plan
 from distflow.flow.script import render_script
 from distflow.runtime.assembly import Setting
@@ -141,7 +142,7 @@ def _read_script(path: Path, stem: str) -> Callable[[Worker], None]:
 
 def _execute(source: str, path: Path, stem: str) -> Callable[[Worker], None]:
     linecache.checkcache(str(path))
-    scope: dict[str, object] = {"__name__": f"distflow_script_{stem.replace('-', '_')}", "__file__": str(path)}
+    scope = {"__name__": f"distflow_script_{stem.replace('-', '_')}", "__file__": str(path), **scope_in(path.parent)}
     try:
         code = compile(source, str(path), "exec")
     except SyntaxError as error:

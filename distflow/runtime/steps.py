@@ -25,6 +25,7 @@ from distflow.data.randomness import generator
 from distflow.data.samples import last_rows, on_all_rows
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.exchange.tally import Tally
+from distflow.flow.file_import import without_import
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
 from distflow.log import logger
@@ -354,7 +355,7 @@ def _own_frames(error: BaseException) -> str:
     theirs = error.__traceback__
     while theirs is not None and _is_ours(theirs):
         theirs = theirs.tb_next
-    frames = traceback.extract_tb(theirs or error.__traceback__)
+    frames = without_import(traceback.extract_tb(theirs or error.__traceback__))
     return "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
 
 

@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distflow.comm.processes import name_process
+from distflow.comm.processes import module_command, name_process
 from distflow.errors import UserError
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, become, environment_of, start_agent
 from distflow.launch.run.exit_status import Exit, conclude, exit_of, failure_file
@@ -238,7 +238,8 @@ class ForkServer:
         arguments = [str(request["document"]), str(request["incarnation"])]
         python = str(request["python"])
         if fresh_interpreter or python != sys.executable:
-            command = ["-m", "distflow.launch.agent.fork_server", "--worker", self._entry_name, *arguments]
+            command = module_command(python, "distflow.launch.agent.fork_server")[1:]
+            command += ["--worker", self._entry_name, *arguments]
             failed = partial(_not_executed, self._run_dir, str(request["start"]))
             become(python, command, lambda: self._environment(python), failed)
         run_entry(self._entry, *arguments)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import distflow
+from distflow.comm.processes import module_command
 from distflow.errors import UserError
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import try_lock
@@ -97,8 +98,8 @@ def agent_command(
     run_dir: Path, host: int = 0, entry: str | None = None, record: str = FILE_NAME, python: str = sys.executable
 ) -> list[str]:
     """The command that starts the agent of a host. `record`: file in the run folder that it begins from."""
-    command = [python, "-m", "distflow.launch.agent.agent", str(run_dir), "--host", str(host), "--record", record]
-    return command if entry is None else [*command, "--entry", entry]
+    arguments = [str(run_dir), "--host", str(host), "--record", record, *([] if entry is None else ["--entry", entry])]
+    return [*module_command(python, "distflow.launch.agent.agent"), *arguments]
 
 
 def run_of(command: list[str]) -> tuple[Path, int]:

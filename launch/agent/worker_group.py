@@ -20,7 +20,7 @@ from typing import Any
 
 from distflow.comm.addresses import socket_dir
 from distflow.comm.message import Message
-from distflow.comm.processes import started_at
+from distflow.comm.processes import module_command, started_at
 from distflow.data.decoding import Form, Whole, read
 from distflow.launch.agent.fork_server import dead_child, end_group
 from distflow.launch.agent.restart_policy import Action, Life, RestartPolicy, Signal, StartWorker, Tell
@@ -360,7 +360,7 @@ class ForkServerLine:
 
 def _start(listener: socket.socket, arguments: Sequence[str]) -> int:
     """Start a fork server on this listening socket; returns its process number."""
-    command = [sys.executable, "-m", "distflow.launch.agent.fork_server", str(listener.fileno()), *arguments]
+    command = [*module_command(sys.executable, "distflow.launch.agent.fork_server"), str(listener.fileno()), *arguments]
     process = subprocess.Popen(command, pass_fds=(listener.fileno(),), stdin=subprocess.DEVNULL)
     # The agent reaps all its children itself, including adopted ones; Popen must not wait for this one.
     process.returncode = 0

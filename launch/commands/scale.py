@@ -33,7 +33,7 @@ from distflow.launch.deploy.multi_host import SHIP_S, HostsRequest, begin_agents
 from distflow.launch.deploy.placement import WorkerPlacement, WorkerSlot
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
-from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_names
+from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_files
 from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name, read_record
 
 ANSWER_S = 10.0
@@ -216,9 +216,9 @@ class _Addition:
 
     def _bundle(self, record: RunRecord, site: Site) -> bytes:
         head_dir, resolved = self._record.path, self._request.contents.loaded.resolved
-        copies = shipped_names(plugin_files(resolved)) if site.missing_plugins else {}
-        files = description_in(head_dir)
-        files |= {copy: _plugin(head_dir, file, copy) for file, copy in copies.items()}
+        # From the run folder what was copied there for this machine.
+        copies = shipped_files(plugin_files(resolved), head_dir) if site.missing_plugins else {}
+        files = {**description_in(head_dir), **{copy: file.read_bytes() for copy, file in copies.items()}}
         files[FILE_NAME] = record.as_text().encode()
         return tar(files, key_of(head_dir), SUBFOLDERS)
 
@@ -270,12 +270,6 @@ def _places(plan: Plan, wanted: _HostsToAdd, hosts: Mapping[int, Host], was: int
             places[name] = WorkerSlot(number, hosts[number].slots[load[number]])
             load[number] += 1
     return places
-
-
-def _plugin(head_dir: Path, file: Path, copy: str) -> bytes:
-    """A plug-in file; from the run folder if it was copied there for this machine."""
-    path = head_dir / copy
-    return (path if path.exists() else file).read_bytes()
 
 
 def _tcp_address(address: str) -> tuple[str, int]:

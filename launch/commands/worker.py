@@ -40,11 +40,13 @@ def command(document: Path, incarnation: int) -> int:
 
 def _hand_over(python: str, document: Path, incarnation: int, run_dir: Path) -> None:
     """Replace this process by `python`; raises UserError if it cannot be executed."""
+    from distflow.comm.processes import module_command
     from distflow.launch.agent.start import environment_of
 
     environment = environment_of(python, os.environ, run_dir)
+    command = [*module_command(python, "distflow.runtime.main"), str(document), str(incarnation)]
     try:
-        os.execve(python, [python, "-m", "distflow.runtime.main", str(document), str(incarnation)], environment)
+        os.execve(python, command, environment)
     except OSError as error:
         key = "settings.python"
         raise UserError(f"{document}: {key} — {python}: {error.strerror}; correct it, or leave it out") from error

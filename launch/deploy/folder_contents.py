@@ -37,7 +37,7 @@ from distflow.launch.agent.host_facts import code_files
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.placement import WorkerPlacement, device_of
-from distflow.launch.run.folder import SUBFOLDERS, plugin_files, rewritten, shipped_names
+from distflow.launch.run.folder import SUBFOLDERS, plugin_files, rewritten, shipped_files, shipped_names
 from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, WorkerEntry, agent_name
 from distflow.runtime.checkpoint.commit import step_of, term_file, term_text
 from distflow.runtime.disk import replace_file
@@ -78,7 +78,7 @@ class Site:
     """Whether its run folder is that of the head, on a shared file system."""
     gpus: int
     missing_plugins: bool
-    """Whether it lacks a plug-in file of the recipe, or may have a different one."""
+    """Whether it lacks a plug-in file of the recipe or one that these import, or may have a different one."""
     missing_parts: tuple[Path, ...] = ()
     """Files of the checkpoint to resume from that it lacks, as paths on the head."""
 
@@ -202,8 +202,8 @@ class RunContents:
         return {file: self.sites[host].run_dir / name for file, name in copies.items()}
 
     def plugin_copies(self) -> dict[str, bytes]:
-        """The recipe's plug-in files, by path in the run folder."""
-        return {name: file.read_bytes() for file, name in shipped_names(plugin_files(self.loaded.resolved)).items()}
+        """The recipe's plug-in files and what they import beside them, by path in the run folder."""
+        return {name: file.read_bytes() for name, file in shipped_files(plugin_files(self.loaded.resolved)).items()}
 
     def description(self) -> dict[str, bytes]:
         """Recipe, overrides and environment of the launch, by path in the run folder."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from distflow.comm.processes import module_command
 from distflow.config.load import LoadedRecipe
 from distflow.data.metrics_merge import MetricsReader
 from distflow.errors import RecipeError, UserError
@@ -376,7 +377,7 @@ def _prepared(options: Options, created: list[Path]) -> tuple[Path, list[str]]:
     again += ["--resume"] * options.resume + ["--recipe-as-written"] * options.recipe_as_written
     again += ["--ship-code"] * options.ship_code
     again += [word for names in options.forward for word in ("--forward", names)]
-    return run_dir, [sys.executable, "-m", "distflow.launch", "launch", *options.words, *again]
+    return run_dir, [*module_command(sys.executable, "distflow.launch"), "launch", *options.words, *again]
 
 
 def _write_script(run_dir: Path, text: str) -> None:

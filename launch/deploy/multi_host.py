@@ -43,7 +43,7 @@ from distflow.launch.deploy.host_checks import (
 from distflow.launch.deploy.hostfile import Host, HostsError
 from distflow.launch.deploy.placement import WorkerPlacement, disk_for, needs_of
 from distflow.launch.run.exit_status import log_file
-from distflow.launch.run.folder import mode_of, plugin_files
+from distflow.launch.run.folder import mode_of, plugin_files, shipped_files
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
 from distflow.runtime.checkpoint.commit import COMMIT, step_of
 
@@ -171,7 +171,10 @@ def preflight(
     head = code_here()
     plan = request.contents.plan
     needs = {n: replace(needs_of(plan, request.placement, n), head=head, resume=request.resume) for n in run_dirs}
-    plugins = [str(file) for file in plugin_files(request.contents.loaded.resolved)]
+    named = plugin_files(request.contents.loaded.resolved)
+    # A run that is scaled from another of its hosts may have been launched from files that this one lacks.
+    beside = shipped_files([file for file in named if file.exists()]).values()
+    plugins = [str(file) for file in dict.fromkeys((*named, *beside))]
     checkpoints = {n: _checkpoint(request, n, run_dirs[n]) for n in run_dirs}
     paths = {n: (*needs[n].paths, *checkpoints[n], *plugins) for n in run_dirs}
     facts, lost = fleet.describe(run_dirs, paths, needs)

@@ -21,6 +21,7 @@ from typing import Any
 
 from distflow.data.metrics_merge import MetricsReader
 from distflow.errors import UserError
+from distflow.flow.neighbours import neighbours
 from distflow.launch.run.record import FILE_NAME, read_record
 
 LOCK = ".lock"
@@ -32,6 +33,8 @@ MODES: Mapping[str, int] = {"private": 0o700, "group": 0o750, "public": 0o755}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PLUGIN = re.compile(r"^\+?(?P<file>/.+\.py):[A-Za-z_]\w*$")
 PLUGINS = "plugins"
+SHIPPED_BYTES = 16 << 20
+"""Plug-in files, which go to each host as they are: they hold code, no data."""
 
 
 def create_run_folder(runs_dir: Path, name: str, *, explicit: bool, mode: int = MODES["private"]) -> Path:
@@ -251,6 +254,27 @@ def shipped_names(files: list[Path]) -> dict[Path, str]:
     """
     folders = {folder: number for number, folder in enumerate(dict.fromkeys(file.parent for file in files))}
     return {file: f"{PLUGINS}/{folders[file.parent]}/{file.name}" for file in files}
+
+
+def shipped_files(files: list[Path], run_dir: Path | None = None) -> dict[str, Path]:
+    """Plug-in files and what they import beside them, by where a copy of it goes below the run folder.
+
+    `run_dir`: a run folder with copies, which are copied in their turn. Raises UserError if it is too much.
+    """
+    found: dict[str, Path] = {}
+    for file, name in shipped_names(files).items():
+        copy = run_dir / name if run_dir is not None else file
+        found[name] = source = copy if copy.exists() else file
+        found |= {f"{Path(name).parent}/{below}": path for below, path in neighbours(source).items()}
+    size = sum(path.stat().st_size for path in found.values())
+    if size > SHIPPED_BYTES:
+        most = max(found.values(), key=lambda path: path.stat().st_size)
+        raise UserError(
+            f"{files[0]}: the recipe's plug-in files with what they import beside them have {size / 2**20:.1f} MiB, "
+            f"{most} the most of it; at most {SHIPPED_BYTES >> 20} MiB are copied to other hosts — install them as a "
+            "package on all hosts, or keep data in files of its own"
+        )
+    return found
 
 
 def rewritten(value: Any, places: Mapping[Path, Path]) -> Any:

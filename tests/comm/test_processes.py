@@ -1,8 +1,24 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from distflow.comm.processes import process_alive, started_at
+import pytest
+
+from distflow.comm.processes import module_command, process_alive, started_at
+
+
+@pytest.mark.parametrize(("first", "options"), [("", []), ("/usr/local/bin", ["-P"])])
+def test_the_current_folder_is_searched_for_modules_only_if_it_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, options: list[str]
+) -> None:
+    (tmp_path / "timeit.py").write_text("print('mine')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [first, *sys.path[1:]])
+    command = module_command(sys.executable, "timeit")
+    assert command == [sys.executable, *options, "-m", "timeit"]
+    told = subprocess.run([*command, "-n1", "-r1"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert (told == "mine\n") == (not options)
 
 
 def test_a_process_is_known_by_its_number_and_start() -> None:

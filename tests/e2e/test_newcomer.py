@@ -65,6 +65,56 @@ def test_from_nothing_to_an_algorithm_of_ones_own(distflow: Distflow, page: None
     assert {"my/weight", "my/equal_groups"} <= set(json.dumps(shown).replace('"', " ").split())
 
 
+NEIGHBOURS = {
+    "mine.yaml": """\
+defaults: [quickstart, _self_]
+run: {training_steps: 2}
+data: {source: "./prompts/own.py:prompts"}
+flow: {steps: {reward: {with: {function: "./rewards/math.py:score", timeout_s: 60}}}}
+""",
+    "prompts/own.py": "from helpers import asked\n\n\ndef prompts():\n    return [asked(n) for n in range(64)]\n",
+    "prompts/helpers.py": """\
+from distflow.data.sources import PromptText
+
+
+def asked(n):
+    return PromptText(f"{n}=", {"answer": str(n)})
+""",
+    "rewards/math.py": """\
+import math
+
+from helpers import right
+
+
+def score(sample):
+    from .parts.ends import ends
+
+    return {"reward": math.sqrt(right(sample)), "ends": ends(sample)}
+""",
+    "rewards/helpers.py": "def right(sample):\n    return float(sample.response == sample.task['answer'])\n",
+    "rewards/parts/ends.py": "def ends(sample):\n    return float(sample.finish_reason == 'stop')\n",
+    # Python would find it before its own library, by `python -m` in this folder.
+    "random.py": "raise RuntimeError('not the library of Python')\n",
+}
+
+
+def test_plug_ins_import_what_lies_beside_them(installed: Path, tmp_path: Path) -> None:
+    """In the command, in workers and in the processes of reward functions; and nothing else sees these files."""
+    for name, text in NEIGHBOURS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, installed / "bin" / "distflow", "launch", "mine.yaml"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    dumps = (tmp_path / "runs").glob("*/rollouts/*/*.jsonl")
+    lines = [json.loads(line) for dump in dumps for line in dump.read_text().splitlines()]
+    assert lines
+    assert all("ends" in line["rewards"] for line in lines)
+
+
 @pytest.mark.long
 def test_what_the_page_shows_passes_its_tests(distflow: Distflow, page: None) -> None:
     assert "4 of 4 passed" in distflow("test-plugin", "own.yaml")

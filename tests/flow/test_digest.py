@@ -154,6 +154,31 @@ def test_the_code_of_a_function_that_a_setting_names_counts(folder) -> None:
     assert {name for name in before if before[name] != after[name]} == {"code of step reward.function"}
 
 
+def test_the_code_of_what_a_plug_in_imports_beside_it_counts(folder) -> None:
+    folder.write("mine.py", "from helpers import f\ndef g(sample): return f(sample)\ndef rows(): return [f]\n")
+    folder.write("helpers.py", "def f(sample): return 0.0\n")
+    function = "flow.steps.reward.with.function={right: {function: './mine.py:g'}}"
+    overrides = [function, "data.source=./mine.py:rows"]
+    before = parts("quickstart", *overrides)
+    folder.write("helpers.py", "def f(sample): return 1.0\n")
+    after = parts("quickstart", *overrides)
+    changed = {"code of step reward.function.right.function: helpers.py", "code of data.source: helpers.py"}
+    assert {name for name in before if before[name] != after[name]} == changed
+    plans = [planned("quickstart", *overrides)]
+    folder.write("helpers.py", "def f(sample): return 2.0\n")
+    plans.append(planned("quickstart", *overrides))
+    told = {f"{key} has changed" for key in changed}
+    assert {str(change) for change in changes(*map(lineage, plans))} == told
+
+
+def test_a_neighbour_with_the_name_of_what_is_installed_is_warned_of(folder) -> None:
+    folder.write("mine.py", "import random\ndef f(sample): return random.random()\n")
+    folder.write("random.py", "")
+    plan = planned("quickstart", "flow.steps.reward.with.function=./mine.py:f")
+    (told,) = [text for text in plan.warnings if "random" in text]
+    assert "mine.py: `import random` means that of the standard library, not the one in" in told
+
+
 def test_what_has_come_or_gone_as_a_whole_is_one_change() -> None:
     play, ppo = (
         leaves(recipe_to_mapping(planned("quickstart", flow).recipe)) for flow in ("flow=self_play", "flow=ppo")

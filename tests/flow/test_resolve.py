@@ -41,15 +41,6 @@ def test_a_file_that_raises_is_the_users_to_mend(tmp_path: Path) -> None:
             resolve(f"{tmp_path}/broken.py:f")
 
 
-def test_a_module_beside_a_file_is_not_found_without_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import helper_of_mine\n")
-    with pytest.raises(PluginError, match="No module named 'helper_of_mine'$"):
-        resolve(f"{tmp_path}/mine.py:f")
-    (tmp_path / "helper_of_mine.py").touch()
-    with pytest.raises(PluginError, match=f"'helper_of_mine' — what lies .* PYTHONPATH={tmp_path} before"):
-        resolve(f"{tmp_path}/mine.py:f")
-
-
 def test_signatures() -> None:
     def fine(sample: object, *, scale: float = 1.0) -> float: ...
 

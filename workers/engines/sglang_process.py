@@ -92,7 +92,7 @@ class EngineProcess:
         arguments = [str(theirs.fileno()), str(os.getpid()), title]
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), *arguments],
+                [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

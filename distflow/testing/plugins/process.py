@@ -154,7 +154,7 @@ class _Child:
         environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "TOKENIZERS_PARALLELISM": "false"}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, *arguments],
+                [sys.executable, "-P", "-c", _BOOT, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -13,12 +13,13 @@ from distflow.errors import UserError
 from distflow.flow.document import read_worker_document
 from distflow.flow.planner import make_plan
 from distflow.flow.recipe_check import plan_recipe
+from distflow.flow.resolve import resolve
 from distflow.launch.agent.host_facts import code_digest, code_files
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.job_environment import forwarded
 from distflow.launch.deploy.placement import place_workers
-from distflow.launch.run.folder import plugin_files, rewritten, shipped_names
+from distflow.launch.run.folder import SHIPPED_BYTES, plugin_files, rewritten, shipped_files, shipped_names
 
 PACKAGE = Path(distflow.__file__).parent
 
@@ -59,7 +60,11 @@ def test_plug_ins_of_one_folder_stay_together_and_keep_their_names():
 
 def test_a_host_with_copies_of_plug_ins_plans_the_same_run(tmp_path):
     """The interface digest is equal, so its workers are let in by the others."""
-    (tmp_path / "mine.py").write_text("def judge(sample):\n    return 1.0\n")
+    (tmp_path / "mine.py").write_text("from parts.value import VALUE\n\n\ndef judge(sample):\n    return VALUE\n")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "value.py").write_text("from .other import VALUE\n")
+    (tmp_path / "parts" / "other.py").write_text("VALUE = 0.25\n")
+    (tmp_path / "parts" / "not_needed.py").touch()
     loaded, plan = plan_recipe("quickstart", [f"flow.steps.reward.with.function={tmp_path}/mine.py:judge"])
     placement = place_workers(plan, parse_hosts("a slots=2\nb", "hosts"))
     there = tmp_path / "there"
@@ -72,9 +77,29 @@ def test_a_host_with_copies_of_plug_ins_plans_the_same_run(tmp_path):
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(content)
     (tmp_path / "mine.py").unlink()
+    shutil.rmtree(tmp_path / "parts")
     document = read_worker_document(there / "workers" / "rollout-1.yaml")
-    assert make_plan(document.recipe).digest == plan.digest
+    moved = make_plan(document.recipe)
+    assert moved.digest == plan.digest
+    judge = next(step for step in moved.steps if step.name == "reward").settings["function"]
+    assert resolve(judge)(None) == 0.25
+    assert not (there / "plugins" / "0" / "parts" / "not_needed.py").exists()
+    # What a host was sent goes to those that come later, from there.
+    files = plugin_files(loaded.resolved)
+    assert shipped_files(files, there) == {name: there / name for name in contents_of(there / "plugins")}
     assert str(tmp_path / "mine.py") not in yaml_text(document.recipe.model_dump(mode="json"))
+
+
+def contents_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder.parent)) for path in folder.rglob("*.py")}
+
+
+def test_plug_ins_with_data_in_them_are_not_sent(tmp_path):
+    (tmp_path / "mine.py").write_text("import table\n")
+    (tmp_path / "table.py").write_text(f"TABLE = '{'x' * (SHIPPED_BYTES + 1)}'\n")
+    told = r"16\.0 MiB, .*/table\.py the most of it; at most 16 MiB are copied to other hosts — install them as"
+    with pytest.raises(UserError, match=told):
+        shipped_files([tmp_path / "mine.py"])
 
 
 def test_the_gpus_of_this_machine_are_not_forwarded_unless_they_are_named():
