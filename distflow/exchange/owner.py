@@ -20,7 +20,7 @@ Example (one ledger, b = 2, s = 0, T = 1):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import structs
 
@@ -78,6 +78,7 @@ class OwnerCore:
         self.lapsed: list[tuple[str, int]] = []
         """Workers that lost leases by silence (`host_silence_s`), and how many; emptied by the caller."""
         self.settings = settings
+        self.reading: Callable[[], bool] = bool  # Whether prompts that may be leased are still being read.
         self._begins = dict(begins or {})
         self._ledgers = LedgerSet(name, ledgers, settings, prompt_at)
         self._peers = Peers()
@@ -227,7 +228,7 @@ class OwnerCore:
         # Behind the asks that are parked already: this message may have freed lost leases.
         self._peers.park(peer, ask.groups, idle=ask.idle)
         out += self._serve_parked(now)
-        if not peer.parked:
+        if not peer.parked or (ask.park and self.reading()):
             return out
         if not ask.park:
             self._peers.unpark(peer)

@@ -141,10 +141,10 @@ class RolloutCore:
         """What to do next. `running_on`: the engine's version, None while it is torn; `loaded`: the one it was given;
         `newer`: whether newer weights can be loaded.
         """
+        self._sync()
         if self._may_load and self._takes_weights(loaded, newer):
             self._may_load = False
             return Turn(load=True)
-        self._sync()
         if self._cancelled:
             # A group that was cancelled and granted anew must leave the engine before it starts again.
             cancelled, self._cancelled = self._cancelled, []
@@ -309,11 +309,14 @@ class RolloutCore:
             return False
         if any(lease_kind(position) == "val" for position in self._running):
             return True
-        if self._validating and _fresh_enough(self._validating[0], loaded):
-            return True
+        if self._validating:
+            # Those of a later round come when all of an earlier one are leased.
+            return _fresh_enough(self._validating[0], loaded)
+        if loaded.number not in self._validation.settings.versions or self._validation.run_finished or self._draining:
+            return False
+        # An ask that is not refused may still be granted, and one that is answered is followed by the next.
         asking = self._validation.asking()
-        unanswered = asking is not None and not asking.parked
-        return unanswered and loaded.number in self._validation.settings.versions
+        return asking is None or not asking.parked
 
     def _done(self) -> list[SampleOutput]:
         """Finished samples of groups that are not sent yet."""

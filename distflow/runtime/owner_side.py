@@ -276,10 +276,11 @@ def val_settings(setting: Setting, prompts: int = 1) -> LeaseSettings | None:
         ledgers=1,
         groups_per_ledger=prompts,
         samples_per_prompt=val.samples_per_prompt,
-        max_staleness=0,
+        # A round is leased when its version is published, whether or not those before it have been collected: workers
+        # that then find nothing to validate take newer weights. What arrives is judged already: its rows are small.
+        max_staleness=len(val.versions),
         training_steps=len(val.versions),
-        # What arrives is judged already: its rows are small, and there is no bound to keep to.
-        memory_bytes=prompts * longest,
+        memory_bytes=prompts * longest * len(val.versions),
         group_bytes=lambda prompt_tokens: longest,
         max_prompt_tokens=val.data.max_prompt_tokens,
         kind="val",

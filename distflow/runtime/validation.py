@@ -79,6 +79,8 @@ class Validation:
         """What checkpoints are kept for, and what may end the run, by metric and version."""
         self._due = 0
         """Rounds whose version has been published."""
+        self._reading = False
+        """Whether the next prompt of a round that is due has not been read yet."""
         self._sources: dict[int, str] = {}
         """By prompt; set by the reader's thread before the prompt is leased."""
         self._graded: dict[int, Graded] = {}
@@ -104,6 +106,8 @@ class Validation:
             snapshot=snapshot_at(first, settings),
             begins=setting.begins,
         )
+        # A worker whose ask is refused takes newer weights: none is while there is more of a round.
+        self._core.reading = lambda: self._reading
         self._inbound = InboundSamples(self._core, lanes.post)
         connect_owner(node, lanes, self._inbound, self._reader)
 
@@ -162,9 +166,10 @@ class Validation:
     # -- prompts
 
     def _prompt_at(self, position: int) -> LeasePrompt | None:
-        if (position - VALIDATION) // self._prompts >= self._due:
-            return None
-        return self._reader.prompt_at(position)
+        due = (position - VALIDATION) // self._prompts < self._due
+        found = self._reader.prompt_at(position) if due else None
+        self._reading = due and found is None
+        return found
 
     def _read(self, position: int) -> LeasePrompt:
         number, index = divmod(position - VALIDATION, self._prompts)

@@ -347,8 +347,8 @@ def submit_jobs(runs: Sequence[Options]) -> int:
         job = submit(created[0] / SCRIPT)
     except UserError as error:
         # The names must be free for the next attempt; a script that Slurm has not refused can be submitted by hand.
-        written = created and (created[-1] / SCRIPT).exists() and not isinstance(error, JobRefused)
-        for folder in () if options.resume or written else created:
+        by_hand = len(created) == len(runs) and not isinstance(error, JobRefused)
+        for folder in () if options.resume or by_hand else created:
             remove_run_folder(folder, with_parent=made and folder is created[-1])
         raise
     number = f"{job}_0" if len(created) > 1 else job

@@ -106,6 +106,15 @@ def test_a_worker_that_dies_loses_no_prompt(launch: Launch, worker: str, pools: 
     assert run.leftovers() == []
 
 
+def test_a_round_that_takes_longer_than_training_is_on_its_version(launch: Launch) -> None:
+    """More prompts than the reader is ahead; workers that have done their part take the next weights that are due."""
+    few = ["batch.prompts=8", "batch.samples_per_prompt=2", "run.training_steps=6"]
+    run = launch("quickstart", "layout=async", *few, "val.every=2", "val.prompts=150", "val.samples_per_prompt=4")
+    assert run.wait() == 0, run.output
+    found = validation(run)
+    assert {step: line["val/newer_version_share"] for step, line in found.items()} == dict.fromkeys((0, 2, 4, 6), 0.0)
+
+
 def test_a_resumed_run_validates_what_is_due(launch: Launch) -> None:
     settings = ["layout=split", *SMALL, *VALIDATED, "run.save_every=3"]
     run = launch("quickstart", *settings, "run.stop_after=3")

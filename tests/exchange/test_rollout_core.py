@@ -307,6 +307,26 @@ def test_all_of_a_round_is_measured_on_one_version(refresh: Refresh) -> None:
     assert bench.loads() == (refresh != "at_bound")
 
 
+def test_a_grant_that_was_not_taken_yet_keeps_its_version() -> None:
+    """It has come between two looks, when nothing of the round ran."""
+    bench = ValBench()
+    bench.loaded, bench.newest = Version(0, 2), 2
+    bench.turn()
+    bench.grant_val(0, version=2)
+    bench.newest = 3
+    assert [item.position for item in bench.turn().start] == [VALIDATION]
+    assert not bench.loads()
+
+
+def test_leases_of_the_next_round_end_the_one_before() -> None:
+    bench = ValBench()
+    bench.loaded, bench.newest = Version(0, 2), 2
+    bench.turn()
+    bench.grant_val(9, version=4)
+    bench.newest = 4
+    assert bench.loads(), "nothing more of version 2 is to come"
+
+
 def test_no_answer_about_validation_keeps_weights_back_where_none_is_due() -> None:
     bench = ValBench()
     bench.loaded, bench.newest = Version(0, 1), 1
