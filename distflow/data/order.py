@@ -157,6 +157,10 @@ class PromptOrder:
         """Prompts of all sources, those that are left out included."""
         return self._first[-1]
 
+    def count(self) -> int:
+        """Prompts of all sources without those that are left out; to find these, it looks at all that it has not."""
+        return sum(visits.count() for visits in self._visits)
+
     def left_out(self) -> list[str]:
         """What is known so far of prompts that are left out, a line for each source that has some."""
         pairs = zip(self._sources, self._visits, strict=True)

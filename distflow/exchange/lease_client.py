@@ -108,7 +108,15 @@ class HolderCore:
             if held is not None and held.result is None:
                 held.outputs[output.sample] = output
 
-    def finished(self, position: int, oldest: Version | None, nbytes: int, dropped: str, now: float) -> list[Outgoing]:
+    def finished(
+        self,
+        position: int,
+        oldest: Version | None,
+        nbytes: int,
+        dropped: str,
+        now: float,
+        scores: tuple[float, ...] = (),
+    ) -> list[Outgoing]:
         """The group is generated: `nbytes` of payload, `oldest` version of any token, `dropped` reason or "".
 
         If the group was cancelled in the meantime, nothing is sent and its payload is acknowledged at once.
@@ -121,7 +129,7 @@ class HolderCore:
         assert dropped or oldest is not None, f"position {position}: a result names its oldest version"
         link = self._link_of(position)
         about = (self.name, self.incarnation, link.term, position, held.lease.attempt)
-        held.result = Result(*about, nbytes, oldest, dropped, self._wanted)
+        held.result = Result(*about, nbytes, oldest, dropped, self._wanted, scores)
         held.outputs.clear()
         held.wait = self._settings.resend_s
         held.due = now + held.wait

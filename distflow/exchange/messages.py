@@ -211,6 +211,8 @@ class Result(Form, frozen=True):
     """Why the group is not to be trained on; empty: it is."""
     wanted: Whole
     """Groups the holder would take now: its parked ask is raised to this number."""
+    scores: tuple[float, ...] = ()
+    """Of a dropped group: what its samples scored, if all of them were judged."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which a reader of the message passes on as ProtocolError."""

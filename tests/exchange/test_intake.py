@@ -60,7 +60,7 @@ class Replica:
 
     @property
     def reserved(self) -> int:
-        return sum(ledger.reserved for ledger in self.owner._ledgers)
+        return sum(ledger.reserved for ledger in self.owner.ledgers)
 
 
 def take(taken: Take | None) -> tuple[list[int], bool, bool]:

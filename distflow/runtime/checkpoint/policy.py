@@ -29,7 +29,7 @@ from distflow.config.schema import RunConfig
 from distflow.errors import StepError, UserError, WorkerFailed
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime.checkpoint.format import Shard
-from distflow.runtime.checkpoint.parts import HOME, LEDGER, CheckpointWriter, ModelFolders
+from distflow.runtime.checkpoint.parts import DIFFICULTY, HOME, LEDGER, CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.writer_thread import CheckpointThread, Flight, Parts, mean_of
 from distflow.runtime.groups import MemberGroup
 from distflow.runtime.metrics import MetricStore
@@ -202,6 +202,9 @@ class Saving:
             worker = {HOME: parts.home, "steps": self._states}
             if parts.core is not None:
                 worker[LEDGER] = parts.core.snapshot()
+                difficulty = parts.core.settings.difficulty
+                if difficulty is not None and any(ledger.index == 0 for ledger in parts.core.ledgers):
+                    worker[DIFFICULTY] = difficulty.snapshot(version.number)
         parts.record()
         self._flight = self._thread.begin(
             version, score, self._shards(), worker, validated=parts.validated(), as_folder=as_folder
