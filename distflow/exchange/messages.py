@@ -195,7 +195,7 @@ class Result(Form, frozen=True):
     Example:
 
         Result("rollout/0", 0, term=0, position=12, attempt=1, nbytes=9120, oldest=Version(0, 1), dropped="",
-              wanted=2)
+              wanted=2, scores=())
     """
 
     worker: PeerName
@@ -211,7 +211,7 @@ class Result(Form, frozen=True):
     """Why the group is not to be trained on; empty: it is."""
     wanted: Whole
     """Groups the holder would take now: its parked ask is raised to this number."""
-    scores: tuple[float, ...] = ()
+    scores: tuple[float, ...]
     """Of a dropped group: what its samples scored, if all of them were judged."""
 
     def __post_init__(self) -> None:
