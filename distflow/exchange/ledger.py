@@ -24,7 +24,7 @@ from distflow.errors import WorkerFailed
 from distflow.exchange.entry import Entry
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Lease, LeasePrompt, PromptAt
-from distflow.types import Uid, Version
+from distflow.types import Scores, Uid, Version
 
 
 class RefillsExhausted(WorkerFailed):
@@ -35,7 +35,7 @@ class Judged(NamedTuple):
     """A dropped group whose samples were all judged."""
 
     uid: Uid
-    scores: tuple[float, ...]
+    scores: Scores
 
 
 class Ledger:
@@ -170,7 +170,7 @@ class Ledger:
         elif self.in_window(k):
             self.ready.add(k)
 
-    def drop(self, k: int, reason: str, scores: tuple[float, ...] = ()) -> None:
+    def drop(self, k: int, reason: str, scores: Scores = ()) -> None:
         """An open (or given back) position is dropped; the window is extended by one."""
         entry = self.entries.pop(k)
         assert entry.state in ("open", "back"), f"position {entry.lease.position} is already {entry.state}"

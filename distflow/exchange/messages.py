@@ -16,7 +16,7 @@ import msgspec
 from msgspec import structs
 
 from distflow.data.decoding import MOST, Form, FromMinusOne, PeerName, Row, Whole
-from distflow.types import BegunSample, LeaseKind, Span, Uid, Version
+from distflow.types import BegunSample, LeaseKind, Scores, Span, Uid, Version
 
 
 class LeasePrompt(msgspec.Struct, frozen=True):
@@ -211,7 +211,7 @@ class Result(Form, frozen=True):
     """Why the group is not to be trained on; empty: it is."""
     wanted: Whole
     """Groups the holder would take now: its parked ask is raised to this number."""
-    scores: tuple[float, ...]
+    scores: Scores
     """Of a dropped group: what its samples scored, if all of them were judged."""
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend, Priced
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.trace_writer import spanned
-from distflow.types import Uid, prefixed
+from distflow.types import Scores, Uid, prefixed
 
 WHOLE = "whole batches"
 
@@ -40,7 +40,7 @@ class StepTally:
     """Batches, with the worker that generated each row."""
     samples: int = 0
     tokens: int = 0
-    judged: dict[Uid, tuple[float, ...]] = field(default_factory=dict)
+    judged: dict[Uid, Scores] = field(default_factory=dict)
     """What the samples of each group scored, if it matters for later prompts."""
 
 
