@@ -60,7 +60,7 @@ def test_what_was_left_out_is_told_once_it_is_known(caplog: pytest.LogCaptureFix
 
 
 def test_the_prompts_that_are_not_left_out_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    sources = [SourceUse(["aa", "bbbbbbbb", "c"], "one"), SourceUse(["dd", "e"], "two")]
+    sources = [SourceUse(["11", "22222222", "3"], "one"), SourceUse(["44", "5"], "two")]
     order = make(*sources)
     assert order.count() == order.count() == 4
     assert caplog.text.count("left out") == 1
