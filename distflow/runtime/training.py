@@ -105,9 +105,10 @@ class Training:
         self._receiving = Receiving(
             parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.run, parts.rounds
         )
+        core = parts.inbound.core
         saved = SavingParts(
             home=WorkerName.parse(parts.replicas.me).pool,
-            core=parts.inbound.core,
+            core=core,
             models={name: parts.models[name] for name in parts.trained},
             contexts=parts.contexts,
             writer=parts.checkpoints,
@@ -115,6 +116,7 @@ class Training:
             commits=parts.commits,
             record=self._record,
             flush=parts.dumps.flush,
+            difficulty=core.settings.difficulty if parts.replicas.rank == 0 else None,
             validated=lambda: dict(self._validated().get(limits.run.keep_best or "", {})),
         )
         self._saving = Saving(
