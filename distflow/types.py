@@ -41,6 +41,10 @@ SEVERAL_A_TOKEN = ("candidate_ids", "teacher_candidate_logprobs")
 """Fields with K values per response token, [N, K]: tokens that could have stood there, and log-probs of these."""
 DROP_REASON = "drop_reason"
 """Text column that a score step may write: a group with a reason in any of its rows is dropped, not trained on."""
+UNJUDGED = "reward "
+"""What such a reason begins with if the reward function failed on the sample: its score means nothing."""
+Scores = tuple[float, ...]
+"""What the samples of a group scored."""
 IDENTITY = ("uid", "group", "sample", SEQUENCE, DROP_REASON)
 """Fields that a step with a `prefix` knows by the names that they have in the flow."""
 ROLES: tuple[Role, ...] = ("generate", "read", "score", "forward", "train")

@@ -17,7 +17,7 @@ from distflow.errors import StepError, UserError
 from distflow.flow.step import step
 from distflow.log import logger
 from distflow.runtime.steps import StepContext
-from distflow.types import FINISH_REASONS, REWARD_PARTS, Completion
+from distflow.types import FINISH_REASONS, REWARD_PARTS, UNJUDGED, Completion
 from distflow.workers.reward_judging import Verdict, judge_together, reward_function, shown, spec_of, time_limit
 from distflow.workers.reward_pool import Judged, RewardPool
 
@@ -222,6 +222,6 @@ def _columns(
     columns: dict[str, torch.Tensor | Ragged] = {"reward": column("reward", 0.0), "score": column("score", 0.0)}
     columns |= {f"{REWARD_PARTS}{name}": column(name, float("nan")) for name in sorted(parts)}
     if any(verdict.failure in dropped for verdict in verdicts):
-        reasons = [f"reward {verdict.failure}" if verdict.failure in dropped else "" for verdict in verdicts]
+        reasons = [f"{UNJUDGED}{verdict.failure}" if verdict.failure in dropped else "" for verdict in verdicts]
         columns["drop_reason"] = Ragged.from_texts(reasons)
     return columns

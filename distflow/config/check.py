@@ -7,13 +7,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from types import UnionType
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from distflow.config.data_schema import DataConfig
+from distflow.config.data_schema import DataConfig, DifficultyConfig
 from distflow.config.other_tools import meant
 from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe, StepConfig
 from distflow.config.yamlfile import KeyPath, dotted
@@ -35,6 +36,7 @@ _EXPECTED = {
 }
 
 
+_POOL_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _MISSING = "required, but not given"
 _GROUPS = (("flow",), ("layout",), ("data",))
 """Sections that a group of files of the same name goes to."""
@@ -70,8 +72,13 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
     _check_batch(recipe.batch, problems)
     _check_models(recipe.models, problems)
     _check_data(recipe.data, problems)
+    if recipe.data.difficulty is not None:
+        _check_difficulty(recipe.data.difficulty, problems)
     if recipe.val is not None and recipe.val.data is not None:
         _check_data(recipe.val.data, problems, "val.data")
+        if recipe.val.data.difficulty is not None:
+            message = "validation measures the same prompts each time"
+            problems.add("val.data.difficulty", message, "leave it out, or give it for training, as data.difficulty")
     if recipe.run.keep_best is None and recipe.run.keep_best_mode != "max":
         message = f"{recipe.run.keep_best_mode} of nothing: run.keep_best is null"
         cure = "run.keep_best=critic/score, or another mean metric of the training workers, or remove it"
@@ -155,6 +162,28 @@ def _check_data(data: DataConfig, problems: Problems, section: str = "data") -> 
         problems.add(f"{section}.source", _MISSING, cure)
     elif data.source is not None and data.mix:
         problems.add(f"{section}.mix", "`source` is given too", "give one of them", others=(f"{section}.source",))
+
+
+def _check_difficulty(difficulty: DifficultyConfig, problems: Problems) -> None:
+    """Pools must cover all pass rates, and something must be drawn."""
+    section, ranges = "data.difficulty", difficulty.ranges
+    if not ranges and difficulty.retire_solved is None and difficulty.retire_unsolved is None:
+        cure = "give pools, retire_solved or retire_unsolved, or leave it out"
+        problems.add(section, "it has no pools and retires nothing", cure)
+    for (name, one), (other, next_one) in pairwise(ranges):
+        if one.up_to == next_one.up_to:
+            key, also = (f"{section}.pools.{pool}.up_to" for pool in (other, name))
+            problems.add(key, f"{one.up_to:g} is that of pool {name!r} too", "another pass rate", others=(also,))
+    if ranges and ranges[-1][1].up_to < 1.0:
+        name, last = ranges[-1]
+        message = f"{last.up_to:g} is the highest of all pools: prompts with higher pass rates are in none"
+        problems.add(f"{section}.pools.{name}.up_to", message, "1, or a further pool up to 1")
+    if ranges and not any(pool.weight for _, pool in ranges):
+        problems.add(f"{section}.pools", "all weights are 0", "give a pool a weight above 0")
+    for name in difficulty.pools:
+        if not _POOL_NAME.fullmatch(name):
+            message = f"{name!r} cannot be part of a metric's name"
+            problems.add(f"{section}.pools", message, "letters, digits, '_' and '-'")
 
 
 def _either(numbers: list[int]) -> str:

@@ -23,6 +23,36 @@ class SourceConfig(Section):
     """Share of the prompts that come from this source, relative to the weights of the others."""
 
 
+class DifficultyPoolConfig(Section):
+    """Prompts within a range of pass rates."""
+
+    up_to: float = Field(ge=0.0, le=1.0)
+    """Highest pass rate in the pool, which begins above that of the pool before."""
+    weight: float = Field(default=1.0, ge=0.0)
+    """How often its prompts are visited, relative to the pool with the largest weight, which is visited in each pass
+    over the data; unseen prompts are too."""
+
+
+class DifficultyConfig(Section):
+    """Draw prompts by their pass rates: the share of the samples of a prompt's last visit that were solved."""
+
+    pools: dict[str, DifficultyPoolConfig] = Field(default={})
+    """Ranges of pass rates by name, each with a weight; the last one is up to 1. Without any, all prompts are alike."""
+    retire_solved: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "visits"})
+    """Visit a prompt no more once all its samples were solved in so many visits in a row; null: never."""
+    retire_unsolved: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "visits"})
+    """Visit a prompt no more once none of its samples was solved in so many visits in a row; null: never."""
+    solved_score: float = 1.0
+    """A sample with at least this score, or without scores this reward, is solved."""
+    reopen_below: float = Field(default=0.05, ge=0.0, lt=1.0)
+    """Visit all prompts again, as if unseen, once less than this share of them is left; 0: once none is."""
+
+    @property
+    def ranges(self) -> list[tuple[str, DifficultyPoolConfig]]:
+        """The pools, from the hardest prompts to the easiest."""
+        return sorted(self.pools.items(), key=lambda item: item[1].up_to)
+
+
 class DataConfig(Section):
     """Where prompts come from: one source, or a mixture of several (`mix`)."""
 
@@ -45,6 +75,8 @@ class DataConfig(Section):
     """Longest prompt, in tokens; `overlong` says what becomes of a longer one."""
     overlong: Literal["error", "drop"] = "error"
     """What becomes of a prompt longer than max_prompt_tokens: an error that names it, or it is left out (drop)."""
+    difficulty: DifficultyConfig | None = None
+    """Draw prompts by how many of their samples were solved; null: each pass over the data visits all of them."""
 
     @property
     def sources(self) -> dict[str, SourceConfig]:

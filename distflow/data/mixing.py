@@ -104,16 +104,28 @@ class Visits:
             epoch, place = divmod(ordinal, self._size)
             return epoch, int(self._order(epoch)[place])
         while len(self._kept) <= ordinal and not self.all_seen:
-            index = int(self._order(0)[self._seen])
-            kept = self._keeps(index)
-            self._seen += 1
-            self._kept += [index] if kept else []
+            self._look(self._keeps)
         if ordinal < len(self._kept):
             return 0, self._kept[ordinal]
         if not self._kept:
             return None
         epoch, place = divmod(ordinal, len(self._kept))
         return epoch, int(self._order(epoch)[place])
+
+    def count(self) -> int:
+        """How many prompts are kept; looks at all that were not looked at."""
+        if self._keeps is None:
+            return self._size
+        while not self.all_seen:
+            self._look(self._keeps)
+        return len(self._kept)
+
+    def _look(self, keeps: Callable[[int], bool]) -> None:
+        """Look at the next prompt of the first pass."""
+        index = int(self._order(0)[self._seen])
+        kept = keeps(index)
+        self._seen += 1
+        self._kept += [index] if kept else []
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._orders:

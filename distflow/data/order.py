@@ -157,6 +157,14 @@ class PromptOrder:
         """Prompts of all sources, those that are left out included."""
         return self._first[-1]
 
+    def count(self) -> int:
+        """Prompts of all sources without those that are left out; to find these, it looks at all that it has not."""
+        for source, visits in zip(self._sources, self._visits, strict=True):
+            unknown = not visits.all_seen
+            if visits.count() < len(source.rows) and unknown:
+                log.warning("data: %s", self._left_out(source, visits))
+        return sum(visits.count() for visits in self._visits)
+
     def left_out(self) -> list[str]:
         """What is known so far of prompts that are left out, a line for each source that has some."""
         pairs = zip(self._sources, self._visits, strict=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
-from distflow.types import A_TOKEN, SEQUENCE, TOKENS
+from distflow.types import A_TOKEN, REWARD, SEQUENCE, TOKENS, Scores, Uid
 
 SHARE = "sample_share"
 """[B] float64: how much of its sample each row is, by tokens trained on; the shares of a sample add up to 1."""
@@ -85,6 +85,16 @@ def last_rows(batch: Batch) -> Batch:
     if PROMPT_TEXT not in batch:
         return last
     return last.with_columns(**{PROMPT_TEXT: batch.ragged(PROMPT_TEXT).select(torch.tensor(first))})
+
+
+def group_scores(batch: Batch) -> dict[Uid, Scores]:
+    """What the samples of each group scored: field `score`, or without it the reward; none if nothing judged them."""
+    field = next((name for name in ("score", REWARD) if name in batch), None)
+    if field is None or "uid" not in batch:
+        return {}
+    rows = last_rows(batch.only([name for name in ("uid", "group", SEQUENCE, field) if name in batch]))
+    scores, uids, bounds = rows.dense(field).tolist(), rows.dense("uid").tolist(), rows.group_bounds()
+    return {Uid(*uids[a]): tuple(scores[a:b]) for a, b in pairwise(bounds)}
 
 
 def on_all_rows(batch: Batch, last: Batch, written: Batch) -> Batch:

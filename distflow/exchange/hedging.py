@@ -14,9 +14,9 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
+from distflow.exchange.entry import Entry
 from distflow.exchange.holder_table import Peer, Peers, PendingGrant
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.exchange.ledger import Entry
 
 _SMOOTHING = 0.05
 _SLOW = 2.0

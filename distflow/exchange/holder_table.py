@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from distflow.exchange.ledger import Entry
+from distflow.exchange.entry import Entry
 from distflow.exchange.messages import Report
 
 

@@ -40,7 +40,7 @@ from distflow.exchange.messages import (
     Result,
 )
 from distflow.exchange.owner_links import AskState, AskWalk, Held, Link, surviving
-from distflow.types import SampleOutput, Version
+from distflow.types import SampleOutput, Scores, Version
 
 
 class HolderCore:
@@ -63,8 +63,7 @@ class HolderCore:
     ) -> None:
         if len(owners) > settings.ledgers:
             raise UserError(f"{len(owners)} owners share {settings.ledgers} ledgers: set batch.ledgers ≥ {len(owners)}")
-        self.name = name
-        self.incarnation = incarnation
+        self.name, self.incarnation = name, incarnation
         self._settings = settings
         self._links = [Link(owner, term) for owner in owners]
         self._number_of = {owner: number for number, owner in enumerate(owners)}
@@ -73,8 +72,7 @@ class HolderCore:
         self._wanted = 0
         self._idle = self._told_idle = False
         self._leaving = False
-        self._reports = 0
-        self._report_due = 0.0
+        self._reports, self._report_due = 0, 0.0
         self._granted: dict[int, Lease] = {}
         self._cancelled: list[int] = []
         self._acked: list[int] = []
@@ -108,10 +106,12 @@ class HolderCore:
             if held is not None and held.result is None:
                 held.outputs[output.sample] = output
 
-    def finished(self, position: int, oldest: Version | None, nbytes: int, dropped: str, now: float) -> list[Outgoing]:
+    def finished(
+        self, position: int, oldest: Version | None, nbytes: int, dropped: str, now: float, scores: Scores = ()
+    ) -> list[Outgoing]:
         """The group is generated: `nbytes` of payload, `oldest` version of any token, `dropped` reason or "".
 
-        If the group was cancelled in the meantime, nothing is sent and its payload is acknowledged at once.
+        If it was cancelled in the meantime, nothing is sent and its payload is acknowledged at once.
         """
         held = self.find(position)
         if held is None:
@@ -121,7 +121,7 @@ class HolderCore:
         assert dropped or oldest is not None, f"position {position}: a result names its oldest version"
         link = self._link_of(position)
         about = (self.name, self.incarnation, link.term, position, held.lease.attempt)
-        held.result = Result(*about, nbytes, oldest, dropped, self._wanted)
+        held.result = Result(*about, nbytes, oldest, dropped, self._wanted, scores)
         held.outputs.clear()
         held.wait = self._settings.resend_s
         held.due = now + held.wait

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distflow.data.difficulty import Difficulty
 from distflow.errors import UserError
 from distflow.types import VALIDATION, LeaseKind
 
@@ -49,6 +50,9 @@ class LeaseSettings:
     max_refills: int | None = None
     """Dropped groups that a ledger may replace before the run stops, for each training step open to leasing (s + 1 of
     them, fewer at the end), reset at every version; None: 10·b."""
+    difficulty: Difficulty | None = None
+    """Of owners: whether the prompt of a position is leased at all, by what was known at the lowest version on which
+    its group may start. None: every one is."""
     announce_closed: bool = False
     """Owners tell the holders when a training step's set is complete (colocated layouts wait for that)."""
     hedging: bool = False

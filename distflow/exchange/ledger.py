@@ -15,110 +15,27 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from distflow.errors import ProtocolError, WorkerFailed
+from distflow.errors import WorkerFailed
+from distflow.exchange.entry import Entry
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Lease, LeasePrompt, PromptAt
-from distflow.exchange.partials import TOKEN_BYTES, Kept
-from distflow.types import Version
-
-State = Literal["open", "back", "arrived", "taken", "dropped"]
-
-
-LEASE_BYTES = 128
-"""Approximate size of a lease in a grant, without its texts and tokens."""
+from distflow.types import Scores, Uid, Version
 
 
 class RefillsExhausted(WorkerFailed):
     """A ledger dropped so many groups for one training step that continuing makes no sense."""
 
 
-@dataclass(slots=True)
-class Entry:
-    """One leased position."""
+class Judged(NamedTuple):
+    """A dropped group whose samples were all judged."""
 
-    lease: Lease
-    reserved: int
-    """Bytes set aside for its result; after arrival its true size."""
-    leased_at: float
-    state: State = "open"
-    holders: dict[str, int] = field(default_factory=dict)
-    """Workers (with their incarnation) that have this lease, as far as is known."""
-    tokens: int = 0
-    started: bool = False
-    """A holder has reported that it runs."""
-    oldest: Version | None = None
-    worker: str = ""
-    """The worker whose copy arrived first."""
-    kept: Kept | None = None
-    """Tokens of its samples so far, for the next worker."""
-
-    def forbids(self, version: int) -> bool:
-        """Whether this version, on which a group was begun (−1: not begun), is too old for this lease."""
-        return 0 <= version < self.lease.min_version
-
-    def voids(self, oldest: Version | None, term: int, begins: Mapping[int, int]) -> bool:
-        """Whether a result was begun before the owner's `term`, on weights too old for this lease or abandoned."""
-        if oldest is None or oldest.term >= term:
-            return False
-        return self.forbids(oldest.number) or not oldest.survives(begins)
-
-    def check_lag(self, version: int, bound: int | None) -> None:
-        """Taken by training step `version`: raises ProtocolError if a worker broke the staleness bound."""
-        assert self.oldest is not None, f"position {self.lease.position} arrived without a version"
-        lag = version - self.oldest.number
-        if bound is not None and lag > bound:
-            raise ProtocolError(
-                f"{self.worker} started position {self.lease.position} on version {self.oldest.number} (its lease "
-                f"says ≥ {self.lease.min_version}); training step {version} with max_staleness "
-                f"{bound} allows ≥ {version - bound}"
-            )
-
-    @property
-    def grant_bytes(self) -> int:
-        """Approximate size in a grant."""
-        lease, kept = self.lease, 0 if self.kept is None else self.kept.nbytes
-        return LEASE_BYTES + TOKEN_BYTES * len(lease.prompt_ids) + len(lease.prompt_text) + len(lease.task) + kept
-
-    def to_grant(self) -> Lease:
-        """The lease as it is granted now, with samples that other workers began."""
-        if self.kept is None and len(self.holders) < 2:
-            return self.lease
-        return structs.replace(self.lease, begun=self.kept.begun() if self.kept else (), copy=len(self.holders) > 1)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLease:
-    """A group that has been leased and has not arrived."""
-
-    position: int
-    ledger: int
-    attempt: int
-    min_version: int
-    workers: tuple[str, ...]
-    """Its holders; empty: it waits to be leased again."""
-    tokens: int
-    """Tokens produced so far, from the newest report."""
-    leased_at: float
-
-    @classmethod
-    def of(cls, entry: Entry) -> OpenLease:
-        """Describe one entry of a ledger."""
-        lease = entry.lease
-        return cls(
-            position=lease.position,
-            ledger=lease.ledger,
-            attempt=lease.attempt,
-            min_version=lease.min_version,
-            workers=tuple(entry.holders),
-            tokens=entry.tokens,
-            leased_at=entry.leased_at,
-        )
+    uid: Uid
+    scores: Scores
 
 
 class Ledger:
@@ -130,6 +47,8 @@ class Ledger:
         self.ready: set[int] = set()
         self.reserved = 0
         self.refills: Counter[str] = Counter()
+        self.passed_over = 0
+        """Positions that were not leased since their prompts were not drawn."""
         self.entries: dict[int, Entry] = {}
         """By k, in order: positions are leased one after another."""
         self._settings = settings
@@ -147,6 +66,8 @@ class Ledger:
         self._dropped = 0
         self._dropped_ahead: dict[int, str] = {}
         self._trained_ahead: set[int] = set()
+        self._judged: dict[int, Judged] = {}
+        """Of the dropped groups in the open window or after it, if it matters what they scored."""
         self._in_turn: deque[int] = deque()
         """In free order: arrived positions for which the open step has no room."""
         self._back: list[int] = []
@@ -160,15 +81,31 @@ class Ledger:
         return self._back[0] if self._back else self._next_leasable()
 
     def _next_leasable(self) -> int | None:
-        while self._next_k in self._dropped_ahead or self._next_k in self._trained_ahead:
-            self._dropped += self._next_k in self._dropped_ahead
-            self._next_k += 1
-        if self._next_k - self._dropped >= self._gate or self._prompt() is None:
+        self._skip()
+        while self._next_k - self._dropped < self._gate and (prompt := self._prompt()) is not None:
+            if self._draws(prompt.uid):
+                break
+            self._dropped += 1
+            self.passed_over += 1
+            self._next_k, self._next_prompt = self._next_k + 1, None
+            self._skip()
+        else:
             return None
         # The window never waits for memory: b of the largest groups fit, so no step can starve.
         if len(self.entries) >= self._b and self.reserved + self._next_bytes() > self._memory:
             return None
         return self._next_k
+
+    def _skip(self) -> None:
+        """Go over positions that are terminal since before this term."""
+        while self._next_k in self._dropped_ahead or self._next_k in self._trained_ahead:
+            self._dropped += self._next_k in self._dropped_ahead
+            self._next_k += 1
+
+    def _draws(self, uid: Uid) -> bool:
+        """Whether the next position is to be leased; if not, it counts like a dropped one."""
+        difficulty, version = self._settings.difficulty, self._settings.least_version(self._rank // self._b)
+        return difficulty is None or difficulty.draws(uid, version)
 
     def lease(self, term: int, now: float) -> Entry:
         """Lease the position that `leasable` named."""
@@ -233,7 +170,7 @@ class Ledger:
         elif self.in_window(k):
             self.ready.add(k)
 
-    def drop(self, k: int, reason: str) -> None:
+    def drop(self, k: int, reason: str, scores: Scores = ()) -> None:
         """An open (or given back) position is dropped; the window is extended by one."""
         entry = self.entries.pop(k)
         assert entry.state in ("open", "back"), f"position {entry.lease.position} is already {entry.state}"
@@ -241,6 +178,8 @@ class Ledger:
         self.reserved -= entry.reserved
         self._dropped += 1
         self._dropped_ahead[k] = reason
+        if scores and self._settings.difficulty is not None:
+            self._judged[k] = Judged(entry.lease.uid, scores)
         self.refills[reason] += 1
         self._window -= self.in_window(k)
         self._widen()
@@ -261,6 +200,7 @@ class Ledger:
         """The open step has taken its b groups: open the next one."""
         assert self.taken == self._b, f"ledger {self.index} took {self.taken} of {self._b} groups"
         trained, self._trained = self._trained, []
+        self._judged = {k: judged for k, judged in self._judged.items() if not self.in_window(k)}
         for k in trained:
             self.reserved -= self.entries.pop(k).reserved
         self.version += 1
@@ -278,6 +218,10 @@ class Ledger:
     def in_window(self, k: int) -> bool:
         """Whether this position is among the first b that may still count (those without a result do)."""
         return k < self._window_end
+
+    def judged(self) -> list[Judged]:
+        """The dropped groups among those of the open step, whose set has arrived."""
+        return [judged for k, judged in self._judged.items() if self.in_window(k)]
 
     @property
     def taken(self) -> int:
@@ -320,20 +264,30 @@ class Ledger:
         frontier = self.frontier
         ahead = sorted((k, reason) for k, reason in self._dropped_ahead.items() if k >= frontier)
         trained = sorted(k for k in self._trained_ahead if k >= frontier)
-        return {
+        found = {
             "ledger": self.index,
             "frontier": frontier,
             "dropped": [list(item) for item in ahead],
             "trained": trained,
         }
+        judged = [[k, *one.uid[:2], list(one.scores)] for k, one in self._judged.items()]
+        return found | ({"judged": judged} if judged else {})
 
     def restore(
-        self, version: int, frontier: int, dropped: Iterable[tuple[int, str]], trained: Iterable[int] = ()
+        self,
+        version: int,
+        frontier: int,
+        dropped: Iterable[tuple[int, str]],
+        trained: Iterable[int] = (),
+        judged: Iterable[Sequence[Any]] = (),
     ) -> None:
         """Begin at training step `version`; all positions that were not terminal then are leased again."""
         assert not self.entries, f"ledger {self.index} is already in use"
         self.version, self._next_k, self._window_end = version, frontier, frontier
         self._dropped_ahead, self._trained_ahead = dict(dropped), set(trained)
+        for k, epoch, prompt, scores in judged:
+            uid = Uid(epoch, prompt, self._settings.position_of(self.index, k))
+            self._judged[k] = Judged(uid, tuple(scores))
         self._dropped = frontier - (version * self._b - len(self._trained_ahead))
         self._gate = self._open_gate()
 
@@ -361,6 +315,11 @@ class Ledger:
                     self.ready.add(self._window_end)
             self._window_end += 1
 
+    @property
+    def _rank(self) -> int:
+        """Of the next position among those that are not dropped, as far as that is known."""
+        return self._next_k - self._dropped
+
     def _prompt(self) -> LeasePrompt | None:
         if self._next_prompt is None:
             self._next_prompt = self._prompt_at(self._settings.position_of(self.index, self._next_k))
@@ -376,7 +335,6 @@ class Ledger:
         assert prompt is not None, f"the prompt of place {k} in ledger {self.index} has not been read"
         position = self._settings.position_of(self.index, k)
         assert prompt.uid.position == position, f"prompt_at({position}) gave position {prompt.uid.position}"
-        rank = k - self._dropped
         return Lease(
             uid=prompt.uid,
             ledger=self.index,
@@ -386,7 +344,7 @@ class Ledger:
             prompt_ids=prompt.prompt_ids,
             prompt_text=prompt.prompt_text,
             task=prompt.task,
-            min_version=self._settings.least_version(rank // self._b),
+            min_version=self._settings.least_version(self._rank // self._b),
             term=term,
             kind=self._settings.kind,
         )

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from distflow.errors import ProtocolError, UserError
+from distflow.exchange.entry import Entry
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.exchange.ledger import Entry, Ledger, RefillsExhausted
+from distflow.exchange.ledger import Judged, Ledger, RefillsExhausted
 from distflow.exchange.messages import Piece, PromptAt, Result
 from distflow.exchange.partials import Kept, of_lineage
 
@@ -154,7 +155,7 @@ class LedgerSet:
         """The first copy of a leased position arrived, or it is dropped. Returns an error after too many drops."""
         ledger, k = self.place(result.position)
         if result.dropped:
-            ledger.drop(k, result.dropped)
+            ledger.drop(k, result.dropped, result.scores)
         else:
             assert result.oldest is not None, f"result of position {result.position} names no version"
             ledger.arrive(k, result.nbytes, result.oldest, result.worker)
@@ -205,6 +206,15 @@ class LedgerSet:
         for ledger in self:
             ledger.advance()
         self._note_all()
+
+    def judged(self) -> list[Judged]:
+        """The dropped groups among those of the open step."""
+        return [judged for ledger in self for judged in ledger.judged()]
+
+    @property
+    def passed_over(self) -> int:
+        """Positions that were not leased since their prompts were not drawn."""
+        return sum(ledger.passed_over for ledger in self)
 
     def unfinished(self) -> list[Entry]:
         """Leased positions that have not arrived, by (k, ledger)."""
@@ -272,7 +282,8 @@ def read_snapshot(snapshot: Mapping[str, Any], settings: LeaseSettings, ledgers:
                 f"checkpoint of training step {version}: ledger {ledger.index} is missing, has {sorted(saved)}"
             )
         part = saved[ledger.index]
-        ledger.restore(version, int(part["frontier"]), _exceptions(part["dropped"]), map(int, part["trained"]))
+        exceptions = _exceptions(part["dropped"]), map(int, part["trained"]), part.get("judged", ())
+        ledger.restore(version, int(part["frontier"]), *exceptions)
     return version
 
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import structs
 
 from distflow.data.decoding import MOST, Form, FromMinusOne, PeerName, Row, Whole
-from distflow.types import BegunSample, LeaseKind, Span, Uid, Version
+from distflow.types import BegunSample, LeaseKind, Scores, Span, Uid, Version
 
 
 class LeasePrompt(msgspec.Struct, frozen=True):
@@ -195,7 +195,7 @@ class Result(Form, frozen=True):
     Example:
 
         Result("rollout/0", 0, term=0, position=12, attempt=1, nbytes=9120, oldest=Version(0, 1), dropped="",
-              wanted=2)
+              wanted=2, scores=())
     """
 
     worker: PeerName
@@ -211,6 +211,8 @@ class Result(Form, frozen=True):
     """Why the group is not to be trained on; empty: it is."""
     wanted: Whole
     """Groups the holder would take now: its parked ask is raised to this number."""
+    scores: Scores
+    """Of a dropped group: what its samples scored, if all of them were judged."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which a reader of the message passes on as ProtocolError."""

@@ -70,4 +70,4 @@ class OwnSamples(InboundSamples):
     def _result(self, lease: Lease, size: int) -> Result:
         # As if begun on the oldest weights that the lease allows: what is read depends on none.
         oldest = Version(lease.term, lease.min_version)
-        return Result(self.core.name, 0, lease.term, lease.position, lease.attempt, size, oldest, "", 0)
+        return Result(self.core.name, 0, lease.term, lease.position, lease.attempt, size, oldest, "", 0, ())

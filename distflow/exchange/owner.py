@@ -25,10 +25,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from msgspec import structs
 
 from distflow.errors import ProtocolError
+from distflow.exchange.entry import Entry, OpenLease
 from distflow.exchange.hedging import NEVER, Copies
 from distflow.exchange.holder_table import HolderState, Peer, Peers, PendingGrant
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.exchange.ledger import Entry, OpenLease, RefillsExhausted
+from distflow.exchange.ledger import RefillsExhausted
 from distflow.exchange.ledgers import LedgerSet, awaited, read_snapshot, write_snapshot
 from distflow.exchange.messages import (
     Ack,
@@ -80,13 +81,13 @@ class OwnerCore:
         self.settings = settings
         self.reading: Callable[[], bool] = bool  # Whether prompts that may be leased are still being read.
         self._begins = dict(begins or {})
-        self._ledgers = LedgerSet(name, ledgers, settings, prompt_at)
+        self.ledgers = LedgerSet(name, ledgers, settings, prompt_at)
         self._peers = Peers()
         self._copies = Copies(settings)
         self._closed = -1
         self._stopped = False
         if snapshot is not None:
-            self.version = self._ledgers.restore(lambda ledgers: read_snapshot(snapshot, settings, ledgers))
+            self.version = self.ledgers.restore(lambda ledgers: read_snapshot(snapshot, settings, ledgers))
             self._closed = self.version - 1
 
     # -- events
@@ -117,7 +118,7 @@ class OwnerCore:
                 self.lapsed.append((peer.name, len(peer.granted_by)))
                 self._peers.unpark(peer)
                 self._release(peer, tuple(peer.granted_by))
-        self._copies.look(self._peers, self._ledgers.entry, now)
+        self._copies.look(self._peers, self.ledgers.entry, now)
         return out + self._serve_parked(now)
 
     def worker_lost(self, worker: str, incarnation: int | None, now: float) -> list[Outgoing]:
@@ -133,23 +134,23 @@ class OwnerCore:
 
     def prompts_arrived(self, now: float) -> list[Outgoing]:
         """`prompt_at` now has prompts that were missing: lease them. Before the first ask, this requests prompts."""
-        self._ledgers.prompts_arrived(self.term, now)
+        self.ledgers.prompts_arrived(self.term, now)
         return self._serve_parked(now)
 
     def draw(self, now: float) -> Iterator[Entry]:
         """Lease what may be leased, lazily, to nobody: for an owner that makes its samples itself."""
-        return self._ledgers.draw(self.term, now)
+        return self.ledgers.draw(self.term, now)
 
     # -- the training loop
     def keeps(self, result: Result) -> bool:
         """Call it before `handle(result)`: whether this is the first complete copy, whose payload must be stored."""
-        entry = self._ledgers.entry(result.position)
+        entry = self.ledgers.entry(result.position)
         wanted = awaited(entry) and not entry.voids(result.oldest, self.term, self._begins)
         return wanted and not result.dropped and result.term == self.term and not self.finished
 
     def consumable(self) -> list[int]:
         """Positions that the open training step may take now, ordered by (k, ledger)."""
-        return self._ledgers.consumable()
+        return self.ledgers.consumable()
 
     def take(self, positions: Iterable[int], now: float, *, keep: bool = False) -> list[Outgoing]:
         """Hand groups named by `consumable` to the open step (the caller has their payloads from here on).
@@ -158,22 +159,22 @@ class OwnerCore:
         bound.
         """
         for position in positions:
-            self._ledgers.take(position, keep=keep).check_lag(self.version, self.settings.max_staleness)
+            self.ledgers.take(position, keep=keep).check_lag(self.version, self.settings.max_staleness)
         return self._serve_parked(now)
 
     def step_complete(self) -> bool:
         """All b groups of every own ledger are taken for the open step."""
-        return self._ledgers.complete()
+        return self.ledgers.complete()
 
     def set_complete(self) -> bool:
         """All b groups of every own ledger have arrived (or are taken already) for the open step."""
-        return self._ledgers.set_complete()
+        return self.ledgers.set_complete()
 
     def advance(self, version: int, now: float) -> list[Outgoing]:
         """The open step is trained and `version` (one more) published: open the next step and answer parked asks."""
         assert version == self.version + 1, f"owner {self.name} is at version {self.version}, asked to go to {version}"
         self.version = version
-        self._ledgers.advance()
+        self.ledgers.advance()
         if self.finished:
             return self._announce_finished(now)
         return self._announce_closed() + self._serve_parked(now)
@@ -200,11 +201,11 @@ class OwnerCore:
         Groups of training steps < version and recorded drops are terminal; all others will be leased again. Groups
         taken by the open step do not count: take the snapshot for weights v after `advance(v)`.
         """
-        return write_snapshot(self.version, self.settings, self._ledgers)
+        return write_snapshot(self.version, self.settings, self.ledgers)
 
     def open_leases(self) -> list[OpenLease]:
         """Leased groups that have not arrived, by (k, ledger): the first ones block the open step."""
-        return [OpenLease.of(entry) for entry in self._ledgers.unfinished()]
+        return [OpenLease.of(entry) for entry in self.ledgers.unfinished()]
 
     def holders(self) -> list[HolderState]:
         """All workers known here, by name."""
@@ -239,14 +240,14 @@ class OwnerCore:
             return self._finished_reply(progress.report, now)
         # A group begun before this term is leased to its worker, as if it had asked, once its prompt has been read.
         begun = [running.position for running in progress.running] if self._begins else []
-        if progress.report.term == self.term and not self._ledgers.reach(begun, self.term, now):
+        if progress.report.term == self.term and not self.ledgers.reach(begun, self.term, now):
             return []
         peer, out = self._read(progress.report, now)
         if peer is None or progress.report.term != self.term:
             return out
         useless = []
         for running in progress.running:
-            entry = self._ledgers.entry(running.position)
+            entry = self.ledgers.entry(running.position)
             if not awaited(entry) or (self._begins and entry.forbids(running.version)):
                 useless.append(running.position)
                 continue
@@ -258,7 +259,7 @@ class OwnerCore:
                 self.progress_count += 1
         if useless:
             out.append(self._to(peer, Cancel(self.name, self.term, peer.incarnation, tuple(useless))))
-        missing = self._ledgers.keep(progress.pieces, peer.name, peer.incarnation, self._begins)
+        missing = self.ledgers.keep(progress.pieces, peer.name, peer.incarnation, self._begins)
         if missing:
             out.append(self._to(peer, Again(self.name, self.term, peer.incarnation, missing)))
         return out + self._serve_parked(now)
@@ -271,7 +272,7 @@ class OwnerCore:
         missing: tuple[int, ...] = ()
         if peer is not None and report.term == self.term:
             # Before its leases are released: pieces are accepted only from holders.
-            missing = self._ledgers.keep(message.pieces, peer.name, peer.incarnation, self._begins)
+            missing = self.ledgers.keep(message.pieces, peer.name, peer.incarnation, self._begins)
             if missing:
                 return [self._to(peer, Again(self.name, self.term, peer.incarnation, missing))]
             self._read(report, now)
@@ -287,7 +288,7 @@ class OwnerCore:
             out = self.worker_lost(report.worker, report.incarnation - 1, now)
         peer = self._peers.admit(report, now)
         if peer is not None:
-            self._copies.heard(peer, self._ledgers.entry)
+            self._copies.heard(peer, self.ledgers.entry)
         if peer is not None and report.term == self.term:
             self._reconcile(peer, report)
             if self.settings.announce_closed and report.closed_seen < self._closed:
@@ -297,9 +298,9 @@ class OwnerCore:
     def _reconcile(self, peer: Peer, report: Report) -> None:
         self._release(peer, peer.confirm(report))
         for position in report.held:
-            entry = None if position in peer.granted_by else self._ledgers.entry(position)
+            entry = None if position in peer.granted_by else self.ledgers.entry(position)
             if awaited(entry):
-                self._ledgers.adopt(entry, peer.name, peer.incarnation)
+                self.ledgers.adopt(entry, peer.name, peer.incarnation)
                 self._peers.adopt(peer, position, report)
                 self._copies.note(entry)
 
@@ -307,11 +308,11 @@ class OwnerCore:
         """A worker no longer holds these positions."""
         for position in positions:
             peer.forget(position)
-            self._copies.note(self._ledgers.release(position, peer.name))
+            self._copies.note(self.ledgers.release(position, peer.name))
 
     # -- results
     def _on_result(self, result: Result, now: float) -> list[Outgoing]:
-        ledger, k = self._ledgers.place(result.position)
+        ledger, k = self.ledgers.place(result.position)
         about = (result.position,)
         if self._begins and result.term == self.term and not ledger.knows(k) and ledger.unread:
             return []  # begun before this term, and its prompt is being read: the result will be sent again
@@ -326,7 +327,7 @@ class OwnerCore:
             self.progress_count += 1
             self._copies.arrived(entry, now)
             out += self._settle(entry, result)
-            exhausted = self._ledgers.settle(result)
+            exhausted = self.ledgers.settle(result)
             self.exhausted = self.exhausted or exhausted
             self._peers.grow(result.worker, result.incarnation, result.wanted)
             out += self._announce_closed()
@@ -349,7 +350,7 @@ class OwnerCore:
         if not self._peers.wanted or self.exhausted is not None or self.finished:
             return []
         out = [self._grant(pending, now) for pending in self._copies.stranded(self._peers)]
-        drawn = self._ledgers.draw(self.term, now)
+        drawn = self.ledgers.draw(self.term, now)
         out += [self._grant(pending, now) for pending in self._peers.deal(drawn, self.settings.message_bytes)]
         return out + [self._grant(pending, now) for pending in self._copies.slow(self._peers)]
 
@@ -364,7 +365,7 @@ class OwnerCore:
 
     def _grant_again(self, peer: Peer, number: int, now: float) -> Outgoing:
         self._peers.grant_again(peer, number, now)
-        entries, rest = self._ledgers.fitting(peer.still_granted(number), self.settings.message_bytes)
+        entries, rest = self.ledgers.fitting(peer.still_granted(number), self.settings.message_bytes)
         # Another holder has produced so many tokens since that not all leases fit any more.
         self._release(peer, rest)
         return self._grant_message(peer, number, entries)

@@ -24,13 +24,14 @@ from distflow.comm.outbox import Delivery, SentOnce
 from distflow.data.batch import Batch, Column, Ragged, RowRange, group_ranges, join, row_lengths
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import Form, decoder, read
+from distflow.data.samples import group_scores
 from distflow.errors import ProtocolError
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import MESSAGE_BYTES
 from distflow.exchange.lease_wire import OF_VALIDATION, check_sender, kind_of, lease_message, to_wire
 from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Result, merge_acks
 from distflow.exchange.owner import OwnerCore
-from distflow.types import TOKENS, LeaseKind, Version
+from distflow.types import TOKENS, UNJUDGED, LeaseKind, Version
 
 Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], Delivery]
 """`post(to, kind, body, payload)`: hands a message to the endpoint; never blocks."""
@@ -75,6 +76,7 @@ class OutboundSamples:
         """Whole groups are finished; those in `dropped` are reported with the reason, without their rows."""
         out: list[Outgoing] = []
         oldest = _oldest(batch)
+        scores = {uid.position: found for uid, found in group_scores(batch).items()} if dropped else {}
         share = batch.nbytes // max(1, batch.rows)
         for position, rows in group_ranges(batch).items():
             reason = dropped.get(position, "")
@@ -82,7 +84,8 @@ class OutboundSamples:
                 self._kept[position] = rows
             size = 0 if reason else share * (rows.stop - rows.start)
             first = min(filter(None, oldest[rows.start : rows.stop]), default=None)
-            out += self.core.finished(position, first, size, reason, now)
+            judged = scores.get(position, ()) if reason and not reason.startswith(UNJUDGED) else ()
+            out += self.core.finished(position, first, size, reason, now, judged)
         self.send(out)
         for position in self.core.take_acked():
             self._kept.pop(position, None)

@@ -9,10 +9,13 @@ from pathlib import Path
 from distflow.config.data_files import data_files
 from distflow.config.data_schema import DataConfig, SourceConfig
 from distflow.config.paths import HUB_PREFIX, is_data_file
+from distflow.config.schema import Recipe
 from distflow.errors import PluginError, Problems, UserError, did_you_mean
 from distflow.flow.resolve import find_source
 from distflow.flow.step_declaration import read_parameters
 from distflow.flow.step_settings import complaints
+from distflow.flow.structure import Structure
+from distflow.types import REWARD, written
 
 _SETTINGS = {"file": ("split",), "hub": ("split", "config")}
 
@@ -33,6 +36,27 @@ def check_data(data: DataConfig, problems: Problems, missing: Problems, section:
             _check_settings(key, source, "hub", problems)
         else:
             _check_function(key, source, problems)
+
+
+def check_difficulty(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse to draw prompts by their pass rates where these are not known in time, or not to all."""
+    key = "data.difficulty"
+    if recipe.data.difficulty is None:
+        return
+    if structure.reads is not None:
+        message = f"step {structure.reads.name!r} reads the samples from the data: none is judged"
+        problems.add(key, message, "leave it out, or a flow that generates")
+    elif any(node.generates_further for node in structure.steps):
+        message = "this flow generates with a further model, on prompts that other steps write: not built yet"
+        problems.add(key, message, "leave it out, or another flow")
+    elif not any(written(field, node.writes) for node in structure.before_custody for field in ("score", REWARD)):
+        message = "samples have neither score nor reward when the workers that train get them"
+        problems.add(
+            key, message, "leave it out, or let the pool that generates, or a service of it, run a reward step"
+        )
+    if recipe.layout.max_staleness == "unbounded":
+        message = "without a bound of the staleness, what is known when a prompt is drawn depends on timing"
+        problems.add(key, message, "layout.max_staleness=1, or another bound", others=("layout.max_staleness",))
 
 
 def _check_settings(key: str, source: SourceConfig, kind: str, problems: Problems) -> None:

@@ -117,6 +117,7 @@ def _batch(plan: Plan) -> list[str]:
         *shared,
         *_waiting(plan),
         *_rows_waiting(plan),
+        *_difficulty(plan),
         f"{_staleness(plan)}; up to {batch.max_refills} refills a ledger and step",
         f"whole run: {batch.training_steps * batch.prompts} prompts, {batch.training_steps * batch.samples} samples",
     ]
@@ -127,6 +128,19 @@ def _computed(plan: Plan) -> str:
         return "computed while samples arrive" if plan.reads is None else "computed one after another"
     early = f"; {', '.join(plan.on_arrival)} while they arrive" if plan.on_arrival else ""
     return f"computed when the whole batch has arrived{early}"
+
+
+def _difficulty(plan: Plan) -> list[str]:
+    """How prompts are drawn by their pass rates."""
+    difficulty = plan.recipe.data.difficulty
+    if difficulty is None:
+        return []
+    parts = [f"{name} (up to {pool.up_to:g}) weight {pool.weight:g}" for name, pool in difficulty.ranges]
+    retired = {"solved": difficulty.retire_solved, "unsolved": difficulty.retire_unsolved}
+    parts += [f"retired after {count} visits {name}" for name, count in retired.items() if count is not None]
+    lag = plan.batch.max_staleness
+    known = "the step before" if not lag else f"steps up to {1 + lag} before"
+    return [f"prompts by pass rate, as known after {known}: {', '.join(parts)}"]
 
 
 def _staleness(plan: Plan) -> str:

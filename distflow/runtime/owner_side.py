@@ -23,8 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from distflow.config.data_schema import DataConfig
+from distflow.config.data_schema import DataConfig, DifficultyConfig
 from distflow.config.plugins import TOKENIZER
+from distflow.data.difficulty import Difficulty, DifficultyRule
 from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings
 from distflow.data.responses import Reading
@@ -339,9 +340,11 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
         read, plan.batch.ledgers, ahead, lambda: tell_of_prompts(node, inbound, reader), node.board.fault
     )
     prompts = reader.prompt_at
-    core = OwnerCore(
-        name, lease_settings(setting), list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins
-    )
+    settings = lease_settings(setting)
+    if setting.recipe.data.difficulty is not None:
+        with user_code(where):
+            settings = replace(settings, difficulty=_difficulty(setting.recipe.data.difficulty, order, setting))
+    core = OwnerCore(name, settings, list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins)
     edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
     asked_for = dict.fromkeys(f for e in edges if e.when != "before custody" for f in e.fields if "*" not in f)
     about = (core, lanes.post, plan.later_bytes, tuple(asked_for))
@@ -351,6 +354,14 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
         inbound = OwnSamples(*about, make=lambda leases: samples_of(leases, _popped(given, leases)))
     connect_owner(node, lanes, inbound, reader)
     return inbound
+
+
+def _difficulty(config: DifficultyConfig, order: PromptOrder, setting: Setting) -> Difficulty:
+    """What is known of the prompts' pass rates, as the checkpoint has it."""
+    lag, saved = setting.plan.batch.max_staleness, None if setting.resumed is None else setting.resumed.difficulty()
+    assert lag is not None, "refused with the plan (flow/data_check.py)"
+    about = setting.recipe.run.seed, order.count(), lag
+    return Difficulty(DifficultyRule.of(config), *about, setting.start.number, saved)
 
 
 def _popped(

@@ -12,7 +12,7 @@ from distflow.comm.fact_exchange import Fact
 from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch
 from distflow.data.micro_batches import with_agreed
-from distflow.data.samples import sample_bounds
+from distflow.data.samples import group_scores, sample_bounds
 from distflow.exchange.dealing import CostRule
 from distflow.exchange.intake_core import Take
 from distflow.exchange.sample_channel import ArrivedGroup
@@ -25,7 +25,7 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend, Priced
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.trace_writer import spanned
-from distflow.types import prefixed
+from distflow.types import Scores, Uid, prefixed
 
 WHOLE = "whole batches"
 
@@ -40,6 +40,8 @@ class StepTally:
     """Batches, with the worker that generated each row."""
     samples: int = 0
     tokens: int = 0
+    judged: dict[Uid, Scores] = field(default_factory=dict)
+    """What the samples of each group scored, if it matters for later prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,8 @@ class Receiving:
             batch = with_agreed(batch, parts)
         tally = self.tally
         tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
+        if self._intake.owner.settings.difficulty is not None:
+            tally.judged |= group_scores(batch)
         tally.samples += len(sample_bounds(batch)) - 1
         tally.tokens += int(batch.ragged("prompt_ids").offsets[-1] + batch.ragged("response_ids").offsets[-1])
         for prefix in ("", *self._limits.prefixes) if "policy_versions" in batch else ():

@@ -52,7 +52,7 @@ class Asker:
     def result(self, position: int, dropped: str = "", version: int = 0, wanted: int = 0, nbytes: int = 10) -> Result:
         """A result of this worker."""
         oldest = Version(self.owner.term, version)
-        return Result(self.name, self.incarnation, self.owner.term, position, 1, nbytes, oldest, dropped, wanted)
+        return Result(self.name, self.incarnation, self.owner.term, position, 1, nbytes, oldest, dropped, wanted, ())
 
     def finish(self, *positions: int, dropped: str = "", version: int = 0, wanted: int = 0) -> list[Outgoing]:
         """Deliver results, one after the other."""

@@ -184,7 +184,7 @@ class LeaseTrainer:
     def check_memory(self) -> None:
         """No position's memory is lost or counted twice, and no ledger takes more than it has."""
         reserved = 0
-        for ledger in self.owner._ledgers:
+        for ledger in self.owner.ledgers:
             held = sum(entry.reserved for entry in ledger.entries.values())
             assert ledger.reserved == held, f"{self.name}, ledger {ledger.index}: {ledger.reserved} for {held} bytes"
             reserved += held

@@ -59,6 +59,15 @@ def test_what_was_left_out_is_told_once_it_is_known(caplog: pytest.LogCaptureFix
     assert caplog.text.count("2 of 4 prompts are longer than data.max_prompt_tokens=4 and left out") == 1
 
 
+def test_the_prompts_that_are_not_left_out_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    sources = [SourceUse(["11", "22222222", "3"], "one"), SourceUse(["44", "5"], "two")]
+    order = make(*sources)
+    assert order.count() == order.count() == 4
+    assert caplog.text.count("left out") == 1
+    assert [order.uid(position) for position in range(40)] == [make(*sources).uid(position) for position in range(40)]
+    assert make(*sources, overlong="error").count() == 5
+
+
 def test_when_all_are_left_out() -> None:
     with pytest.raises(UserError, match="2 of 2 prompts of long are longer than .*; raise data.max_prompt_tokens"):
         make(SourceUse(numbers(5, 6), "long")).uid(0)

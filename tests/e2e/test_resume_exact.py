@@ -103,6 +103,29 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(launch: Launch) -> None
 
 
 @pytest.mark.long
+def test_prompts_by_pass_rate_are_drawn_as_if_nothing_had_happened(launch: Launch) -> None:
+    """So they are when training workers alone are killed. All prompts are opened again in between."""
+    pools = "pools: {hard: {up_to: 0.5}, easy: {up_to: 1, weight: 0.5}}"
+    by_rate = [*DIVIDED, "data.with.digits=2", f"data.difficulty={{retire_unsolved: 1, reopen_below: 0.1, {pools}}}"]
+    settings = [*SHORT, *by_rate]
+    whole = launch("quickstart", DETERMINISTIC, *settings)
+    assert whole.wait() == 0, whole.output
+    assert sum(line["data/passed_over"] for line in whole.metrics()) > 0
+    assert whole.metrics()[-1]["data/reopened"] > 0
+    second = kill_and_resume(
+        launch, settings, saved_and_trained(last := random.randrange(4, 17)), f"training step {last}"
+    )
+    assert samples(second) == samples(whole)
+    assert figures(second) == figures(whole)
+    third = launch("quickstart", DETERMINISTIC, *settings)
+    third.until(lambda: saved_and_trained(2 * last)(third), f"training step {last}")
+    os.kill(third.pid_of("trainer/1"), signal.SIGKILL)
+    assert third.wait() == 0, third.output
+    assert third.record()["term"] == 1
+    assert samples(third) == samples(whole)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(3 * LONG_S)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_whole_quickstart_repeats_after_a_kill(launch: Launch, layout: list[str]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from distflow.exchange.entry import Entry
 from distflow.exchange.hedging import Copies
 from distflow.exchange.holder_table import Peer, Peers, PendingGrant
-from distflow.exchange.ledger import Entry
 from distflow.exchange.owner import OwnerCore
 from distflow.testing import lease_trainer
 from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario
@@ -53,7 +53,7 @@ class Checked(Copies):
     def by_age(self) -> list[Entry]:
         if self.looked_at < 0 or not self._settings.hedging:
             return []
-        ledgers = self.owner._ledgers
+        ledgers = self.owner.ledgers
         entries = (entry for ledger in ledgers for entry in ledger.entries.values() if entry.state == "open")
         return sorted(entries, key=lambda entry: (entry.leased_at, entry.lease.position))
 

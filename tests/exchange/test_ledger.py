@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.data.difficulty import Difficulty, DifficultyRule, Visit
 from distflow.errors import UserError
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Ledger, RefillsExhausted
@@ -266,3 +267,53 @@ def test_without_a_bound_drops_count_anew_with_every_arrival() -> None:
     for _ in range(3):
         ledger.drop(ledger.lease(0, 0.0).lease.k, "no")
     assert isinstance(ledger.exhausted(), RefillsExhausted)
+
+
+def solved(*prompts: int, lag: int = 0) -> Difficulty:
+    """These prompts of 100 were solved in training step 0, and are retired."""
+    difficulty = Difficulty(DifficultyRule(retire_solved=1), 0, 100, lag)
+    difficulty.record(0, [Visit(prompt, prompt, 2, 2) for prompt in prompts])
+    return difficulty
+
+
+def test_retired_prompts_are_passed_over_by_what_their_lowest_version_knew() -> None:
+    settings = replace(ONE, max_staleness=1, training_steps=9, difficulty=solved(2, 4, 6, 7, lag=1))
+    ledger = new_ledger(settings)
+    assert lease_all(ledger) == [0, 1, 2, 3], "nothing was known at version 0"
+    arrive(ledger, 0, 1)
+    ledger.take(0)
+    ledger.take(1)
+    ledger.advance()
+    assert lease_all(ledger) == [5, 8]
+    assert [ledger.entries[k].lease.min_version for k in (5, 8)] == [1, 1]
+    assert ledger.passed_over == 3
+    assert ledger.refills.total() == 0
+    saved = json.loads(json.dumps(ledger.snapshot()))
+    again = new_ledger(settings)
+    again.restore(1, saved["frontier"], [])
+    assert lease_all(again) == [2, 3, 5, 8], "decided again by the same"
+
+
+def test_dropped_groups_of_the_open_window_tell_their_scores_once() -> None:
+    settings = replace(ONE, max_staleness=1, training_steps=9, difficulty=solved(lag=1))
+    ledger = new_ledger(settings)
+    lease_all(ledger)
+    ledger.drop(3, "equal rewards", (1.0, 1.0))
+    assert ledger.judged() == [], "of the step after"
+    ledger.drop(0, "equal rewards", (0.0, 0.0))
+    lease_all(ledger)
+    assert [(one.uid.position, one.scores) for one in ledger.judged()] == [(0, (0.0, 0.0))]
+    ledger.drop(1, "reward error")
+    arrive(ledger, 2, 4)
+    lease_all(ledger)
+    assert sorted(one.uid.position for one in ledger.judged()) == [0, 3]
+    saved = json.loads(json.dumps(ledger.snapshot()))
+    again = new_ledger(settings)
+    again.restore(0, saved["frontier"], map(tuple, saved["dropped"]), (), saved["judged"])
+    lease_all(again)
+    assert sorted(again.judged()) == sorted(ledger.judged())
+    ledger.take(2)
+    ledger.take(4)
+    ledger.advance()
+    assert ledger.judged() == []
+    assert "judged" not in ledger.snapshot()

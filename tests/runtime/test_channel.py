@@ -151,12 +151,12 @@ def test_groups_arrive_with_their_rows_and_are_let_go_of(pair: Pair) -> None:
 def test_what_has_arrived_reserves_room_for_the_fields_that_it_will_get(pair: Pair) -> None:
     """Those of each of its two response tokens a row, besides the result itself."""
     pair.lease(4)
-    reserved = sum(ledger.reserved for ledger in pair.owner._ledgers)
+    reserved = sum(ledger.reserved for ledger in pair.owner.ledgers)
     pair.inbound = InboundSamples(pair.owner, pair.ends[OWNER].send, later_bytes=1000)
     arriving = groups(0)
     pair.finish(arriving)
     pair.until(lambda: pair.owner.consumable() == [0])
-    now = sum(ledger.reserved for ledger in pair.owner._ledgers)
+    now = sum(ledger.reserved for ledger in pair.owner.ledgers)
     assert now == reserved - pair.settings.group_bytes(0) + arriving.nbytes + 2 * ROWS * 1000
 
 
@@ -246,7 +246,7 @@ def test_more_tokens_than_any_message_holds_come_back_after_a_restart(
             pair.holder.produced(SampleOutput(position, i, tokens, logprobs, spans, "abort") for i in range(ROWS))
 
     def all_kept() -> bool:
-        entries = [pair.owner._ledgers.entry(position) for position in positions]
+        entries = [pair.owner.ledgers.entry(position) for position in positions]
         return all(entry.kept is not None and entry.kept.tokens == ROWS * 20_000 for entry in entries)
 
     pair.until(all_kept)

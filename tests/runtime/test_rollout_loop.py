@@ -260,7 +260,7 @@ def test_a_drained_worker_hands_everything_back(tmp_path: Path) -> None:
     assert made.holder.held() == []
     assert made.engine.progress() == {}
     assert {lease.workers for lease in made.owner.open_leases()} == {()}
-    kept = {entry.lease.position: entry.kept for entry in made.owner._ledgers.unfinished()}
+    kept = {entry.lease.position: entry.kept for entry in made.owner.ledgers.unfinished()}
     assert [kept[p] is not None and kept[p].tokens for p in (0, 1, 2)] == [GROUP, GROUP, False]
 
 

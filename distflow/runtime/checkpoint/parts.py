@@ -47,8 +47,9 @@ AT = "@"
 """Separates name and start in the key of a shard that is not the whole tensor: name@start."""
 SHAPES = "shapes"
 """Key in a part's metadata: the shapes of the tensors whose shards it holds."""
-HOME, LEDGER = "home", "ledger"
-"""Keys of what a worker saves about itself: the pool that it trains in, and, of owners, their ledgers."""
+HOME, LEDGER, DIFFICULTY = "home", "ledger", "difficulty"
+"""Keys of what a worker saves about itself: the pool that it trains in, and, of owners, their ledgers; the first owner
+saves what all know of the prompts' pass rates."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Note], object]
 """Writes a state, by the model's section of the recipe, into an empty folder; reports bytes as they are written."""
@@ -261,6 +262,10 @@ class CheckpointReader:
     def ledgers(self) -> list[dict[str, Any]]:
         """The ledgers of all owners: replicas of further homes have none."""
         return [worker[LEDGER] for worker in self.workers() if LEDGER in worker]
+
+    def difficulty(self) -> dict[str, Any] | None:
+        """What was known of the prompts' pass rates, if they mattered."""
+        return next((worker[DIFFICULTY] for worker in self.workers() if DIFFICULTY in worker), None)
 
     def worker(self, home: str) -> dict[str, Any]:
         """What this worker of a home saved about itself; for a new one, what the first of that home saved, or of all.

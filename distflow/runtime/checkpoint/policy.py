@@ -26,10 +26,11 @@ from typing import Any
 
 from distflow.comm.fact_exchange import Fact
 from distflow.config.schema import RunConfig
+from distflow.data.difficulty import Difficulty
 from distflow.errors import StepError, UserError, WorkerFailed
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime.checkpoint.format import Shard
-from distflow.runtime.checkpoint.parts import HOME, LEDGER, CheckpointWriter, ModelFolders
+from distflow.runtime.checkpoint.parts import DIFFICULTY, HOME, LEDGER, CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.writer_thread import CheckpointThread, Flight, Parts, mean_of
 from distflow.runtime.groups import MemberGroup
 from distflow.runtime.metrics import MetricStore
@@ -62,6 +63,8 @@ class SavingParts:
     """Writes that queue to the disk: samples that a checkpoint counts are never generated again."""
     folders: ModelFolders | None = None
     """Only where the recipe asks for Hugging Face folders."""
+    difficulty: Difficulty | None = None
+    """What is known of the prompts' pass rates, at the owner that saves it for all."""
     validated: Callable[[], Mapping[int, float]] = dict
     """What checkpoints are kept for, by version, if validation measures it here."""
 
@@ -209,6 +212,8 @@ class Saving:
             worker = {HOME: parts.home, "steps": self._states}
             if parts.core is not None:
                 worker[LEDGER] = parts.core.snapshot()
+            if parts.difficulty is not None:
+                worker[DIFFICULTY] = parts.difficulty.snapshot(version.number)
         parts.record()
         self._flight = self._thread.begin(
             version, score, self._shards(), worker, validated=parts.validated(), as_folder=as_folder
