@@ -18,6 +18,7 @@ from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
 from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.generating import Turns
+from distflow.runtime.held_out import HeldOut
 from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
@@ -73,7 +74,9 @@ class TrainingParts:
     validation: Validation | None = None
     """Only at the first owner."""
     validates: bool = False
-    """Whether there is validation, here or at another owner."""
+    """Whether there is validation, here or at another owner, of samples that are generated."""
+    held_out: HeldOut | None = None
+    """Only where there is validation of samples that are read from the data."""
 
 
 class Training:
@@ -111,7 +114,7 @@ class Training:
             commits=parts.commits,
             record=self._record,
             flush=parts.dumps.flush,
-            validated=lambda: {} if parts.validation is None else dict(parts.validation.scores),
+            validated=self._scores,
         )
         self._saving = Saving(
             saved, limits.run, limits.waits.no_progress_s, parts.replicas.set, node.board, parts.metrics
@@ -127,11 +130,13 @@ class Training:
         for model in self._parts.publishing.models:
             self.publish(model, self._number)
         self._saving.prepare()
+        self._measure()
         run = self._limits.run
         for t in range(self._number, min(run.training_steps, run.stop_after or run.training_steps)):
             self._begin(t)
             yield t
             self._end(t)
+            self._measure()
         self.finished = True
 
     def finish(self) -> None:
@@ -264,6 +269,15 @@ class Training:
         self._parts.dumps.close()
 
     # -- details
+
+    def _measure(self) -> None:
+        if self._parts.held_out is not None:
+            self._parts.held_out.measure(self._number)
+
+    def _scores(self) -> Mapping[int, float]:
+        """What checkpoints are kept for, by version, as far as validation has measured it here."""
+        measuring = self._parts.validation or self._parts.held_out
+        return {} if measuring is None else dict(measuring.scores)
 
     def _record(self) -> None:
         """Pass the samples of the last finished training step to the dumps."""

@@ -23,6 +23,7 @@ from distflow.config.data_schema import DataConfig
 from distflow.config.plugins import FIND_ANSWER
 from distflow.data.batch import Batch
 from distflow.data.order import DATA_SOURCE, PromptOrder
+from distflow.data.responses import Reading
 from distflow.data.samples import last_rows
 from distflow.errors import UserError
 from distflow.exchange.ledgers import snapshot_at
@@ -72,7 +73,7 @@ class Validation:
         self._no_progress_s = setting.recipe.limits.no_progress_s
         self._where = f"validation data {plan.data.shown} on {setting.me.name}"
         with user_code(self._where):
-            self._places = list(islice(_every_prompt(setting, plan.data, tokenizer, self._where), plan.prompts))
+            self._places = list(islice(every_prompt(setting, plan.data, tokenizer, self._where), plan.prompts))
         self._prompts = len(self._places)
         self._keep_best = setting.recipe.run.keep_best
         self.scores: dict[int, float] = {}
@@ -196,8 +197,7 @@ class Validation:
             "newer_version_share": self._newer / len(lengths),
         }
         named = {f"{VAL}{name}": value for name, value in values.items()}
-        if is_validated(self._keep_best):
-            self._note(version, named, self._keep_best)
+        self.scores |= kept_score(version, named, self._keep_best)
         self._writer.write(version, self._term, named, measured=False)
         average = f"avg@{self._plan.samples_per_prompt}"
         log.info("validation after training step %d: %s %.4f", version, average, values[average])
@@ -212,24 +212,31 @@ class Validation:
             self._dumps.write(version, self._term, self._taken)
         self._taken, self._graded, self._lengths, self._cut, self._newer = [], {}, [], 0, 0
 
-    def _note(self, version: int, named: Mapping[str, float], metric: str) -> None:
-        if metric not in named:
-            choices = ", ".join(named)
-            raise UserError(f"run.keep_best: validation does not measure {metric!r} — choose one of {choices}")
-        self.scores[version] = named[metric]
-
     def _is_newer(self, spans: Tensor) -> bool:
         """Whether a sample, with these spans of versions, is not of the version that is measured alone."""
         return bool((spans.reshape(-1, 4)[:, 1] != self._plan.versions[self._core.version]).any())
 
 
-def _every_prompt(
-    setting: Setting, data: DataConfig, tokenizer: Tokenizer, where: str
+def kept_score(version: int, named: Mapping[str, float], keep_best: str | None) -> Mapping[int, float]:
+    """What checkpoints are kept for, by version, if it is among these metrics of validation.
+
+    Raises UserError if it should be, and is not.
+    """
+    if not is_validated(keep_best):
+        return {}
+    if keep_best not in named:
+        choices = ", ".join(named)
+        raise UserError(f"run.keep_best: validation does not measure {keep_best!r} — choose one of {choices}")
+    return {version: named[keep_best]}
+
+
+def every_prompt(
+    setting: Setting, data: DataConfig, tokenizer: Tokenizer, where: str, reading: Reading | None = None
 ) -> Iterator[tuple[PromptOrder, int]]:
     """Every prompt of every source once, in their order, as its place there; without those that are left out."""
     for name, source in data.sources.items():
         alone = data.model_copy(update={"shuffle": False, "source": None, "mix": {name: source}})
-        order = build_prompts(alone, setting.recipe.run.seed, tokenizer, where)
+        order = build_prompts(alone, setting.recipe.run.seed, tokenizer, where, reading)
         # Behind the last one that is not left out, another pass begins.
         whole = data.overlong == "error"
         yield from ((order, place) for place in range(len(order)) if whole or order.uid(place).epoch == 0)

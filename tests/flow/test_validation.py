@@ -87,7 +87,7 @@ def test_it_asks_the_services_that_the_generating_pool_asks() -> None:
 def test_without_validation_it_is_left_out() -> None:
     made = plan(ALONE)
     assert made.validating is None
-    assert "pool 'checks' is left out: there is no section `val`" in made.notes
+    assert "pool 'checks' is left out: no validation generates" in made.notes
 
 
 @pytest.mark.parametrize(
