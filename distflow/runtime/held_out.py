@@ -47,6 +47,8 @@ log = logger(__name__)
 TIME = f"{TIMING}validation"
 OF_ACTOR = "actor/"
 """Left out of the names of metrics: `actor/loss` is `val/loss`."""
+TOLD = (f"{VAL}loss", f"{VAL}preference/accuracy")
+"""Told in the log, where there are such metrics."""
 _OF_WORKERS = (TIMING, "perf/")
 """What the names of metrics begin with that say nothing about rows."""
 
@@ -207,9 +209,6 @@ class HeldOut:
             parts.writer.write(version, setting.document.term, {**named, TIME: values[TIME]}, measured=False)
             shown = ", ".join(f"{name} {named[name]:.4f}" for name in TOLD if name in named)
             log.info("validation after training step %d: %s", version, shown or f"{len(named)} metrics")
-
-
-TOLD = (f"{VAL}loss", f"{VAL}preference/accuracy")
 
 
 class _WithoutGradient:

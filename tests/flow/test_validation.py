@@ -63,6 +63,7 @@ def test_a_colocated_worker_generates_once_more_at_the_end() -> None:
     assert "w.validation" not in render_script(plan("val.every=3"), WorkerName("rollout", 0))
 
 
+HELD_OUT = ("flow=dpo", "val.every=3", "val.data.source=distflow.data.arithmetic:copy_digits")
 ALONE = "layout.pools.checks={roles: [validate], count: 2, slots: 512}"
 
 
@@ -82,6 +83,18 @@ def test_it_asks_the_services_that_the_generating_pool_asks() -> None:
     assert [edge.source for edge in made.edges if edge.name == "reward"] == ["rollout", "checks"]
     script = 'for batch in w.requests("reward"):'
     assert script in render_script(made, WorkerName("judge", 0))
+
+
+def test_rows_that_are_held_out_are_measured_by_the_training_workers() -> None:
+    made = plan(*HELD_OUT, "val.prompts=5", "run.training_steps=8", ALONE)
+    assert made.val is not None
+    assert made.val.versions == (0, 3, 6, 8)
+    assert made.validating is None
+    assert "pool 'checks' is left out: no validation generates" in made.notes
+    assert "loss and metrics of the first 5 rows of distflow.data.arithmetic:copy_digits, by the tr" in render_page(
+        made
+    )
+    assert [str(worker.name) for worker in made.workers] == ["trainer/0"]
 
 
 def test_without_validation_it_is_left_out() -> None:
@@ -108,6 +121,10 @@ def test_without_validation_it_is_left_out() -> None:
         (["val.every=3", "val.sampling={temperature: warm}"], "val.sampling.temperature — expected a number"),
         (["val.every=3", "val.data={source: nowhere.py:prompts}"], "val.data.source"),
         (["val.every=3", "flow=self_play"], "val — this flow generates with a further model"),
+        (["val.every=3", "flow=sft"], "val.data — step 'read' reads the samples from the data, and nothing is gen"),
+        ([*HELD_OUT, "val.samples_per_prompt=4"], "val.samples_per_prompt — step 'read' reads the samples"),
+        ([*HELD_OUT, "val.sampling={temperature: 1}"], "val.sampling — step 'read' reads the samples"),
+        ([*HELD_OUT, "run.keep_best=val/loss", "run.save_every=3"], "run.keep_best_mode — max would keep"),
     ],
 )
 def test_what_is_refused(overrides: list[str], message: str) -> None:
