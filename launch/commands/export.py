@@ -109,6 +109,7 @@ def _asked(recipe: str, overrides: Sequence[str], model: Path, name: str, runs_d
     # One round measures one version, and keeps no checkpoint.
     unused = (key for key in ("stop_after", "keep_best") if getattr(composed.run, key) is not None)
     changed |= {f"run.{key}": "null" for key in unused}
+    changed |= {"run.keep_best_mode": "max"} if composed.run.keep_best_mode != "max" else {}
     changed |= {"val.at_start": "true"} if composed.val is None else {}
     words = [f"{key}={value}" for key, value in changed.items()]
     # A path may hold any letter.
