@@ -39,7 +39,7 @@ from distflow.runtime.owner_side import reading_of
 from distflow.runtime.protocols import Backend, Tokenizer, TokenScores, TokenValues, TrainedScorer
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.steps import ServedContext, StepContext, StepRunner, user_code
-from distflow.runtime.validation import every_prompt, kept_score
+from distflow.runtime.validation import every_prompt, judged_metrics, note_scores
 from distflow.types import VAL, VALIDATION, Uid
 
 log = logger(__name__)
@@ -98,8 +98,9 @@ class HeldOut:
         parts.node.count_work(lambda: self._store.recorded)
         self._contexts: dict[str, StepContext] = {}
         self._runner = StepRunner(str(me.name), me.steps, self._contexts, self._store)
-        self.scores: dict[int, float] = {}
-        """What checkpoints are kept for, by version, if it is measured here."""
+        self._judged = judged_metrics(setting.recipe.run)
+        self.scores: dict[str, dict[int, float]] = {metric: {} for metric in self._judged.values()}
+        """What checkpoints are kept for, and what may end the run, by metric and version."""
 
     def measure(self, version: int) -> None:
         """Measure these weights, if that is due; raises RunStopped, on all replicas alike, if one is asked to stop."""
@@ -204,7 +205,7 @@ class HeldOut:
         parts, setting = self._parts, self._parts.setting
         measured = {VAL + name.removeprefix(OF_ACTOR): value for name, value in values.items() if name != TIME}
         named = {**measured, f"{VAL}prompts": float(len(self._places))}
-        self.scores |= kept_score(version, named, setting.recipe.run.keep_best)
+        note_scores(self.scores, self._judged, version, named)
         if parts.replicas.rank == 0:
             parts.writer.write(version, setting.document.term, {**named, TIME: values[TIME]}, measured=False)
             shown = ", ".join(f"{name} {named[name]:.4f}" for name in TOLD if name in named)

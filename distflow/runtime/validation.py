@@ -21,6 +21,7 @@ from torch import Tensor
 from distflow.algorithms.evaluation import Graded, summary
 from distflow.config.data_schema import DataConfig
 from distflow.config.plugins import FIND_ANSWER
+from distflow.config.schema import RunConfig
 from distflow.data.batch import Batch
 from distflow.data.order import DATA_SOURCE, PromptOrder
 from distflow.data.responses import Reading
@@ -75,9 +76,9 @@ class Validation:
         with user_code(self._where):
             self._places = list(islice(every_prompt(setting, plan.data, tokenizer, self._where), plan.prompts))
         self._prompts = len(self._places)
-        self._keep_best = setting.recipe.run.keep_best
-        self.scores: dict[int, float] = {}
-        """What checkpoints are kept for, by version, if it is measured here."""
+        self._judged = judged_metrics(setting.recipe.run)
+        self.scores: dict[str, dict[int, float]] = {metric: {} for metric in self._judged.values()}
+        """What checkpoints are kept for, and what may end the run, by metric and version."""
         self._due = 0
         """Rounds whose version has been published."""
         self._sources: dict[int, str] = {}
@@ -197,7 +198,7 @@ class Validation:
             "newer_version_share": self._newer / len(lengths),
         }
         named = {f"{VAL}{name}": value for name, value in values.items()}
-        self.scores |= kept_score(version, named, self._keep_best)
+        note_scores(self.scores, self._judged, version, named)
         self._writer.write(version, self._term, named, measured=False)
         average = f"avg@{self._plan.samples_per_prompt}"
         log.info("validation after training step %d: %s %.4f", version, average, values[average])
@@ -217,17 +218,20 @@ class Validation:
         return bool((spans.reshape(-1, 4)[:, 1] != self._plan.versions[self._core.version]).any())
 
 
-def kept_score(version: int, named: Mapping[str, float], keep_best: str | None) -> Mapping[int, float]:
-    """What checkpoints are kept for, by version, if it is among these metrics of validation.
+def judged_metrics(run: RunConfig) -> dict[str, str]:
+    """The metrics of validation that decide which checkpoints are kept, and when the run ends, by key."""
+    return {key: metric for key, metric in run.judged.items() if is_validated(metric)}
 
-    Raises UserError if it should be, and is not.
-    """
-    if not is_validated(keep_best):
-        return {}
-    if keep_best not in named:
-        choices = ", ".join(named)
-        raise UserError(f"run.keep_best: validation does not measure {keep_best!r} — choose one of {choices}")
-    return {version: named[keep_best]}
+
+def note_scores(
+    scores: Mapping[str, dict[int, float]], judged: Mapping[str, str], version: int, named: Mapping[str, float]
+) -> None:
+    """Note the values of these metrics, `judged` by key, in `scores`; raises UserError if one was not measured."""
+    for key, metric in judged.items():
+        if metric not in named:
+            choices = ", ".join(named)
+            raise UserError(f"{key}: validation does not measure {metric!r} — choose one of {choices}")
+        scores[metric][version] = named[metric]
 
 
 def every_prompt(

@@ -107,7 +107,7 @@ def _asked(recipe: str, overrides: Sequence[str], model: Path, name: str, runs_d
     given = (key for key in ("init", "lora", "quantize") if getattr(own, key) is not None)
     changed |= {f"models.{policy}.{key}": "null" for key in given}
     # One round measures one version, and keeps no checkpoint.
-    unused = (key for key in ("stop_after", "keep_best") if getattr(composed.run, key) is not None)
+    unused = (key for key in ("stop_after", "stop_when", "keep_best") if getattr(composed.run, key) is not None)
     changed |= {f"run.{key}": "null" for key in unused}
     changed |= {"run.keep_best_mode": "max"} if composed.run.keep_best_mode != "max" else {}
     changed |= {"val.at_start": "true"} if composed.val is None else {}
