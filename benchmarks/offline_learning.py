@@ -2,10 +2,10 @@
 
     python -m benchmarks.offline_learning --seeds 0 1 2
 
-Of all thousand numbers 800 are in the file that is trained on, and 200 are held out. Prints for each seed, of exported
-models: the share of held-out prompts that a model answers exactly when it generates (sft; dpo and kto begin with what
-a few steps of sft have made), and the share of held-out pairs that it orders (dpo, kto, reward_model; that also as a
-judge, text by text). Exit code 1 if one is below `--least`.
+Of all thousand numbers 800 are in the file that is trained on, and 200 are held out. Prints for each seed what
+`distflow evaluate` measures of the trained models: the share of held-out prompts that a model answers exactly when it
+generates (sft; dpo and kto begin with what a few steps of sft have made), and the share of held-out pairs in order
+(dpo, kto, reward_model; that also as a judge, text by text). Exit code 1 if one is below `--least`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distflow.data.arithmetic import copy_digits
 
@@ -37,15 +37,13 @@ class Workplace(NamedTuple):
     folder: Path
     seed: int
 
-    def launch(self, name: str, *overrides: str) -> list[dict[str, Any]]:
-        """Launch a run; returns its metrics. Raises RuntimeError with its output if it fails."""
+    def launch(self, name: str, *overrides: str) -> None:
+        """Launch a run. Raises RuntimeError with its output if it fails."""
         chosen = [f"run.seed={self.seed}", "layout=colocated", "run.dump_rollouts=0", *overrides]
         runs = ["--run", name, "--runs-dir", str(self.folder)]
         done = subprocess.run([*DISTFLOW, "launch", "quickstart", *chosen, *runs], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        lines = self.command("metrics", name, "--json")
-        return list(json.loads(lines))
 
     def export(self, name: str) -> Path:
         """The trained model of a run."""
@@ -59,9 +57,16 @@ class Workplace(NamedTuple):
             [*DISTFLOW, *arguments, "--runs-dir", str(self.folder)], capture_output=True, text=True, check=True
         ).stdout
 
-    def data(self, held_out: bool) -> str:
-        """The override that names a file."""
-        return f"data.source={self.folder / ('held_out' if held_out else 'trained')}.jsonl"
+    def held_out(self, name: str, *overrides: str) -> dict[str, float]:
+        """What validation measures of the trained model of a run, on the rows that are held out."""
+        rows = f"val.data.source={self.folder / 'held_out.jsonl'}"
+        settings = [f"run.seed={self.seed}", "layout=colocated", rows, *overrides]
+        return dict(json.loads(self.command("evaluate", name, "quickstart", *settings, "--json")))
+
+    @property
+    def data(self) -> str:
+        """The override that names the rows that are trained on."""
+        return f"data.source={self.folder / 'trained.jsonl'}"
 
     def write(self) -> None:
         """Both files."""
@@ -78,23 +83,16 @@ def model(folder: Path, name: str = "policy") -> list[str]:
     return [f"++models.{name}.path={folder}", f"++models.{name}.tokenizer='chars:0123456789='"]
 
 
-def once(*overrides: str) -> list[str]:
-    """A single training step over all held-out prompts, whose metrics are those before its update."""
-    return [f"batch.prompts={HELD_OUT}", "run.training_steps=1", "models.policy.optimizer.lr=0", *overrides]
+def exact(place: Workplace, run: str) -> float:
+    """The share of held-out prompts that the model of a run answers exactly, when it generates greedily."""
+    return place.held_out(run, "flow=grpo", "val.sampling={temperature: 0}")["val/avg@1"]
 
 
-def exact(place: Workplace, name: str, folder: Path) -> float:
-    """The share of held-out prompts that a model answers exactly, when it generates almost greedily."""
-    greedy = ["flow.steps.sample.with.temperature=0.01", "batch.samples_per_prompt=1", "flow=grpo"]
-    (line,) = place.launch(f"{name}-exact", place.data(held_out=True), *model(folder), *once(*greedy))
-    return float(line["critic/score/mean"])
-
-
-def ordered(place: Workplace, flow: str, folder: Path, *overrides: str) -> float:
+def ordered(place: Workplace, flow: str, *overrides: str) -> float:
     """The share of held-out pairs that a model orders; of what kto has made, by the implicit rewards of dpo."""
-    name, compares = f"{flow.replace('_', '-')}-ordered", "dpo" if flow == "kto" else flow
-    (line,) = place.launch(name, f"flow={compares}", place.data(held_out=True), *model(folder), *once(*overrides))
-    return float(line["preference/accuracy"])
+    return place.held_out(flow.replace("_", "-"), f"flow={'dpo' if flow == 'kto' else flow}", *overrides)[
+        "val/preference/accuracy"
+    ]
 
 
 def judged(place: Workplace, judge: Path) -> float:
@@ -116,21 +114,21 @@ def judged(place: Workplace, judge: Path) -> float:
 def learn(place: Workplace) -> dict[str, float]:
     """The figures of one seed."""
     place.write()
-    trained, found = place.data(held_out=False), {}
-    place.launch("sft", "flow=sft", trained, f"run.training_steps={LONG}")
-    found["sft: exact"] = exact(place, "sft", place.export("sft"))
-    place.launch("warm", "flow=sft", trained, f"run.training_steps={WARM}")
+    found = {}
+    place.launch("sft", "flow=sft", place.data, f"run.training_steps={LONG}")
+    found["sft: exact"] = exact(place, "sft")
+    place.launch("warm", "flow=sft", place.data, f"run.training_steps={WARM}")
+    found["warm: exact"] = exact(place, "warm")
     warm = place.export("warm")
-    found["warm: exact"] = exact(place, "warm", warm)
     for flow in ("dpo", "kto"):
         rate = f"models.policy.optimizer.lr={RATE[flow]}"
-        place.launch(flow, f"flow={flow}", trained, *model(warm), rate, f"run.training_steps={STEPS[flow]}")
-        found[f"{flow}: ordered"] = ordered(place, flow, place.export(flow), *model(warm, "reference"))
+        place.launch(flow, f"flow={flow}", place.data, *model(warm), rate, f"run.training_steps={STEPS[flow]}")
+        found[f"{flow}: ordered"] = ordered(place, flow, *model(warm, "reference"))
     steps = f"run.training_steps={STEPS['reward_model']}"
-    place.launch("reward", "flow=reward_model", trained, steps, f"models.policy.optimizer.lr={RATE['reward_model']}")
-    judge = place.export("reward")
-    found["reward_model: ordered"] = ordered(place, "reward_model", judge)
-    found["reward_model: as a judge"] = judged(place, judge)
+    name, rate = "reward-model", f"models.policy.optimizer.lr={RATE['reward_model']}"
+    place.launch(name, "flow=reward_model", place.data, steps, rate)
+    found["reward_model: ordered"] = ordered(place, "reward_model")
+    found["reward_model: as a judge"] = judged(place, place.export(name))
     return found
 
 

@@ -55,6 +55,7 @@ BESIDE = {
     "test-plugin": ("config", "test_plugin"),
     "init": ("config", "init"),
     "evaluate": ("export", "evaluate"),
+    "logs": ("worker", "logs"),
 }
 """File and name of commands that stand in the file of another one."""
 

@@ -100,7 +100,8 @@ class ValConfig(Section):
     """Validate before the first training step too."""
     data: DataConfig | None = None
     """Where its prompts come from, taken in their order; null: from the prompts of training. Unless they are given,
-    chat, chat_template_args, max_prompt_tokens and overlong are those of data."""
+    chat, chat_template_args, max_prompt_tokens and overlong are those of data. Rows that are held out have to be
+    named."""
     prompts: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "prompts"})
     """Use the first so many of them; null: all."""
     samples_per_prompt: int = Field(default=1, ge=1, json_schema_extra={"unit": "samples"})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from distflow.data.batch import Batch, Ragged
-from distflow.exchange.messages import Lease, Outgoing, Result
+from distflow.exchange.messages import Lease, LeasePrompt, Outgoing, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.sample_channel import InboundSamples, Post
 from distflow.types import FINISH_REASONS, GivenResponse, Version
@@ -21,16 +21,17 @@ Make = Callable[[Sequence[Lease]], Batch]
 """The samples of these leases, each group whole, in any order."""
 
 
-def samples_of(leases: Sequence[Lease], responses: Mapping[int, Sequence[GivenResponse]]) -> Batch:
-    """A row for each response that the data gives for these leases; `responses` by prompt position."""
-    rows = [(lease, number, response) for lease in leases for number, response in enumerate(responses[lease.position])]
+def samples_of(leases: Sequence[Lease | LeasePrompt], responses: Mapping[int, Sequence[GivenResponse]]) -> Batch:
+    """A row for each response that the data gives for these leases, or prompts; `responses` by prompt position."""
+    given = [(lease, responses[lease.uid.position]) for lease in leases]
+    rows = [(lease, number, response) for lease, several in given for number, response in enumerate(several)]
     ids = Ragged.from_rows([response.token_ids for _, _, response in rows], torch.int64)
     trained = torch.tensor([response.trains for _, _, response in rows], dtype=torch.bool)
     fields = rows[0][2].fields if rows else ()
     return Batch(
         {
             "uid": torch.tensor([lease.uid for lease, _, _ in rows], dtype=torch.int64),
-            "group": torch.tensor([lease.position for lease, _, _ in rows], dtype=torch.int64),
+            "group": torch.tensor([lease.uid.position for lease, _, _ in rows], dtype=torch.int64),
             "sample": torch.tensor([number for _, number, _ in rows], dtype=torch.int64),
             "prompt_ids": Ragged.from_rows([lease.prompt_ids for lease, _, _ in rows], torch.int64),
             "prompt_text": Ragged.from_texts([lease.prompt_text for lease, _, _ in rows]),

@@ -50,5 +50,5 @@ def left_out_notes(
             if step not in steps and step in shipped_steps():
                 yield f"layout.pools.{name}.steps names {step!r}, which this flow lacks"
         if name not in pools:
-            why = "there is no section `val`" if VALIDATE in pool.roles else "no step of the flow runs on it"
+            why = "no validation generates" if VALIDATE in pool.roles else "no step of the flow runs on it"
             yield f"pool {name!r} is left out: {why}"

@@ -26,7 +26,7 @@ def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
         ["edges", *_indent(edge_lines(plan) or ["none: the training workers read the samples from the data"])],
         ["models", *_indent(model_lines(plan))],
         ["batch", *_indent(_batch(plan))],
-        *([] if plan.val is None else [["validation", *_indent(val_lines(plan.recipe, plan.val))]]),
+        *([] if plan.val is None else [["validation", *_indent(val_lines(plan))]]),
         ["memory of each worker, estimated, in GiB", *_indent(memory_lines(plan, capacity))],
         *_saving(plan),
         ["network", *_indent(network_lines(plan))],

@@ -139,7 +139,7 @@ def _on_pools(
     pools = plan_pools(steps, sites, models, layout)
     by_name = {pool.name: pool for pool in pools}
     before = steps_before_custody(steps, sites, models.primary, home)
-    if validating is not None:
+    if validating is not None and not reads:
         like = [node for node in before if sites[node.name] == rollouts[0]]
         pools = (*pools, validating_pool(validating, like, layout))
     return Structure(

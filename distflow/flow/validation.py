@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distflow.config.data_schema import ValConfig
 from distflow.config.schema import Recipe
 from distflow.errors import Problems
 from distflow.flow.graph import StepNode
-from distflow.flow.plan import ValPlan
+from distflow.flow.plan import Plan, ValPlan
 from distflow.flow.step_settings import complaints
 from distflow.flow.structure import Structure
 from distflow.types import VAL, is_validated
 
+LOSS = f"{VAL}loss"
+"""What flows that read their samples from the data measure: the lower, the better."""
+
 
 def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -> None:
-    """Refuse settings that the flow's generate step lacks, and flows in which further models generate."""
+    """Refuse settings that the flow's generate step lacks, and flows in which further models generate.
+
+    Where samples are read from the data, refuse what is said about samples, and to hold nothing out.
+    """
     if recipe.val is None:
         if recipe.run.training_steps == 0:
             problems.add(
@@ -25,12 +32,7 @@ def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -
             )
         return
     if structure.reads is not None:
-        message = (
-            f"step {structure.reads.name!r} reads the samples from the data, and no worker generates: not built yet"
-        )
-        problems.add(
-            "val", message, "leave val out; distflow evaluate RUN RECIPE does it, with a recipe that generates"
-        )
+        _check_held_out(recipe.val, structure.reads, problems)
         return
     node, spec = _generate_step(structure), _generate_step(structure).declaration.spec
     parameters = node.declaration.parameters
@@ -50,7 +52,17 @@ def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -
         problems.add("val", message, "leave val out, or another flow")
 
 
-def check_goals(recipe: Recipe, _: Structure, problems: Problems) -> None:
+def _check_held_out(val: ValConfig, reads: StepNode, problems: Problems) -> None:
+    why = f"step {reads.name!r} reads the samples from the data, and nothing is generated"
+    if val.data is None:
+        problems.add("val.data", f"{why}: validation needs rows that are held out", "val.data.source=held_out.jsonl")
+    if val.samples_per_prompt != 1:
+        problems.add("val.samples_per_prompt", why, "leave it out: the rows say which responses are measured")
+    if val.sampling:
+        problems.add("val.sampling", why, "leave it out")
+
+
+def check_goals(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse to keep checkpoints, or to end the run, by a metric that validation never measures when it is needed."""
     run, val = recipe.run, recipe.val
     for key, metric in run.judged.items():
@@ -60,8 +72,9 @@ def check_goals(recipe: Recipe, _: Structure, problems: Problems) -> None:
             problems.add(key, f"{metric} is measured by validation, and there is none", "add `val`")
             return
         of_all = [f"{VAL}{name}@{val.samples_per_prompt}" for name in ("avg", "pass", "maj")]
-        # Those of a source are known when its prompts are.
-        if "/" not in metric.removeprefix(VAL) and metric not in of_all:
+        # Those of a source are known when its prompts are, and those of steps once these have run.
+        known = structure.reads is None and "/" not in metric.removeprefix(VAL)
+        if known and metric not in of_all:
             problems.add(key, f"validation does not measure {metric}", f"one of {', '.join(of_all)}")
     if is_validated(run.keep_best):
         _check_kept(recipe, problems)
@@ -73,6 +86,8 @@ def check_goals(recipe: Recipe, _: Structure, problems: Problems) -> None:
 
 def _check_kept(recipe: Recipe, problems: Problems) -> None:
     run = recipe.run
+    if run.keep_best == LOSS and run.keep_best_mode == "max":
+        problems.add("run.keep_best_mode", f"max would keep the checkpoint with the highest {LOSS}", "min")
     saves = [every for every in (run.save_every, run.hf_every) if every]
     # The last one is saved in any case, and is the newest.
     if not any(version and version % every == 0 for version in _versions(recipe)[:-1] for every in saves):
@@ -89,25 +104,29 @@ def val_plan(recipe: Recipe, structure: Structure) -> ValPlan | None:
         _versions(recipe),
         val.data or recipe.data,
         val.prompts,
-        val.samples_per_prompt,
-        _settings(recipe, _generate_step(structure)),
+        val.samples_per_prompt if structure.reads is None else structure.reads.declaration.spec.samples,
+        _settings(recipe, _generate_step(structure) if structure.reads is None else structure.reads),
     )
 
 
-def val_lines(recipe: Recipe, val: ValPlan) -> list[str]:
+def val_lines(plan: Plan) -> list[str]:
     """The plan's page about it."""
-    assert recipe.val is not None, "what has a plan is in the recipe"
-    several = "one sample" if val.samples_per_prompt == 1 else f"{val.samples_per_prompt} samples"
-    prompts = "all prompts" if val.prompts is None else f"the first {val.prompts} prompts"
+    recipe, val = plan.recipe, plan.val
+    assert recipe.val is not None, "only recipes with it have such a page"
+    assert val is not None, "what is in the recipe has a plan"
     source = "the training data" if recipe.val.data is None else val.data.shown
-    sampling = "".join(f", {name} {value}" for name, value in recipe.val.sampling.items())
+    if plan.reads is None:
+        several = "one sample" if val.samples_per_prompt == 1 else f"{val.samples_per_prompt} samples"
+        prompts = "all prompts" if val.prompts is None else f"the first {val.prompts} prompts"
+        sampling = "".join(f", {name} {value}" for name, value in recipe.val.sampling.items())
+        measured = f"{several} each of {prompts} of {source}{sampling}"
+    else:
+        rows = "all rows" if val.prompts is None else f"the first {val.prompts} rows"
+        measured = f"loss and metrics of {rows} of {source}, by the training workers, between training steps"
     before = "before training, " if recipe.val.at_start else ""
     every = "" if recipe.val.every is None else f"after every {recipe.val.every} training steps and "
     times = "once" if len(val.versions) == 1 else f"{len(val.versions)} times"
-    return [
-        f"{several} each of {prompts} of {source}{sampling}",
-        f"{before}{every}after the last: {times}",
-    ]
+    return [measured, f"{before}{every}after the last: {times}"]
 
 
 def _versions(recipe: Recipe) -> tuple[int, ...]:

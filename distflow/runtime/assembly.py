@@ -113,6 +113,24 @@ class Setting:
         pool = self.plan.home_of(model).name
         return tuple(name for name in self.members if WorkerName.parse(name).pool == pool)
 
+    @property
+    def peers(self) -> list[str]:
+        """The workers of the plan that this one exchanges messages with."""
+        return [str(worker.name) for worker in self.plan.workers if self.is_peer(str(worker.name))]
+
+    def is_peer(self, name: str) -> bool:
+        """Whether a worker is a peer: at the other end of a port, a training worker for another, or, for a service, an
+        owner, by whose end it learns that there will be no more requests. Training workers that left for good are none.
+        """
+        plan, me, pool = self.plan, str(self.me.name), WorkerName.parse(name).pool
+        trains = any(one.name == pool and one.homes for one in plan.pools)
+        if name == me or (trains and name not in self.members):
+            return False
+        train = {name, me} <= set(self.members)
+        linked = pool != self.me.name.pool and any(port.peer == pool for port in self.me.ports)
+        serves = any(plan.serves(one) for one in (pool, self.me.name.pool))
+        return train or linked or (serves and not {name, me}.isdisjoint(self.owners))
+
 
 def device_of(setting: Setting) -> str:
     """The device of this worker: for `auto` and `cuda` the next GPU after those of the workers before it.

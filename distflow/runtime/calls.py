@@ -36,7 +36,7 @@ from distflow.log import logger
 from distflow.runtime.further_generating import FurtherGenerating, wrong_prompts
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
-from distflow.types import Version, WorkerName, written
+from distflow.types import Version, WorkerName, lease_kind, written
 
 ANSWERS = ("call.answer", "call.not_yet", "call.returned")
 Deliver = Callable[[int, Batch], None]
@@ -95,7 +95,9 @@ class Calls:
         self._post(self._core.ask(call, time.monotonic()))
 
     def deliver(self, step: str, handler: Deliver) -> None:
-        """Hand answers of a step to `handler(position, answer)` as they come; the others are there to be taken."""
+        """Hand answers of a step to `handler(position, answer)` as they come; the others, and those about samples of
+        validation, are there to be taken.
+        """
         self._deliver[step] = handler
 
     def take(self, step: str) -> list[tuple[int, Batch]]:
@@ -137,7 +139,7 @@ class Calls:
             del self._rows[step, position]
             if isinstance(said, CallAnswer) and said.version is not None:
                 self.newest = said.version if self.newest is None else max(self.newest, said.version)
-            if step in self._deliver:
+            if step in self._deliver and lease_kind(position) == "train":
                 self._deliver[step](position, answer)
             else:
                 self._answered[step].append((position, answer))

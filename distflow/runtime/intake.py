@@ -66,7 +66,7 @@ class Intake:
         self._others: dict[int, ArrivedGroup] = {}
         """Groups that other replicas have sent."""
         self._answers = dict(answers or {})
-        self._ask: Ask = lambda wanted: None
+        self._ask: Ask | None = None
         self._waiting: Waiting = lambda: None
         if others:
             for kind in sorted(KINDS):
@@ -162,8 +162,8 @@ class Intake:
         self._call()
 
     def _call(self) -> None:
-        wanted = self.core.wants_calls()
-        if wanted:
+        # Samples that the data gives may be here before there is anybody to ask; each is named once.
+        if self._ask is not None and (wanted := self.core.wants_calls()):
             self._ask(wanted)
 
     def _on_message(self, message: Message) -> None:

@@ -40,7 +40,7 @@ from distflow.runtime.waits import WaitBoard
 
 T = TypeVar("T")
 Kind = Literal["F", "FB"]
-STEP, GATHER, STOP = "the optimizer step", "a gather", "the stop"
+STEP, GATHER, STOP, VALIDATED = "the optimizer step", "a gather", "the stop", "the end of a part of validation"
 """Points at which all replicas meet."""
 
 
@@ -69,6 +69,16 @@ class Rounds:
     def carry(self, tell: Callable[[], News], hear: Callable[[Sequence[News]], None]) -> None:
         """Have every agreement carry what `tell` returns; `hear` gets that of all replicas, under the board's lock."""
         self._tell, self._hear = tell, hear
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Between two training steps: agreements carry nothing meanwhile."""
+        carried = self._tell, self._hear
+        self.carry(list, lambda news: None)
+        try:
+            yield
+        finally:
+            self.carry(*carried)
 
     @property
     def called(self) -> bool:

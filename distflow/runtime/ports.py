@@ -24,6 +24,7 @@ from distflow.runtime.disk import VAL_ROLLOUTS, Disk
 from distflow.runtime.dumps import build_dumps
 from distflow.runtime.further_training import FurtherParts, FurtherTraining
 from distflow.runtime.generating import Generating, Turns, build_outbound, build_turns
+from distflow.runtime.held_out import HeldOut, HeldOutParts
 from distflow.runtime.intake import Intake, ask_on_arrival
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
@@ -81,6 +82,7 @@ class HeldModels:
     contexts: Mapping[str, StepContext]
     rounds: Rounds | None
     turns: Turns
+    tokenizer: Tokenizer
 
 
 def owns(base: Base, tokenizer: Tokenizer) -> InboundSamples:
@@ -89,9 +91,9 @@ def owns(base: Base, tokenizer: Tokenizer) -> InboundSamples:
 
 
 def validates(base: Base, tokenizer: Tokenizer) -> Validation | None:
-    """The owner's end of the leases for validation; None at others than the first owner."""
+    """The owner's end of the leases for validation; None at others than the first owner, and where none are needed."""
     setting = base.setting
-    if setting.plan.val is None or base.name not in lessors(setting.owners, "val"):
+    if setting.plan.val is None or setting.plan.reads is not None or base.name not in lessors(setting.owners, "val"):
         return None
     dumps = build_dumps(setting, base.disk, VAL_ROLLOUTS) if setting.recipe.run.dump_rollouts else None
     return Validation(setting, base.node, base.lanes, base.writer, tokenizer, dumps)
@@ -231,25 +233,6 @@ def receives(base: Base) -> InboundRows | None:
     return InboundRows(edges[0], setting.owners, setting.start, base.node, memory, step_bytes, rank)
 
 
-def peers(setting: Setting) -> list[str]:
-    """The workers of the plan that this one exchanges messages with."""
-    return [str(worker.name) for worker in setting.plan.workers if is_peer(setting, str(worker.name))]
-
-
-def is_peer(setting: Setting, name: str) -> bool:
-    """Whether a worker is a peer: at the other end of a port, a training worker for another, or, for a service, an
-    owner, by whose end it learns that there will be no more requests. Training workers that left for good are none.
-    """
-    plan, me, pool = setting.plan, str(setting.me.name), WorkerName.parse(name).pool
-    trains = any(one.name == pool and one.homes for one in plan.pools)
-    if name == me or (trains and name not in setting.members):
-        return False
-    train = {name, me} <= set(setting.members)
-    linked = pool != setting.me.name.pool and any(port.peer == pool for port in setting.me.ports)
-    serves = any(plan.serves(one) for one in (pool, setting.me.name.pool))
-    return train or linked or (serves and not {name, me}.isdisjoint(setting.owners))
-
-
 def publishes(base: Base, held: HeldModels, inboxes: Mapping[str, WeightInbox]) -> Publishing:
     """How new versions are announced: to the engine of this process, to all readers, or not by this worker."""
     setting, plan = base.setting, base.setting.plan
@@ -315,9 +298,17 @@ def trains(
         rows=ends.rows,
         recovery=_recovery(setting),
         validation=ends.validation,
-        validates=setting.plan.val is not None,
+        validates=setting.plan.val is not None and setting.plan.reads is None,
+        held_out=_held_out(base, ends, replicas, held),
     )
     return Training(parts, limits, base.node, setting.start)
+
+
+def _held_out(base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels) -> HeldOut | None:
+    if base.setting.plan.val is None or base.setting.plan.reads is None:
+        return None
+    about = (base.setting, base.node, replicas, held.contexts, base.writer, base.metrics, held.rounds, ends.calls)
+    return HeldOut(HeldOutParts(*about), held.tokenizer)
 
 
 def trains_further(

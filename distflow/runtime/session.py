@@ -78,7 +78,7 @@ class Session:
         about = (self._name, incarnation, self._hosts.roster)
         endpoint = Endpoint(*about, listener=self._hosts.listener, max_frame_bytes=frame_bytes(setting.plan))
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
-        self._node = Node(endpoint, Membership(me, ports.peers(setting), process_alive, read_facts), self._board)
+        self._node = Node(endpoint, Membership(me, setting.peers, process_alive, read_facts), self._board)
         self._disk = Disk()
         service = None if self._owns or self._leases else setting.me.name.pool
         self._metrics = MetricStore(build_trace(setting, incarnation, self._disk), service)
@@ -191,7 +191,7 @@ class Session:
             self._rows_out = ports.sends(self._base)
         elif self._trains:
             self._rows_in = ports.receives(self._base)
-        Greeting(self._node, self._hosts, partial(ports.is_peer, setting))
+        Greeting(self._node, self._hosts, setting.is_peer)
         CheckpointReports(self._node, self._hosts.here)
         self._node.on_agent("drain", self._drain)
         self._node.counts = self._metrics.counts
@@ -241,7 +241,7 @@ class Session:
         if self._serving is not None:
             self._serve(self._serving)
         if self._replicas is not None:
-            held = HeldModels(self._models, contexts, self._rounds, self._turns)
+            held = HeldModels(self._models, contexts, self._rounds, self._turns, tokenizer)
             self._training = self._make_training(inbound, self._replicas, held, steps)
         asked = [*self._further, *(port.edge for port in setting.me.port("asks"))]
         serving = None if self._trains else self._serving

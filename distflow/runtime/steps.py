@@ -163,14 +163,20 @@ SHOWN_UIDS = 4
 class StepRunner:
     """The steps of one worker, by name. Raises PluginError for one that cannot be imported or does not fit."""
 
-    def __init__(self, worker: str, steps: Sequence[StepPlan], contexts: Mapping[str, StepContext]) -> None:
+    def __init__(
+        self,
+        worker: str,
+        steps: Sequence[StepPlan],
+        contexts: Mapping[str, StepContext],
+        of_validation: MetricStore | None = None,
+    ) -> None:
         self._worker = worker
         self._plans = {step.name: step.as_it_sees() for step in steps}
         """With their fields by the names that they know them by."""
         self._contexts = contexts
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._unmeasured = MetricStore()
-        """Gets what steps measure on samples of validation, whose metrics are their owner's."""
+        self._of_validation = MetricStore() if of_validation is None else of_validation
+        """Gets what steps measure on samples of validation; those that are generated have metrics of their owner's."""
         self._told: set[tuple[str, str]] = set()
         """Fields that steps wrote without a declaration, and that were told."""
         for step in steps:
@@ -184,7 +190,7 @@ class StepRunner:
         if "val" not in kinds:
             return self._call(name, batch)
         context = self._contexts[name]
-        measured, context.metrics = context.metrics, self._unmeasured
+        measured, context.metrics = context.metrics, self._of_validation
         try:
             validated = self._call(name, batch.select(kinds["val"]))
         finally:

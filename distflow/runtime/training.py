@@ -19,6 +19,7 @@ from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
 from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.generating import Turns
+from distflow.runtime.held_out import HeldOut
 from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
@@ -74,7 +75,9 @@ class TrainingParts:
     validation: Validation | None = None
     """Only at the first owner."""
     validates: bool = False
-    """Whether there is validation, here or at another owner."""
+    """Whether there is validation, here or at another owner, of samples that are generated."""
+    held_out: HeldOut | None = None
+    """Only where there is validation of samples that are read from the data."""
 
 
 class Training:
@@ -133,11 +136,13 @@ class Training:
         for model in self._parts.publishing.models:
             self.publish(model, self._number)
         self._saving.prepare()
+        self._measure()
         run = self._limits.run
         for t in range(self._number, min(run.training_steps, run.stop_after or run.training_steps)):
             self._begin(t)
             yield t
             self._end(t)
+            self._measure()
             if self._goal.reached:
                 break
         self.finished = True
@@ -281,8 +286,13 @@ class Training:
 
     # -- details
 
+    def _measure(self) -> None:
+        if self._parts.held_out is not None:
+            self._parts.held_out.measure(self._number)
+
     def _validated(self) -> Mapping[str, Mapping[int, float]]:
-        return {} if self._parts.validation is None else self._parts.validation.scores
+        measuring = self._parts.validation or self._parts.held_out
+        return {} if measuring is None else measuring.scores
 
     def _record(self) -> None:
         """Pass the samples of the last finished training step to the dumps."""

@@ -21,8 +21,10 @@ from torch import Tensor
 from distflow.algorithms.evaluation import Graded, summary
 from distflow.config.data_schema import DataConfig
 from distflow.config.plugins import FIND_ANSWER
+from distflow.config.schema import RunConfig
 from distflow.data.batch import Batch
 from distflow.data.order import DATA_SOURCE, PromptOrder
+from distflow.data.responses import Reading
 from distflow.data.samples import last_rows
 from distflow.errors import UserError
 from distflow.exchange.ledgers import snapshot_at
@@ -72,9 +74,9 @@ class Validation:
         self._no_progress_s = setting.recipe.limits.no_progress_s
         self._where = f"validation data {plan.data.shown} on {setting.me.name}"
         with user_code(self._where):
-            self._places = list(islice(_every_prompt(setting, plan.data, tokenizer, self._where), plan.prompts))
+            self._places = list(islice(every_prompt(setting, plan.data, tokenizer, self._where), plan.prompts))
         self._prompts = len(self._places)
-        self._judged = {key: metric for key, metric in setting.recipe.run.judged.items() if is_validated(metric)}
+        self._judged = judged_metrics(setting.recipe.run)
         self.scores: dict[str, dict[int, float]] = {metric: {} for metric in self._judged.values()}
         """What checkpoints are kept for, and what may end the run, by metric and version."""
         self._due = 0
@@ -201,8 +203,7 @@ class Validation:
             "newer_version_share": self._newer / len(lengths),
         }
         named = {f"{VAL}{name}": value for name, value in values.items()}
-        for key, metric in self._judged.items():
-            self._note(version, named, key, metric)
+        note_scores(self.scores, self._judged, version, named)
         self._writer.write(version, self._term, named, measured=False)
         average = f"avg@{self._plan.samples_per_prompt}"
         log.info("validation after training step %d: %s %.4f", version, average, values[average])
@@ -217,24 +218,34 @@ class Validation:
             self._dumps.write(version, self._term, self._taken)
         self._taken, self._graded, self._lengths, self._cut, self._newer = [], {}, [], 0, 0
 
-    def _note(self, version: int, named: Mapping[str, float], key: str, metric: str) -> None:
-        if metric not in named:
-            choices = ", ".join(named)
-            raise UserError(f"{key}: validation does not measure {metric!r} — choose one of {choices}")
-        self.scores[metric][version] = named[metric]
-
     def _is_newer(self, spans: Tensor) -> bool:
         """Whether a sample, with these spans of versions, is not of the version that is measured alone."""
         return bool((spans.reshape(-1, 4)[:, 1] != self._plan.versions[self._core.version]).any())
 
 
-def _every_prompt(
-    setting: Setting, data: DataConfig, tokenizer: Tokenizer, where: str
+def judged_metrics(run: RunConfig) -> dict[str, str]:
+    """The metrics of validation that decide which checkpoints are kept, and when the run ends, by key."""
+    return {key: metric for key, metric in run.judged.items() if is_validated(metric)}
+
+
+def note_scores(
+    scores: Mapping[str, dict[int, float]], judged: Mapping[str, str], version: int, named: Mapping[str, float]
+) -> None:
+    """Note the values of these metrics, `judged` by key, in `scores`; raises UserError if one was not measured."""
+    for key, metric in judged.items():
+        if metric not in named:
+            choices = ", ".join(named)
+            raise UserError(f"{key}: validation does not measure {metric!r} — choose one of {choices}")
+        scores[metric][version] = named[metric]
+
+
+def every_prompt(
+    setting: Setting, data: DataConfig, tokenizer: Tokenizer, where: str, reading: Reading | None = None
 ) -> Iterator[tuple[PromptOrder, int]]:
     """Every prompt of every source once, in their order, as its place there; without those that are left out."""
     for name, source in data.sources.items():
         alone = data.model_copy(update={"shuffle": False, "source": None, "mix": {name: source}})
-        order = build_prompts(alone, setting.recipe.run.seed, tokenizer, where)
+        order = build_prompts(alone, setting.recipe.run.seed, tokenizer, where, reading)
         # Behind the last one that is not left out, another pass begins.
         whole = data.overlong == "error"
         yield from ((order, place) for place in range(len(order)) if whole or order.uid(place).epoch == 0)

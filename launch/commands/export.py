@@ -17,6 +17,7 @@ import yaml
 
 from distflow.config.load import load_recipe, recipe_from_mapping
 from distflow.config.plugins import EXPORTER
+from distflow.config.schema import ModelConfig, Recipe
 from distflow.data.files import whole_lines
 from distflow.errors import UserError
 from distflow.flow.plan import Plan
@@ -98,20 +99,43 @@ def evaluate(
 def _asked(recipe: str, overrides: Sequence[str], model: Path, name: str, runs_dir: Path) -> Options:
     """The launch that validates the model in a folder, and does no more."""
     composed = load_recipe(recipe, overrides).recipe
-    policy = make_plan(composed, lambda key: recipe, need_files=False).primary
+    plan = make_plan(composed, lambda key: recipe, need_files=False)
+    policy = plan.primary
     own = composed.models[policy]
     changed: dict[str, object] = {"run.training_steps": 0}
     # An exported model is whole: adapters merged, nothing rounded.
     given = (key for key in ("init", "lora", "quantize") if getattr(own, key) is not None)
     changed |= {f"models.{policy}.{key}": "null" for key in given}
-    ends = (key for key in ("stop_after", "stop_when") if getattr(composed.run, key) is not None)
-    changed |= {f"run.{key}": "null" for key in ends}
+    # One round measures one version, and keeps no checkpoint.
+    unused = (key for key in ("stop_after", "stop_when", "keep_best") if getattr(composed.run, key) is not None)
+    changed |= {f"run.{key}": "null" for key in unused}
+    changed |= {"run.keep_best_mode": "max"} if composed.run.keep_best_mode != "max" else {}
     changed |= {"val.at_start": "true"} if composed.val is None else {}
     words = [f"{key}={value}" for key, value in changed.items()]
     # A path may hold any letter.
     words.append(f"models.{policy}.path={json.dumps(str(model))}")
+    words += _kept_models(plan, composed)
     line = [f"--run={name}", f"--runs-dir={runs_dir}", "--", recipe, *overrides, *words]
     return as_asked(Options(**launch.make_context("launch", line).params))
+
+
+def _kept_models(plan: Plan, composed: Recipe) -> Iterator[str]:
+    """Overrides by which frozen copies of the policy stay what they were when it was trained: what its rows are
+    compared with is a reference, which is not what came of the training.
+    """
+    for name, model in plan.recipe.models.items() if plan.reads is not None else ():
+        given = composed.models[name] if name in composed.models else ModelConfig()
+        if name not in plan.trained_models and given.inherited:
+            section = model.model_dump(include={"path", "init", "tokenizer", "dtype", "quantize"}, exclude_none=True)
+            yield f"++models.{name}={_as_override(section)}"
+
+
+def _as_override(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_as_override(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_as_override, value))}]"
+    return json.dumps(value)
 
 
 def _free_name(runs_dir: Path, wanted: str) -> str:

@@ -99,8 +99,8 @@ def read_runs(runs: Sequence[str], runs_dir: Path) -> dict[str, Steps]:
 
 
 def validated(steps: Steps) -> list[str]:
-    """The metrics of validation that tell how good a policy is, over all sources: `val/avg@4`."""
-    names = (name for step in steps for name in step if fnmatchcase(name, f"{VAL}avg@*"))
+    """The metrics of validation that tell how good a policy is, over all sources: `val/avg@4`, or `val/loss`."""
+    names = (name for step in steps for name in step if fnmatchcase(name, f"{VAL}avg@*") or name == f"{VAL}loss")
     return [name for name in dict.fromkeys(names) if "/" not in name.removeprefix(VAL)]
 
 

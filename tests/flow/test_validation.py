@@ -78,6 +78,7 @@ def test_a_colocated_worker_generates_once_more_at_the_end() -> None:
     assert "w.validation" not in render_script(plan("val.every=3"), WorkerName("rollout", 0))
 
 
+HELD_OUT = ("flow=dpo", "val.every=3", "val.data.source=distflow.data.arithmetic:copy_digits")
 ALONE = "layout.pools.checks={roles: [validate], count: 2, slots: 512}"
 
 
@@ -99,10 +100,22 @@ def test_it_asks_the_services_that_the_generating_pool_asks() -> None:
     assert script in render_script(made, WorkerName("judge", 0))
 
 
+def test_rows_that_are_held_out_are_measured_by_the_training_workers() -> None:
+    made = plan(*HELD_OUT, "val.prompts=5", "run.training_steps=8", ALONE)
+    assert made.val is not None
+    assert made.val.versions == (0, 3, 6, 8)
+    assert made.validating is None
+    assert "pool 'checks' is left out: no validation generates" in made.notes
+    assert "loss and metrics of the first 5 rows of distflow.data.arithmetic:copy_digits, by the tr" in render_page(
+        made
+    )
+    assert [str(worker.name) for worker in made.workers] == ["trainer/0"]
+
+
 def test_without_validation_it_is_left_out() -> None:
     made = plan(ALONE)
     assert made.validating is None
-    assert "pool 'checks' is left out: there is no section `val`" in made.notes
+    assert "pool 'checks' is left out: no validation generates" in made.notes
 
 
 @pytest.mark.parametrize(
@@ -130,6 +143,10 @@ def test_without_validation_it_is_left_out() -> None:
         (["val.every=600", "run.stop_when={metric: val/avg@1, at_least: 1}"], "only before the first training step"),
         (["run.stop_when={metric: critic/score}"], "run.stop_when — expected one of at_least and at_most"),
         (["val.every=3", "flow=self_play"], "val — this flow generates with a further model"),
+        (["val.every=3", "flow=sft"], "val.data — step 'read' reads the samples from the data, and nothing is gen"),
+        ([*HELD_OUT, "val.samples_per_prompt=4"], "val.samples_per_prompt — step 'read' reads the samples"),
+        ([*HELD_OUT, "val.sampling={temperature: 1}"], "val.sampling — step 'read' reads the samples"),
+        ([*HELD_OUT, "run.keep_best=val/loss", "run.save_every=3"], "run.keep_best_mode — max would keep"),
     ],
 )
 def test_what_is_refused(overrides: list[str], message: str) -> None:

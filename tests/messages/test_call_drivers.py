@@ -175,7 +175,7 @@ def test_weights_are_announced_to_those_that_read_them(tmp_path: Path) -> None:
     present = [name for name in trainer.node.membership.peers if trainer.node.membership.present(name)]
     assert sorted(present) == ["reward/0", "rollout/0"]
     session, backend = trainer.session, FakeBackend()
-    held = ports.HeldModels({"policy": backend}, {}, None, session._turns)
+    held = ports.HeldModels({"policy": backend}, {}, None, session._turns, trainer._tokenizer)
     publisher = ports.publishes(session._base, held, {})
     publisher._canaries = {}
     try:

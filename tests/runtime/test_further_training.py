@@ -75,7 +75,7 @@ class Critic(Worker):
         rounds = Rounds({"critic": self.model}, replicas, self.node.board, self.metrics, WAIT_S)
         contexts = build_contexts(session._setting, self.metrics, rounds.models, {}, self.tokenizer)
         steps = StepRunner(name, session._setting.me.steps, contexts)
-        held = ports.HeldModels(rounds.models, contexts, rounds, session._turns)
+        held = ports.HeldModels(rounds.models, contexts, rounds, session._turns, self.tokenizer)
         publishing = ports.publishes(session._base, held, {})
         ends = ports.FurtherEnds(rows, serving)
         self.training: FurtherTraining = ports.trains_further(session._base, ends, replicas, held, steps, publishing)
