@@ -9,6 +9,7 @@ from pathlib import Path
 from distflow.config.data_files import data_files
 from distflow.config.data_schema import DataConfig, SourceConfig
 from distflow.config.paths import HUB_PREFIX, is_data_file
+from distflow.config.schema import Recipe
 from distflow.errors import PluginError, Problems, UserError, did_you_mean
 from distflow.flow.resolve import find_source
 from distflow.flow.step_declaration import read_parameters
@@ -21,6 +22,13 @@ def keyed_sources(data: DataConfig, section: str = "data") -> Iterator[tuple[str
     """The sources with their keys in a recipe: `data`, or `data.mix.NAME`."""
     for name, source in data.sources.items():
         yield (f"{section}.mix.{name}" if name else section), source
+
+
+def all_sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig]]:
+    """Those of training, and those of validation."""
+    yield from keyed_sources(recipe.data)
+    if recipe.val is not None and recipe.val.data is not None:
+        yield from keyed_sources(recipe.val.data, "val.data")
 
 
 def check_data(data: DataConfig, problems: Problems, missing: Problems, section: str = "data") -> None:
