@@ -29,7 +29,7 @@ from distflow.workers.reward_judging import (
     time_limit,
 )
 from distflow.workers.reward_pool import Judged, RewardPool
-from distflow.workers.reward_watch import LATE_S, Watch
+from distflow.workers.reward_watch import LATE_S, RewardWatch
 
 log = logger(__name__)
 
@@ -44,7 +44,7 @@ LOGGED_FAILURES = 3
 """Failures per worker that are logged in full."""
 SAMPLES = "reward/samples"
 HANGING = "reward/hanging"
-_WATCH = Watch()
+_WATCH = RewardWatch()
 _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
 
 

@@ -25,7 +25,7 @@ class _Call:
     told: bool = False
 
 
-class Watch:
+class RewardWatch:
     """Looks at all threads of this process that judge samples; its own thread starts with the first of them."""
 
     def __init__(self, late_s: float = LATE_S, poll_s: float = POLL_S) -> None:

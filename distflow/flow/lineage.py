@@ -84,7 +84,7 @@ def lineage(plan: Plan) -> dict[str, Any]:
 
 def _contents(plan: Plan) -> dict[str, str]:
     """Fingerprints of the data files that are on this machine."""
-    found = {}
+    found: dict[str, str] = {}
     for key, source in all_sources(plan.recipe):
         if is_data_file(source.source):
             split = source.with_.get("split")

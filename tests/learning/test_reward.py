@@ -19,7 +19,7 @@ from distflow.types import FINISH_REASONS, Completion, FinishReason
 from distflow.workers import reward_functions as tasks
 from distflow.workers.reward import ON_ERROR, verify
 from distflow.workers.reward_functions import REWARDS
-from distflow.workers.reward_watch import Watch
+from distflow.workers.reward_watch import RewardWatch
 
 
 def _batch(*responses: str, answer: Any = "407", finish: FinishReason = "stop") -> Batch:
@@ -144,6 +144,12 @@ def nan(sample):
 def text(sample):
     return "good"
 
+def several(sample):
+    return [1.0, 0.0]
+
+def nothing(sample):
+    pass
+
 def keyless(sample):
     return {"score": 1.0}
 
@@ -246,6 +252,8 @@ def test_too_many_errors_stop_the_run(plugins: str) -> None:
     ("name", "message"),
     [
         ("nan", "returned reward = nan; expected a finite number"),
+        ("several", r"returned reward = \[1\.0, 0\.0\]; expected a number"),
+        ("nothing", "returned reward = None; expected a number"),
         ("text", "returned reward = 'good'; expected a number"),
         ("keyless", r"returned keys \['score'\]; expected a number, or a key 'reward'"),
     ],
@@ -268,7 +276,7 @@ def test_a_function_that_does_not_come_back_is_told_with_its_frames(
     plugins: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing can end it: it runs in this process. It goes on as soon as the file is there, after it was told."""
-    monkeypatch.setattr("distflow.workers.reward._WATCH", Watch(late_s=0.2, poll_s=0.05))
+    monkeypatch.setattr("distflow.workers.reward._WATCH", RewardWatch(late_s=0.2, poll_s=0.05))
     waiting = Path(plugins).with_name("waiting.py")
     waiting.write_text(
         "import pathlib, time\nseen = pathlib.Path(__file__).with_name('seen')\n\n\ndef waits(sample):\n"
