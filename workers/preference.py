@@ -165,7 +165,10 @@ def _judged(row: DataRow) -> list[RowResponse]:
     if "label" not in row.task and (REJECTED in row.task or "chosen" in row.task):
         chosen, rejected = _compared(row)
         return [RowResponse(chosen, {"label": 1.0}), RowResponse(rejected, {"label": 0.0})]
-    label = row.task.get("label")
+    if "label" not in row.task:
+        there = ", ".join(row.task) or "none besides the prompt"
+        raise UserError(f"there is no column 'label'; there are {there} — data.fields.label=COLUMN")
+    label = row.task["label"]
     if type(label) is not bool and label not in (0, 1):
         raise UserError(f"the column 'label' is {str(label)[:60]!r}; expected true or false (1 or 0)")
     return [RowResponse(row.response("response", "answer"), {"label": float(label)})]

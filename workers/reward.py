@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -18,8 +19,17 @@ from distflow.flow.step import step
 from distflow.log import logger
 from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, REWARD_PARTS, UNJUDGED, Completion
-from distflow.workers.reward_judging import Verdict, judge_together, reward_function, shown, spec_of, time_limit
+from distflow.workers.reward_judging import (
+    Verdict,
+    is_async,
+    judge_together,
+    reward_function,
+    shown,
+    spec_of,
+    time_limit,
+)
 from distflow.workers.reward_pool import Judged, RewardPool
+from distflow.workers.reward_watch import LATE_S, RewardWatch
 
 log = logger(__name__)
 
@@ -33,6 +43,8 @@ SOME = 64
 LOGGED_FAILURES = 3
 """Failures per worker that are logged in full."""
 SAMPLES = "reward/samples"
+HANGING = "reward/hanging"
+_WATCH = RewardWatch()
 _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
 
 
@@ -88,11 +100,12 @@ def verify(
     spec = spec_of(function)
     tally = _Tally(batch, ctx, shown(spec), max_error_rate)
     judge = _judge_of(spec, timeout_s, processes)
-    for judged in judge.judge(completions(batch)):
-        tally.note(judged)
-        if tally.failed and on_error == "stop":
-            raise StepError(tally.report(tally.failed[0]))
-        tally.check()
+    with _WATCH.over(tally.late) if judge.here else nullcontext():
+        for judged in judge.judge(completions(batch)):
+            tally.note(judged)
+            if tally.failed and on_error == "stop":
+                raise StepError(tally.report(tally.failed[0]))
+            tally.check()
     verdicts = [tally.verdicts[row] for row in range(batch.rows)]
     _count_by_source(batch, verdicts, ctx)
     # What takes a shipped verifier too long is the response, and the policy should learn to write another one.
@@ -118,6 +131,8 @@ class _Judge:
     """A reward function at work in this process."""
 
     judge: Callable[[Iterable[Completion]], Iterator[Judged]]
+    here: bool = False
+    """In this process, so that nothing ends a call that hangs."""
     parts: set[str] = field(default_factory=set)
     """Those that it has returned so far: written from then on, so that later batches have the same columns."""
 
@@ -137,10 +152,13 @@ def _judge_of(spec: str, timeout_s: float | None, processes: int) -> _Judge:
     def here(samples: Iterable[Completion]) -> Iterator[Judged]:
         numbered = enumerate(samples)
         while some := list(islice(numbered, SOME)):
-            verdicts = judge_together(call, [sample for _, sample in some])
+            verdicts: list[Verdict] = []
+            for part in [some] if is_async(call) else [[one] for one in some]:
+                _WATCH.begin()
+                verdicts += judge_together(call, [sample for _, sample in part])
             yield [(row, verdict) for (row, _), verdict in zip(some, verdicts, strict=True)]
 
-    return _Judge(here)
+    return _Judge(here, here=True)
 
 
 def _count_by_source(batch: Batch, verdicts: Sequence[Verdict], ctx: StepContext) -> None:
@@ -185,6 +203,17 @@ class _Tally:
         self.failed += rows
         for row in rows[: max(0, LOGGED_FAILURES - before)]:
             log.warning("%s", self.report(row))
+
+    def late(self, stack: str) -> None:
+        """Report that the function has not come back for a long time; called by another thread."""
+        self.ctx.metrics.add(HANGING, 1)
+        log.warning(
+            "reward function %r has not come back for %g s, and nothing else happens here until it does — "
+            "`timeout_s` beside `function` would end such calls%s",
+            self.function,
+            LATE_S,
+            f"\n{stack}" if stack else "",
+        )
 
     def check(self) -> None:
         """Raises StepError if the function fails too often for training to make sense."""

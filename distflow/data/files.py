@@ -155,7 +155,7 @@ class JsonList:
         try:
             self._rows: list[Row] = json.loads(path.read_bytes())
         except json.JSONDecodeError as error:
-            raise UserError(f"{shown(path)}:{error.lineno}: broken JSON: {error.msg}") from error
+            raise UserError(f"{shown(path)}:{error.lineno}: broken JSON: {error.msg.removesuffix(' at')}") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{shown(path)}: not UTF-8: {error}") from error
         for index, row in enumerate(self._rows):
@@ -254,7 +254,7 @@ def _object(line: bytes, where: str) -> Row:
         try:
             found = json.loads(line)  # which takes NaN, and says where in the line something is wrong
         except json.JSONDecodeError as error:
-            raise UserError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
+            raise UserError(f"{where}: broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8: {error}") from error
     if not isinstance(found, dict):

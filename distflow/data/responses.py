@@ -27,6 +27,9 @@ class DataRow:
         Raises UserError where there is none of them, or it is empty.
         """
         name = next((name for name in names if self.task.get(name) is not None), None)
+        null = [name for name in names if name in self.task]
+        if name is None and null:
+            raise UserError(f"the column {null[0]!r} is null; expected a response — leave the row out of the source")
         if name is None:
             there = ", ".join(self.task) or "none besides the prompt"
             wanted = " or ".join(map(repr, names))

@@ -26,6 +26,13 @@ def keyed_sources(data: DataConfig, section: str = "data") -> Iterator[tuple[str
         yield (f"{section}.mix.{name}" if name else section), source
 
 
+def all_sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig]]:
+    """Those of training, and those of validation."""
+    yield from keyed_sources(recipe.data)
+    if recipe.val is not None and recipe.val.data is not None:
+        yield from keyed_sources(recipe.val.data, "val.data")
+
+
 def check_data(data: DataConfig, problems: Problems, missing: Problems, section: str = "data") -> None:
     """Check that the sources exist and take the settings in `with`; `missing` gets what only this machine may lack."""
     for key, source in keyed_sources(data, section):

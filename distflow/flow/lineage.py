@@ -15,7 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from distflow.config.data_files import fingerprint
 from distflow.config.load import recipe_to_mapping
+from distflow.config.paths import is_data_file
+from distflow.flow.data_check import all_sources
 from distflow.flow.digest import digest_parts, portable
 from distflow.flow.plan import Plan
 
@@ -33,6 +36,7 @@ ARITHMETIC = "arithmetic"
 OF_MACHINE = ("processor", "PyTorch")
 """Entries of the arithmetic that the machine decides, not the recipe."""
 _CODE = "code of "
+_CONTENTS = "what is in "
 _VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
 """Processor features by which libraries choose their kernels."""
 
@@ -48,6 +52,11 @@ class Change:
     """The keys of what has come or gone as a whole."""
 
     @property
+    def of_data(self) -> bool:
+        """Whether a data file has other contents; no digest tells of that."""
+        return self.key.startswith(_CONTENTS)
+
+    @property
     def forbidden(self) -> bool:
         """Whether the checkpoint cannot be used with this change."""
         return any(FIXED.fullmatch(key) is not None for key in (self.key, *self.below))
@@ -55,20 +64,33 @@ class Change:
     def __str__(self) -> str:
         if self.key.startswith(_CODE):
             return f"{self.key} has changed"
+        if self.of_data:
+            return f"{self.key} has changed: other prompts may come, or come again, than without that"
         if self.below:
             return f"{self.key} is {'new' if self.was is None else 'no longer there'}"
         return f"{self.key} was {json.dumps(self.was)}, is {json.dumps(self.now)}"
 
 
 def lineage(plan: Plan) -> dict[str, Any]:
-    """The parts of a plan that are compared: recipe values by key, and a hash of each part of the code."""
+    """The parts of a plan that are compared: recipe values by key, hashes of the code and of data files."""
     values = {
         key: value
         for key, value in _leaves("", portable(recipe_to_mapping(plan.recipe)))
         if FIXED.fullmatch(key) or not FREE.fullmatch(key)
     }
     code = {name: value for name, value in digest_parts(plan).items() if name.startswith(_CODE)}
-    return {**values, **code}
+    return {**values, **code, **_contents(plan)}
+
+
+def _contents(plan: Plan) -> dict[str, str]:
+    """Fingerprints of the data files that are on this machine."""
+    found: dict[str, str] = {}
+    for key, source in all_sources(plan.recipe):
+        if is_data_file(source.source):
+            split = source.with_.get("split")
+            known = fingerprint(Path(source.source), split if isinstance(split, str) else None)
+            found |= {} if known is None else {f"{_CONTENTS}{key}.source, {Path(source.source).name},": known}
+    return found
 
 
 def leaves(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,6 +101,8 @@ def leaves(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """The differences between two lineages, by key; what has come or gone as a whole is one of them."""
     keys = [key for key in sorted({*was, *now}) if key not in was or key not in now or was[key] != now[key]]
+    # Machines that are not trained on may lack the data.
+    keys = [key for key in keys if not key.startswith(_CONTENTS) or (key in was and key in now)]
     whole = dict[str, list[str]]()
     for key in keys:
         named = _NAMED.match(key)

@@ -202,15 +202,18 @@ def check_characters(plan: Plan, problems: Problems) -> None:
 @functools.cache
 def model_types(head: str) -> frozenset[str]:
     """Model families that transformers can build with a head, read from its source; empty if that cannot be read."""
-    found = importlib.util.find_spec("transformers")
-    if found is None or found.origin is None:
-        return frozenset()
+    root = _transformers()
     try:
-        text = (Path(found.origin).parent / _AUTO).read_text(encoding="utf-8")
+        text = "" if root is None else (root / _AUTO).read_text(encoding="utf-8")
     except OSError:
         return frozenset()
     _, _, rest = text.partition(f"\n{_MAPPINGS.get(head, _CAUSAL)} = ")
     return frozenset(re.findall(r'^\s*\("([\w.-]+)",', rest.partition("\n)")[0], re.MULTILINE))
+
+
+def _transformers() -> Path | None:
+    found = importlib.util.find_spec("transformers")
+    return None if found is None or found.origin is None else Path(found.origin).parent
 
 
 def _shape_complaints(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -230,6 +233,24 @@ def _shape_complaints(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str
     if shared and heads % shared:
         cure = "a number that divides num_attention_heads"
         yield "num_key_value_heads", f"{shared} does not divide the {heads} num_attention_heads", cure
+    family = config.get("model_type")
+    if "num_key_value_heads" not in config and isinstance(family, str):
+        usual = _usual_key_value_heads(family)
+        if usual and heads % usual:
+            message = f"left out, it is {usual} in {family}, which does not divide the {heads} num_attention_heads"
+            yield "num_key_value_heads", message, f"{heads}, or a number that divides it"
+
+
+@functools.cache
+def _usual_key_value_heads(family: str) -> int:
+    """The default of a family in transformers, read from its source; 0 if it is the number of heads, or unknown."""
+    root = _transformers()
+    name = family.replace("-", "_")
+    file = None if root is None else root / "models" / name / f"configuration_{name}.py"
+    if file is None or not file.is_file():
+        return 0
+    found = re.search(r"^\s+num_key_value_heads\b[^=\n]*=\s*(\d+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 _SIZES = (

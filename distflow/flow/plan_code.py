@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distflow.config.paths import HUB_PREFIX, is_data_file
 from distflow.config.schema import Recipe
-from distflow.flow.data_check import keyed_sources
+from distflow.flow.data_check import all_sources
 from distflow.flow.graph import StepNode
 from distflow.flow.neighbours import mistakable, neighbours
 from distflow.flow.resolve import find_source, split_call
@@ -41,14 +41,9 @@ def _calls(recipe: Recipe, nodes: Sequence[StepNode]) -> Iterator[tuple[str, str
         yield f"step {node.name}", node.declaration.call
         for below, call in _files_in(node.settings):
             yield f"step {node.name}{below}", call
-    data = [("data", recipe.data)]
-    if recipe.val is not None and recipe.val.data is not None:
-        data.append(("val.data", recipe.val.data))
-    for section, given in data:
-        for key, source in keyed_sources(given, section):
-            shipped = is_data_file(source.source) or source.source.startswith((HUB_PREFIX, "distflow."))
-            if not shipped:
-                yield f"{key}.source", source.source
+    for key, source in all_sources(recipe):
+        if not (is_data_file(source.source) or source.source.startswith((HUB_PREFIX, "distflow."))):
+            yield f"{key}.source", source.source
 
 
 def _files_in(value: object) -> Iterator[tuple[str, str]]:

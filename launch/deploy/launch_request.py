@@ -157,9 +157,11 @@ def check_lineage(found: Resumption, plan: Plan, *, here: bool = True) -> Iterat
 
 
 def _changed(found: Resumption, plan: Plan) -> Iterator[str]:
-    if found.commit is None or found.commit.digest == plan.digest:
+    if found.commit is None:
         return
     different = changes(found.commit.recipe, lineage(plan))
+    if found.commit.digest == plan.digest:
+        different = [change for change in different if change.of_data]
     forbidden = [str(change) for change in different if change.forbidden]
     if forbidden:
         raise UserError(

@@ -127,6 +127,7 @@ class StatusReader:
             self._asked_at = time.monotonic()
             told = (
                 self._alerts.of_workers(self._rows),
+                self._alerts.of_late_rewards(self._rows),
                 self._alerts.of_trackers(self._rows),
                 self._alerts.of_copies(self._rows),
                 self._alerts.of_disk(self._rows, record.run_dir, self._asked_at),

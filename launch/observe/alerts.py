@@ -18,6 +18,7 @@ from distflow.runtime.disk import DROPPED, REFUSED
 FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
 """Counters of the workers, and what the reward function did."""
 SAMPLES = "reward/samples"
+HANGING = "reward/hanging"
 GRAD_NORM, EQUAL, LEAST_SCORE = "actor/grad_norm", "group/zero_std_frac", "critic/score/min"
 QUIET_S = 10.0
 """A disk counts as having room again when it has refused nothing for so long."""
@@ -66,6 +67,16 @@ class Alerts:
                         f"warning: the reward function {what} on {row['name']}: {failed:.0f} of {judged:.0f} samples "
                         "so far — see its log; `distflow status` counts them"
                     )
+
+    def of_late_rewards(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+        """From the status rows: the first call of a reward function that does not come back."""
+        for row in rows:
+            if _of_all_models(row, HANGING) and HANGING not in self._said:
+                self._said.add(HANGING)
+                yield (
+                    f"warning: the reward function does not come back on {row['name']}, which waits for it — see its "
+                    "log; `timeout_s` beside `function` ends such calls"
+                )
 
     def of_trackers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """From the status rows: the first failure of each tracker."""

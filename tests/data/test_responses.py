@@ -83,6 +83,7 @@ def test_of_two_conversations_the_last_turns_are_compared(tmp_path: Path) -> Non
     "column, message",
     [
         ({}, r"rows.jsonl:2\): there is no column 'response' or 'answer'; there are other — data.fields.response=COL"),
+        ({"response": None}, r"rows.jsonl:2\): the column 'response' is null; expected a response — leave the row out"),
         ({"response": "  "}, r"rows.jsonl:2\): the column 'response' is empty"),
         ({"response": {"a": 1}}, "expected text, or chat messages that end with an assistant's turn"),
         ({"response": [{"role": "user", "content": "1"}]}, "end with an assistant's turn"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 
@@ -169,6 +170,32 @@ def test_the_code_of_what_a_plug_in_imports_beside_it_counts(folder) -> None:
     plans.append(planned("quickstart", *overrides))
     told = {f"{key} has changed" for key in changed}
     assert {str(change) for change in changes(*map(lineage, plans))} == told
+
+
+def test_data_files_are_known_by_their_size_and_both_ends(folder, tmp_path) -> None:
+    """They are no part of the digest: a host may have a copy of its own."""
+    rows, kept = [f'{{"prompt": "{n}="}}\n' for n in range(9)], tmp_path / "rows.jsonl"
+
+    def seen(*lines: str) -> Plan:
+        kept.write_text("".join(lines))
+        return planned("quickstart", f"data.source={kept}")
+
+    def told(was: dict[str, Any], plan: Plan) -> list[str]:
+        return [str(change) for change in changes(was, lineage(plan))]
+
+    before = seen(*rows)
+    was = lineage(before)
+    kept.touch()
+    assert told(was, before) == []
+    expected = "what is in data.source, rows.jsonl, has changed: other prompts may come, or come again, than without"
+    for lines in ([*rows, rows[0]], [rows[1], *rows[1:]], [*rows[:-1], rows[0]]):
+        after = seen(*lines)
+        (line,) = told(was, after)
+        assert line.startswith(expected)
+        assert not any(change.forbidden for change in changes(was, lineage(after)))
+        assert digest_parts(before) == digest_parts(after)
+    kept.unlink()
+    assert told(was, before) == [], "a machine that only watches may lack them"
 
 
 def test_a_neighbour_with_the_name_of_what_is_installed_is_warned_of(folder) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from distflow.config.plugins import PluginLibrary
-from distflow.errors import RecipeError
-from distflow.flow.model_roles import model_types
+from distflow.config.schema import ModelConfig
+from distflow.errors import Problems, RecipeError
+from distflow.flow.model_roles import check_shapes, model_types
 from distflow.flow.plan import Plan
 from distflow.flow.recipe_check import check_imports, plan_recipe
 from distflow.flow.step_declaration import read_declaration
@@ -21,6 +22,20 @@ SAMPLE, REWARD, INIT = "flow.steps.sample.with", "flow.steps.reward.with", "mode
 
 def planned(*overrides: str) -> Plan:
     return plan_recipe("quickstart", ["layout=split", *overrides])[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "usual"), [("qwen2", 32), ("mistral", 8), ("gemma2", 4), ("llama", 0), ("gpt2", 0), ("nonsuch", 0)]
+)
+def test_heads_that_are_left_out_are_those_of_the_family(family: str, usual: int) -> None:
+    problems = Problems(str)
+    sizes = {"model_type": family, "hidden_size": 60, "num_attention_heads": 6}
+    check_shapes(
+        {"policy": ModelConfig(init=sizes), "other": ModelConfig(init=sizes | {"num_key_value_heads": 2})}, problems
+    )
+    told = f"left out, it is {usual} in {family}, which does not divide the 6 num_attention_heads — 6, or a number"
+    assert [problem.key for problem in problems] == ["models.policy.init.num_key_value_heads"] * bool(usual)
+    assert all(told in str(problem) for problem in problems)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,15 @@ def test_the_first_reward_that_times_out_is_told_once():
     assert list(alerts.of_workers([row("rollout/1", samples=20, timeouts=9, errors=2)])) == []
 
 
+def test_a_reward_that_does_not_come_back_is_told_once():
+    alerts, fine = Alerts(), {"name": "rollout/0", "counts": {"reward/samples": 8}}
+    late = {"name": "rollout/1", "counts": {"reward/hanging": 1}}
+    assert list(alerts.of_late_rewards([fine])) == []
+    (line,) = alerts.of_late_rewards([fine, late])
+    assert "does not come back on rollout/1, which waits for it — see its log; `timeout_s` beside" in line
+    assert list(alerts.of_late_rewards([late])) == []
+
+
 def test_status_counts_rewards_that_failed_over_all_workers():
     rows = [row("rollout/0", samples=100, timeouts=3), row("rollout/1", samples=20, timeouts=1, errors=0), {}]
     assert counted_rewards(rows) == "rewards: 120 judged, 4 timed out"

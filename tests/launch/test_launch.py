@@ -307,6 +307,18 @@ def test_resume_names_what_the_recipe_has_changed_and_refuses_what_it_must_not(l
     ]
 
 
+def test_resume_tells_of_data_that_has_changed(launcher, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1="}\n')
+    data = f"data.source={rows}"
+    launcher.run("--run", "mine", data, backend="{fake: {steps: 2}}")
+    leave_checkpoint(launcher.runs_dir / "mine", 2, data)
+    for text, told in ((rows.read_text(), 0), ('{"prompt": "2="}\n', 1)):
+        rows.write_text(text)
+        code, out, _ = launcher.run("--run", "mine", "--resume", data, backend="{fake: {first: 3, steps: 2}}")
+        assert (code, out.count("changed since the checkpoint: what is in data.source, rows.jsonl, has")) == (0, told)
+
+
 def test_resume_says_what_may_change_the_last_bits_of_a_run_that_promises_them(launcher):
     deterministic = "run.deterministic=true"
     launcher.run("--run", "mine", deterministic, backend="{fake: {steps: 2}}")

@@ -60,10 +60,15 @@ def test_labelled_responses_have_one_of_the_next_row_beside_them() -> None:
     ]
 
 
-@pytest.mark.parametrize("label", [{}, {"label": "good"}, {"label": 2}, {"label": None}])
+@pytest.mark.parametrize("label", [{"label": "good"}, {"label": 2}, {"label": None}])
 def test_a_label_is_a_bool(label: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"the column 'label' is '.*'; expected true or false \(1 or 0\)"):
         preference.labelled(row(response="a", **label))
+
+
+def test_a_label_that_is_missing_is_looked_for() -> None:
+    with pytest.raises(UserError, match=r"there is no column 'label'; there are response — data\.fields\.label=COLUMN"):
+        preference.labelled(row(response="a"))
 
 
 def batch() -> Batch:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from distflow.types import FINISH_REASONS, Completion, FinishReason
 from distflow.workers import reward_functions as tasks
 from distflow.workers.reward import ON_ERROR, verify
 from distflow.workers.reward_functions import REWARDS
+from distflow.workers.reward_watch import RewardWatch
 
 
 def _batch(*responses: str, answer: Any = "407", finish: FinishReason = "stop") -> Batch:
@@ -141,6 +144,12 @@ def nan(sample):
 def text(sample):
     return "good"
 
+def several(sample):
+    return [1.0, 0.0]
+
+def nothing(sample):
+    pass
+
 def keyless(sample):
     return {"score": 1.0}
 
@@ -243,6 +252,8 @@ def test_too_many_errors_stop_the_run(plugins: str) -> None:
     ("name", "message"),
     [
         ("nan", "returned reward = nan; expected a finite number"),
+        ("several", r"returned reward = \[1\.0, 0\.0\]; expected a number"),
+        ("nothing", "returned reward = None; expected a number"),
         ("text", "returned reward = 'good'; expected a number"),
         ("keyless", r"returned keys \['score'\]; expected a number, or a key 'reward'"),
     ],
@@ -259,6 +270,33 @@ def test_parts_stay_columns_when_samples_fail(tmp_path: Path) -> None:
     verify(_batch("good"), ctx, function=f"{path}:f")
     batch = verify(_batch("bad"), ctx, function=f"{path}:f", on_error="zero")
     assert math.isnan(batch.dense("rewards/style").item())
+
+
+def test_a_function_that_does_not_come_back_is_told_with_its_frames(
+    plugins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can end it: it runs in this process. It goes on as soon as the file is there, after it was told."""
+    monkeypatch.setattr("distflow.workers.reward._WATCH", RewardWatch(late_s=0.2, poll_s=0.05))
+    waiting = Path(plugins).with_name("waiting.py")
+    waiting.write_text(
+        "import pathlib, time\nseen = pathlib.Path(__file__).with_name('seen')\n\n\ndef waits(sample):\n"
+        "    while not seen.exists():\n        time.sleep(0.01)\n    return 1.0\n"
+    )
+    told, texts = threading.Event(), []
+
+    def note(text: str, *values: object) -> None:
+        texts.append(text % values)
+        waiting.with_name("seen").touch()
+        told.set()
+
+    monkeypatch.setattr(logging.getLogger("distflow.workers.reward"), "warning", note)
+    ctx = _ctx()
+    assert verify(_batch("1"), ctx, function=f"{waiting}:waits").dense("reward").tolist() == [1.0]
+    assert told.is_set()
+    (text,) = texts
+    assert "has not come back for" in text
+    assert f'File "{waiting}", line 7, in waits' in text.splitlines()[1], text
+    assert ctx.metrics.counts()["reward/hanging"] == 1
 
 
 def test_nothing_is_kept_for_the_next_call_where_a_checkpoint_would_hold_it(plugins: str) -> None:
