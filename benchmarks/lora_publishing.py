@@ -6,9 +6,9 @@
 Two replicas train adapters of the real SmolLM2-135M on the answers to a reasoning-gym task, with optimizer and
 gradients divided by ZeRO 2. The first one publishes every version into shared memory; the engine in this process loads
 it with the checks of a run. Both sides score the same chats, which are not trained on, with every version. Printed are,
-in nats a token: how much log-probs have changed since the first version, by how much the two sides' changes differ, and
-by how much their log-probs do; then the bytes of a version beside those of the whole model. Exit code 1 if a change
-differs by more than `--within`, or a version has more than `--share` of the model's bytes.
+in nats a token, mean (largest): how much log-probs have changed since the first version, by how much the two sides'
+changes differ, and by how much their log-probs do; then the bytes of a version beside those of the whole model. Exit
+code 1 if a change differs by more than `--within`, or a version has more than `--share` of the model's bytes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def replica(
     backend.join()
     vocabulary = outline(model.model_dump()).config.vocab_size
     canaries, chosen = Canaries(canary_rows(vocabulary, LONGEST), model.dtype), Canaries(rows, model.dtype)
-    shown = chats(model, args.steps * REPLICAS * TRAINED, seed=0)
+    lessons = chats(model, args.steps * REPLICAS * TRAINED, seed=0)
     publisher = ShmPublisher(RUN, "policy", 0) if rank == 0 else None
     try:
         for step in range(args.steps + 1):
@@ -104,7 +104,7 @@ def replica(
                 out.send((structs.replace(manifest, canary=canary).to_wire(), scored.logprobs))
                 out.recv()
             if step < args.steps:
-                of_all, shown = shown[: REPLICAS * TRAINED], shown[REPLICAS * TRAINED :]
+                of_all, lessons = lessons[: REPLICAS * TRAINED], lessons[REPLICAS * TRAINED :]
                 learn(backend, of_all[rank::REPLICAS], sum(len(chat.answer) for chat in of_all))
     finally:
         if publisher is not None:
@@ -152,19 +152,23 @@ def watch(
             sides = [torch.tensor([value for row in side for value in row]) for side in (told, found)]
             first = first or sides
             trained, generated = (side - start for side, start in zip(sides, first, strict=True))
-            apart = (trained - generated).abs()
             print(
-                f"version {step:2}: changed by {trained.abs().mean():.4f}, {trained.abs().max():.4f} at most; "
-                f"changes differ by {apart.mean():.1e}, {apart.max():.1e} at most; "
-                f"log-probs by {(sides[0] - sides[1]).abs().max():.1e} at most",
+                f"version {step:2}: changed by {shown(trained)}; changes differ by {shown(trained - generated)}; "
+                f"log-probs by {shown(sides[0] - sides[1])}",
                 flush=True,
             )
-            worst, size = max(worst, float(apart.max())), sum(entry.size for entry in manifest.entries)
+            worst = max(worst, float((trained - generated).abs().max()))
+            size = sum(entry.size for entry in manifest.entries)
     finally:
         inbox.close()
         engine.close()
     print(f"{len(sides[0])} tokens")
     return worst, size
+
+
+def shown(nats: torch.Tensor) -> str:
+    """Mean and largest size."""
+    return f"{nats.abs().mean():.1e} ({nats.abs().max():.1e})"
 
 
 def main() -> int:

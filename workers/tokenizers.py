@@ -89,6 +89,11 @@ class PretrainedTokenizer:
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"models: cannot read a tokenizer from {name!r}: {reason}") from error
+        # For a folder without one, transformers makes an empty one of the model's family.
+        if len(self.pretrained) <= len(self.pretrained.get_added_vocab()):
+            raise UserError(
+                f"models: there is no tokenizer in {name!r}; set models.<name>.tokenizer to a folder that has one"
+            )
         self.name = name
         self.eos_token_id: int | None = self.pretrained.eos_token_id
 

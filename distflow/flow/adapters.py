@@ -122,3 +122,8 @@ def adapter_lines(models: Mapping[str, ModelConfig], trained: Collection[str]) -
             f"{name}: adapters of rank {config.lora.rank} on {targets} ({share}) are trained, published and saved; "
             f"engines load {base} by themselves and merge each version into it"
         )
+        if config.init is not None:
+            yield (
+                f"{name}: its base is new (init), and norms, embeddings and the output layer stay random, which bounds "
+                "how sure it can be of a token"
+            )

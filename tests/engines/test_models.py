@@ -149,3 +149,10 @@ def test_character_tokenizer():
 def test_wrong_tokenizers(section, message):
     with pytest.raises(UserError, match=message):
         build_tokenizer(section)
+
+
+def test_a_folder_with_a_model_and_no_tokenizer(tmp_path):
+    """Of some families transformers makes an empty one."""
+    build().config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="there is no tokenizer in"):
+        build_tokenizer({"path": str(tmp_path)})

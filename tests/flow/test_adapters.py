@@ -130,6 +130,7 @@ def test_weights_of_4_bits_are_counted_where_they_are_kept() -> None:
         assert now.engine == then.engine
     assert narrow.recipe.models["reference"].quantize == "nf4", "the base is that of the policy"
     assert "engines load the base, its weights rounded to nf4, by themselves" in render_page(narrow)
+    assert "policy: its base is new (init), and norms, embeddings and the output layer stay" in render_page(narrow)
 
 
 @pytest.mark.parametrize(
