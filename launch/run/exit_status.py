@@ -100,7 +100,8 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
         how = "was killed by" if ending.early is None else "ended with"
         return Failure(worker, 3, "WorkerFailed", f"{worker} {how} {ending} — {hint}", "", log)
     code = ending.code if ending.code in KNOWN_CODES else 3
-    message = f"{worker} ended with {ending} without giving a reason — see its log"
+    odd = "" if code == ending.code else ": a plug-in or a library has ended its process, by os._exit for example"
+    message = f"{worker} ended with {ending} without giving a reason{odd} — see its log"
     return Failure(worker, code, "WorkerFailed", message, "", log)
 
 
