@@ -26,6 +26,6 @@ and never compute or wait. The main thread takes it to change the same state, an
 locks (prompts, weights, outbox, metrics, trace, disk, segments) are held for a few lines each; no thread takes the
 board's while it holds one of them.
 
-A user's code runs on the main thread (steps, and rows that are held out), on the prompts thread (data source, tokenizer)
-and in processes of its own (rewards, `workers/reward_pool.py`), never under a lock.
+A user's code runs on the main thread (steps, and rows that are held out), on the prompts thread (data source,
+tokenizer) and in processes of its own (rewards, `workers/reward_pool.py`), never under a lock.
 """
