@@ -18,7 +18,15 @@ from distflow.flow.step import step
 from distflow.log import logger
 from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, REWARD_PARTS, Completion
-from distflow.workers.reward_judging import Verdict, judge_together, reward_function, shown, spec_of, time_limit
+from distflow.workers.reward_judging import (
+    MOST_PARTS,
+    Verdict,
+    judge_together,
+    reward_function,
+    shown,
+    spec_of,
+    time_limit,
+)
 from distflow.workers.reward_pool import Judged, RewardPool
 
 log = logger(__name__)
@@ -89,7 +97,7 @@ def verify(
     tally = _Tally(batch, ctx, shown(spec), max_error_rate)
     judge = _judge_of(spec, timeout_s, processes)
     for judged in judge.judge(completions(batch)):
-        tally.note(judged)
+        tally.note(judge.checked(judged))
         if tally.failed and on_error == "stop":
             raise StepError(tally.report(tally.failed[0]))
         tally.check()
@@ -120,6 +128,18 @@ class _Judge:
     judge: Callable[[Iterable[Completion]], Iterator[Judged]]
     parts: set[str] = field(default_factory=set)
     """Those that it has returned so far: written from then on, so that later batches have the same columns."""
+
+    def checked(self, judged: Judged) -> Judged:
+        """Verdicts with failures in place of those that name ever further parts: every batch has a column of each."""
+        return [(row, self._checked(verdict)) for row, verdict in judged]
+
+    def _checked(self, verdict: Verdict) -> Verdict:
+        new = verdict.values.keys() - self.parts - {"reward", "score"}
+        if new and len(self.parts) + len(new) > MOST_PARTS:
+            known = f"it has returned {len(self.parts)} others so far, and {MOST_PARTS} are possible in a run"
+            return Verdict({}, "error", f"the reward function returned the further part {min(new)!r}: {known}")
+        self.parts.update(new)
+        return verdict
 
 
 @cache
@@ -218,7 +238,6 @@ def _columns(
     def column(name: str, missing: float) -> torch.Tensor:
         return torch.tensor([verdict.values.get(name, missing) for verdict in verdicts], dtype=torch.float32)
 
-    parts.update(name for verdict in verdicts for name in verdict.values if name not in ("reward", "score"))
     columns: dict[str, torch.Tensor | Ragged] = {"reward": column("reward", 0.0), "score": column("score", 0.0)}
     columns |= {f"{REWARD_PARTS}{name}": column(name, float("nan")) for name in sorted(parts)}
     if any(verdict.failure in dropped for verdict in verdicts):
