@@ -14,6 +14,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal, Self, SupportsFloat
@@ -229,8 +230,16 @@ def _failure(error: BaseException) -> Verdict:
     frames = traceback.format_list([frame for frame in found if frame.filename != __file__])
     if len(frames) > 2 * SHOWN_FRAMES:
         frames[SHOWN_FRAMES:-SHOWN_FRAMES] = [f"  … {len(frames) - 2 * SHOWN_FRAMES} more …\n"]
-    text = "".join(traceback.format_exception_only(error)).rstrip()
-    return Verdict({}, "error", "".join(frames) + shortened(text))
+    return Verdict({}, "error", "".join(frames) + _described(error))
+
+
+def _described(error: BaseException) -> str:
+    """Its type and text. Of a long text only the beginning is ever copied."""
+    with suppress(Exception):
+        text = str(error)
+        if len(text) > LONGEST_TEXT:
+            return f"{type(error).__qualname__}: {shortened(text)}"
+    return shortened("".join(traceback.format_exception_only(error)).rstrip())
 
 
 def shortened(text: str, most: int = LONGEST_TEXT) -> str:
