@@ -20,6 +20,7 @@ from distflow.log import logger
 from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, REWARD_PARTS, UNJUDGED, Completion
 from distflow.workers.reward_judging import (
+    MOST_PARTS,
     Verdict,
     is_async,
     judge_together,
@@ -102,7 +103,7 @@ def verify(
     judge = _judge_of(spec, timeout_s, processes)
     with _WATCH.over(tally.late) if judge.here else nullcontext():
         for judged in judge.judge(completions(batch)):
-            tally.note(judged)
+            tally.note(judge.checked(judged))
             if tally.failed and on_error == "stop":
                 raise StepError(tally.report(tally.failed[0]))
             tally.check()
@@ -135,6 +136,18 @@ class _Judge:
     """In this process, so that nothing ends a call that hangs."""
     parts: set[str] = field(default_factory=set)
     """Those that it has returned so far: written from then on, so that later batches have the same columns."""
+
+    def checked(self, judged: Judged) -> Judged:
+        """Verdicts with failures in place of those that name ever further parts: every batch has a column of each."""
+        return [(row, self._checked(verdict)) for row, verdict in judged]
+
+    def _checked(self, verdict: Verdict) -> Verdict:
+        new = verdict.values.keys() - self.parts - {"reward", "score"}
+        if new and len(self.parts) + len(new) > MOST_PARTS:
+            known = f"it has returned {len(self.parts)} others so far, and {MOST_PARTS} are possible in a run"
+            return Verdict({}, "error", f"the reward function returned the further part {min(new)!r}: {known}")
+        self.parts.update(new)
+        return verdict
 
 
 @cache
@@ -247,7 +260,6 @@ def _columns(
     def column(name: str, missing: float) -> torch.Tensor:
         return torch.tensor([verdict.values.get(name, missing) for verdict in verdicts], dtype=torch.float32)
 
-    parts.update(name for verdict in verdicts for name in verdict.values if name not in ("reward", "score"))
     columns: dict[str, torch.Tensor | Ragged] = {"reward": column("reward", 0.0), "score": column("score", 0.0)}
     columns |= {f"{REWARD_PARTS}{name}": column(name, float("nan")) for name in sorted(parts)}
     if any(verdict.failure in dropped for verdict in verdicts):

@@ -10,12 +10,14 @@ import functools
 import inspect
 import json
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, Self, SupportsFloat
 
 from distflow.errors import UserError
 from distflow.flow.file_import import without_import
@@ -24,6 +26,10 @@ from distflow.types import Completion
 from distflow.workers.reward_functions import REWARDS, TIME_LIMITS, Reward, RewardFunction
 
 Failure = Literal["error", "timeout"]
+MOST_PARTS, LONGEST_NAME = 200, 100
+"""Parts that a function may return for a sample, and characters of a part's name: each becomes a column and metrics."""
+LONGEST_TEXT, SHOWN_VALUE, SHOWN_FRAMES = 2000, 200, 10
+"""Characters of an error and of a value in a message, and frames from either end of a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +95,10 @@ def reward_function(spec: str) -> RewardFunction:
         return _sum(parts, [_read(one.name, call(sample)) for one, call in zip(parts, functions, strict=True)])
 
     async def side_by_side(sample: Completion) -> dict[str, float]:
-        given = [call(sample) for call in functions]
-        values = await asyncio.gather(*map(_awaited, given))
+        values = await asyncio.gather(*(_kept(call, sample) for call in functions))
+        for value in values:
+            if isinstance(value, BaseException):
+                raise value
         return _sum(parts, [_read(one.name, value) for one, value in zip(parts, values, strict=True)])
 
     return side_by_side if any(is_async(function.func) for function in functions) else together
@@ -106,14 +114,52 @@ def judge(function: RewardFunction, sample: Completion) -> Verdict:
     return judge_together(function, [sample])[0]
 
 
-def _judge(function: RewardFunction, sample: Completion) -> Verdict:
+def judge_together(function: RewardFunction, samples: Sequence[Completion]) -> list[Verdict]:
+    """The verdicts of a function; an asynchronous one works on all samples at once.
+
+    Whatever it raises is the failure of its sample: a cancelled request, a KeyboardInterrupt of its own. Raises
+    UserError as `judge`, and KeyboardInterrupt on Ctrl-C.
+    """
+    with _CtrlC() as ctrl_c:
+        if not is_async(function):
+            return [_judge(function, sample, ctrl_c) for sample in samples]
+        return _judge_side_by_side(function, samples, ctrl_c)
+
+
+class _CtrlC:
+    """Tells a Ctrl-C from a KeyboardInterrupt that a function raises, where a Ctrl-C would raise one."""
+
+    def __init__(self) -> None:
+        self._pressed = self._heard = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._heard:
+            signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._heard and signal.getsignal(signal.SIGINT) == self._press:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _press(self, number: int, frame: object) -> None:
+        self._pressed = True
+        raise KeyboardInterrupt
+
+    def verdict(self, error: BaseException) -> Verdict:
+        """The failure of a sample; raises the error again if it is none."""
+        if isinstance(error, UserError) or (self._pressed and isinstance(error, KeyboardInterrupt)):
+            raise error
+        return _failure(error)
+
+
+def _judge(function: RewardFunction, sample: Completion, ctrl_c: _CtrlC) -> Verdict:
     process = os.getpid()
     try:
         return Verdict(_read("", function(sample)))
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        return _failure(error)
+    except BaseException as error:
+        return ctrl_c.verdict(error)
     finally:
         _end_copy(process)
 
@@ -124,26 +170,36 @@ def _end_copy(process: int) -> None:
         os._exit(0)
 
 
-def judge_together(function: RewardFunction, samples: Sequence[Completion]) -> list[Verdict]:
-    """The verdicts of a function; an asynchronous one works on all samples at once."""
-    if not is_async(function):
-        return [_judge(function, sample) for sample in samples]
-
+def _judge_side_by_side(function: RewardFunction, samples: Sequence[Completion], ctrl_c: _CtrlC) -> list[Verdict]:
     async def one(sample: Completion) -> Verdict:
         process = os.getpid()
         try:
             return Verdict(_read("", await _awaited(function(sample))))
-        except UserError:
-            raise
-        except (Exception, SystemExit) as error:
-            return _failure(error)
+        except BaseException as error:
+            return ctrl_c.verdict(error)
         finally:
             _end_copy(process)
 
-    async def all_of_them() -> list[Verdict]:
-        return list(await asyncio.gather(*map(one, samples)))
+    tasks: list[asyncio.Task[Verdict]] = []
 
-    return _loop().run(all_of_them())
+    async def all_of_them() -> None:
+        tasks.extend(asyncio.create_task(one(sample)) for sample in samples)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+
+    # What a sample has when its task was cancelled after its last wait.
+    missing = Verdict({}, "error", "the task of this sample was cancelled")
+    try:
+        _loops.runner.run(all_of_them())
+    except BaseException as error:
+        # The function has cancelled all tasks, or stopped the loop: what is done counts.
+        missing = ctrl_c.verdict(error)
+        _loops.runner.get_loop().close()
+        _loops.runner = asyncio.Runner()
+    done = [task for task in tasks if task.done() and not task.cancelled()]
+    for task in done:
+        if (refusal := task.exception()) is not None:
+            raise refusal
+    return [task.result() if task in done else missing for task in tasks]
 
 
 class _Loops(threading.local):
@@ -156,20 +212,40 @@ class _Loops(threading.local):
 _loops = _Loops()
 
 
-def _loop() -> asyncio.Runner:
-    return _loops.runner
-
-
 async def _awaited(given: Reward | Awaitable[Reward]) -> Reward:
     return await given if inspect.isawaitable(given) else given
+
+
+async def _kept(call: RewardFunction, sample: Completion) -> Reward | BaseException:
+    """What it gives or raises; a task that raises SystemExit or KeyboardInterrupt would end the loop."""
+    try:
+        return await _awaited(call(sample))
+    except BaseException as error:
+        return error
 
 
 def _failure(error: BaseException) -> Verdict:
     # Without the frames of this file: the user's come first.
     found = without_import(traceback.extract_tb(error.__traceback__))
-    frames = [frame for frame in found if frame.filename != __file__]
-    text = "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
-    return Verdict({}, "error", text.rstrip())
+    frames = traceback.format_list([frame for frame in found if frame.filename != __file__])
+    if len(frames) > 2 * SHOWN_FRAMES:
+        frames[SHOWN_FRAMES:-SHOWN_FRAMES] = [f"  … {len(frames) - 2 * SHOWN_FRAMES} more …\n"]
+    return Verdict({}, "error", "".join(frames) + _described(error))
+
+
+def _described(error: BaseException) -> str:
+    """Its type and text. Of a long text only the beginning is ever copied."""
+    with suppress(Exception):
+        text = str(error)
+        if len(text) > LONGEST_TEXT:
+            return f"{type(error).__qualname__}: {shortened(text)}"
+    return shortened("".join(traceback.format_exception_only(error)).rstrip())
+
+
+def shortened(text: str, most: int = LONGEST_TEXT) -> str:
+    """Text for messages and logs: its beginning where it is longer than `most`, and what is no text escaped."""
+    begin = text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+    return begin.encode(errors="backslashreplace").decode()
 
 
 def _sum(parts: Sequence[Component], values: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -183,19 +259,34 @@ def _sum(parts: Sequence[Component], values: Sequence[Mapping[str, float]]) -> d
 
 
 def _read(component: str, given: object) -> dict[str, float]:
-    of = f" {component!r}" if component else ""
-    values = dict(given) if isinstance(given, Mapping) else {"reward": given}
+    of = f"the reward function{f' {component!r}' if component else ''} returned"
+    values = given if isinstance(given, Mapping) else {"reward": given}
+    if len(values) > MOST_PARTS:
+        raise ValueError(f"{of} {len(values)} parts; expected at most {MOST_PARTS}")
+    for name in values:
+        if not is_name(name):
+            raise ValueError(
+                f"{of} the key {shortened(ascii(name), SHOWN_VALUE)}; expected a name of at most {LONGEST_NAME} "
+                "printable characters, of which / stands only between others"
+            )
     if "reward" not in values:
-        raise TypeError(f"the reward function{of} returned keys {sorted(values)}; expected a number, or a key 'reward'")
+        raise TypeError(f"{of} keys {sorted(values)}; expected a number, or a key 'reward'")
     numbers = {str(name): _number(of, str(name), value) for name, value in values.items()}
     return {"score": numbers["reward"], **numbers}
+
+
+def is_name(name: object) -> bool:
+    """Whether a part of a reward can be called so: columns and metrics are named after it, and shown."""
+    if not isinstance(name, str) or len(name) > LONGEST_NAME or not name.isprintable():
+        return False
+    return all(word == word.strip() and word not in ("", ".", "..") for word in name.split("/"))
 
 
 def _number(of: str, name: str, value: object) -> float:
     # numpy and torch scalars are accepted; plain types are tested first because a protocol check is slow.
     if not isinstance(value, (float, int)) and not isinstance(value, SupportsFloat):
-        raise TypeError(f"the reward function{of} returned {name} = {value!r}; expected a number")
+        raise TypeError(f"{of} {name} = {shortened(repr(value), SHOWN_VALUE)}; expected a number")
     number = float(value)
     if not isfinite(number):
-        raise ValueError(f"the reward function{of} returned {name} = {number}; expected a finite number")
+        raise ValueError(f"{of} {name} = {number}; expected a finite number")
     return number

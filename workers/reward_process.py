@@ -1,8 +1,9 @@
 """A reward function in a process of its own, which can be killed when it takes too long. Imports no torch.
 
-Parent and child exchange JSON, one object per line, over the child's standard input and output; what the function
-prints goes to standard error. The child leads a process group of its own, so that whatever the function starts is
-killed with it. The group dies with the parent.
+Parent and child exchange JSON, one object per line, over what the child finds as its standard input and output. It
+moves both to descriptors of its own, so that a function may close the standard ones; what it prints goes to standard
+error. The child leads a process group of its own, so that whatever the function starts is killed with it. The group
+dies with the parent.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from setproctitle import getproctitle
 from distflow.comm.processes import name_process
 from distflow.errors import PluginError, UserError
 from distflow.types import Completion
-from distflow.workers.reward_judging import Verdict, judge, reward_function, shown
+from distflow.workers.reward_judging import SHOWN_VALUE, Verdict, judge, reward_function, shortened, shown
 
 ENDING_S = 1.0
 """How long a child may take to exit after closing its output."""
@@ -39,7 +40,8 @@ class RewardProcess:
 
     def __init__(self, spec: str) -> None:
         self._name = shown(spec)
-        self._received = b""
+        self._received: list[bytes] = []
+        """Pieces of a line that is not whole yet."""
         self._unsent = b""
         title = f"{getproctitle()} reward function"
         # Nothing is ever written to it: it closes when this process ends, in whatever way.
@@ -96,11 +98,12 @@ class RewardProcess:
             return None
         if not chunk:
             return b""
-        self._received += chunk
-        line, newline, rest = self._received.partition(b"\n")
+        end, newline, rest = chunk.partition(b"\n")
+        self._received.append(end)
         if not newline:
             return None
-        self._received = rest
+        line = b"".join(self._received)
+        self._received = [rest]
         return line
 
     def loaded(self, line: bytes) -> None:
@@ -119,7 +122,12 @@ class RewardProcess:
         if not line:
             code = self._exit_code()
             return Verdict({}, "error", f"the process of reward function {self._name!r} exited with code {code}")
-        answer = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            # The function has changed something that the child needs, such as the module json.
+            shows = shortened(repr(line), SHOWN_VALUE)
+            return Verdict({}, "error", f"the process of reward function {self._name!r} answered {shows}")
         if "fatal" in answer:
             raise UserError(answer["fatal"])
         return Verdict(answer["values"], answer["failure"], answer["message"])
@@ -157,21 +165,24 @@ def serve(spec: str, lifeline: str, title: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     name_process(title)
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+    with os.fdopen(os.dup(0), encoding="utf-8") as requests, os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
         os.dup2(2, 1)
         try:
             function = reward_function(spec)
         except UserError as error:
-            _say(answers, {"fatal": str(error)})
+            _say(answers, {"fatal": shortened(str(error))})
             return
         _say(answers, {"fatal": None})
-        for line in sys.stdin:
+        for line in requests:
             fields: dict[str, Any] = json.loads(line)
             sample = Completion(**{**fields, "response_ids": tuple(fields["response_ids"])})
             try:
                 _say(answers, asdict(judge(function, sample)))
             except UserError as error:
-                _say(answers, {"fatal": str(error)})
+                _say(answers, {"fatal": shortened(str(error))})
 
 
 def die_with_writer(pipe: int) -> bool:

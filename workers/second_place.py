@@ -193,6 +193,8 @@ class Told(NamedTuple):
     hold: Callable[[Path], None]
     """Keeps a checkpoint here while it is copied or waits for that."""
     release: Callable[[Path], None]
+    complain: Callable[[str], None]
+    """Told at the end of the run what was not copied."""
 
 
 class CopyThread:
@@ -214,6 +216,8 @@ class CopyThread:
         self._models: list[Path] = []
         self._failed = 0
         """Times in a row."""
+        self._why = ""
+        """What the last failure was."""
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="copies", daemon=True)
@@ -295,7 +299,7 @@ class CopyThread:
                 self._models.remove(folder)
         if self._failed:
             log.warning("copying to %s works again", self._where)
-        self._failed = 0
+        self._failed, self._why = 0, ""
         self._told.add(COPIED, 1)
         log.info("copied %s to %s", folder, self._where)
 
@@ -307,6 +311,7 @@ class CopyThread:
                 self._drop(folder)
                 return
         self._failed += 1
+        self._why = repr(error)
         self._told.add(COPY_FAILED, 1)
         if self._failed == 1:
             what = "training continues and it is tried again"
@@ -331,7 +336,9 @@ class CopyThread:
 
     def _tell_left(self) -> None:
         names = ", ".join(folder.name for folder in (*self._waiting, *self._models))
-        log.error("not copied to %s when the run ended: %s", self._where, names)
+        text = f"not copied to {self._where} when the run ended: {names}"
+        log.error("%s", text)
+        self._told.complain(f"run.copy_to: {text}{f' — {self._why}' if self._why else ''}")
 
 
 def start_copies(

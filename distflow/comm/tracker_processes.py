@@ -65,16 +65,24 @@ class _Watched:
     failed: int = 0
     """Failures since it has last done something."""
     lost: int = 0
+    last: str = ""
+    """Why it failed or lost rows the last time."""
     retry_at: float = 0.0
     over: bool = False
 
 
 class TrackerProcesses:
-    """Runs them until `close`. `count` takes the name of a metric and what to add to it; any thread may call it."""
+    """Runs them until `close`. `count` takes the name of a metric and what to add to it; any thread may call it.
 
-    def __init__(self, starts: Iterable[TrackerStart], count: Callable[[str, float], None]) -> None:
+    `tell` gets a line for each that has lost rows, or did not work at the end.
+    """
+
+    def __init__(
+        self, starts: Iterable[TrackerStart], count: Callable[[str, float], None], tell: Callable[[str], None]
+    ) -> None:
         self._all = [_Watched(start) for start in starts]
         self._count = count
+        self._tell = tell
         self._finishing = self._ending = False
         self._limit_s = 0.0
         self._wake_r, self._wake_w = os.pipe()
@@ -109,6 +117,9 @@ class TrackerProcesses:
             if one.process is not None:
                 self._lose(one, one.behind + one.rows, f"it was not done {self._limit_s:g} s after the end of the run")
                 one.process.close()
+            if one.lost or one.failed:
+                lost = f"; rows lost: {one.lost}" if one.lost else ""
+                self._tell(f"tracker {one.start.name}: {one.last}{lost} (see {one.start.output})")
 
     def _look(self, one: _Watched, now: float) -> None:
         if one.over:
@@ -172,6 +183,7 @@ class TrackerProcesses:
 
     def _trouble(self, one: _Watched, rows: int) -> None:
         one.failed += 1
+        one.last = one.why
         self._count(f"{COUNTS}{one.start.name}/{FAILURES}", 1)
         if one.failed == 1:
             after = "it is not started again" if one.over else "training goes on, and it is tried again"
@@ -183,4 +195,5 @@ class TrackerProcesses:
         if rows:
             self._count(f"{COUNTS}{one.start.name}/{DROPPED_ROWS}", rows)
         if why:
+            one.last = why
             log.warning("tracker %s: %s; rows lost: %d (see %s)", one.start.name, why, one.lost, one.start.output)

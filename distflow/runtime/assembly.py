@@ -30,6 +30,7 @@ from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
 from distflow.runtime.disk import Disk, replace_file
 from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore, PrefixedMetrics
+from distflow.runtime.process_record import note_trouble
 from distflow.runtime.protocols import Adapted, Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
@@ -175,7 +176,8 @@ def start_trackers(setting: Setting, count: Callable[[str, float], None]) -> Tra
     """The trackers of the run, if this is the worker that has them: the first that trains the primary model."""
     has_them = setting.home_of(setting.plan.primary)[:1] == (str(setting.me.name),)
     plans = trackers_of(setting.recipe.run) if has_them else ()
-    return TrackerProcesses([_tracker_start(setting, plan) for plan in plans], count)
+    tell = partial(note_trouble, setting.run_dir, setting.me.name.file_stem)
+    return TrackerProcesses([_tracker_start(setting, plan) for plan in plans], count, tell)
 
 
 def _tracker_start(setting: Setting, plan: TrackerPlan) -> TrackerStart:
@@ -369,7 +371,7 @@ def checkpoint_writer(setting: Setting, count: Callable[[str, float], None]) -> 
     if run.copy_to is not None and setting.standing.commits:
         placement, held = setting.document.placement, writer.copied
         hosts = {WorkerName.parse(name).file_stem: placement.get(name, 0) for name in setting.members}
-        told = (writer.note, count, held.add, held.discard)
+        told = (writer.note, count, held.add, held.discard, partial(note_trouble, setting.run_dir, stem))
         writer.copies = resolve(COPIES)(run.copy_to, setting.run_dir, keeping, hosts, setting.document.host, told)
     return writer
 

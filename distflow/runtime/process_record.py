@@ -32,6 +32,7 @@ from distflow.comm.processes import process_alive, started_at
 
 SIZE = 256
 SIGNAL = signal.SIGUSR2
+TROUBLES, LONGEST_TROUBLE = ".troubles.txt", 500
 _PACKAGE = Path(distflow.__file__).parent
 OURS = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, *(_PACKAGE.parent / name for name in ("workers", "launch"))))
 LIBRARIES = ("/site-packages/", "/dist-packages/", f"{os.path.dirname(os.__file__)}{os.sep}")
@@ -86,6 +87,28 @@ def read_process(document: Path) -> ProcessRecord | None:
         return msgspec.json.decode(process_file(document).read_bytes(), type=ProcessRecord)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
+
+
+def trouble_file(run_dir: Path, stem: str) -> Path:
+    """What did not work at the end of a worker although the run went on, a line each."""
+    return run_dir / "workers" / f"{stem}{TROUBLES}"
+
+
+def note_trouble(run_dir: Path, stem: str, text: str) -> None:
+    """Record such a thing for the last lines of the launching command."""
+    line = " ".join(text.split())[:LONGEST_TROUBLE]
+    try:
+        with trouble_file(run_dir, stem).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{line}\n")
+    except OSError as error:
+        with suppress(OSError):
+            print(f"could not record {line!r}: {error.strerror}", flush=True)
+
+
+def read_troubles(run_dir: Path) -> list[str]:
+    """What all workers have recorded."""
+    files = sorted((run_dir / "workers").glob(f"*{TROUBLES}"))
+    return [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
 
 
 def _note(document: Path, **what: int) -> None:

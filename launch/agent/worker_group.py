@@ -29,7 +29,7 @@ from distflow.launch.run.exit_status import Exit, document_file, exit_of, failur
 from distflow.launch.run.process_table import process_id, running, signal_to, space
 from distflow.launch.run.record import FILE_NAME, Failure, ProcessId, RunRecord, agent_name, nursery_name
 from distflow.log import logger
-from distflow.runtime.process_record import ProcessRecord, process_file, read_process
+from distflow.runtime.process_record import ProcessRecord, process_file, read_process, trouble_file
 
 ENTRY = "distflow.runtime.main:run_worker"
 PRELOAD = (
@@ -257,6 +257,7 @@ class WorkerGroup:
         failure_file(self._run_dir, name).unlink(missing_ok=True)
         document = document_file(self._run_dir, name)
         process_file(document).unlink(missing_ok=True)
+        trouble_file(self._run_dir, document.stem).unlink(missing_ok=True)
         log.info("starting %s, incarnation %d", name, action.incarnation)
         self._forked.add(name)
         self._fork_server.start(

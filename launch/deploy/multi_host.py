@@ -54,8 +54,8 @@ TELL_EVERY_S = 10.0
 _OWN_RECORD: Mapping[int, Path] = {}
 AT_ONCE = 64
 NO_AGENTS: Mapping[int, str] = {}
-PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json")
-_FETCHED = re.compile(rf"{re.escape(FILE_NAME)}|metrics/[^/\0]+\.jsonl|workers/[^/\0]+\.failure\.json")
+PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json", "workers/*.troubles.txt")
+_FETCHED = re.compile(rf"{re.escape(FILE_NAME)}|metrics/[^/\0]+\.jsonl|workers/[^/\0]+\.(failure\.json|troubles\.txt)")
 """PATTERNS again: whatever a host answers, nothing else is written here."""
 
 

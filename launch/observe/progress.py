@@ -77,7 +77,8 @@ class RunStatus:
         if not record.pids:
             return "starting the host agent"
         if not started:
-            return f"importing torch and other libraries, once for all {len(names)} workers of a host"
+            whom = "for the worker" if len(names) == 1 else f"once for all {len(names)} workers of a host"
+            return f"importing torch and other libraries, {whom}"
         return f"starting the workers: {started} of {len(names)} are running"
 
     def __str__(self) -> str:

@@ -18,6 +18,7 @@ from distflow.data.metrics_merge import MetricsReader
 from distflow.launch.observe.alerts import where_time_went
 from distflow.launch.run.exit_status import STOPPED
 from distflow.launch.run.record import Failure, RunRecord
+from distflow.runtime.process_record import read_troubles
 
 MEAN_OF = 10
 HOST_PEAK, DEVICE_PEAK = "memory/host_peak_gb/max", "memory/device_peak_gb/max"
@@ -131,6 +132,8 @@ def tell_end(record: RunRecord, runs_dir: Path, recipe: Sequence[str] = ()) -> i
     if record.failure is not None:
         for line in failure_report(record, record.failure):
             click.echo(line, err=True)
+    for line in read_troubles(record.path):
+        click.echo(f"warning: {line}", err=True)
     if record.state != "failed":
         for line in summary(record, recipe or [str(record.path / "recipe.yaml")], runs_dir):
             click.echo(line)

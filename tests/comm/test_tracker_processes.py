@@ -23,6 +23,7 @@ class Trackers:
     def __init__(self, folder: Path, timeout_s: float, **plans: list[str]) -> None:
         self.folder = folder
         self.counts: Counter[str] = Counter()
+        self.told: list[str] = []
         for name, plan in plans.items():
             (folder / name).mkdir()
             (folder / name / "start.json").write_text(json.dumps(plan))
@@ -37,7 +38,7 @@ class Trackers:
             )
             for name in plans
         ]
-        self.processes = TrackerProcesses(starts, self.count)
+        self.processes = TrackerProcesses(starts, self.count, self.told.append)
 
     def count(self, name: str, value: float) -> None:
         self.counts[name] += int(value)
@@ -82,6 +83,11 @@ def test_one_that_refuses_its_options_is_not_started_again(tmp_path: Path, caplo
     assert trackers.lives("wrong") == 1
     assert "it is not started again" in caplog.text
     assert trackers.counts["trackers/good/dropped"] == 1
+    wrong, good = trackers.told
+    assert wrong.startswith("tracker wrong: ")
+    assert "no such option (see " in wrong
+    assert good.startswith("tracker good: ")
+    assert "; rows lost: 1 (see " in good
 
 
 def test_the_end_of_the_run_waits_no_longer_than_it_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,11 +98,12 @@ def test_the_end_of_the_run_waits_no_longer_than_it_says(tmp_path: Path, caplog:
     assert time.monotonic() - began < 15.0
     assert trackers.counts["trackers/endless/dropped"] == 2
     assert "rows lost: 2" in caplog.text
+    assert "it was not done 3 s after the end of the run; rows lost: 2" in trackers.told[0]
     assert helpers_of(tmp_path) == []
 
 
 def test_without_trackers_nothing_is_started() -> None:
     before = psutil.Process().children(), threading.active_count()
-    processes = TrackerProcesses([], lambda name, value: None)
+    processes = TrackerProcesses([], lambda name, value: None, print)
     assert (psutil.Process().children(), threading.active_count()) == before
     processes.close(60.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.e2e.runs import SMALL, Launch, cli
@@ -48,6 +49,7 @@ def test_a_place_that_cannot_be_written_costs_no_training(launch: Launch) -> Non
     log = (run.folder / "logs" / "trainer-0.log").read_text()
     assert log.count("could not copy") == 1
     assert "not copied to /proc/none" in log
+    assert re.search(r"warning: run\.copy_to: not copied to /proc/none/\S+ when the run ended: step_000012", run.output)
     assert run.saved()[-1] == 12
 
 

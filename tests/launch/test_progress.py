@@ -95,6 +95,11 @@ def test_before_the_first_training_step_it_is_said_what_goes_on(capsys: pytest.C
     ]
 
 
+def test_one_worker_is_told_of_as_one():
+    alone = structs.replace(RECORD, workers=(WorkerEntry("trainer/0", True),), pids={"agent/0": ProcessId(7, 1.0)})
+    assert RunStatus(alone, 0, {}).stage == "importing torch and other libraries, for the worker"
+
+
 def test_without_a_terminal_it_is_said_how_long_the_rest_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     record = structs.replace(RECORD, workers=(WorkerEntry("trainer/0", True),), state="running", run_dir=str(tmp_path))
     (tmp_path / "metrics").mkdir()

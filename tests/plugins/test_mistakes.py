@@ -258,6 +258,20 @@ def floods(sample):
     return 1.0
 
 
+def floods_too_much(sample):
+    print("x" * 40_000_000)
+    return 1.0
+
+
+def ends_its_parent(sample):
+    os.kill(os.getppid(), 15)
+    return 1.0
+
+
+def no_text():
+    raise ValueError("\\ud800 is no text")
+
+
 def hashed():
     return [PromptText(f"{hash('seed') % 1000}=", {})]
 
@@ -401,14 +415,18 @@ def test_a_recipe_without_plug_ins_of_its_own(folder: Path) -> None:
 
 def test_what_would_take_a_process_with_it_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the command ends, with all that was started."""
-    names = ["hangs", "leaves", "forks", "floods", "hashed"]
+    names = ["hangs", "leaves", "forks", "floods", "floods_too_much", "ends_its_parent", "no_text", "hashed"]
     assert run(["test-plugin", *map(placed, names), "--limit", "3", "--json"]) == 1
     found = {one["plugin"].rpartition(":")[2]: one for one in json.loads(capsys.readouterr().out)}
     last = {name: found[name]["findings"][-1]["text"] for name in names}
     assert re.search(r"does not come back within 3 s, judging the response .* with timeout_s beside", last["hangs"])
     assert re.search(r"ends its process \(exit code 3\), judging the response", last["leaves"])
+    assert re.search(r"has printed more than 32 MiB, judging the response", last["floods_too_much"])
+    assert "\\ud800 is no text" in " ".join(one["text"] for one in found["no_text"]["findings"])
+    assert re.search(r"ends its parent process \(signal 15\)", last["ends_its_parent"])
     assert re.search(r"prints \d{6,} bytes meanwhile", " ".join(one["text"] for one in found["floods"]["findings"]))
     assert re.search(r"two processes do not agree: '\d+=' and '\d+=' — it must not depend on hash", last["hashed"])
     assert {name: found[name]["passed"] for name in names} == {
-        "hangs": False, "leaves": False, "forks": True, "floods": True, "hashed": False,
+        "hangs": False, "leaves": False, "forks": True, "floods": True, "floods_too_much": False,
+        "ends_its_parent": False, "no_text": False, "hashed": False,
     }  # fmt: skip

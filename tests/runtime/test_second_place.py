@@ -85,9 +85,18 @@ def whole(to: Path) -> list[int]:
     return [int(folder.name[5:]) for folder in folders if examine(folder)[1] == ""]
 
 
+complaints: list[str] = []
+"""What the copies of the present test have told at the end."""
+
+
 def copies(make: Callable[[], SecondPlace], held: set[Path], *, alone: bool = True) -> tuple[CopyThread, Counter[str]]:
     counts: Counter[str] = Counter()
-    told = Told(lambda amount: None, lambda name, value: counts.update({name: int(value)}), held.add, held.discard)
+    complaints.clear()
+
+    def add(name: str, value: float) -> None:
+        counts[name] += int(value)
+
+    told = Told(lambda amount: None, add, held.add, held.discard, complaints.append)
     return CopyThread(make, "there", told, alone=alone), counts
 
 
@@ -219,6 +228,8 @@ def test_the_end_of_a_run_tries_a_few_times_and_says_what_is_missing(
     there.close(20.0, lambda: 0)
     assert counts[COPY_FAILED] >= 3
     assert "not copied to there when the run ended: step_000010" in caplog.text
+    assert complaints[0].startswith("run.copy_to: not copied to there when the run ended: step_000010 — ")
+    assert len(complaints) == 1
     assert held == set()
 
 
@@ -232,6 +243,7 @@ def test_the_end_of_a_run_does_not_wait_for_a_place_that_hangs(
     there.close(0.3, lambda: 0)
     assert time.monotonic() - began < 10.0
     assert "not copied to there when the run ended: step_000010" in caplog.text
+    assert complaints == ["run.copy_to: not copied to there when the run ended: step_000010"]
 
 
 def test_one_that_another_host_has_removed_is_dropped(run_dir: Path, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ class Lines:
 
 def serve(subject: str, lines: str, lifeline: str) -> None:
     """Test the plug-in of a subject as JSON; `lines`, `lifeline`: pipes to the parent, with which this process ends."""
+    _fork_behind(int(lines))
     if not die_with_writer(int(lifeline)):
         return
     with os.fdopen(int(lines), "w", encoding="utf-8") as file:
@@ -59,6 +60,16 @@ def serve(subject: str, lines: str, lifeline: str) -> None:
         except DistflowError as error:
             report.add("wrong", str(error))
             report.done(None)
+
+
+def _fork_behind(lines: int) -> None:
+    """Go on in a child, and leave this process between it and the command: a plug-in may end its parent process."""
+    child = os.fork()
+    if child == 0:
+        return
+    _, status = os.waitpid(child, 0)
+    os.write(lines, json.dumps({"ended": os.waitstatus_to_exitcode(status)}).join("\n\n").encode())
+    os._exit(0)
 
 
 def run_suite(subject: Subject, report: SuiteReport) -> object:

@@ -18,7 +18,7 @@ from distflow.testing.plugins.findings import SuiteReport
 from distflow.testing.plugins.trial import Trial
 
 ROWS, WIDTH = 6, 5
-SIZES = {"near": 0.1, "far": 30.0}
+SIZES = {"near": 0.1, "far from": 30.0}
 """Largest difference of log-probs of two policies."""
 
 
@@ -27,7 +27,7 @@ def run_loss_suite(trial: Trial, report: SuiteReport, call: str) -> None:
     function = resolve(call)
     settings = {name: value for name, value in trial.plan.settings.items() if name in _own(trial)}
     for name, size in SIZES.items():
-        report.begin(f"the loss with ratios {name} 1" if name == "near" else "the loss with ratios far from 1")
+        report.begin(f"the loss with ratios {name} 1")
         try:
             given, loss_BT, gradient_BT = _loss(function, settings, size)
         except (UserError, RuntimeError) as error:

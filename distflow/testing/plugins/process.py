@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isclose, isnan
 from pathlib import Path
@@ -30,8 +31,8 @@ from distflow.testing.plugins.subjects import KINDS, Subject, absolute, check_ki
 LIMIT_S = 30.0
 START_S = 120.0
 """For the imports of the suites and of the plug-in, on a busy machine."""
-FLOOD = 1 << 16
-"""Bytes of output that are worth a note."""
+FLOOD, TOO_MUCH = 1 << 16, 32 << 20
+"""Bytes of output that are worth a note, and that end the test."""
 SHOWN_OUTPUT = 2000
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -173,6 +174,8 @@ class _Child:
         self.doing = ""
         self.since = time.monotonic()
         self.over = False
+        self.exit_code: int | None = None
+        """As its go-between has told it; negative: the signal."""
         self.printed = 0
         self.tail = b""
 
@@ -185,7 +188,7 @@ class _Child:
         with selectors.DefaultSelector() as selector:
             selector.register(self._told, selectors.EVENT_READ, self._read_lines)
             selector.register(self._output, selectors.EVENT_READ, self._read_output)
-            while not self.over and self._told in {key.fd for key in selector.get_map().values()}:
+            while self._goes_on and self._told in {key.fd for key in selector.get_map().values()}:
                 limit = START_S if self.doing in ("", IMPORTING) else limit_s
                 left = self.since + limit - time.monotonic()
                 if left <= 0:
@@ -195,7 +198,10 @@ class _Child:
                     if not key.data():
                         selector.unregister(key.fileobj)
         if not self.over:
-            self._ended()
+            self._end_told()
+        elif (signal_number := self._go_between_killed_by()) is not None:
+            text = f"ends its parent process (signal {signal_number}), which is the agent of the worker, or the worker"
+            self.tested.findings.append(PluginFinding("wrong", text))
         elif self.printed > FLOOD:
             text = f"prints {self.printed} bytes meanwhile, which a worker writes into its log"
             self.tested.findings.append(PluginFinding("note", text))
@@ -214,17 +220,22 @@ class _Child:
         chunk = os.read(self._told, 1 << 16)
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         for line in lines:
-            self._hear(json.loads(line))
+            with suppress(ValueError):  # it was killed while it wrote the line
+                self._hear(json.loads(line))
         return bool(chunk)
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         self.since = time.monotonic()
         if "begin" in message:
             self.doing = str(message["begin"])
+        elif "ended" in message:
+            self.exit_code = message["ended"]
         elif "done" in message:
             self.over, self.tested.gave = True, message["done"]
         else:
-            self.tested.findings.append(PluginFinding(message["level"], message["text"]))
+            # What is no text, such as half a surrogate pair in an error, could not be printed.
+            text = message["text"].encode(errors="backslashreplace").decode()
+            self.tested.findings.append(PluginFinding(message["level"], text))
 
     def _read_output(self) -> bool:
         chunk = os.read(self._output.fileno(), 1 << 16)
@@ -232,6 +243,15 @@ class _Child:
             self.printed += len(chunk)
         self.tail = (self.tail + chunk)[-SHOWN_OUTPUT:]
         return bool(chunk)
+
+    @property
+    def _goes_on(self) -> bool:
+        return not self.over and self.exit_code is None and self.printed <= TOO_MUCH
+
+    def _go_between_killed_by(self) -> int | None:
+        """The signal that has ended the process between this one and that of the plug-in."""
+        state = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        return None if state is None or state.si_code == os.CLD_EXITED else state.si_status
 
     def _late(self, limit_s: float) -> None:
         cure = "; with timeout_s beside `function` it would be killed and counted as a failure"
@@ -243,10 +263,18 @@ class _Child:
         )
         self.tested.findings.append(PluginFinding("wrong", text))
 
-    def _ended(self) -> None:
-        state = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        assert state is not None, "waited for its end"
-        how = f"exit code {state.si_status}" if state.si_code == os.CLD_EXITED else f"signal {state.si_status}"
+    def _end_told(self) -> None:
+        doing = self.doing or "before it was imported"
+        if self.printed > TOO_MUCH:
+            text = f"has printed more than {TOO_MUCH >> 20} MiB, {doing}: a worker would fill the disk with its log"
+            self.tested.findings.append(PluginFinding("wrong", text))
+            return
+        if self.exit_code is None:
+            # Its go-between has ended with it: the signal was for both.
+            state = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            assert state is not None, "waited for its end"
+            self.exit_code = state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+        how = f"exit code {self.exit_code}" if self.exit_code >= 0 else f"signal {-self.exit_code}"
         output = self.tail.decode(errors="replace").strip()
-        text = f"ends its process ({how}), {self.doing or 'before it was imported'}: a worker would end with it"
+        text = f"ends its process ({how}), {doing}: a worker would end with it"
         self.tested.findings.append(PluginFinding("wrong", f"{text}\n{output}" if output else text))
