@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from distflow.data.metrics_merge import validated
 from distflow.errors import UserError, did_you_mean
-from distflow.launch.commands.metrics import Steps, chosen_keys, read_runs, validated
+from distflow.launch.commands.metrics import Steps, chosen_keys, read_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +68,7 @@ PANELS = (
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="A .png, .svg or .pdf file."
 )
-@click.option("--keys", metavar="NAMES", help="One panel for each of these metrics, as in critic/score/mean,actor/*.")
+@click.option("--keys", metavar="NAMES", help="One panel for each of these metrics, as in critic/score/mean,val/.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(runs: tuple[str, ...], output: Path, keys: str | None, runs_dir: Path) -> None:
     """Draw score, validation, reward, response length, entropy, KL, staleness and shares of time of RUN (default: the

@@ -136,3 +136,9 @@ def test_one_sample_a_prompt_is_warned_of_where_samples_are_compared(folder: Fol
     )
     overrides = ["batch.samples_per_prompt=1", "flow.steps.advantage.call=./steps.py:absolute"]
     assert plan_recipe(folder.recipe, overrides)[1].warnings == ()
+
+
+def test_a_number_where_a_list_is_expected_is_told_how_one_is_written() -> None:
+    told = r"update\.with\.clip — expected a list of numbers, got 0\.2 — write a value of that kind, such as \[0\.2, 0\.2\]"
+    with pytest.raises(RecipeError, match=told):
+        plan_recipe("quickstart", ["flow.steps.update.with.clip=0.2"])
