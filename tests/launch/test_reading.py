@@ -18,6 +18,7 @@ from distflow.launch.commands.export import best_step
 from distflow.launch.observe.run_summary import root_cause, summary
 from distflow.launch.run.process_table import host_part, processes_of
 from distflow.launch.run.record import Failure
+from distflow.types import VALIDATION
 from tests.launch.checkpoints import leave_checkpoint
 from tests.launch.conftest import WAIT_S, await_that, environment
 
@@ -362,6 +363,12 @@ def test_rollouts_shows_the_newest_term_of_a_step(fake_run, capsys):
     out = capsys.readouterr().out
     assert "training step 17: 1 of 3 samples" in out
     assert "prompt 0, sample 0, reward 0.500, score 0.500, stop" in out
+    of_validation = run.run_dir / "rollouts" / "val" / "step_000017"
+    of_validation.mkdir(parents=True)
+    line = {**sample(0, 0, 1, 1.0), "uid": [2, 3, VALIDATION + 43]}
+    (of_validation / "trainer-0.jsonl").write_text(json.dumps(line) + "\n")
+    assert distflow(["rollouts", "--val", *runs_dir(run)]) == 0
+    assert "-- prompt 3 of the validation data, sample 0, reward 1.000" in capsys.readouterr().out
     own = {"rewards": {"style": 0.25, "fives": None}, "advantage": [0.5] * 12, "mine/note": "odd"}
     (folder / "trainer-0.jsonl").write_text(json.dumps({**samples[0], **own}) + "\n")
     assert distflow(["rollouts", *runs_dir(run)]) == 0
