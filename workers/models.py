@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.config.paths import CHARS_PREFIX
+from distflow.config.paths import CHARS_PREFIX, without_hub
 from distflow.errors import UserError
 from distflow.workers.tokenizers import EOS_ID, PAD_ID, vocabulary
 
@@ -204,7 +204,9 @@ def _config_from_path(path: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"models: cannot read a model from path {path!r}: {_brief(error)}") from error
+        raise UserError(
+            f"models: cannot read a model from path {path!r}: {_brief(error)}{without_hub(path)}"
+        ) from error
 
 
 def _check_path(path: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distflow.config.paths import CHARS_PREFIX
+from distflow.config.paths import CHARS_PREFIX, without_hub
 from distflow.errors import UserError
 
 PAD, EOS = "<pad>", "<eos>"
@@ -88,7 +88,7 @@ class PretrainedTokenizer:
             self.pretrained = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
-            raise UserError(f"models: cannot read a tokenizer from {name!r}: {reason}") from error
+            raise UserError(f"models: cannot read a tokenizer from {name!r}: {reason}{without_hub(name)}") from error
         # For a folder without one, transformers makes an empty one of the model's family.
         if len(self.pretrained) <= len(self.pretrained.get_added_vocab()):
             raise UserError(

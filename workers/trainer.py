@@ -16,7 +16,7 @@ from torch import Tensor
 from distflow.algorithms import TokenTerms
 from distflow.algorithms.advantages import Moments, token_sums, zero_std_fraction
 from distflow.algorithms.aggregation import Aggregation
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.data.micro_batches import micro_batches
 from distflow.data.samples import SHARE, by_sample, sample_bounds, to_rows, with_share, with_shares
 from distflow.errors import UserError
@@ -338,8 +338,28 @@ def _terms(part: Batch, mask_BT: Tensor, scores: TokenScores) -> TokenTerms:
         ref_logprobs=field("ref_logprobs"),
         entropy=scores.entropy_BT,
         advantages=field("advantage"),
-        further=lambda name: scores.candidate_logprobs_BTK if name == "candidate_logprobs" else field(name),
+        further=lambda name: (
+            scores.candidate_logprobs_BTK if name == "candidate_logprobs" else at_tokens(part, name, like)
+        ),
     )
+
+
+def at_tokens(part: Batch, name: str, like_BT: Tensor) -> Tensor | None:
+    """A field for a loss: its value at each token, [B, T], where it has one, else that of the row at all its tokens."""
+    if name not in part:
+        return None
+    column = part[name]
+    if not isinstance(column, Ragged):
+        values_B = column.to(device=like_BT.device, dtype=like_BT.dtype)
+        return values_B[:, None].expand(-1, like_BT.shape[1], *column.shape[1:])
+    tokens = part.ragged("response_mask").lengths
+    if not torch.equal(column.lengths, tokens):
+        row = int((column.lengths != tokens).nonzero()[0])
+        raise UserError(
+            f"the loss reads terms[{name!r}], which has {column.lengths[row]} values in a row of {tokens[row]} "
+            "response tokens — expected one value a token, or a dense field [B] with one a row"
+        )
+    return column.padded().to(device=like_BT.device, dtype=like_BT.dtype)
 
 
 _NAMES = {"score": "critic/score", "reward": "critic/rewards"}

@@ -37,8 +37,8 @@ class TokenTerms:
 
     `logprobs` and `candidate_logprobs`, [B, T, K], have a gradient, `entropy` has one where a loss asks for it, all
     others are constants. Reading a term that is not there raises UserError naming the step to add; `terms.has(name)`
-    asks. `terms[name]` gives a further field with one value a token, or several, which must then be among the fields of
-    the batch.
+    asks. `terms[name]` gives a further field of the batch with one value a token, or several; one with a value a row is
+    given as that value at each token of the row.
     """
 
     __slots__ = ("_further", "_given", "_read", "logprobs", "mask")
@@ -124,7 +124,7 @@ class TokenTerms:
             return found
         if name in _SUPPLIED_BY:
             raise UserError(f"the loss reads terms.{name}, which is not there — {_SUPPLIED_BY[name]}")
-        raise UserError(f"the loss reads terms[{name!r}], but no step writes {name!r} with a value for each token")
+        raise UserError(f"the loss reads terms[{name!r}], but no step writes {name!r} with a value a token, or a row")
 
     def _found(self, name: str) -> Tensor | None:
         given = self._given.get(name)

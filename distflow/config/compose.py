@@ -30,7 +30,7 @@ from distflow.config.defaults_list import DefaultsLists, misplaced
 from distflow.config.layers import COMMAND_LINE, Layers, Origin
 from distflow.config.paths import recipes_folder
 from distflow.config.yamlfile import KeyPath, YamlFile, dotted, read_yaml, shown
-from distflow.errors import Problem, RecipeError, did_you_mean
+from distflow.errors import Problem, RecipeError, did_you_mean, nearest
 
 _SHIPPED, _OWN, _CHOSEN, _BY_COMMAND = 1, 1_000_000, 2_000_000, 3_000_000
 """Ranks of what is written in shipped files and in the user's, and in files that the command line chooses, all plus the
@@ -85,11 +85,12 @@ class _Composer:
         chosen = self._sort(self._parse(overrides))
         layers = Layers()
         by_command = {f"{group.key_or_group}/{group.value()}" for group in chosen.groups}
-        for number, default in enumerate(self._defaults(chosen.groups).defaults):
+        composed = self._defaults(chosen.groups)
+        for number, default in enumerate(composed.defaults):
             self._lay_file(layers, default, number, by_command)
         for override in chosen.values:
             self._lay_override(layers, override)
-        _leave_out_settings(layers)
+        self._leave_out_settings(layers, composed.overrides.known_choices.get("flow"))
         for key, origin, there in layers.unremoved:
             message = "null removes it, and there is none of this name"
             self.problems.append(Problem(origin.where, dotted(key), message, did_you_mean(key[-1], there)))
@@ -176,6 +177,25 @@ class _Composer:
             cure = did_you_mean(key[-1], layers.keys(key[:-1]))
             self._refuse(dotted(key), "cannot be removed: there is no such key", cure)
 
+    def _leave_out_settings(self, layers: Layers, flow: str | None) -> None:
+        """Remove what is set of steps that the chosen flow lacks, as `quickstart flow=sft` has no `sample`.
+
+        Shipped recipes may, so that any flow can be chosen for them; what users write is refused.
+        """
+        steps = ("flow", "steps")
+        calls = [name for name in layers.keys(steps) if "call" in layers.keys((*steps, name))]
+        for name in [name for name in layers.keys(steps) if name not in calls]:
+            key = (*steps, name)
+            newest = max(layers.given(key), key=lambda origin: origin.rank)
+            keys = layers.keys(key)
+            if newest.rank < _OWN:
+                layers.delete(key)
+            elif flow is not None and keys and nearest("call", keys) is None:
+                layers.delete(key)
+                near = f"{did_you_mean(name, calls)} — " if nearest(name, calls) is not None else ""
+                cure = f"{near}{dotted(key)}=null removes what is set of it; or give its `call`"
+                self.problems.append(Problem(newest.where, dotted(key), f"flow {flow} has no step {name!r}", cure))
+
     # --- files
 
     def _defaults(self, groups: list[Override]) -> DefaultsList:
@@ -215,15 +235,6 @@ class _Composer:
         rank = _SHIPPED if path.is_relative_to(recipes_folder()) else _OWN
         rank = number + (_CHOSEN if default.config_path in by_command else rank)
         layers.lay(content, lambda key: Origin(file.where(key), path.parent, rank), package)
-
-
-def _leave_out_settings(layers: Layers) -> None:
-    """Remove what shipped recipes set of steps that the chosen flow lacks, as `quickstart flow=sft` has no `sample`."""
-    steps = ("flow", "steps")
-    for name in layers.keys(steps):
-        given = layers.given((*steps, name))
-        if "call" not in layers.keys((*steps, name)) and all(origin.rank < _OWN for origin in given):
-            layers.delete((*steps, name))
 
 
 def _text_keys(value: Any) -> Any:

@@ -252,9 +252,10 @@ def _object(line: bytes, where: str) -> Row:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         try:
-            found = json.loads(line)  # which takes NaN, and says where in the line something is wrong
+            found = json.loads(line.rstrip())  # which takes NaN, and says where in the line something is wrong
         except json.JSONDecodeError as error:
-            raise UserError(f"{where}: broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+            at = f"at column {error.colno}" if error.pos < len(error.doc) else "at the end of the line"
+            raise UserError(f"{where}: broken JSON: {error.msg.removesuffix(' at')} {at}") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8: {error}") from error
     if not isinstance(found, dict):

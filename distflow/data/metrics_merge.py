@@ -157,3 +157,10 @@ def _weighted_mean(name: str, lines: list[Line]) -> float:
     # Rounded once, so the order in which lines were read does not matter.
     weighted = (line[name] * line[name + WEIGHT_SUFFIX] for line in lines if line[name + WEIGHT_SUFFIX])
     return math.fsum(weighted) / total
+
+
+def validated(steps: Iterable[Mapping[str, float]]) -> list[str]:
+    """The metrics of validation that tell how good a policy is, over all sources: `val/avg@4`, or `val/loss`."""
+    good = (f"{VALIDATION}avg@", f"{VALIDATION}loss")
+    names = (name for step in steps for name in step if name.startswith(good))
+    return [name for name in dict.fromkeys(names) if "/" not in name.removeprefix(VALIDATION)]

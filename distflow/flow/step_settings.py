@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -68,7 +69,8 @@ def complaints(
                 found.append((name, "unknown setting", _known_setting(name, parameters.settings)))
         elif not _fits(value, parameters.annotations.get(name)):
             expected = in_words(parameters.annotations[name])
-            found.append((name, f"expected {expected}, got {quoted(value)}", "write a value of that kind"))
+            cure = f"write a value of that kind{_example(parameters.settings[name])}"
+            found.append((name, f"expected {expected}, got {quoted(value)}", cure))
         elif name in ranges and _is_number(value) and not within(value, ranges[name]):
             found.append((name, f"{value} is not allowed", f"expected a number {ranges[name]}"))
         elif name in choices and isinstance(value, str) and not (name in (*plugins, *functions) and is_plugin(value)):
@@ -80,6 +82,11 @@ def complaints(
         if default is REQUIRED and name not in given:
             found.append((name, "required, but not given", f"add {name}: … to its `with`"))
     return found
+
+
+def _example(default: Any) -> str:
+    """The default of a setting that is a list or a mapping, which may be hard to guess."""
+    return f", such as {json.dumps(default)}" if isinstance(default, list | tuple | dict) and default else ""
 
 
 def _known_setting(name: str, known: Mapping[str, Any]) -> str:

@@ -136,14 +136,16 @@ def test_plugin(
 @click.option("--task", default="arithmetic", show_default=True, help="What to start from: arithmetic, chat or turns.")
 @click.option("--model", metavar="MODEL", help="Folder or hub id of a Hugging Face model, for --task chat.")
 def init(folder: Path, task: str, model: str | None) -> int:
-    """Write FOLDER with a recipe, its code, a data file and a README, and nothing over a file that exists."""
+    """Write FOLDER, which must be new or empty, with a recipe, its code, a data file and a README."""
+    from distflow.config.paths import SMOLLM2
     from distflow.config.starts import start_files
 
     folder = folder.expanduser()
     files = start_files(task, folder.resolve().name, model)
-    there = [name for name in files if (folder / name).exists()]
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name] * folder.exists()
     if there:
-        raise UserError(f"{folder / there[0]} exists already — give another folder, or move it away")
+        named = ", ".join(there[:3]) + (", …" if len(there) > 3 else "")
+        raise UserError(f"{folder} exists already, with {named} — give a folder that is new or empty")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -153,6 +155,11 @@ def init(folder: Path, task: str, model: str | None) -> int:
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror or error} — give a folder that can be written") from error
     click.echo(f"next: cd {folder}; distflow launch recipe.yaml")
+    if task == "chat" and (model is None or not Path(model).expanduser().is_dir()):
+        click.echo(
+            "the model comes from the hub; without a network give one of this machine: "
+            f"distflow init FOLDER --task chat --model FOLDER, or models.policy.path=FOLDER behind `launch` ({SMOLLM2})"
+        )
     return 0
 
 

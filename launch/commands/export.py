@@ -29,7 +29,7 @@ from distflow.launch.commands.metrics import finite, read_steps
 from distflow.launch.deploy.launch_request import RECIPE, Options, as_asked
 from distflow.launch.observe.file_sync import refresh
 from distflow.launch.run.folder import find_run
-from distflow.launch.run.resume import find_checkpoint
+from distflow.launch.run.resume import best_checkpoint, find_checkpoint
 from distflow.runtime.checkpoint.commit import checkpoints_of, examine, newest_first, step_of, vanished
 from distflow.types import is_validated
 
@@ -45,19 +45,24 @@ CI95 = "/ci95"
 @click.command()
 @click.argument("run", required=False)
 @click.option("--step", type=click.IntRange(min=1), help="Training step.  [default: the newest complete checkpoint]")
+@click.option("--best", is_flag=True, help="The checkpoint that run.keep_best chose.")
 @click.option("--to", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder to create.")
 @click.option("--model", help="A further model that the run trains, such as critic or solver.  [default: the policy]")
 @click.option("--adapters", is_flag=True, help="Write the adapters of a model trained with lora alone, not merged.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def command(run: str | None, step: int | None, to: Path, model: str | None, adapters: bool, runs_dir: Path) -> None:
+def command(
+    run: str | None, step: int | None, best: bool, to: Path, model: str | None, adapters: bool, runs_dir: Path
+) -> None:
     """Write a checkpoint of RUN (default: the newest) for transformers, load it again and compare log-probs."""
-    _export(find_run(run, runs_dir), step, to, model, adapters=adapters)
+    run_dir = find_run(run, runs_dir)
+    _export(run_dir, best_step(run_dir, step) if best else step, to, model, adapters=adapters)
 
 
 @click.command(params=[option for option in launch.params if option.name in ON_HOSTS])
 @click.argument("target", metavar="RUN|FOLDER")
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]…")
 @click.option("--step", type=click.IntRange(min=1), help="Training step of RUN.  [default: its newest checkpoint]")
+@click.option("--best", is_flag=True, help="The checkpoint that run.keep_best of RUN chose.")
 @click.option("--run", "name", help="Name of the run that validates.  [default: RUN-eval or FOLDER-eval]")
 @click.option("--json", "as_json", is_flag=True, help="Print all metrics as a JSON object, and the rest as errors.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
@@ -65,6 +70,7 @@ def evaluate(
     target: str,
     words: tuple[str, ...],
     step: int | None,
+    best: bool,
     name: str | None,
     as_json: bool,
     runs_dir: Path,
@@ -78,14 +84,14 @@ def evaluate(
     given = bool(words) and "=" not in words[0]
     with redirect_stdout(sys.stderr) if as_json else nullcontext(), TemporaryDirectory(prefix="distflow-") as folder:
         if (Path(target) / "config.json").is_file():
-            if not given or step is not None:
-                why = "--step is for a run" if given else "which recipe says how to validate it?"
+            if not given or step is not None or best:
+                why = "--step and --best are for a run" if given else "which recipe says how to validate it?"
                 raise UserError(f"{target} is a Hugging Face folder: {why} — distflow evaluate {target} RECIPE")
             model, recipe, about = Path(target).resolve(), words[0], Path(target).resolve().name
         else:
             run_dir = find_run(target, runs_dir)
             model, recipe, about = Path(folder) / "model", words[0] if given else str(run_dir / RECIPE), run_dir.name
-            _export(run_dir, step, model)
+            _export(run_dir, best_step(run_dir, step) if best else step, model)
         overrides = words[1:] if given else words
         name = name or _free_name(runs_dir, f"{about}-eval")
         code = launch_once(replace(_asked(recipe, overrides, model, name, runs_dir), **on_hosts))
@@ -94,6 +100,19 @@ def evaluate(
     if code == 0:
         click.echo(json.dumps(metrics) if as_json else "\n".join(_val_lines(metrics)))
     return code
+
+
+def best_step(run_dir: Path, step: int | None) -> int:
+    """The training step of the checkpoint that the run's `run.keep_best` chose."""
+    if step is not None:
+        raise UserError("--step and --best: give one of them")
+    for line in refresh(run_dir, ("checkpoints",), "checkpoints", lambda line: click.echo(line, err=True)):
+        click.echo(line, err=True)
+    found = best_checkpoint(run_dir, read_steps(run_dir, lambda line: click.echo(line, err=True)))
+    if found is None:
+        why = "the run has no run.keep_best, or none of its checkpoints has a value of it yet"
+        raise UserError(f"--best: {run_dir}: {why} — give --step, or leave --best out for the newest checkpoint")
+    return step_of(found[0])
 
 
 def _asked(recipe: str, overrides: Sequence[str], model: Path, name: str, runs_dir: Path) -> Options:

@@ -186,6 +186,11 @@ def fetch_run(place: str, name: str | None, runs_dir: Path) -> Iterator[str]:
         raise error if isinstance(error, UserError) else UserError(f"{place}: cannot be fetched: {error}") from error
     _note_fetched(draft, name)
     draft.rename(run_dir)
+    if root.rpartition("/")[2] == name:
+        yield (
+            f"{name} goes on copying to {place} when it is resumed, and removes older checkpoints there; to leave it "
+            "as it is, add run.copy_to=null, or fetch it with --run NAME"
+        )
     yield f"fetched training step {commit.step} into {run_dir}; go on with: distflow launch --resume --run {name}"
 
 

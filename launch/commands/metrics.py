@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from distflow.data.metrics_merge import validated
 from distflow.errors import UserError
-from distflow.types import VAL
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +53,7 @@ Figures = dict[str, dict[str, float | None]]
 @click.argument("runs", nargs=-1, metavar="[RUN]…")
 @click.option("--json", "as_json", is_flag=True, help="All metrics, as a JSON list with one object per training step.")
 @click.option("--csv", "as_csv", is_flag=True, help="As CSV, one line per training step.")
-@click.option("--keys", metavar="NAMES", help="Only these metrics, as in critic/score/mean,actor/*.")
+@click.option("--keys", metavar="NAMES", help="Only these metrics, as in critic/score/mean,actor/*,val/.")
 @click.option(
     "--last",
     type=click.IntRange(min=1),
@@ -98,20 +98,17 @@ def read_runs(runs: Sequence[str], runs_dir: Path) -> dict[str, Steps]:
     return {label: read_steps(folder, _tell) for label, folder in zip(labels, folders, strict=True)}
 
 
-def validated(steps: Steps) -> list[str]:
-    """The metrics of validation that tell how good a policy is, over all sources: `val/avg@4`, or `val/loss`."""
-    names = (name for step in steps for name in step if fnmatchcase(name, f"{VAL}avg@*") or name == f"{VAL}loss")
-    return [name for name in dict.fromkeys(names) if "/" not in name.removeprefix(VAL)]
-
-
 def _tell(line: str) -> None:
     click.echo(line, err=True)
 
 
 def _cut(steps: Steps, names: Sequence[str] | None, last: int | None) -> Steps:
-    kept = steps if last is None else steps[-last:]
+    """The last training steps, and of the metrics that were asked for those in which there is one of them."""
     if names is None:
-        return kept
+        return steps if last is None else steps[-last:]
+    wanted = [name for name in names if name != "step"]
+    having = [step for step in steps if not wanted or any(name in step for name in wanted)]
+    kept = having if last is None else having[-last:]
     return [{name: step[name] for name in ("step", *names) if name in step} for step in kept]
 
 
@@ -130,11 +127,14 @@ def read_steps(run_dir: Path, tell: Callable[[str], None]) -> Steps:
 
 
 def chosen_keys(keys: str, steps: Steps) -> list[str]:
-    """The metrics that match, in the order given; raises UserError for a name that matches none."""
+    """The metrics that match, in the order given; raises UserError for a name that matches none.
+
+    `val/` is all below it, as `val/*` is.
+    """
     there = list(dict.fromkeys(name for step in steps for name in step if name != "step"))
     chosen: list[str] = []
     for key in [part.strip() for part in keys.split(",") if part.strip()]:
-        found = [name for name in there if fnmatchcase(name, key)]
+        found = [name for name in there if fnmatchcase(name, f"{key}*" if key.endswith("/") else key)]
         if not found and steps and key != "step":
             near = get_close_matches(key, there, n=3) or [name for name in there if key in name][:3]
             hint = f"did you mean {', '.join(near)}?" if near else "`--json` prints all metrics"

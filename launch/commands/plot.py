@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from distflow.data.metrics_merge import validated
 from distflow.errors import UserError, did_you_mean
-from distflow.launch.commands.metrics import Steps, chosen_keys, read_runs, validated
+from distflow.launch.commands.metrics import Steps, chosen_keys, read_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,18 +66,23 @@ PANELS = (
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]…")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="A .png, .svg or .pdf file."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A .png, .svg or .pdf file.  [default: RUN.png, curves.png of several]",
 )
-@click.option("--keys", metavar="NAMES", help="One panel for each of these metrics, as in critic/score/mean,actor/*.")
+@click.option("--keys", metavar="NAMES", help="One panel for each of these metrics, as in critic/score/mean,val/.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def command(runs: tuple[str, ...], output: Path, keys: str | None, runs_dir: Path) -> None:
+def command(runs: tuple[str, ...], output: Path | None, keys: str | None, runs_dir: Path) -> None:
     """Draw score, validation, reward, response length, entropy, KL, staleness and shares of time of RUN (default: the
     newest).
 
     Several runs are drawn over each other.
     """
-    _check_output(output)
+    _check_output(output or Path("curves.png"))
     found = read_runs(runs, runs_dir)
+    output = output or Path("curves.png" if len(found) > 1 else f"{Path(next(iter(found))).name}.png")
     every = [step for steps in found.values() for step in steps]
     if not every:
         raise UserError(f"{', '.join(found)}: no training step has been done yet — there is nothing to draw")

@@ -13,7 +13,7 @@ import click
 from distflow.data.files import whole_lines
 from distflow.errors import UserError
 from distflow.runtime.disk import ROLLOUTS, VAL_ROLLOUTS
-from distflow.types import SEQUENCE
+from distflow.types import SEQUENCE, lease_kind
 
 SHOWN = 8
 STANDARD = frozenset(
@@ -104,7 +104,10 @@ def _describe(sample: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A sample, from the lines of its sequences."""
     last = sample[-1]
     figures = [f"{name} {last[name]:.3f}" for name in ("reward", "score") if name in last]
-    yield f"-- prompt {last['uid'][2]}, sample {last['sample']}, {', '.join([*figures, last['finish_reason']])}"
+    _, prompt, position = last["uid"]
+    # Positions of validation say which round it was; its prompts are the same in all of them.
+    number = f"{prompt} of the validation data" if lease_kind(position) == "val" else position
+    yield f"-- prompt {number}, sample {last['sample']}, {', '.join([*figures, last['finish_reason']])}"
     parts = [f"{name} {_short(value)}" for name, value in last.get("rewards", {}).items()]
     for line in sample:
         yield f"   prompt    {line['prompt']!r}"

@@ -119,11 +119,13 @@ def _steps(record: RunRecord) -> list[dict[str, float]]:
 
 def _headline(record: RunRecord) -> Iterator[str]:
     """Progress of the run, and why it failed if it did."""
-    from distflow.launch.observe.run_summary import progress_of, root_cause
+    from distflow.launch.observe.run_summary import held_out, progress_of, root_cause
 
-    progress = progress_of(record, _steps(record))
+    steps = _steps(record)
+    progress = progress_of(record, steps)
     score = "" if progress.score is None else f", score {progress.score:.3f} (mean of the last {progress.scored})"
     yield f"{record.run_dir}: {progress}{score}"
+    yield from held_out(record.path, steps)
     if record.failure is not None:
         cause, where = root_cause(record.failure)
         yield f"cause: {cause}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import sys
@@ -14,11 +15,13 @@ import click
 import yaml
 
 from distflow.config.schema import StopConfig
-from distflow.data.metrics_merge import MetricsReader
+from distflow.data.metrics_merge import MetricsReader, validated
 from distflow.launch.observe.alerts import where_time_went
 from distflow.launch.run.exit_status import STOPPED
 from distflow.launch.run.record import Failure, RunRecord
+from distflow.launch.run.resume import best_checkpoint
 from distflow.runtime.process_record import read_troubles
+from distflow.types import VAL
 
 MEAN_OF = 10
 HOST_PEAK, DEVICE_PEAK = "memory/host_peak_gb/max", "memory/device_peak_gb/max"
@@ -95,6 +98,7 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
         yield from reached(_goal_of(record.path), steps)
     if progress.score is not None:
         yield f"score, mean of the last {progress.scored} training steps: {progress.score:.3f}"
+    yield from held_out(record.path, steps)
     went = where_time_went(reader, progress.step, progress.step)
     if went:
         yield went
@@ -109,6 +113,26 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
         yield f"  {me} rollouts {record.name}{where}"
     yield f"  {me} status {record.name}{where}"
     yield f"  {me} plan {again} --worker {record.workers[0].name}"
+
+
+def held_out(run_dir: Path, steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """What validation found last and at its best, and which checkpoint `run.keep_best` chose; nothing without these."""
+    for name in validated(steps):
+        found = {int(step["step"]): step[name] for step in steps if name in step and math.isfinite(step[name])}
+        if found:
+            last, best = max(found), max(found, key=lambda step: (found[step], step))
+            half = next((step[f"{name}/ci95"] for step in reversed(steps) if f"{name}/ci95" in step), math.nan)
+            around = f" ±{half:.2g}" if math.isfinite(half) else ""
+            better = "" if best == last else f" (best {found[best]:.3g} {_after(best)})"
+            yield f"validation: {name.removeprefix(VAL)} {found[last]:.3g}{around} {_after(last)}{better}"
+    chosen = best_checkpoint(run_dir, steps)
+    if chosen is not None:
+        folder, value, metric = chosen
+        yield f"best checkpoint by run.keep_best ({metric} {value:.3g}): {folder}"
+
+
+def _after(step: int) -> str:
+    return f"after training step {step}" if step else "before training"
 
 
 def reached(goal: StopConfig | None, steps: Sequence[Mapping[str, float]]) -> Iterator[str]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from distflow.errors import UserError
 from distflow.launch.run.record import HOSTS, RunRecord
 from distflow.runtime.checkpoint.commit import (
     Commit,
+    Keeping,
     abandoned,
     checkpoints_of,
+    commits,
     drafts,
     examine,
     forget_model_drafts,
@@ -21,7 +25,7 @@ from distflow.runtime.checkpoint.commit import (
     vanished,
 )
 from distflow.runtime.disk import ROLLOUTS, VAL_ROLLOUTS
-from distflow.types import WorkerName
+from distflow.types import WorkerName, is_validated
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,21 @@ def find_checkpoint(run_dir: Path) -> Resumption:
         if not void and not vanished(folder):
             damaged.append(folder)
     return Resumption(None, 0, tuple(ignored), None, tuple(damaged))
+
+
+def best_checkpoint(run_dir: Path, steps: Iterable[Mapping[str, float]]) -> tuple[Path, float, str] | None:
+    """What `run.keep_best` chose among the checkpoints, its value and the metric; None: nothing yet, or no such key.
+
+    `steps`: the merged metrics, with values of validation that no COMMIT holds yet.
+    """
+    recipe = run_dir / "recipe.yaml"
+    run = yaml.safe_load(recipe.read_text(encoding="utf-8"))["run"] if recipe.is_file() else {}
+    metric = run.get("keep_best")
+    if metric is None:
+        return None
+    later = {int(step["step"]): step[metric] for step in steps if metric in step} if is_validated(metric) else {}
+    best = Keeping(1, metric, run.get("keep_best_mode", "max")).best(dict(commits(checkpoints_of(run_dir))), later)
+    return None if best is None else (*best, metric)
 
 
 def check_whole(found: Resumption, record: RunRecord) -> None:

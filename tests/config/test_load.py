@@ -11,6 +11,7 @@ import pytest
 from distflow.config.load import load_recipe, recipe_from_mapping
 from distflow.config.paths import recipes_folder, shipped_recipes
 from distflow.config.yamlfile import read_yaml, yaml_text
+from distflow.errors import RecipeError
 
 
 def write(folder: Path, text: str, name: str = "mine.yaml") -> str:
@@ -65,6 +66,20 @@ def test_a_choice_may_be_one_that_another_choice_brings() -> None:
         recipe = load_recipe("quickstart", order).recipe
         assert recipe.models["critic"].init is not None
         assert recipe.models["critic"].head == "tokens"
+
+
+def test_settings_of_steps_that_the_chosen_flow_lacks(tmp_path: Path) -> None:
+    """Shipped ones are left out; own ones are refused with the line to remove them by."""
+    sample = "flow:\n  steps:\n    sample: {with: {max_new_tokens: 8}}\n"
+    path = write(tmp_path, f"defaults: [quickstart, _self_]\n{sample}")
+    told = r"mine\.yaml:4: flow\.steps\.sample — flow sft has no step 'sample' — flow\.steps\.sample=null removes"
+    with pytest.raises(RecipeError, match=told):
+        load_recipe(path, ["flow=sft"])
+    assert "sample" not in load_recipe(path, ["flow=sft", "flow.steps.sample=null"]).recipe.flow.steps
+    with pytest.raises(RecipeError, match=r"flow grpo has no step 'samle' — did you mean 'sample'\?"):
+        load_recipe("quickstart", ["flow.steps.samle.with.max_new_tokens=8"])
+    with pytest.raises(RecipeError, match=r"own\.cal — unknown key — did you mean 'call'"):
+        load_recipe("quickstart", ["flow.steps.own.cal=f"])
 
 
 def test_origins_name_file_and_line(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ def test_a_run_is_copied_and_fetched_back(launch: Launch, tmp_path: Path) -> Non
     fetched = cli("fetch", str(there), "--run", "again", "--runs-dir", str(runs_dir))
     assert fetched.returncode == 0, fetched.stderr
     assert "fetched training step 20" in fetched.stdout
+    assert "goes on copying" not in fetched.stdout, "under another name it copies to a place of its own"
+    *_, told, last = cli("fetch", str(there), "--runs-dir", str(tmp_path / "third")).stdout.splitlines()
+    assert f"{run.name} goes on copying to {there} when it is resumed, and removes older checkpoints there" in told
+    assert "fetched training step 20" in last
     assert contents(runs_dir / "again" / "checkpoints") == {
         name: text for name, text in contents(there / "checkpoints").items() if "step_000020" in name or "term" in name
     }

@@ -143,7 +143,7 @@ def test_character_tokenizer():
         ({"tokenizer": "chars:"}, "lists no characters"),
         ({"tokenizer": "chars:0120"}, "'0' more than once"),
         ({"init": INIT}, "needs a `tokenizer`"),
-        ({"tokenizer": "/no/such/folder"}, "cannot read a tokenizer from '/no/such/folder'"),
+        ({"tokenizer": "/no/such/folder"}, "cannot read a tokenizer from '/no/such/folder'.*`make smollm2`"),
     ],
 )
 def test_wrong_tokenizers(section, message):

@@ -106,7 +106,10 @@ def test_what_is_refused_of_preferences(overrides: list[str], message: str) -> N
             ["flow.steps.sample={call: 'distflow.workers.rollout:sample', model: policy}"],
             "flow.steps.sample — has the role 'generate', and step 'read' reads the samples from the data",
         ),
-        (["flow.steps.sample.with.max_new_tokens=4"], "flow.steps.sample.call — required, but not given"),
+        (
+            ["flow.steps.sample.with.max_new_tokens=4"],
+            "command line: flow.steps.sample — flow sft has no step 'sample' — ",
+        ),
         (
             ["flow.steps.other={call: 'distflow.workers.supervised:sft', model: another}"],
             "several models trained on samples of the data are not built yet",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,9 @@ def test_one_sample_a_prompt_is_warned_of_where_samples_are_compared(folder: Fol
     )
     overrides = ["batch.samples_per_prompt=1", "flow.steps.advantage.call=./steps.py:absolute"]
     assert plan_recipe(folder.recipe, overrides)[1].warnings == ()
+
+
+def test_a_number_where_a_list_is_expected_is_told_how_one_is_written() -> None:
+    told = "clip — expected a list of numbers, got 0.2 — write a value of that kind, such as [0.2, 0.2]"
+    with pytest.raises(RecipeError, match=re.escape(told)):
+        plan_recipe("quickstart", ["flow.steps.update.with.clip=0.2"])

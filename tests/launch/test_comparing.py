@@ -114,6 +114,16 @@ def test_validation_stands_beside_the_score(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == f"{tmp_path / 'curves.png'}: 2 panels of checked\n"
 
 
+def test_a_picture_is_named_after_its_run(
+    two: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert distflow(["plot", str(leave_run(tmp_path, "lone", 2, actor__entropy=[1.0, 2.0]))]) == 0
+    assert distflow(["plot", *two]) == 0
+    capsys.readouterr()
+    assert {path.name for path in tmp_path.glob("*.png")} == {"lone.png", "curves.png"}
+
+
 def curves_of(figure: Any) -> list[tuple[str, list[Any]]]:
     return [(axes.get_title("left"), [line for line in axes.lines if len(line.get_xdata())]) for axes in figure.axes]
 

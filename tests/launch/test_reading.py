@@ -14,9 +14,12 @@ import threading
 import pytest
 
 from distflow.launch.cli import run as distflow
-from distflow.launch.observe.run_summary import root_cause
+from distflow.launch.commands.export import best_step
+from distflow.launch.observe.run_summary import root_cause, summary
 from distflow.launch.run.process_table import host_part, processes_of
 from distflow.launch.run.record import Failure
+from distflow.types import VALIDATION
+from tests.launch.checkpoints import leave_checkpoint
 from tests.launch.conftest import WAIT_S, await_that, environment
 
 LONG = {"steps": 10_000}
@@ -272,6 +275,51 @@ def test_metrics_can_be_narrowed_to_some_and_written_as_csv(fake_run, capsys):
     assert "did you mean critic/score/mean" in capsys.readouterr().err
 
 
+def test_a_key_with_a_slash_at_its_end_is_all_below_it_in_the_steps_that_have_it(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 4}})
+    run.run()
+    with (run.run_dir / "metrics" / "trainer-0.jsonl").open("a") as file:
+        for step in (2, 4):
+            file.write(json.dumps({"step": step, "term": 0, "mine/a": step / 8, "mine/deep/b": 1.0}) + "\n")
+    assert distflow(["metrics", "--keys", "mine/", *runs_dir(run)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [["step", "mine/a", "mine/deep/b"], ["2", "0.25", "1"], ["4", "0.5", "1"]]
+    assert distflow(["metrics", "--keys", "step,mine/a", "--csv", "--last", "1", *runs_dir(run)]) == 0
+    assert capsys.readouterr().out.splitlines() == ["step,mine/a", "4,0.5"]
+    assert distflow(["metrics", "--keys", "step", "--csv", *runs_dir(run)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert distflow(["metrics", "--keys", "other/", *runs_dir(run)]) == 2
+    assert "--keys other/: the run has no metric of this name" in capsys.readouterr().err
+
+
+def test_status_tells_of_validation_and_of_the_best_checkpoint(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 4}})
+    run.run()
+    rounds = {0: 0.0, 2: 0.5, 4: 0.25}
+    with (run.run_dir / "metrics" / "trainer-0.jsonl").open("a") as file:
+        for step, value in rounds.items():
+            values = {"val/avg@4": value, "val/avg@4/ci95": 0.0212, "val/pass@4": 1.0, "val/easy/avg@4": 1.0}
+            file.write(json.dumps({"step": step, "term": 0, **values}) + "\n")
+    assert distflow(["status", *runs_dir(run)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[1:2] == ["validation: avg@4 0.25 ±0.021 after training step 4 (best 0.5 after training step 2)"]
+    assert "best checkpoint" not in "".join(told)
+
+    kept = {"run": {"keep_best": "val/avg@4", "keep_best_mode": "max"}}
+    (run.run_dir / "recipe.yaml").write_text(json.dumps(kept))
+    for step in (2, 3, 4):
+        leave_checkpoint(run.run_dir, step)
+    assert distflow(["status", *runs_dir(run)]) == 0
+    folder = run.run_dir / "checkpoints" / "step_000002"
+    best = f"best checkpoint by run.keep_best (val/avg@4 0.5): {folder}"
+    assert best in capsys.readouterr().out.splitlines()
+    record = run.record()
+    assert {told[1], best} <= set(summary(record, ["quickstart"], run.run_dir.parent))
+    assert best_step(run.run_dir, None) == 2
+    assert distflow(["export", "--best", "--step", "3", "--to", "x", *runs_dir(run)]) == 2
+    assert "--step and --best: give one of them" in capsys.readouterr().err
+
+
 def test_metrics_that_make_too_long_lines_have_a_line_each(fake_run, capsys):
     run = fake_run({"trainer/0": {"steps": 30}})
     run.run()
@@ -315,6 +363,12 @@ def test_rollouts_shows_the_newest_term_of_a_step(fake_run, capsys):
     out = capsys.readouterr().out
     assert "training step 17: 1 of 3 samples" in out
     assert "prompt 0, sample 0, reward 0.500, score 0.500, stop" in out
+    of_validation = run.run_dir / "rollouts" / "val" / "step_000017"
+    of_validation.mkdir(parents=True)
+    line = {**sample(0, 0, 1, 1.0), "uid": [2, 3, VALIDATION + 43]}
+    (of_validation / "trainer-0.jsonl").write_text(json.dumps(line) + "\n")
+    assert distflow(["rollouts", "--val", *runs_dir(run)]) == 0
+    assert "-- prompt 3 of the validation data, sample 0, reward 1.000" in capsys.readouterr().out
     own = {"rewards": {"style": 0.25, "fives": None}, "advantage": [0.5] * 12, "mine/note": "odd"}
     (folder / "trainer-0.jsonl").write_text(json.dumps({**samples[0], **own}) + "\n")
     assert distflow(["rollouts", *runs_dir(run)]) == 0

@@ -72,11 +72,23 @@ def test_its_code_passes_its_tests(task: str, tmp_path: Path, monkeypatch: pytes
     assert "mine" in (plan.run_name, *plan.run_name.split("-"))
 
 
-def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "reward.py").write_text("mine")
+def test_a_folder_with_anything_in_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
     assert run(["init", str(tmp_path), "--task", "arithmetic"]) == 2
-    assert "reward.py exists already" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
+    assert f"{tmp_path} exists already, with thesis.tex — give a folder that is new or empty" in capsys.readouterr().err
+    assert run(["init", str(tmp_path / "thesis.tex")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    (tmp_path / "empty").mkdir()
+    assert run(["init", str(tmp_path / "empty")]) == 0
+
+
+def test_a_model_of_the_hub_is_told_with_ways_without_a_network(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["init", str(tmp_path / "hub"), "--task", "chat"]) == 0
+    assert "--model FOLDER, or models.policy.path=FOLDER behind `launch` (`make smollm2`" in capsys.readouterr().out
+    assert run(["init", str(tmp_path / "here"), "--task", "chat", "--model", str(model)]) == 0
+    assert "make smollm2" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

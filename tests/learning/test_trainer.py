@@ -21,7 +21,7 @@ from distflow.runtime.steps import StepContext
 from distflow.testing.backend_contract import tiny_model
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.reference import ref_logprobs
-from distflow.workers.trainer import advantage, baseline, batch_advantage, update
+from distflow.workers.trainer import advantage, at_tokens, baseline, batch_advantage, update
 
 GROUPS, SAMPLES = 4, 3
 ROWS = GROUPS * SAMPLES
@@ -57,6 +57,25 @@ def _batch() -> Batch:
             "score": torch.rand(ROWS, generator=drawn).round(),
         }
     )
+
+
+def test_a_field_for_a_loss_has_a_value_at_each_token() -> None:
+    batch = _batch().with_columns(difficulty=torch.arange(ROWS), labels=torch.ones(ROWS, 3, dtype=torch.int64))
+    like_BT = torch.zeros(batch.padded("response_mask").shape, dtype=torch.float64)
+    found = at_tokens(batch, "difficulty", like_BT)
+    assert found is not None
+    assert torch.equal(found, torch.arange(ROWS, dtype=torch.float64)[:, None].expand_as(like_BT))
+    several = at_tokens(batch, "labels", like_BT)
+    assert several is not None
+    assert several.shape == (*like_BT.shape, 3)
+    ragged = at_tokens(batch, "ref_logprobs", like_BT)
+    assert ragged is not None
+    assert torch.equal(ragged, batch.padded("ref_logprobs"))
+    assert at_tokens(batch, "absent", like_BT) is None
+    with pytest.raises(
+        UserError, match=r"terms\['prompt_ids'\], which has \d values in a row of \d response tokens — exp"
+    ):
+        at_tokens(batch, "prompt_ids", like_BT)
 
 
 def _row_logprobs(backend: TorchBackend, batch: Batch, row: int) -> Tensor:
@@ -296,6 +315,9 @@ def own(terms, *, scale):
 def reinforce(terms):
     return TokenLoss(-terms.advantages * terms.logprobs, torch.zeros_like(terms.mask))
 
+def by_difficulty(terms):
+    return TokenLoss(terms["difficulty"] * -terms.advantages * terms.logprobs, torch.zeros_like(terms.mask))
+
 number = 3
 """
 
@@ -391,6 +413,21 @@ def test_a_loss_brings_terms_settings_and_metrics_of_its_own(plugins: str) -> No
     found = ctx.metrics.drain()
     mask = batch.ragged("response_mask").values
     assert found["my/ref"] == pytest.approx(float(3 * batch.ragged("ref_logprobs").values[mask].mean()), rel=1e-9)
+
+
+def test_a_loss_reads_a_field_with_one_value_a_row(plugins: str) -> None:
+    """As if the advantages of these rows were so much larger, in micro-batches too."""
+    weights = torch.linspace(0.5, 2, ROWS, dtype=torch.float64)
+    batch = advantage(_batch(), _ctx(_backend()))
+    rows = batch.ragged("advantage")
+    larger = rows.like(rows.values * weights.repeat_interleave(rows.lengths))
+    norms = []
+    for loss, given in (("by_difficulty", batch.with_columns(difficulty=weights)), ("reinforce", batch)):
+        backend = _backend()
+        ctx = _ctx(backend, reads=("difficulty",) if "difficulty" in given else (), tokens_per_microbatch=30)
+        update(given if "difficulty" in given else given.with_columns(advantage=larger), ctx, loss=f"{plugins}:{loss}")
+        norms.append(backend.apply(1.0))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["aipo", "decoupled_ppo"])

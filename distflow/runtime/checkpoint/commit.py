@@ -19,6 +19,7 @@ term that finishes a checkpoint behind that step changes nothing, whenever it do
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -26,6 +27,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -270,19 +272,28 @@ class Keeping:
         """
         folders = list(found)
         kept = set(folders[-self.last :])
-        scores = {folder: self._score(commit) for folder, commit in found.items()}
         if self.due:
-            known = self.validated(found.values())
-            values = {version: score.value for version, score in known.items()}
-            scores = {folder: values.get(commit.step) for folder, commit in found.items()}
             # Rounds end in order.
-            measured = max(known, default=-1)
+            measured = max(self.validated(found.values()), default=-1)
             kept |= {folder for folder, commit in found.items() if commit.step in self.due and commit.step > measured}
-        sign = 1.0 if self.mode == "max" else -1.0
-        ranked = [(sign * value, place) for place, value in enumerate(scores.values()) if value is not None]
-        if self.metric is not None and ranked:
-            kept.add(folders[max(ranked)[1]])
+        best = self.best(found)
+        kept |= set() if best is None else {best[0]}
         return [folder for folder in folders if folder not in kept]
+
+    def best(
+        self, found: Mapping[Path, Commit], later: Mapping[int, float] = MappingProxyType({})
+    ) -> tuple[Path, float] | None:
+        """The best of these checkpoints (oldest first) and its value; None if no value is known.
+
+        `later`: values of validation by version, which may be newer than the last COMMIT.
+        """
+        known = {version: score.value for version, score in self.validated(found.values()).items()} | dict(later)
+        by_folder = {folder: known.get(commit.step, self._score(commit)) for folder, commit in found.items()}
+        scores = {folder: value for folder, value in by_folder.items() if value is not None and not math.isnan(value)}
+        if self.metric is None or not scores:
+            return None
+        best = max(scores.values()) if self.mode == "max" else min(scores.values())
+        return [(folder, value) for folder, value in scores.items() if value == best][-1]
 
     def validated(self, found: Iterable[Commit]) -> dict[int, KeptScore]:
         """What these checkpoints (oldest first) know of the metric, if validation measures it."""
