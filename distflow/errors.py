@@ -151,6 +151,10 @@ class RunStopped(DistflowError):
     exit_code = 130
 
 
+class RunEnded(DistflowError):
+    """The workers that own the samples have ended the run before its last training step; unwinds a worker's script."""
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name most similar to `name`, if one is similar enough: 1 is equal, 0 has nothing in common."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)

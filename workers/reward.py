@@ -79,9 +79,9 @@ def verify(
     runs in child processes, at most `processes` samples at a time; a sample that exceeds it is killed with its process.
     So does math, with 10 s by default. Scores are counted by the task's `data_source` too.
     A sample on which it fails is counted and treated by `on_error`: drop (its group is replaced, `drop_reason` says
-    why), zero (reward 0), or stop. Raises StepError on stop, if the first 16 samples of this worker all failed, and if
-    more than `max_error_rate` of at least 100 samples, of all workers that run the step, failed; UserError for invalid
-    settings.
+    why), zero (reward 0), or stop. A response that takes math too long gets reward 0 with drop, too. Raises StepError
+    on stop, if the first 16 samples of this worker all failed, and if more than `max_error_rate` of at least 100
+    samples, of all workers that run the step, failed; UserError for invalid settings.
     """
     if on_error not in ON_ERROR:
         raise UserError(f"on_error={on_error!r}: expected one of {', '.join(ON_ERROR)}")
@@ -95,7 +95,9 @@ def verify(
         tally.check()
     verdicts = [tally.verdicts[row] for row in range(batch.rows)]
     _count_by_source(batch, verdicts, ctx)
-    return batch.with_columns(**_columns(judge.parts, verdicts, drop=on_error == "drop"))
+    # What takes a shipped verifier too long is the response, and the policy should learn to write another one.
+    failures = ("error",) if time_limit(spec) is not None else ("error", "timeout")
+    return batch.with_columns(**_columns(judge.parts, verdicts, dropped=failures if on_error == "drop" else ()))
 
 
 def completions(batch: Batch) -> Iterator[Completion]:
@@ -210,14 +212,16 @@ class _Tally:
         )
 
 
-def _columns(parts: set[str], verdicts: Sequence[Verdict], *, drop: bool) -> dict[str, torch.Tensor | Ragged]:
+def _columns(
+    parts: set[str], verdicts: Sequence[Verdict], *, dropped: Sequence[str]
+) -> dict[str, torch.Tensor | Ragged]:
     def column(name: str, missing: float) -> torch.Tensor:
         return torch.tensor([verdict.values.get(name, missing) for verdict in verdicts], dtype=torch.float32)
 
     parts.update(name for verdict in verdicts for name in verdict.values if name not in ("reward", "score"))
     columns: dict[str, torch.Tensor | Ragged] = {"reward": column("reward", 0.0), "score": column("score", 0.0)}
     columns |= {f"{REWARD_PARTS}{name}": column(name, float("nan")) for name in sorted(parts)}
-    if drop and any(verdict.failure for verdict in verdicts):
-        reasons = [f"reward {verdict.failure}" if verdict.failure else "" for verdict in verdicts]
+    if any(verdict.failure in dropped for verdict in verdicts):
+        reasons = [f"reward {verdict.failure}" if verdict.failure in dropped else "" for verdict in verdicts]
         columns["drop_reason"] = Ragged.from_texts(reasons)
     return columns

@@ -20,6 +20,8 @@ from distflow.types import Completion
 Reward = float | Mapping[str, float]
 RewardFunction = Callable[..., Reward | Awaitable[Reward]]
 
+_IN_TEXT = re.compile(r"\\boxed|####|[$\n]")
+"""Signs of an answer that stands within a text."""
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LEAD = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)\s*(.+)", re.IGNORECASE)
 
@@ -49,9 +51,13 @@ def format(sample: Completion, *, pattern: str = r"<think>.*?</think>\s*<answer>
 def length_penalty(sample: Completion, *, max_tokens: int, buffer: int) -> float:
     """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), from 0 to -1, by tokens of the response.
 
-    0 up to `max_tokens` - `buffer`; from there on linear down to -1 at `max_tokens`.
+    0 up to `max_tokens` - `buffer`; from there on linear down to -1 at `max_tokens`. As in flow dapo, the token that
+    ends a response does not count. Raises UserError unless 0 < buffer <= max_tokens.
     """
-    over = len(sample.response_ids) - (max_tokens - buffer)
+    if not 0 < buffer <= max_tokens:
+        raise UserError(f"length_penalty: buffer={buffer}, max_tokens={max_tokens}: expected 0 < buffer <= max_tokens")
+    tokens = len(sample.response_ids) - (sample.finish_reason == "stop")
+    over = tokens - (max_tokens - buffer)
     return -min(1.0, max(0.0, over / buffer))
 
 
@@ -93,8 +99,9 @@ def math(sample: Completion) -> float:
 def _expected(answer: str) -> Any:
     package = _package("math_verify", "math-verify", "math")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we limit its time ourselves
-    found = package.parse(answer, parsing_timeout=None)
-    return found or package.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    # An answer alone is read as a whole: in a text, only the first number of 3√2 or of (3, π/2) would be found.
+    alone = None if _IN_TEXT.search(answer) else package.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    return alone or package.parse(answer, parsing_timeout=None)
 
 
 def _answer(sample: Completion) -> Any:

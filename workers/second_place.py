@@ -141,8 +141,10 @@ class SecondPlace:
                     self._fs.rm(f"{self._checkpoints}/{name}", recursive=True)
 
     def _host_of(self, part: str) -> int:
-        stem = Path(part).stem
-        return next((host for worker, host in self._hosts.items() if stem.endswith(f"-{worker}")), 0)
+        # The name of one worker may end with that of another: big-trainer/0 and trainer/0.
+        owners = [worker for worker in self._hosts if Path(part).stem.endswith(f"-{worker}")]
+        # A worker that is gone may have written a part of the checkpoint that the run has resumed from.
+        return self._hosts[max(owners, key=len)] if owners else 0
 
     def _marks(self, to: str) -> set[str]:
         return {name for name in self._names(to) if name.startswith("copied_term_")}

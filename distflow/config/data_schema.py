@@ -1,7 +1,8 @@
-"""Section `data` of a recipe: where prompts come from. The text under each field is its documentation."""
+"""Sections `data` and `val` of a recipe: prompts, and validation. The text under each field is its documentation."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -56,3 +57,34 @@ class DataConfig(Section):
     def shown(self) -> str:
         """The sources as text, for messages."""
         return ", ".join(one.source for one in self.sources.values())
+
+
+class ValConfig(Section):
+    """Validation: how good the policy is on prompts that it may not be trained on."""
+
+    every: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
+    """Validate after every so many training steps, and after the last one; null: only after the last."""
+    at_start: bool = True
+    """Validate before the first training step too."""
+    data: DataConfig | None = None
+    """Where its prompts come from, taken in their order; null: from the prompts of training. Unless they are given,
+    chat, chat_template_args, max_prompt_tokens and overlong are those of data."""
+    prompts: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "prompts"})
+    """Use the first so many of them; null: all."""
+    samples_per_prompt: int = Field(default=1, ge=1, json_schema_extra={"unit": "samples"})
+    """k of `val/avg@k`, `val/pass@k` and `val/maj@k`."""
+    sampling: dict[str, Any] = Field(default={})
+    """Settings of the flow's generate step that differ, such as temperature."""
+
+
+WRITTEN_ALIKE = ("chat", "chat_template_args", "max_prompt_tokens", "overlong")
+"""Keys of `val.data` that are those of `data` unless they are given: prompts of one form are compared."""
+
+
+def inherited(recipe: object) -> object:
+    """The values of a recipe, with what `val.data` takes from `data`."""
+    match recipe:
+        case {"data": Mapping() as data, "val": {"data": Mapping() as own} as val, **others}:
+            given = {key: data[key] for key in WRITTEN_ALIKE if key in data}
+            return {**others, "data": data, "val": {**val, "data": {**given, **own}}}
+    return recipe

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_METRICS = "no such logger is built; metrics are files of the run folder: `distflow metrics RUN --csv` or --json"
 _EVALUATION = "val.every (docs/validation.md)"
 _ADAPTERS = "models.policy.lora, as {rank: 16, alpha: 32}"
 _FOUR_BITS = "models.policy.quantize=nf4, with models.policy.lora, as {rank: 16, alpha: 32}"
@@ -33,7 +32,8 @@ _DTYPE = "models.policy.dtype"
 _CRITIC = "choose flow=ppo, which trains a critic as model `critic`; gamma and lam are settings of its step `gae`"
 
 WORDS: Mapping[str, str] = {
-    **dict.fromkeys(("wandb", "tensorboard", "mlflow", "swanlab", "trackio", "logger", "report_to"), _METRICS),
+    **{name: f"run.trackers={{{name}: true}}" for name in ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")},
+    **dict.fromkeys(("logger", "report_to"), "run.trackers={tensorboard: true}"),
     **dict.fromkeys(("project_name", "experiment_name", "run_name"), "run.name, or --run NAME"),
     **dict.fromkeys(
         ("eval", "evaluation", "validation", "test_freq", "eval_freq", "eval_steps", "eval_interval"), _EVALUATION

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from distflow.config.data_schema import DataConfig
+from distflow.config.data_schema import DataConfig, ValConfig, inherited
 from distflow.config.section import Section
 from distflow.config.training_schema import LoraConfig, OptimizerConfig
 from distflow.types import MOST_WORKERS
@@ -37,6 +38,39 @@ def _staleness(value: object) -> object:
         return value
     wrong = f"{value} should be greater than or equal to 0" if type(value) is int else f"{value!r} is not allowed"
     raise PydanticCustomError("distflow", "{wrong}; allowed: 0, 1, 2 …, or unbounded", {"wrong": wrong})
+
+
+class StopConfig(Section):
+    """A goal that ends the run, or a limit."""
+
+    metric: str = Field(pattern=r"^\S+$")
+    """A mean metric of the training workers, or one of validation, as for keep_best; with one of the next two keys
+    (docs/validation.md). Null instead of the section: training_steps alone ends the run."""
+    at_least: float | None = None
+    """The run ends when the metric reaches this value."""
+    at_most: float | None = None
+    """The run ends when the metric falls to this value."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Self:
+        if (self.at_least is None) == (self.at_most is None):
+            raise PydanticCustomError("distflow", "expected one of at_least and at_most, with a number")
+        return self
+
+    def met_by(self, value: float) -> bool:
+        """Whether a value of the metric ends the run; nan never does."""
+        if self.at_least is not None:
+            return value >= self.at_least
+        return self.at_most is not None and value <= self.at_most
+
+    def newest(self, steps: Sequence[Mapping[str, float]]) -> float | None:
+        """The metric's newest value among the metrics of training steps, in their order; None: it has none."""
+        names = (self.metric, f"{self.metric}/mean")
+        return next((step[name] for step in reversed(steps) for name in names if name in step), None)
+
+    def __str__(self) -> str:
+        word, bound = ("at least", self.at_least) if self.at_least is not None else ("at most", self.at_most)
+        return f"{self.metric} {word} {bound:g}"
 
 
 class RunConfig(Section):
@@ -76,12 +110,20 @@ class RunConfig(Section):
     checkpoint with its best value is kept too."""
     keep_best_mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value of keep_best is the best."""
+    stop_when: StopConfig | None = None
+    """A metric and a value that end the run (docs/validation.md); null: continue to training_steps."""
     copy_to: str | None = Field(default=None, pattern=r"^\S+$")
     """A second place for checkpoints and Hugging Face folders: a folder, or a store by its address, such as
-    s3://bucket/prefix. They are copied there while training goes on, and kept as here (docs/checkpoints.md)."""
+    s3://bucket/prefix. They are copied there while training goes on, and kept as here (docs/copies.md)."""
     trackers: dict[str, dict[str, Any] | bool] = Field(default={})
     """What follows the run from outside, by name, each with its options, or true for none (docs/trackers.md):
     tensorboard, wandb, trackio, mlflow, swanlab, prometheus, or any name with `call`."""
+
+    @property
+    def judged(self) -> dict[str, str]:
+        """The metrics that decide which checkpoints are kept, and when the run ends, by key."""
+        goal = {} if self.stop_when is None else {"run.stop_when.metric": self.stop_when.metric}
+        return goal if self.keep_best is None else {"run.keep_best": self.keep_best, **goal}
 
 
 class BatchConfig(Section):
@@ -278,23 +320,6 @@ class ModelConfig(Section):
         return ("path", "init", "tokenizer", *kept)
 
 
-class ValConfig(Section):
-    """Validation: how good the policy is on prompts that it may not be trained on."""
-
-    every: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
-    """Validate after every so many training steps, and after the last one; null: only after the last."""
-    at_start: bool = True
-    """Validate before the first training step too."""
-    data: DataConfig | None = None
-    """Where its prompts come from, taken in their order; null: from the prompts of training."""
-    prompts: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "prompts"})
-    """Use the first so many of them; null: all."""
-    samples_per_prompt: int = Field(default=1, ge=1, json_schema_extra={"unit": "samples"})
-    """k of `val/avg@k`, `val/pass@k` and `val/maj@k`."""
-    sampling: dict[str, Any] = Field(default={})
-    """Settings of the flow's generate step that differ, such as temperature."""
-
-
 class LimitsConfig(Section):
     """How long to wait, and how often to try again."""
 
@@ -352,3 +377,8 @@ class Recipe(Section):
     """How long to wait, and how often to try again."""
     security: SecurityConfig = SecurityConfig()
     """What is encrypted between hosts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _val_data(cls, given: object) -> object:
+        return inherited(given)

@@ -21,7 +21,7 @@ from distflow.flow.plugin_options import check_options
 from distflow.flow.sharding import divides_models
 from distflow.flow.structure import Structure
 from distflow.flow.training_fit import check_optimizers
-from distflow.flow.validation import check_kept, check_validation
+from distflow.flow.validation import check_goals, check_validation
 from distflow.flow.wait_order import check_waits
 from distflow.types import written
 
@@ -228,5 +228,5 @@ CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_sample_memory, "always"),
     (check_waits, "if sound"),
     (check_validation, "always"),
-    (check_kept, "always"),
+    (check_goals, "always"),
 )

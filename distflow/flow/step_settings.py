@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -73,6 +73,7 @@ def complaints(
             found.append((name, f"{value} is not allowed", f"expected a number {ranges[name]}"))
         elif name in choices and isinstance(value, str) and not (name in (*plugins, *functions) and is_plugin(value)):
             found += _choice_complaints(name, value, choices[name], plugin=name in (*plugins, *functions))
+            found += _lacking(name, value, plugins, choices[name])
         elif name not in functions:
             found += _plugin_complaints(name, value, plugins, choices)
     for name, default in parameters.settings.items():
@@ -130,6 +131,19 @@ def _choice_complaints(name: str, value: str, choices: Sequence[str], *, plugin:
         return []
     function = ", or a function as module:name or ./file.py:name" if plugin else ""
     return [(name, f"there is no {value!r}", did_you_mean(value, names) + function)]
+
+
+def _lacking(
+    name: str, value: str, plugins: Mapping[str, Sequence[str]], choices: Sequence[str]
+) -> Iterator[Complaint]:
+    """Settings without a default of a shipped function that is named alone."""
+    call = next((choice for choice in choices if ":" in choice and choice.rpartition(":")[2] == value), None)
+    node = None if call is None or name not in plugins else find_source(call).node
+    if isinstance(node, ast.FunctionDef):
+        for setting, default in read_parameters(node).settings.items():
+            if default is REQUIRED:
+                cure = f"write it with its settings: {{{value}: {{{setting}: …}}}}"
+                yield name, f"{value} needs the setting {setting!r}", cure
 
 
 def _is_choice(value: str, choice: str) -> bool:

@@ -50,18 +50,29 @@ def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -
         problems.add("val", message, "leave val out, or another flow")
 
 
-def check_kept(recipe: Recipe, _: Structure, problems: Problems) -> None:
-    """Refuse to keep checkpoints by a metric that validation never measures of any."""
+def check_goals(recipe: Recipe, _: Structure, problems: Problems) -> None:
+    """Refuse to keep checkpoints, or to end the run, by a metric that validation never measures when it is needed."""
     run, val = recipe.run, recipe.val
-    if run.keep_best is None or not is_validated(run.keep_best):
-        return
-    if val is None:
-        problems.add("run.keep_best", f"{run.keep_best} is measured by validation, and there is none", "add `val`")
-        return
-    of_all = [f"{VAL}{name}@{val.samples_per_prompt}" for name in ("avg", "pass", "maj")]
-    # Those of a source are known when its prompts are.
-    if "/" not in run.keep_best.removeprefix(VAL) and run.keep_best not in of_all:
-        problems.add("run.keep_best", f"validation does not measure {run.keep_best}", f"one of {', '.join(of_all)}")
+    for key, metric in run.judged.items():
+        if not is_validated(metric):
+            continue
+        if val is None:
+            problems.add(key, f"{metric} is measured by validation, and there is none", "add `val`")
+            return
+        of_all = [f"{VAL}{name}@{val.samples_per_prompt}" for name in ("avg", "pass", "maj")]
+        # Those of a source are known when its prompts are.
+        if "/" not in metric.removeprefix(VAL) and metric not in of_all:
+            problems.add(key, f"validation does not measure {metric}", f"one of {', '.join(of_all)}")
+    if is_validated(run.keep_best):
+        _check_kept(recipe, problems)
+    ends = run.stop_when is not None and is_validated(run.stop_when.metric) and run.training_steps > 0
+    if ends and not any(0 < version < run.training_steps for version in _versions(recipe)):
+        message = "there is validation only before the first training step and after the last one"
+        problems.add("run.stop_when", message, f"val.every, less than {run.training_steps}")
+
+
+def _check_kept(recipe: Recipe, problems: Problems) -> None:
+    run = recipe.run
     saves = [every for every in (run.save_every, run.hf_every) if every]
     # The last one is saved in any case, and is the newest.
     if not any(version and version % every == 0 for version in _versions(recipe)[:-1] for every in saves):

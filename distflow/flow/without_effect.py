@@ -139,6 +139,8 @@ def _of_run(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
         yield Idle("run.hf_every", f"{length}, so no folder is ever due", f"at most {run.training_steps}")
     if run.stop_after is not None and run.stop_after > run.training_steps:
         yield Idle("run.stop_after", length, f"less than {run.training_steps}, or remove it")
+    if run.stop_when is not None and run.training_steps == 0:
+        yield Idle("run.stop_when", f"{length}: nothing is trained")
     if run.keep_best is not None and not (run.save_every or run.save_every_s or run.hf_every):
         cure = "add run.save_every or run.save_every_s"
         yield Idle("run.keep_best", "only the last state is saved, so there is nothing to choose from", cure)

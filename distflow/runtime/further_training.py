@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch, group_ranges
 from distflow.data.micro_batches import minibatch_rows, with_agreed
-from distflow.errors import RunStopped
+from distflow.errors import RunEnded, RunStopped
 from distflow.exchange.dealing import DealRule, Offer, deal_step, ranks
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
@@ -117,7 +117,9 @@ class FurtherTraining:
         self._node.facts |= {"state": "finished"}
 
     def receive(self, t: int) -> Iterator[Batch]:
-        """The rows of step t that were dealt to this replica, at once; raises RunStopped if the owners stop before it.
+        """The rows of step t that were dealt to this replica, at once.
+
+        Raises RunStopped if the owners stop before it, and RunEnded if they end the run there.
 
         Answers calls until all owners have closed the step: none of them needs the present version afterwards.
         """
@@ -126,10 +128,14 @@ class FurtherTraining:
             answered = answering is not None and answering.turn(self._parts.run)
             if not answered and rounds is not None and self._called():
                 rounds.answer()
+        if received.then != "train" and self._parts.rounds is not None:
+            # Others may have begun a round before they heard of it.
+            self._parts.rounds.meet(STOP)
+        if received.then == "end":
+            self._saving.end(Version(self._term, self._number))
+            self.finished = True
+            raise RunEnded("the training workers that own the samples have ended the run")
         if received.then == "stop":
-            if self._parts.rounds is not None:
-                # Others may have begun a round before they heard of it.
-                self._parts.rounds.meet(STOP)
             raise RunStopped(self._board.stopping or "the training workers that own the samples were asked to stop")
         assert received.batch is not None, "there are rows to train on"
         self._ranks = ranks(received.groups, self._limits.batch.ledgers)

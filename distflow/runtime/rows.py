@@ -176,7 +176,7 @@ class ReceivedRows:
 
     then: Then
     batch: Batch | None
-    """In the order of their prompt positions; None with "stop"."""
+    """In the order of their prompt positions; None unless `then` is "train"."""
     groups: Mapping[int, Offer] = field(default_factory=dict)
     """Those of all replicas, by prompt position."""
 
@@ -215,7 +215,7 @@ class InboundRows:
         then, groups = self._core.take()
         kept = self._kept.pop(self._core.taken, [])
         self._say(self._core.acks(self._core.senders))
-        if then == "stop":
+        if then != "train":
             return ReceivedRows(then, None)
         ranges = {position: rows for batch in kept for position, rows in group_ranges(batch).items()}
         whole = join([ranges[position] for position in sorted(ranges)]) if ranges else kept[0]

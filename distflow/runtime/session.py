@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from distflow.comm.membership import Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.comm.tracker_processes import FLUSH_S
-from distflow.errors import RunStopped, StepError
+from distflow.errors import RunEnded, RunStopped, StepError
 from distflow.exchange.facts import BEGINS, OWNERS, TERM, read_facts
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.tally import Tallies
@@ -123,7 +124,8 @@ class Session:
             if self._replicas is not None:
                 self._replicas.connect(device_of(self._setting), even_alone=self._rounds is not None)
             join_models(self._setting, self._models)
-            script(worker)
+            with suppress(RunEnded):
+                script(worker)
             self._check_that_all_is_done()
             if self._training is not None:
                 self._training.finish()
@@ -294,8 +296,7 @@ class Session:
 
     def _go_on(self) -> None:
         """Raise what ends a wait inside the engine. A worker that trains stops only where all replicas do."""
-        check = self._board.raise_if_over if self._training is None else self._board.raise_fault
-        check()
+        (self._board.raise_if_over if self._training is None else self._board.raise_fault)()
 
     def _drain(self, message: Message) -> None:
         if not self._leave_early():

@@ -27,7 +27,7 @@ from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.rows import OutboundRows
 from distflow.runtime.steps import StepContext
-from distflow.runtime.updates import Updates
+from distflow.runtime.updates import Goal, Updates
 from distflow.runtime.validation import Validation
 from distflow.runtime.weight_publisher import Publishing
 from distflow.types import Version, WorkerName
@@ -98,6 +98,7 @@ class Training:
         self._closed = True
         """Whether the other homes know what to do with the rows of the open training step."""
         self._recovery = parts.recovery
+        self._goal = Goal(limits.run.stop_when, parts.metrics, self._validated)
         self._receiving = Receiving(
             parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.run, parts.rounds
         )
@@ -111,7 +112,7 @@ class Training:
             commits=parts.commits,
             record=self._record,
             flush=parts.dumps.flush,
-            validated=lambda: {} if parts.validation is None else dict(parts.validation.scores),
+            validated=lambda: dict(self._validated().get(limits.run.keep_best or "", {})),
         )
         self._saving = Saving(
             saved, limits.run, limits.waits.no_progress_s, parts.replicas.set, node.board, parts.metrics
@@ -132,7 +133,14 @@ class Training:
             self._begin(t)
             yield t
             self._end(t)
+            if self._goal.reached:
+                break
         self.finished = True
+
+    @property
+    def steps_done(self) -> int:
+        """Whole training steps so far."""
+        return self._number
 
     def finish(self) -> None:
         """All training steps are done: finish validation, and tell the generating workers that the run is over."""
@@ -148,6 +156,9 @@ class Training:
     def receive(self, t: int) -> Iterator[Batch]:
         """The samples of step t, in batches of at least `tokens_per_microbatch` as they arrive (or all at once)."""
         self._parts.turns.train()
+        if self._parts.validation is not None:
+            # It may be all there, and may decide that this is the last training step.
+            self._parts.validation.collect()
         return self._receiving.receive(t)
 
     def send(self, edge: str, batch: Batch) -> None:
@@ -265,6 +276,9 @@ class Training:
 
     # -- details
 
+    def _validated(self) -> Mapping[str, Mapping[int, float]]:
+        return {} if self._parts.validation is None else self._parts.validation.scores
+
     def _record(self) -> None:
         """Pass the samples of the last finished training step to the dumps."""
         if self._receiving.tally.step < self._number:
@@ -287,6 +301,7 @@ class Training:
             **self._updates.account(),
             "groups": self._parts.intake.core.groups,
             "stop": self._parts.replicas.stopping,
+            "goal": self._goal.value(),
         }
 
     def _agree_on_accounts(self) -> Sequence[Fact]:
@@ -301,6 +316,7 @@ class Training:
         assert groups == expected, f"training step {self._number}: {groups} groups were trained on, not {expected}"
         if not self._closed:
             self._close("train")
+        self._goal.judge(facts, self._number + 1)
         # With several updates, a stop between two of them would save what no training step ends with.
         parts.replicas.finishes_step = True
         return facts
@@ -329,6 +345,10 @@ class Training:
         metrics.set("perf/samples_per_s", tally.samples / seconds)
         metrics.set("perf/tokens_per_s", tally.tokens / seconds)
         metrics.set("perf/throughput", tally.tokens / seconds / (1 + len(self._node.membership.peers)))
+        if self._goal.reached:
+            if self._parts.rows:
+                self._close("end")
+            self._saving.end(Version(self._term, t + 1))
         self._parts.writer.write(t + 1, self._term, metrics.drain())
         if self._parts.validation is not None:
             self._parts.validation.collect()

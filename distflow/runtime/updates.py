@@ -1,16 +1,22 @@
-"""The optimizer steps of one training worker: what train steps have accumulated, divided by what all replicas count."""
+"""The optimizer steps of one training worker: what train steps have accumulated, divided by what all replicas count;
+and whether the step that they belong to is the last one of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distflow.comm.fact_exchange import Fact
+from distflow.config.schema import StopConfig
 from distflow.data.batch import Batch
 from distflow.errors import NoProgressError, ReplicaLost, UserError, WorkerFailed
 from distflow.flow.plan import BatchPlan
+from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend
 from distflow.runtime.steps import StepContext
+from distflow.types import is_validated
+
+log = logger(__name__)
 
 
 class Updates:
@@ -162,3 +168,46 @@ class Updates:
         self._resting.update(policies)
         for context in self._contexts.values():
             context.rests = context.model in self._resting
+
+
+class Goal:
+    """Whether `run.stop_when` ends the run. All replicas judge the same value in a training step, that of all of them.
+
+    `validated`: values that validation has measured here, by metric and version.
+    """
+
+    def __init__(
+        self, goal: StopConfig | None, metrics: MetricStore, validated: Callable[[], Mapping[str, Mapping[int, float]]]
+    ) -> None:
+        self._goal = goal
+        self._metrics = metrics
+        self._validated = validated
+        self._measured = goal is None or is_validated(goal.metric)
+        self.reached = False
+
+    def value(self) -> tuple[float, float]:
+        """Sum and weight of the metric on this replica; zeros if it has not measured it."""
+        if self._goal is None:
+            return 0.0, 0.0
+        if not is_validated(self._goal.metric):
+            return self._metrics.mean_so_far(self._goal.metric)
+        values = self._validated().get(self._goal.metric, {})
+        return (values[max(values)], 1.0) if values else (0.0, 0.0)
+
+    def judge(self, facts: Sequence[Fact], step: int) -> None:
+        """Decide from the values of all replicas in training step `step`, counted from 1.
+
+        Raises UserError if in the first one no replica has measured the metric.
+        """
+        if self._goal is None:
+            return
+        total, weight = (sum(column) for column in zip(*(fact["goal"] for fact in facts), strict=True))
+        if not weight and not self._measured:
+            raise UserError(
+                f"run.stop_when.metric: no training worker measured a mean {self._goal.metric!r} before the optimizer "
+                f"step of training step {step} — choose one of {', '.join(self._metrics.means())}"
+            )
+        self._measured = True
+        if weight and self._goal.met_by(total / weight):
+            self.reached = True
+            log.info("run.stop_when: %s is %.4g, so training step %d is the last", self._goal, total / weight, step)

@@ -74,9 +74,9 @@ class Validation:
         with user_code(self._where):
             self._places = list(islice(_every_prompt(setting, plan.data, tokenizer, self._where), plan.prompts))
         self._prompts = len(self._places)
-        self._keep_best = setting.recipe.run.keep_best
-        self.scores: dict[int, float] = {}
-        """What checkpoints are kept for, by version, if it is measured here."""
+        self._judged = {key: metric for key, metric in setting.recipe.run.judged.items() if is_validated(metric)}
+        self.scores: dict[str, dict[int, float]] = {metric: {} for metric in self._judged.values()}
+        """What checkpoints are kept for, and what may end the run, by metric and version."""
         self._due = 0
         """Rounds whose version has been published."""
         self._sources: dict[int, str] = {}
@@ -196,8 +196,8 @@ class Validation:
             "newer_version_share": self._newer / len(lengths),
         }
         named = {f"{VAL}{name}": value for name, value in values.items()}
-        if is_validated(self._keep_best):
-            self._note(version, named, self._keep_best)
+        for key, metric in self._judged.items():
+            self._note(version, named, key, metric)
         self._writer.write(version, self._term, named, measured=False)
         average = f"avg@{self._plan.samples_per_prompt}"
         log.info("validation after training step %d: %s %.4f", version, average, values[average])
@@ -212,11 +212,11 @@ class Validation:
             self._dumps.write(version, self._term, self._taken)
         self._taken, self._graded, self._lengths, self._cut, self._newer = [], {}, [], 0, 0
 
-    def _note(self, version: int, named: Mapping[str, float], metric: str) -> None:
+    def _note(self, version: int, named: Mapping[str, float], key: str, metric: str) -> None:
         if metric not in named:
             choices = ", ".join(named)
-            raise UserError(f"run.keep_best: validation does not measure {metric!r} — choose one of {choices}")
-        self.scores[version] = named[metric]
+            raise UserError(f"{key}: validation does not measure {metric!r} — choose one of {choices}")
+        self.scores[metric][version] = named[metric]
 
     def _is_newer(self, spans: Tensor) -> bool:
         """Whether a sample, with these spans of versions, is not of the version that is measured alone."""

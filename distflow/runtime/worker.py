@@ -75,6 +75,9 @@ class Worker:
 
     def validation(self, t: int) -> RolloutLoop:
         """Leases of the validation that is due once t training steps are done, and no others."""
+        if isinstance(self._training, Training):
+            # The run may have ended before, by `run.stop_when`.
+            t = min(t, self._training.steps_done)
         return self._generates().loop.until_closed(t, only_validation=True)
 
     def generate(self, step: str, source: RolloutLoop | Requests) -> Stream:

@@ -187,15 +187,6 @@ def _judge(plan: Plan, tokenizer: Tokenizer, samples: Sequence[_Sample]) -> str:
     return ""
 
 
-def _rows(samples: Sequence[_Sample], form: str, tokenizer: Tokenizer) -> Iterator[tuple[_Sample, list[int]]]:
-    """The samples whose answers have no full score yet, each with the tokens of its answer in this form."""
-    for sample in samples:
-        if sample.answer is not None and not (sample.values and sample.values["score"] >= 1):
-            ids = _encoded(tokenizer, sample.response(form))
-            if ids is not None:
-                yield sample, ids
-
-
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int] | None:
     """The tokens of a response; None if this model cannot write it."""
     try:

@@ -104,7 +104,8 @@ def _asked(recipe: str, overrides: Sequence[str], model: Path, name: str, runs_d
     # An exported model is whole: adapters merged, nothing rounded.
     given = (key for key in ("init", "lora", "quantize") if getattr(own, key) is not None)
     changed |= {f"models.{policy}.{key}": "null" for key in given}
-    changed |= {"run.stop_after": "null"} if composed.run.stop_after is not None else {}
+    ends = (key for key in ("stop_after", "stop_when") if getattr(composed.run, key) is not None)
+    changed |= {f"run.{key}": "null" for key in ends}
     changed |= {"val.at_start": "true"} if composed.val is None else {}
     words = [f"{key}={value}" for key, value in changed.items()]
     # A path may hold any letter.

@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from distflow.config.load import LoadedRecipe
+from distflow.data.metrics_merge import MetricsReader
 from distflow.errors import RecipeError, UserError
 from distflow.flow.memory_fit import warnings as memory_warnings
 from distflow.flow.plan import Plan
@@ -32,7 +33,7 @@ from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_
 from distflow.launch.deploy.placement import WorkerPlacement, begin_with, needs_here, place_workers
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import Display, make_display
-from distflow.launch.observe.run_summary import tell_end
+from distflow.launch.observe.run_summary import reached, tell_end
 from distflow.launch.run.exit_status import Outcome, conclude, finish
 from distflow.launch.run.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.run.process_table import parts_here, processes_of, sweep
@@ -269,9 +270,10 @@ def begin(run_dir: Path, loaded: LoadedRecipe, plan: Plan, *, resume: bool, here
         check_folder(record)
     changed = list(check_lineage(found, plan, here=here))
     sweep(run_dir)
-    if found.step >= plan.batch.training_steps:
+    nothing_left = _nothing_left(run_dir, found, plan)
+    if nothing_left:
         forget_unfinished(run_dir)
-        click.echo(_nothing_left(found, plan.batch.training_steps))
+        click.echo(nothing_left)
         if model_owed(run_dir, found.step, plan.recipe.run.hf_every):
             to = models_of(run_dir) / f"step_{found.step:06d}"
             click.echo(f"{to} was not finished: `distflow export {run_dir} --step {found.step} --to {to}` creates it")
@@ -290,13 +292,22 @@ def _size_of_newest(run_dir: Path) -> int:
     return 0 if newest is None else sum(path.stat().st_size for path in newest.iterdir())
 
 
-def _nothing_left(found: Resumption, steps: int) -> str:
+def _nothing_left(run_dir: Path, found: Resumption, plan: Plan) -> str:
+    """Why there is nothing to train after a checkpoint; empty if there is."""
+    steps, goal = plan.batch.training_steps, plan.recipe.run.stop_when
     if found.step > steps:
         return (
             f"the checkpoint is of training step {found.step}, and run.training_steps is {steps}: nothing is left to "
             "train — raise run.training_steps to continue"
         )
-    return f"all {steps} training steps are done — raise run.training_steps to continue"
+    if found.step == steps:
+        return f"all {steps} training steps are done — raise run.training_steps to continue"
+    if goal is None or not found.step:
+        return ""
+    reader = MetricsReader(run_dir)
+    reader.read()
+    met = "".join(reached(goal, [step for step in reader.merged() if step["step"] <= found.step]))
+    return met and f"{met}: nothing is left to train — change it, or run.stop_when=null, to continue"
 
 
 def _note_done(run_dir: Path, step: int) -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import yaml
 
+from distflow.config.schema import StopConfig
 from distflow.data.metrics_merge import MetricsReader
 from distflow.launch.observe.alerts import where_time_went
 from distflow.launch.run.exit_status import STOPPED
@@ -88,6 +90,8 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     steps = reader.merged()
     progress = progress_of(record, steps)
     yield f"{record.name}: {progress}"
+    if record.state == "done" and progress.step < record.training_steps:
+        yield from reached(_goal_of(record.path), steps)
     if progress.score is not None:
         yield f"score, mean of the last {progress.scored} training steps: {progress.score:.3f}"
     went = where_time_went(reader, progress.step, progress.step)
@@ -104,6 +108,18 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
         yield f"  {me} rollouts {record.name}{where}"
     yield f"  {me} status {record.name}{where}"
     yield f"  {me} plan {again} --worker {record.workers[0].name}"
+
+
+def reached(goal: StopConfig | None, steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """How `run.stop_when` is met after these training steps; nothing if it is not."""
+    value = None if goal is None else goal.newest(steps)
+    if goal is not None and value is not None and goal.met_by(value):
+        yield f"run.stop_when is met: {goal} (it is {value:.4g})"
+
+
+def _goal_of(run_dir: Path) -> StopConfig | None:
+    kept = yaml.safe_load((run_dir / "recipe.yaml").read_text())["run"].get("stop_when")
+    return None if kept is None else StopConfig.model_validate(kept)
 
 
 def tell_end(record: RunRecord, runs_dir: Path, recipe: Sequence[str] = ()) -> int:

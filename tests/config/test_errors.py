@@ -114,7 +114,7 @@ def test_one_mistake(override: str, message: str) -> None:
         ("threads=2", "threads — unknown key — did you mean layout.pools.NAME.threads?"),
         ("trainin_steps=8", "trainin_steps — unknown key — did you mean run.training_steps?"),
         ("dtype=bfloat16", "dtype — unknown key — did you mean models.policy.dtype?"),
-        ("wandb=true", "wandb — unknown key — no such logger is built; metrics are files of the run folder"),
+        ("wandb=true", "wandb — unknown key — did you mean run.trackers={wandb: true}?"),
         ("eval.every=5", "eval — unknown key — did you mean 'val'?"),
         ("lora.rank=8", "lora — unknown key — did you mean models.policy.lora.rank?"),
         (

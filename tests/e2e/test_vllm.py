@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Launch, Run
+from tests.e2e.runs import SMALL, Launch, Run
+from tests.e2e.test_sglang import ADAPTERS
 from tests.e2e.test_sglang import check_whole as check_whole_run
 
 PYTHON = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
@@ -45,6 +46,15 @@ def test_a_run_on_the_newest_weights_in_any_layout(launch: Launch) -> None:
     assert other.wait(START_S) == 0, other.output
     for line, same in zip(run.metrics(), other.metrics(), strict=False):
         assert line["actor/grad_norm"] == pytest.approx(same["actor/grad_norm"], rel=1e-3), line["step"]
+
+
+def test_adapters_are_merged_on_arrival(launch: Launch) -> None:
+    """The trainer's two replicas divide their optimizer by ZeRO 2; vLLM's Python needs no peft."""
+    pytest.importorskip("peft")
+    run = launch("quickstart", *SMALL, *ROLLOUT, *HEADS, *ADAPTERS, "run.training_steps=8")
+    assert run.wait(START_S) == 0, run.output
+    check_whole(run, 8)
+    assert run.metrics()[-1]["actor/grad_norm"] > 0
 
 
 def test_a_killed_worker_is_replaced_and_goes_on(launch: Launch) -> None:

@@ -51,6 +51,21 @@ def test_what_it_samples() -> None:
     assert plan_data(made)["val"]["versions"][:2] == (0, 3)
 
 
+def test_its_prompts_are_written_like_those_of_training() -> None:
+    alike = ["data.chat=true", "data.chat_template_args={enable_thinking: false}", "data.max_prompt_tokens=99"]
+    other = ["val.data={source: distflow.data.arithmetic:digit_copy}", *alike]
+    for overrides, tokens in ((other, 99), ([*other, "val.data.max_prompt_tokens=7"], 7)):
+        recipe = load_recipe("quickstart", overrides).recipe
+        assert recipe.val is not None
+        assert recipe.val.data is not None
+        data = recipe.val.data
+        assert (data.chat, data.chat_template_args, data.max_prompt_tokens) == (
+            True,
+            {"enable_thinking": False},
+            tokens,
+        )
+
+
 def test_peers_must_agree_on_it() -> None:
     without, made, other = plan(), plan("val.every=3"), plan("val.every=3", "val.prompts=5")
     assert len({digest_parts(one)["val"] for one in (without, made, other)}) == 3
@@ -107,6 +122,13 @@ def test_without_validation_it_is_left_out() -> None:
         (["val.every=3", "val.sampling={temprature: 1}"], "val.sampling.temprature — unknown setting"),
         (["val.every=3", "val.sampling={temperature: warm}"], "val.sampling.temperature — expected a number"),
         (["val.every=3", "val.data={source: nowhere.py:prompts}"], "val.data.source"),
+        (
+            ["run.stop_when={metric: val/avg@1, at_least: 1}"],
+            "run.stop_when.metric — val/avg@1 is measured by validation",
+        ),
+        (["val.every=3", "run.stop_when={metric: val/best, at_least: 1}"], "does not measure val/best"),
+        (["val.every=600", "run.stop_when={metric: val/avg@1, at_least: 1}"], "only before the first training step"),
+        (["run.stop_when={metric: critic/score}"], "run.stop_when — expected one of at_least and at_most"),
         (["val.every=3", "flow=self_play"], "val — this flow generates with a further model"),
     ],
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,26 @@ class Members:
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             dist.all_reduce(tensor)
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """Within it this process is the only member of a group."""
+    meeting = Rendezvous(0, 1, LOOPBACK, 20.0)
+    group = Collective(meeting, dist.HashStore(), nccl=torch.cuda.is_available())
+    try:
+        yield
+    finally:
+        leave_group(group.close)
+
+
+def leave_group(close: Callable[[], None]) -> None:
+    """`close` the group of this process, through DeepSpeed if that is at work: it would go on using its copy of it."""
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    else:
+        close()
 
 
 def together(size: int, folder: Path, jobs: Mapping[str, Job]) -> dict[str, list[Any]]:

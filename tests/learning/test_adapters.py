@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from distflow.comm.collective import LOOPBACK, Collective, Rendezvous
 from distflow.errors import UserError
 from distflow.runtime.protocols import Adapted, Backend, BackendSpec, EngineSpec
 from distflow.runtime.weight_publisher import Canaries
@@ -28,6 +26,7 @@ from distflow.workers.engines.torch_engine import TorchEngine
 from distflow.workers.exporting import export_model
 from distflow.workers.merging import stage_base
 from distflow.workers.models import build_model, outline
+from tests.learning.processes import group_of_one
 
 pytest.importorskip("peft")
 LORA = {"rank": 2, "alpha": 8.0, "targets": "all-linear"}
@@ -44,10 +43,9 @@ each_backend = pytest.mark.parametrize("kind", BACKENDS)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def group_of_one() -> Iterator[None]:
-    group = Collective(Rendezvous(0, 1, LOOPBACK, 20.0), dist.HashStore(), nccl=torch.cuda.is_available())
-    yield
-    group.close()
+def _group() -> Iterator[None]:
+    with group_of_one():
+        yield
 
 
 def section(dtype: str = "float32", **changes: Any) -> dict[str, Any]:

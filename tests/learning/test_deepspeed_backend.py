@@ -20,7 +20,7 @@ from distflow.workers.backends.deepspeed_config import DeepSpeedOptions, engine_
 from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.parameters import stored_model
-from tests.learning.processes import Job, together
+from tests.learning.processes import Job, leave_group, together
 from tests.learning.zero_ranks import (
     CASES,
     SAVED_BEHIND,
@@ -42,7 +42,7 @@ def quick_collections() -> Iterator[None]:
     gc.unfreeze()
     # A backend without other replicas makes a group of its own.
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave_group(dist.destroy_process_group)
 
 
 class _Stage(BackendContract):

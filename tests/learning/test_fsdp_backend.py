@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distflow.comm.collective import LOOPBACK, Collective, Rendezvous
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.checkpoint.format import Shard, put_together
 from distflow.runtime.protocols import Backend, BackendSpec
@@ -22,7 +20,7 @@ from distflow.workers.backends import fsdp_backend
 from distflow.workers.backends.fsdp_backend import FsdpBackend
 from distflow.workers.backends.model_backend import ModelBackend
 from distflow.workers.backends.torch_backend import TorchBackend
-from tests.learning.processes import Job, Members, together
+from tests.learning.processes import Job, Members, group_of_one, together
 
 SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 """Keys and values have 4 rows each: 2, 2 and none for three replicas."""
@@ -41,11 +39,9 @@ STEPS: list[list[list[tuple[int, int]]]] = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def group_of_one() -> Iterator[None]:
-    meeting = Rendezvous(0, 1, LOOPBACK, 20.0)
-    group = Collective(meeting, dist.HashStore(), nccl=torch.cuda.is_available())
-    yield
-    group.close()
+def _group() -> Iterator[None]:
+    with group_of_one():
+        yield
 
 
 class TestFsdpBackend(BackendContract):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.algorithms.penalties import overlong
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import RecipeError, StepError, UserError
 from distflow.flow.recipe_check import check_imports, plan_recipe
@@ -130,8 +132,13 @@ def test_length_penalty_is_that_of_dapo() -> None:
             expected = 0.0
         else:
             expected = ((longest - cache) - tokens) / cache if tokens <= longest else -1.0
-        given = shipped.length_penalty(sample("", tokens=tokens), max_tokens=longest, buffer=cache)
+        # The token that ends a response does not count.
+        given = shipped.length_penalty(sample("", tokens=tokens + 1), max_tokens=longest, buffer=cache)
         assert given == pytest.approx(expected, abs=1e-12)
+        found = overlong(torch.tensor([tokens]), limit=longest, buffer=cache)
+        assert given == pytest.approx(found.item(), abs=1e-12), "as in flow dapo"
+    with pytest.raises(UserError, match="expected 0 < buffer <= max_tokens"):
+        shipped.length_penalty(sample(""), max_tokens=8, buffer=0)
 
 
 def test_an_answer_that_is_not_there() -> None:
@@ -139,6 +146,40 @@ def test_an_answer_that_is_not_there() -> None:
     for name in ("exact_match", "digits_copied", "math"):
         with pytest.raises(ValueError, match=r"no 'answer', only solution: data\.fields\.answer=COLUMN says which"):
             shipped.REWARDS[name](bad)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(r"3\sqrt{2}", r"12\pi", "6+9i", "2k+2", "10^{5}", r"1-\frac1e", r"(3,\frac\pi2)", "(1,2]", r"x\in[1,3]"),
+        *(r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\{1,2,3\}", "1,000", r"\text{(B)}", r"90^\circ", "-3", "72"),
+        *("#### 72", "5 + 5 = 10\n#### 10", r"It is $\frac{1}{2}$.", r"so \boxed{7}"),
+    ],
+)
+def test_math_takes_the_whole_answer(answer: str) -> None:
+    pytest.importorskip("math_verify")
+    alone = {"#### 72": "72", "5 + 5 = 10\n#### 10": "10", r"It is $\frac{1}{2}$.": r"\frac{1}{2}"}.get(answer, answer)
+    boxed = alone if "boxed" in alone else f"\\boxed{{{alone}}}"
+    assert shipped.math(sample(f"Then it is ${boxed}$.", answer)) == 1.0
+    assert shipped.math(sample(r"\boxed{3}", answer)) == 0.0
+
+
+def test_a_response_that_takes_math_too_long_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its group is trained on: other samples of it are as good as they were."""
+    (tmp_path / "math_verify.py").write_text(
+        "import time\ndef parse(text, **_):\n    time.sleep(60 if 'slow' in text else 0)\n    return text\n"
+        "def verify(expected, given, **_): return True\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "math_verify", raising=False)
+    shipped._package.cache_clear()
+    ctx = context()
+    found = verify(batch("slow", "quick"), ctx, function="math", timeout_s=2.0)
+    assert found.dense("reward").tolist() == [0.0, 1.0]
+    assert "drop_reason" not in found
+    assert ctx.metrics.drain()["reward/timeouts"] == 1
+    shipped._package.cache_clear()
+    monkeypatch.delitem(sys.modules, "math_verify", raising=False)
 
 
 def test_math_judges_in_processes_even_where_no_time_is_given() -> None:
@@ -238,6 +279,7 @@ REWARD = "flow.steps.reward.with.function"
         ("{regex: {}}", f"{REWARD}.regex.pattern — required, but not given"),
         ("{format: {patern: x}}", f"{REWARD}.format.patern — unknown setting — did you mean 'pattern'?"),
         ("{format: {pattern: 3}}", f"{REWARD}.format.pattern — expected text, got 3"),
+        ("regex", f"{REWARD} — regex needs the setting 'pattern' — write it with its settings: {{regex: {{pattern"),
         ("{math: {weight: much}}", f"{REWARD}.math.weight — expected a number, got 'much'"),
         ("{math: fast}", f"{REWARD}.math — expected a mapping, got 'fast' — for example {{function: math"),
         ("{}", f"{REWARD} — no function is named — for example {{correct: "),

@@ -133,10 +133,7 @@ class Saving:
             self._commit.result()  # Raises errors that are not the disk's: another term of the run has begun.
         self._hf_owed = self._hf_owed or (run.hf_every > 0 and number % run.hf_every == 0)
         if number in (run.training_steps, run.stop_after):
-            self.note_states()
-            self.save_now(version, scored=True)
-            if run.hf_every > 0:
-                self._finish_folder()
+            self.end(version)
             return
         self._owed = self._owed or self._hf_owed or (run.save_every > 0 and number % run.save_every == 0)
         if self._has_to_talk:
@@ -150,6 +147,16 @@ class Saving:
         with self._metrics.timed(STALL):
             self.note_states()
             self._begin(version, self._score())
+
+    def end(self, version: Version) -> None:
+        """After the last training step: write the whole checkpoint, unless it exists, and wait for it.
+
+        Raises StepError and WorkerFailed as `step_done`.
+        """
+        self.note_states()
+        self.save_now(version, scored=True)
+        if self._run.hf_every > 0:
+            self._finish_folder()
 
     def wait_for_copy(self) -> None:
         """Wait until the state that is being saved is copied, before a caller changes or moves it."""
