@@ -113,6 +113,8 @@ class JsonLines:
     def __init__(self, path: Path, check: Check) -> None:
         self._path = path
         self._starts = array("q")
+        self._empty = array("q")
+        """For each empty line, how many rows stand before it: the number of a row's line follows without reading."""
         self._file = path.open("rb")
         known: frozenset[str] = frozenset()
         end = 0
@@ -124,6 +126,8 @@ class JsonLines:
                     _checked(check, sorted(columns), f"{shown(path)}:{number}")
                     known = columns
                 self._starts.append(end + len(line) - len(text))
+            else:
+                self._empty.append(len(self._starts))
             end += len(line)
         self._starts.append(end)
 
@@ -141,10 +145,8 @@ class JsonLines:
         return found
 
     def where(self, index: int) -> str:
-        """`file:line`."""
-        with self._path.open("rb") as opened:
-            lines = opened.read(self._starts[index]).count(b"\n")
-        return f"{shown(self._path)}:{lines + 1}"
+        """`file:line`; nothing is read for it."""
+        return f"{shown(self._path)}:{index + 1 + bisect_right(self._empty, index)}"
 
 
 class JsonList:

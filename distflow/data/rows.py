@@ -10,8 +10,8 @@ from distflow.data.sources import PromptText
 from distflow.errors import UserError, nearest
 
 PROMPT, MESSAGES, ANSWER, TOOLS = "prompt", "messages", "answer", "tools"
-CHOSEN, REJECTED = "chosen", "rejected"
-"""Responses to compare; where there is no prompt, two conversations that differ in their last turn."""
+CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "response"
+"""Responses; as conversations they have the prompt before their last turns."""
 GROUND_TRUTH = "reward_model.ground_truth"
 """Where data sets in verl's layout have the answer."""
 
@@ -29,13 +29,14 @@ def check_columns(columns: Sequence[str], fields: Mapping[str, str]) -> None:
 def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     """The prompt in a row, and its task: all other columns. `fields`: names of columns by what they are.
 
-    A list of messages that ends with an assistant's turn is answered by that turn. Raises UserError.
+    A list of messages that ends with an assistant's turn is answered by that turn. Conversations say what the prompt
+    is, whatever text stands beside them: `messages`, unless `fields` names the prompt, and responses. Raises UserError.
     """
     check_columns(list(row), fields)
     named = {name: _column(row, column, name) for name, column in fields.items()}
     rest = {key: value for key, value in row.items() if key not in fields.values()}
     task = {**rest, **named}
-    prompt = task.pop(PROMPT) if PROMPT in task else task.pop(MESSAGES) if MESSAGES in task else _compared(task, row)
+    prompt = _prompt(task, row, named=PROMPT in fields)
     truth = task.get("reward_model")
     if ANSWER not in task and isinstance(truth, Mapping) and "ground_truth" in truth:
         task[ANSWER] = truth["ground_truth"]
@@ -43,7 +44,7 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
         return PromptText(prompt, task, (), _tools(task))
     if not isinstance(prompt, Sequence) or not prompt:
         raise UserError(f"the prompt is {str(prompt)[:60]!r}; expected text, or a list of chat messages")
-    messages = [_message(number, message) for number, message in enumerate(prompt)]
+    messages = _messages(prompt)
     if messages[-1]["role"] == "assistant":
         task.setdefault(ANSWER, _content(messages.pop()))
     if not messages:
@@ -51,14 +52,40 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     return PromptText(as_text(messages), task, messages, _tools(task))
 
 
-def _compared(task: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
-    """What two conversations have in common that are to be compared."""
-    chosen, rejected = task[CHOSEN], task[REJECTED]
-    if not all(isinstance(one, Sequence) and not isinstance(one, str) and len(one) > 1 for one in (chosen, rejected)):
+def _prompt(task: dict[str, Any], row: Mapping[str, Any], *, named: bool) -> Any:
+    """What the prompt is, taken out of the task. `named`: by data.fields."""
+    prompt = task.pop(PROMPT, None)
+    if not named and _is_chat(task.get(MESSAGES)) and not _is_chat(prompt):
+        return task.pop(MESSAGES)
+    before = _before_responses(task)
+    if before and _is_chat(prompt) and _messages(prompt) != before:
+        raise UserError("the turns before the response are not those of the prompt; expected the same conversation")
+    if before:
+        return before
+    if prompt is None:
+        prompt = task.pop(MESSAGES, None)
+    if prompt is None:
         raise UserError(_missing(PROMPT, list(row), ""))
-    if chosen[:-1] != rejected[:-1]:
-        raise UserError("the columns 'chosen' and 'rejected' differ before their last turns; expected the same prompt")
-    return chosen[:-1]
+    if isinstance(prompt, str) and any(_is_chat(task.get(name)) for name in (CHOSEN, REJECTED, RESPONSE)):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
+def _before_responses(task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the responses that are whole conversations have before their last turns; empty where there are none."""
+    given = {name: task[name] for name in (CHOSEN, REJECTED, RESPONSE) if _is_chat(task.get(name))}
+    found = {name: _messages(one[:-1]) for name, one in given.items() if len(one) > 1}
+    first, *others = found or [""]
+    for other in others:
+        if found[other] != found[first]:
+            raise UserError(
+                f"the columns {first!r} and {other!r} differ before their last turns; expected the same prompt"
+            )
+    return found.get(first, [])
+
+
+def _is_chat(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
 
 
 def last_turn(value: object, name: str) -> str:
@@ -86,6 +113,10 @@ def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(str(part["text"]) for part in content)
+
+
+def _messages(given: Sequence[object]) -> list[dict[str, Any]]:
+    return [_message(number, message) for number, message in enumerate(given)]
 
 
 def _message(number: int, message: object) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -68,6 +69,25 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     assert (first.text, json.loads(first.task)) == ("1=", {"answer": "1", "level": 3})
     assert (second.text, json.loads(second.task)) == ("22=", {"answer": 2})
     assert use.label(1).endswith("p.jsonl:3)"), "empty lines count"
+
+
+def test_the_lines_of_rows_between_empty_ones(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('\n  \n{"prompt": "1="}\n{"prompt": "2="}\n\n\n{"prompt": "3="}\n\n')
+    use = opened(path)
+    assert [use.label(index).rpartition(":")[2] for index in range(3)] == ["3)", "4)", "7)"]
+
+
+def test_a_prompt_reads_its_own_line_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": "1=", "answer": "1" * 100}
+    made = order(opened(lines(tmp_path / "p.jsonl", *[row] * 2000)))
+    # What is open already can still be read, but nobody can open the file again.
+    (tmp_path / "p.jsonl").unlink()
+    taken: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: taken.append(size) or pread(file, size, at))
+    assert [made.prompt(position).text for position in (0, 1999)] == ["1=", "1="]
+    assert taken == [len(json.dumps(row)) + 1] * 2, "the last line costs as much as the first one"
 
 
 @pytest.mark.parametrize("ending", ["", "\n", "\r\n"])

@@ -38,7 +38,6 @@ def order(
         {"response": "12"},
         {"answer": "12"},
         {"response": "12", "answer": "99"},
-        {"response": [{"role": "user", "content": "1="}, {"role": "assistant", "content": "12"}]},
         {"response": None, "answer": 12},
     ],
 )
@@ -48,35 +47,81 @@ def test_where_a_demonstration_stands(column: dict[str, Any], tmp_path: Path) ->
     assert (response.text, response.token_ids, response.trains) == ("12", (3, 4, 1), True)
 
 
+class Chat(CharTokenizer):
+    """With a template that writes one turn behind the other, an = before each answer."""
+
+    def chat_prompt(self, turns: Any, tools: Any = (), arguments: Any = None) -> list[int]:
+        return self.encode("".join(turn["content"] for turn in turns) + "=")
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(contents)]
+
+
+def chats(folder: Path, *rows: Mapping[str, Any], make: Make = demonstration, **fields: str) -> PromptOrder:
+    """With a tokenizer that has a template."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    source = open_source("", SourceConfig.model_validate({"source": str(file), "fields": fields}), lambda name: None)
+    settings = PromptSettings(5, shuffle=False, chat=False, max_prompt_tokens=8)
+    return PromptOrder([source], Chat("chars:0123456789="), settings, Reading(make, "read", 2, 9, ()))
+
+
 def test_of_a_conversation_the_last_turn_is_the_response(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "1="}, {"role": "assistant", "content": "12"}]
-    made = order(tmp_path, [{"messages": turns}])
-    made._tokenizer = Chat("chars:0123456789=")
-    prompt = made.prompt(0)
+    prompt = chats(tmp_path, {"messages": turns("1", "12")}).prompt(0)
     assert (prompt.token_ids, prompt.responses[0].token_ids) == ((3, 12), (3, 4, 1))
 
 
-class Chat(CharTokenizer):
-    """With a template that writes one turn behind the other."""
+@pytest.mark.parametrize(
+    "row, make",
+    [
+        ({"prompt": "7", "chosen": turns("1", "1"), "rejected": turns("1", "2")}, pair),
+        ({"chosen": turns("1", "1"), "rejected": turns("1", "2")}, pair),
+        ({"prompt": "1", "chosen": turns("1", "1")[1:], "rejected": turns("1", "2")[1:]}, pair),
+        ({"prompt": turns("1"), "chosen": turns("1", "1"), "rejected": turns("1", "2")}, pair),
+        ({"prompt": turns("1"), "chosen": turns("1", "1")[1:], "rejected": "2"}, pair),
+        ({"prompt": "7", "messages": turns("1", "1")}, demonstration),
+        ({"prompt": "1", "response": turns("1", "1")}, demonstration),
+        ({"prompt": "1", "response": turns("1", "1")[1:]}, demonstration),
+        ({"prompt": turns("1"), "response": "1", "messages": turns("3")}, demonstration),
+    ],
+)
+def test_conversations_say_what_the_prompt_is(row: dict[str, Any], make: Make, tmp_path: Path) -> None:
+    prompt = chats(tmp_path, row, make=make).prompt(0)
+    assert prompt.token_ids == (3, 12), "one user's turn, by the template"
+    assert [response.text for response in prompt.responses] == (["1", "2"] if make is pair else ["1"])
 
-    def chat_prompt(self, turns: Any, tools: Any = (), arguments: Any = None) -> list[int]:
-        return self.encode("".join(turn["content"] for turn in turns))
+
+def test_a_prompt_that_is_named_is_not_looked_for(tmp_path: Path) -> None:
+    row = {"prompt": "1=", "messages": turns("3", "4"), "answer": "5"}
+    assert chats(tmp_path, row, prompt="prompt").prompt(0).token_ids == (3, 12)
+    assert chats(tmp_path, row, prompt="messages").prompt(0).token_ids == (5, 12)
 
 
-def test_of_two_conversations_the_last_turns_are_compared(tmp_path: Path) -> None:
-    asked = {"role": "user", "content": "1="}
-    good, bad = ({"role": "assistant", "content": text} for text in ("1", "2"))
-    made = order(tmp_path, [{"chosen": [asked, good], "rejected": [asked, bad]}], pair)
-    made._tokenizer = Chat("chars:0123456789=")
-    prompt = made.prompt(0)
-    assert prompt.token_ids == (3, 12)
-    assert [response.text for response in prompt.responses] == ["1", "2"]
-    other = order(tmp_path, [{"chosen": [asked, good], "rejected": [bad, bad]}], pair)
-    with pytest.raises(UserError, match="differ before their last turns; expected the same prompt"):
-        other.prompt(0)
-    texts = order(tmp_path, [{"chosen": "1", "rejected": "2"}], pair)
-    with pytest.raises(UserError, match=r"there is no column 'prompt' \(or 'messages'\); there are chosen, rejected"):
-        texts.prompt(0)
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (
+            {"chosen": turns("1", "1"), "rejected": turns("2", "2")},
+            r"rows.jsonl:1\): the columns 'chosen' and 'rejected' differ before their last turns; expected the same",
+        ),
+        (
+            {"prompt": turns("3"), "chosen": turns("1", "1"), "rejected": turns("1", "2")},
+            r"rows.jsonl:1\): the turns before the response are not those of the prompt",
+        ),
+        (
+            {"prompt": "1", "chosen": turns("1"), "rejected": turns("2")},
+            "the column 'chosen' is .*; expected text, or chat messages that end with an assistant's turn",
+        ),
+        (
+            {"chosen": "1", "rejected": "2"},
+            r"there is no column 'prompt' \(or 'messages'\); there are chosen, rejected",
+        ),
+    ],
+)
+def test_conversations_that_do_not_agree(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        chats(tmp_path, row, make=pair).prompt(0)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +130,6 @@ def test_of_two_conversations_the_last_turns_are_compared(tmp_path: Path) -> Non
         ({}, r"rows.jsonl:2\): there is no column 'response' or 'answer'; there are other — data.fields.response=COL"),
         ({"response": "  "}, r"rows.jsonl:2\): the column 'response' is empty"),
         ({"response": {"a": 1}}, "expected text, or chat messages that end with an assistant's turn"),
-        ({"response": [{"role": "user", "content": "1"}]}, "end with an assistant's turn"),
         ({"response": "abc"}, r"rows.jsonl:2\): character 'a' of 'abc' is not in the vocabulary"),
         ({"response": "123456789"}, r"rows.jsonl:2\) has 10 tokens with its end token, expected at most 9"),
     ],
