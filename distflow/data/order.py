@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
@@ -280,6 +280,26 @@ def _check_source(source: object) -> None:
 
 def _as_json(label: str, task: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(dict(task), ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"data: the task of {label} cannot be written as JSON: {error}") from error
+        return _sendable(task)
+    except (TypeError, ValueError, RecursionError) as error:
+        column, reason = next(_unsendable(task), ("", str(error)))
+        at = f"column {column!r} of {label}" if column else f"the task of {label}"
+        raise UserError(
+            f"data: {at} cannot be sent to workers as JSON: {reason} — make it text, numbers, lists or mappings of "
+            "these, or leave the column out"
+        ) from error
+
+
+def _sendable(value: object) -> str:
+    text = json.dumps(dict(value) if isinstance(value, Mapping) else value, ensure_ascii=False)
+    text.encode()  # A lone surrogate is no text.
+    return text
+
+
+def _unsendable(task: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The columns that JSON cannot hold, with the reason."""
+    for column, value in task.items():
+        try:
+            _sendable({column: value})
+        except (TypeError, ValueError, RecursionError) as error:
+            yield str(column), str(error)

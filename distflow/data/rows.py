@@ -21,9 +21,11 @@ def check_columns(columns: Sequence[str], fields: Mapping[str, str]) -> None:
     for name, column in fields.items():
         if column not in columns and column.partition(".")[0] not in columns:
             raise UserError(_missing(column, columns, f"data.fields.{name}"))
-    known = {*fields, *columns}
+    left = [column for column in columns if column not in fields.values()]
+    known = {*fields, *left}
     if known.isdisjoint((PROMPT, MESSAGES)) and not known >= {CHOSEN, REJECTED}:
-        raise UserError(_missing(PROMPT, columns, ""))
+        taken = [f"data.fields.{name}={column}" for name, column in fields.items() if column in (PROMPT, MESSAGES)]
+        raise UserError(_missing(PROMPT, left, "") + (f", or remove {taken[0]}" if taken else ""))
 
 
 def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:

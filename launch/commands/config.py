@@ -141,10 +141,10 @@ def init(folder: Path, task: str, model: str | None) -> int:
 
     folder = folder.expanduser()
     files = start_files(task, folder.resolve().name, model)
-    there = [name for name in files if (folder / name).exists()]
-    if there:
-        raise UserError(f"{folder / there[0]} exists already — give another folder, or move it away")
     try:
+        there = [name for name in files if (folder / name).exists()]
+        if there:
+            raise UserError(f"{folder / there[0]} exists already — give another folder, or move it away")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             with (folder / name).open("x", encoding="utf-8") as file:

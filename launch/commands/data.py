@@ -46,7 +46,7 @@ def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
         tokenizer = resolve(TOKENIZER)(plan.recipe.models[plan.primary].model_dump())
         data = plan.recipe.data
         order = build_prompts(data, plan.recipe.run.seed, tokenizer, f"data source {data.shown}", reading_of(plan))
-        positions = range(max(count, min(LOOKED_AT, len(order))))
+        positions = range(min(max(count, LOOKED_AT), len(order)))
         samples = [_Sample(*order.of_any_length(position)) for position in positions]
     except UserError as error:
         raise RecipeError([Problem(loaded.origin("data.source"), "data", str(error).removeprefix("data: "))]) from error

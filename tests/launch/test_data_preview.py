@@ -97,6 +97,14 @@ def test_what_is_too_long(recipe: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert "12345678" not in out
 
 
+def test_a_source_of_one_row(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows(tmp_path, {"prompt": "1=", "answer": 1})
+    preview(recipe)
+    out = capsys.readouterr().out
+    assert "1 of 1 prompts: 2 to 2 tokens" in out
+    assert out.count("position ") == 1
+
+
 def test_broken_data_is_told(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1="}\n{"prompt": \n')
     preview(recipe, code=2)

@@ -83,6 +83,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     "arguments, message",
     [
         (["x", "--task", "chatt"], "--task chatt: did you mean 'chat'?"),
+        (["x" * 300], "File name too long — give a folder that can be written"),
         (["a b"], "'a b' cannot be the name of a run"),
         (["x", "--model", "there"], "--model there: task arithmetic trains a model from scratch"),
     ],
