@@ -160,8 +160,8 @@ def gspo(terms: TokenTerms, *, clip: Sequence[float] = (3e-4, 4e-4), entropy_coe
     Its form for tokens: sg[s] · π / sg[π], with the value of s and, at each token, the gradient of its own log-prob.
     The mean is over the tokens trained on. `clip` as in `ppo`, of the order of 3e-4.
     """
-    log_ratio_BT = (terms.logprobs - terms.old_logprobs) * terms.mask
-    mean_B = log_ratio_BT.detach().sum(1) / terms.lengths.clamp(min=1)
+    log_ratio_BT = (terms.logprobs - terms.old_logprobs).detach().where(terms.mask.bool(), 0.0)
+    mean_B = log_ratio_BT.sum(1) / terms.lengths.clamp(min=1)
     log_BT = mean_B[:, None] + terms.logprobs - terms.logprobs.detach()
     ratio_BT = log_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return _with_entropy(_clipped_surrogate(ratio_BT, terms.advantages, clip), terms, entropy_coef)
