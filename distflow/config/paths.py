@@ -116,7 +116,7 @@ def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folde
         return os.path.abspath(folder_of(at) / Path(value).expanduser())
     if at == ("run", "copy_to") and "://" not in value:
         return str(_real(folder_of(at) / Path(value).expanduser()))
-    if _is_source(at) and is_data_file(value):
+    if _is_source(at) and value and is_data_file(value):
         return str(_real(folder_of(at) / Path(value).expanduser()))
     plugin = _FILE_PLUGIN.match(value)
     if plugin is not None and _is_plugin_place(at, plugin["file"]):

@@ -150,7 +150,7 @@ def _is_choice(value: str, choice: str) -> bool:
     if not choice.endswith("/N"):
         return value == choice
     number = value.removeprefix(choice[:-1])
-    return number != value and number.isdecimal() and int(number) > 0
+    return number != value and bool(re.fullmatch("0*[1-9][0-9]{0,14}", number))
 
 
 def _plugin_complaints(
