@@ -44,7 +44,7 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
         task[ANSWER] = truth["ground_truth"]
     if isinstance(prompt, str):
         return PromptText(prompt, task, (), _tools(task))
-    if not isinstance(prompt, Sequence) or not prompt:
+    if not _is_chat(prompt):
         raise UserError(f"the prompt is {str(prompt)[:60]!r}; expected text, or a list of chat messages")
     messages = _messages(prompt)
     if messages[-1]["role"] == "assistant":
@@ -87,7 +87,7 @@ def _before_responses(task: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_chat(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and bool(value)
 
 
 def last_turn(value: object, name: str) -> str:

@@ -130,7 +130,7 @@ def _choice_complaints(name: str, value: str, choices: Sequence[str], *, plugin:
     if any(_is_choice(value, choice) for choice in names):
         return []
     function = ", or a function as module:name or ./file.py:name" if plugin else ""
-    return [(name, f"there is no {value!r}", did_you_mean(value, names) + function)]
+    return [(name, f"there is no {quoted(value)}", did_you_mean(value, names) + function)]
 
 
 def _lacking(

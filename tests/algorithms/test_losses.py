@@ -47,13 +47,14 @@ def test_what_stands_outside_the_mask_counts_for_nothing(name: str, strange: flo
 
 
 @pytest.mark.parametrize("name", ["cispo", "aipo"])
-def test_the_gradient_is_finite_where_the_policy_excludes_a_token(name: str) -> None:
+@pytest.mark.parametrize("before", [-1.0, -math.inf])
+def test_the_gradient_is_finite_where_the_policy_excludes_a_token(name: str, before: float) -> None:
     logits = torch.zeros(1, 4, dtype=torch.float64)
     logits[0, 2] = -torch.inf
     logits.requires_grad_()
     logprobs, _ = token_scores(logits, torch.tensor([2]))
     one = torch.ones(1, 1, dtype=torch.float64)
-    given = TokenTerms(one.bool(), logprobs[:, None], -one, -one, advantages=one)
+    given = TokenTerms(one.bool(), logprobs[:, None], before * one, before * one, advantages=one)
     (gradient,) = torch.autograd.grad(getattr(losses, name)(given).loss_BT.sum(), logits)
     assert bool(gradient.isfinite().all())
 

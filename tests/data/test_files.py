@@ -224,6 +224,9 @@ def test_a_broken_parquet_file(tmp_path: Path) -> None:
     (tmp_path / "p.parquet").write_text("no")
     with pytest.raises(UserError, match=r"p\.parquet cannot be read as a Parquet file: "):
         opened(tmp_path / "p.parquet")
+    arrow(tmp_path / "b.parquet", [{"prompt": b"1="}])
+    with pytest.raises(UserError, match=r"b\.parquet, row 1\): the prompt is .*b'1='.*; expected text"):
+        order(opened(tmp_path / "b.parquet")).prompt(0)
     arrow(tmp_path / "p.parquet", [{"text": "1="}])
     with pytest.raises(UserError, match=r"p\.parquet: there is no column 'prompt'.*data\.fields\.prompt=text"):
         opened(tmp_path / "p.parquet")
