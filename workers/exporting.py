@@ -244,7 +244,10 @@ def _generation(model: Mapping[str, Any], config: PretrainedConfig) -> Any:
         except OSError:
             # Not every model has one.
             pass
-    return GenerationConfig.from_model_config(config)
+    made = GenerationConfig.from_model_config(config)
+    # Configurations have a default for it, which may be any token of this tokenizer.
+    made.eos_token_id = _tokenizer(model).eos_token_id
+    return made
 
 
 def _some_tokens(config: PretrainedConfig) -> list[int]:

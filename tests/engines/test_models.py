@@ -88,7 +88,7 @@ def test_saved_model_and_tokenizer_come_back(tmp_path):
         with pytest.raises(
             UserError, match=r"^data\.chat is true, but tokenizer '.*' has no chat template — data\.chat="
         ):
-            plain.chat_prompt("12")
+            plain.chat_text("12")
 
 
 def test_chat_template_is_used(tmp_path):
@@ -96,7 +96,7 @@ def test_chat_template_is_used(tmp_path):
     tokenizer.pretrained.chat_template = "{% for m in messages %}+{{ m.content }}{% endfor %}="
     tokenizer.save(tmp_path)
     loaded = build_tokenizer({"path": str(tmp_path)})
-    assert loaded.chat_prompt("12") == [12, 3, 4, 13]
+    assert loaded.encode(loaded.chat_text("12")) == [12, 3, 4, 13]
 
 
 @pytest.mark.parametrize(
