@@ -72,6 +72,7 @@ def test_which_turns_of_a_conversation_are_trained_on(
     contents = [("user", "1="), ("assistant", "1"), ("user", "23="), ("assistant", "23")]
     rows(tmp_path, {"messages": [{"role": role, "content": text} for role, text in contents]})
     about = (f"models.policy.tokenizer={tmp_path}/tokenizer", f"data.source={tmp_path}/prompts.jsonl", "flow=sft")
+    about = (*about, "data.max_prompt_tokens=18")
     preview("quickstart", *about)
     out = capsys.readouterr().out
     assert "response 0 (18 tokens, 11 of them trained on): '<a>1<eos><a>23=<eos><a>23<eos>'" in out
