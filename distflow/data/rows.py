@@ -47,11 +47,12 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     if not _is_chat(prompt):
         raise UserError(f"the prompt is {str(prompt)[:60]!r}; expected text, or a list of chat messages")
     messages = _messages(prompt)
-    if messages[-1]["role"] == "assistant":
-        task.setdefault(ANSWER, _content(messages.pop()))
+    reply = messages.pop() if messages[-1]["role"] == "assistant" else None
+    if reply is not None:
+        task.setdefault(ANSWER, _content(reply))
     if not messages:
         raise UserError("the prompt is one assistant's turn alone; expected a user's turn before it")
-    return PromptText(as_text(messages), task, messages, _tools(task))
+    return PromptText(as_text(messages), task, messages, _tools(task), reply)
 
 
 def _prompt(task: dict[str, Any], row: Mapping[str, Any], *, named: bool) -> Any:
@@ -90,16 +91,16 @@ def _is_chat(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and bool(value)
 
 
-def last_turn(value: object, name: str) -> str:
-    """A response in a column: text, or the last turn of chat messages, an assistant's. Raises UserError."""
+def last_turn(value: object, name: str) -> dict[str, Any]:
+    """A response in a column as a chat message: a text, or the last turn of some, an assistant's. Raises UserError."""
     if isinstance(value, str):
-        return value
+        return {"role": "assistant", "content": value}
     if isinstance(value, Sequence) and value:
         last = _message(len(value) - 1, value[-1])
         if last["role"] == "assistant":
-            return _content(last)
+            return last
     if isinstance(value, (bool, int, float)):
-        return str(value)
+        return {"role": "assistant", "content": str(value)}
     raise UserError(
         f"the column {name!r} is {str(value)[:60]!r}; expected text, or chat messages that end with an assistant's turn"
     )
