@@ -71,7 +71,7 @@ def chats(model: ModelConfig, count: int, seed: int) -> list[Chat]:
     tasks = reasoning_gym(**TASK, size=count, seed=seed)
     return [
         Chat(
-            tokenizer.chat_prompt(tasks[index].text),
+            tokenizer.encode(tokenizer.chat_text(tasks[index].text)),
             [*tokenizer.encode(tasks[index].task["answer"]), tokenizer.eos_token_id],
         )
         for index in range(count)

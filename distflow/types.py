@@ -191,6 +191,8 @@ class GivenResponse:
     fields: Mapping[str, float] = field(default_factory=dict)
     trains: bool = True
     """Whether its tokens are trained on."""
+    mask: tuple[bool, ...] = ()
+    """Which of them are, where that is not the same for all."""
 
 
 @dataclass(frozen=True, slots=True)

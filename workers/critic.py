@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from distflow.algorithms import advantages
-from distflow.algorithms.aggregation import Aggregation
+from distflow.algorithms.aggregation import Aggregation, weighted_sum
 from distflow.algorithms.losses import value as value_loss
 from distflow.data.batch import Batch
 from distflow.data.micro_batches import in_micro_batches, micro_batches
@@ -109,7 +109,7 @@ def _accumulate(part: Batch, ctx: StepContext, clip: float | None, aggregation: 
     here_BT, returns_BT = mask_BT.to(now_BT.device), field("return")
     share_B = part.dense(SHARE) if SHARE in part else None
     loss = value_loss(now_BT, field("values"), returns_BT, clip=clip)
-    total = (loss.loss_BT * aggregation.weights(here_BT, loss.loss_BT, share_B)).sum()
+    total = weighted_sum(loss.loss_BT, aggregation.weights(here_BT, loss.loss_BT, share_B))
     ctx.backend.accumulate(total)
     denominator = aggregation.denominator(mask_BT, share_B)
     assert ctx.model is not None, "ctx.backend has looked the model up"

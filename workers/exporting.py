@@ -25,7 +25,7 @@ from distflow.workers.adapter_files import (
     whole_state,
     write_adapters,
 )
-from distflow.workers.models import TOKENS, auto_class, build_model, head_of, load_config, outline, torch_dtype
+from distflow.workers.models import SCORE, TOKENS, auto_class, build_model, head_of, load_config, outline, torch_dtype
 from distflow.workers.parameters import stored_form
 from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer, build_tokenizer
 
@@ -141,9 +141,14 @@ def write_model(
         index = {"metadata": {"total_size": size}, "weight_map": files}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     config.architectures, config.dtype = [kind], dtype
+    tokenizer, text = _tokenizer(model), config.get_text_config()
+    padding = tokenizer.pretrained.pad_token_id
+    if head_of(model) == SCORE and text.pad_token_id is None and padding not in tokenizer.end_tokens:
+        # With it transformers takes several texts at a time. No end token: texts are scored at theirs.
+        text.pad_token_id = padding
     config.save_pretrained(folder)
     _generation(model, config).save_pretrained(folder)
-    _tokenizer(model).save(folder)
+    tokenizer.save(folder)
     return len(shards), size
 
 
@@ -244,7 +249,10 @@ def _generation(model: Mapping[str, Any], config: PretrainedConfig) -> Any:
         except OSError:
             # Not every model has one.
             pass
-    return GenerationConfig.from_model_config(config)
+    made = GenerationConfig.from_model_config(config)
+    # Configurations have a default for it, which may be any token of this tokenizer.
+    made.eos_token_id = _tokenizer(model).eos_token_id
+    return made
 
 
 def _some_tokens(config: PretrainedConfig) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms import TokenTerms, corrections
-from distflow.algorithms.aggregation import Aggregation
+from distflow.algorithms.aggregation import Aggregation, weighted_sum
 from distflow.algorithms.corrections import behaviour_ratio
 from distflow.algorithms.losses import LOG_RATIO_LIMIT, TokenLoss
 from distflow.errors import UserError, did_you_mean
@@ -101,8 +101,8 @@ class Objective:
         weights_BT = self.correction.weights(terms, in_loss=terms.was_read(ROLLOUT))
         loss_BT = loss.loss_BT if weights_BT is None else loss.loss_BT * weights_BT
         factors_BT = self.aggregation.weights(terms.mask, loss_BT, share_B)
-        sums = [(loss_BT * factors_BT).sum()]
-        total = sums[0] if loss.added_BT is None else sums[0] + (loss.added_BT * factors_BT).sum()
+        sums = [weighted_sum(loss_BT, factors_BT)]
+        total = sums[0] if loss.added_BT is None else sums[0] + weighted_sum(loss.added_BT, factors_BT)
         if self.kl_coef:
             kl_BT = self.divergence(terms.logprobs, terms.ref_logprobs)
             if not _is_per_token(kl_BT, terms):
@@ -110,7 +110,7 @@ class Objective:
                     f"kl function {self.divergence_name!r} returned {_shown(kl_BT)}; expected one value per token, "
                     f"{list(terms.logprobs.shape)}"
                 )
-            sums.append((kl_BT * factors_BT).sum())
+            sums.append(weighted_sum(kl_BT, factors_BT))
             total = total + self.kl_coef * sums[1]
         return total, _report(terms, loss, [total, *sums])
 
@@ -200,10 +200,10 @@ def _report(terms: TokenTerms, loss: TokenLoss, sums: Sequence[Tensor]) -> Token
         ratio_BT.square(),
     ]
     rows += loss.metrics.values()
-    kept_BT = terms.mask.to(terms.logprobs.dtype)
+    off_BT, dtype = ~terms.mask.bool(), terms.logprobs.dtype
     return TokenReport(
         loss_sums=torch.stack([total.detach() for total in sums]),
-        token_sums=(torch.stack([row.to(kept_BT.dtype) for row in rows]) * kept_BT).sum((1, 2)),
-        largest_ratio=(ratio_BT * kept_BT).max(),
+        token_sums=torch.stack([row.to(dtype) for row in rows]).masked_fill(off_BT, 0.0).sum((1, 2)),
+        largest_ratio=ratio_BT.masked_fill(off_BT, 0.0).max(),
         own=tuple(loss.metrics),
     )

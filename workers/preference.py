@@ -5,6 +5,10 @@ Shapes: B samples, P pairs, T response tokens of the longest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,11 +37,11 @@ _READ = ["prompt_ids", "response_ids", "response_mask", "ref_logprobs", "group",
 @step(role="read", reads=[], writes=[], samples=2, choices={"max_response_tokens": ">= 1"})
 def pair(row: DataRow, *, max_response_tokens: int = 1024) -> list[RowResponse]:
     """The column `chosen`, or else `answer`, and the column `rejected`: a group of two, in this order."""
-    return [RowResponse(text) for text in _compared(row)]
+    return [RowResponse.of(turn) for turn in _compared(row)]
 
 
-def _compared(row: DataRow) -> tuple[str, str]:
-    chosen, rejected = row.response(*CHOSEN), row.response(REJECTED)
+def _compared(row: DataRow) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    chosen, rejected = row.turn(*CHOSEN), row.turn(REJECTED)
     if chosen == rejected and row.label not in _equal and len(_equal) < MOST_TOLD:
         _equal.add(row.label)
         further = "" if len(_equal) < MOST_TOLD else "; further ones are not told"
@@ -158,20 +162,20 @@ def labelled(row: DataRow, *, max_response_tokens: int = 1024) -> list[RowRespon
     The last sample is a response to the next row's prompt, which is not trained on: how far the policy is from the
     reference is measured by it (see `kl_point`).
     """
-    return [*_judged(row), RowResponse(_judged(row.following())[0].text, {"label": 0.0}, trains=False)]
+    return [*_judged(row), replace(_judged(row.following())[0], fields={"label": 0.0}, trains=False)]
 
 
 def _judged(row: DataRow) -> list[RowResponse]:
     if "label" not in row.task and (REJECTED in row.task or "chosen" in row.task):
         chosen, rejected = _compared(row)
-        return [RowResponse(chosen, {"label": 1.0}), RowResponse(rejected, {"label": 0.0})]
+        return [RowResponse.of(chosen, {"label": 1.0}), RowResponse.of(rejected, {"label": 0.0})]
     if "label" not in row.task:
         there = ", ".join(row.task) or "none besides the prompt"
         raise UserError(f"there is no column 'label'; there are {there} — data.fields.label=COLUMN")
     label = row.task["label"]
     if type(label) is not bool and label not in (0, 1):
         raise UserError(f"the column 'label' is {str(label)[:60]!r}; expected true or false (1 or 0)")
-    return [RowResponse(row.response("response", "answer"), {"label": float(label)})]
+    return [RowResponse.of(row.turn("response", "answer"), {"label": float(label)})]
 
 
 @step(

@@ -31,9 +31,9 @@ async def sample(
 ) -> None:
     """Sample one response to the prompt.
 
-    It ends with the tokenizer's end token, one of `stop_token_ids`, or after `max_new_tokens` tokens. Newer weights are
-    loaded between two decode steps; `policy_versions` [n, 4] records each token's version (term, version, first token,
-    end).
+    It ends with an end token of the tokenizer or of the model's generation configuration, with one of `stop_token_ids`,
+    or after `max_new_tokens` tokens. Newer weights are loaded between two decode steps; `policy_versions` [n, 4]
+    records each token's version (term, version, first token, end).
     """
     stops = (*ctx.end_tokens, *stop_token_ids)
     await generate(episode.prompt_ids, SamplingParams(temperature, top_p, top_k, max_new_tokens, stops))

@@ -16,10 +16,14 @@ from distflow.runtime.steps import StepContext
 from distflow.workers.trainer import describe
 
 
-@step(role="read", reads=[], writes=[], choices={"max_response_tokens": ">= 1"})
-def demonstration(row: DataRow, *, max_response_tokens: int = 1024) -> list[RowResponse]:
-    """The column `response`, or else `answer`, which a conversation has that ends with an assistant's turn."""
-    return [RowResponse(row.response("response", "answer"))]
+@step(role="read", reads=[], writes=[], choices={"turns": ["all", "last"], "max_response_tokens": ">= 1"})
+def demonstration(row: DataRow, *, turns: str = "all", max_response_tokens: int = 1024) -> list[RowResponse]:
+    """The column `response`, or else the assistant's turn that ends a conversation, or `answer`.
+
+    `turns`: of a conversation, all turns of the assistant are trained on, or the last one alone. With `all` the prompt
+    is what comes before the first of them, and `max_response_tokens` is for all that follows.
+    """
+    return [RowResponse.of(row.turn("response", "answer"))]
 
 
 @step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,36 @@ def build_tokenizer(model: Mapping[str, Any]) -> CharTokenizer | PretrainedToken
         name = model.get("path")
     if name is None:
         raise UserError("models: a model with `init` needs a `tokenizer`: a path, a hub id, or chars:CHARACTERS")
-    return CharTokenizer(str(name)) if str(name).startswith(CHARS_PREFIX) else PretrainedTokenizer(str(name))
+    ends = generation_ends(model.get("path"))
+    if str(name).startswith(CHARS_PREFIX):
+        return CharTokenizer(str(name), ends)
+    return PretrainedTokenizer(str(name), ends)
+
+
+def generation_ends(path: object) -> tuple[int, ...]:
+    """The end tokens in the generation configuration of a model's folder, or of the hub; of many models they are more
+    than the tokenizer's. Empty where there is none. Raises UserError for a broken file."""
+    if path is None:
+        return ()
+    try:
+        if Path(str(path)).is_dir():
+            found = json.loads((Path(str(path)) / "generation_config.json").read_text()).get("eos_token_id")
+        else:
+            from transformers import GenerationConfig
+
+            found = GenerationConfig.from_pretrained(str(path)).eos_token_id
+    except OSError:  # not every model has one
+        return ()
+    except ValueError as error:
+        raise UserError(f"models: {path}/generation_config.json is no JSON: {error}") from error
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int for token in ends):
+        raise UserError(f"models: {path}/generation_config.json has eos_token_id {found!r}; expected token ids")
+    return tuple(ends)
+
+
+def _ends(own: int | None, further: Sequence[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys([*([] if own is None else [own]), *further]))
 
 
 def vocabulary(spec: str) -> list[str]:
@@ -40,13 +70,23 @@ def vocabulary(spec: str) -> list[str]:
 class CharTokenizer:
     """One token per character. `pretrained` is the same tokenizer for transformers, to be saved with a model."""
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str, further_ends: Sequence[int] = ()) -> None:
         self.spec = spec
+        self._further_ends = further_ends
         self.tokens = vocabulary(spec)
         self.eos_token_id: int | None = EOS_ID
         self._ids = {token: index for index, token in enumerate(self.tokens) if index > EOS_ID}
         self._plain = ["", "", *self.tokens[2:]]
         self.pretrained = _pretrained_chars(self.tokens)
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The end token, and those of the model's generation configuration: each ends a response."""
+        return _ends(self.eos_token_id, self._further_ends)
+
+    def closes(self, token: int) -> bool:
+        """Whether a turn may end with this token."""
+        return token <= EOS_ID or token in self.end_tokens
 
     def encode(self, text: str) -> list[int]:
         """Token ids; raises ValueError naming an unknown character."""
@@ -64,12 +104,14 @@ class CharTokenizer:
         """The two texts, one behind the other."""
         return self.encode(prompt + response)
 
-    def chat_prompt(
+    def chat_text(
         self,
         turns: str | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+        *,
+        asks: bool = True,
+    ) -> str:
         """Raises UserError: there is no chat template."""
         raise UserError(_no_template(self.spec, turns))
 
@@ -81,7 +123,7 @@ class CharTokenizer:
 class PretrainedTokenizer:
     """A Hugging Face tokenizer from a folder or the hub."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, further_ends: Sequence[int] = ()) -> None:
         from transformers import AutoTokenizer
 
         try:
@@ -96,6 +138,18 @@ class PretrainedTokenizer:
             )
         self.name = name
         self.eos_token_id: int | None = self.pretrained.eos_token_id
+        self._further_ends = further_ends
+        added = self.pretrained.added_tokens_decoder
+        self._special = {*self.pretrained.all_special_ids, *(n for n, token in added.items() if token.special)}
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The end token, and those of the model's generation configuration: each ends a response."""
+        return _ends(self.eos_token_id, self._further_ends)
+
+    def closes(self, token: int) -> bool:
+        """Whether a turn may end with this token: a special one, or one that ends responses."""
+        return token in self._special or token in self.end_tokens
 
     def encode(self, text: str) -> list[int]:
         """Token ids without special tokens."""
@@ -115,13 +169,15 @@ class PretrainedTokenizer:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         return self.encode(self.pretrained.apply_chat_template(turns, tokenize=False))
 
-    def chat_prompt(
+    def chat_text(
         self,
         turns: str | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """The turns, or a text as a user's turn, followed by the generation prompt; `arguments`: of the template.
+        *,
+        asks: bool = True,
+    ) -> str:
+        """The turns, or a text as a user's turn; `asks`: the generation prompt follows; `arguments`: of the template.
 
         Raises UserError without a chat template, ValueError with the template's own error if it fails.
         """
@@ -129,8 +185,9 @@ class PretrainedTokenizer:
             raise UserError(_no_template(self.name, turns))
         messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else [dict(turn) for turn in turns]
         further = {"add_generation_prompt": True, **(arguments or {})}
+        further["add_generation_prompt"] &= asks
         try:
-            written = self.pretrained.apply_chat_template(
+            written: str = self.pretrained.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, **further
             )
         except Exception as error:  # of the template, which is code of the model's authors
@@ -138,7 +195,7 @@ class PretrainedTokenizer:
                 f"the chat template of {self.name!r} fails: {type(error).__name__}: {error} — it got the roles "
                 f"{', '.join(str(message.get('role')) for message in messages)}"
             ) from error
-        return self.encode(written)
+        return written
 
     def save(self, folder: Path) -> None:
         """Write it in Hugging Face format."""

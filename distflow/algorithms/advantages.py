@@ -1,8 +1,8 @@
 """Advantages: how much better than expected a sample, or each of its tokens, did.
 
 Shapes: B samples, T response tokens; the mask is True on the tokens trained on. Everything is computed in float64 and
-returned in the rewards' dtype, so that a group of equal rewards gives exactly 0 and not rounding noise divided by a
-tiny deviation.
+returned in the rewards' dtype, and relative to one reward of each group, so that a group of equal rewards gives exactly
+0 and not rounding noise divided by a tiny deviation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def grpo(rewards_B: Tensor, group_B: Tensor, *, normalize: str = "group_std", ep
         raise UserError(f"normalize={normalize!r}: expected one of {', '.join(NORMALIZE)}")
     rewards = rewards_B.double()
     segment, counts = _segments(group_B)
-    centred = rewards - _segment_sum(rewards, segment, counts)[segment] / counts[segment]
+    offset = _offsets(rewards, segment, counts)
+    centred = offset - _segment_sum(offset, segment, counts)[segment] / counts[segment]
     scaled = centred
     if normalize == "group_std":
         variance = _segment_sum(centred.square(), segment, counts) / (counts - 1).clamp(min=1)
@@ -64,8 +65,10 @@ def rloo(rewards_B: Tensor, group_B: Tensor) -> Tensor:
     """Leave-one-out: R − mean of the group's others, arXiv 2402.14740. A group of one gets A = R. Returns [B]."""
     rewards = rewards_B.double()
     segment, counts = _segments(group_B)
-    others = _segment_sum(rewards, segment, counts)[segment] - rewards
-    return (rewards - others / (counts[segment] - 1).clamp(min=1)).to(rewards_B.dtype)
+    offset = _offsets(rewards, segment, counts)
+    others = _segment_sum(offset, segment, counts)[segment] - offset
+    scaled = offset - others / (counts[segment] - 1).clamp(min=1)
+    return torch.where(counts[segment] == 1, rewards, scaled).to(rewards_B.dtype)
 
 
 def opo(rewards_B: Tensor, group_B: Tensor, lengths_B: Tensor) -> Tensor:
@@ -75,8 +78,11 @@ def opo(rewards_B: Tensor, group_B: Tensor, lengths_B: Tensor) -> Tensor:
     """
     rewards, lengths = rewards_B.double(), lengths_B.double()
     segment, counts = _segments(group_B)
-    total = _segment_sum(lengths, segment, counts).clamp(min=1)
-    return (rewards - (_segment_sum(lengths * rewards, segment, counts) / total)[segment]).to(rewards_B.dtype)
+    total = _segment_sum(lengths, segment, counts)
+    offset = _offsets(rewards, segment, counts)
+    baseline = (_segment_sum(lengths * offset, segment, counts) / total.clamp(min=1))[segment]
+    # A group without a token has the baseline 0.
+    return torch.where(total[segment] > 0, offset - baseline, rewards).to(rewards_B.dtype)
 
 
 def remax(rewards_B: Tensor, baselines_B: Tensor) -> Tensor:
@@ -100,8 +106,8 @@ def reinforce_plus_plus_baseline(
 ) -> Tensor:
     """R − mean of the group, whitened over all tokens, arXiv 2501.03262. Returns [B, T]; `moments`: see `whiten`."""
     segment, counts = _segments(group_B)
-    rewards = rewards_B.double()
-    centred = rewards - (_segment_sum(rewards, segment, counts) / counts)[segment]
+    offset = _offsets(rewards_B.double(), segment, counts)
+    centred = offset - (_segment_sum(offset, segment, counts) / counts)[segment]
     return whiten(centred[:, None] * mask_BT, mask_BT, moments=moments).to(rewards_B.dtype)
 
 
@@ -136,7 +142,7 @@ def gae(
         next_value = torch.where(trained[t], values[t], next_value)
         found[t] = running * trained[t]
     advantages_BT = found.t()
-    returns_BT = (advantages_BT + values.t()) * mask_BT
+    returns_BT = torch.where(mask_BT.bool(), advantages_BT + values.t(), 0.0)
     return advantages_BT.to(values_BT.dtype), returns_BT.to(values_BT.dtype)
 
 
@@ -173,6 +179,14 @@ def _segments(group_B: Tensor) -> tuple[Tensor, Tensor]:
     """For each row the number of its group, counted from 0, and how many rows each group has."""
     _, segment, counts = torch.unique(group_B, return_inverse=True, return_counts=True)
     return segment, counts
+
+
+def _offsets(rewards: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    """The rewards less the smallest one of each group, whose size no longer rounds what tells them apart."""
+    return (
+        rewards
+        - rewards.new_zeros(counts.shape).scatter_reduce(0, segment, rewards, "amin", include_self=False)[segment]
+    )
 
 
 def _segment_sum(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:

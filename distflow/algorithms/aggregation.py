@@ -7,8 +7,10 @@ of its sample each row is. Shapes: B rows, T response tokens; masks are True on 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from distflow.errors import UserError
@@ -40,8 +42,9 @@ class Aggregation:
             if slash:
                 raise UserError(f"aggregate={text!r}: only {_NORM} takes a constant")
             return cls(mode)
-        if not constant.isdecimal() or int(constant) == 0:
-            raise UserError(f"aggregate={text!r}: append the constant, for example {_NORM}/1024")
+        if not re.fullmatch("[0-9]{1,15}", constant) or int(constant) == 0:
+            shown = text if len(text) <= 60 else f"{text[:60]}…"
+            raise UserError(f"aggregate={shown!r}: append the constant, for example {_NORM}/1024, of at most 15 digits")
         return cls(mode, float(constant))
 
     @property
@@ -69,4 +72,9 @@ class Aggregation:
 
 def aggregate(loss_BT: Tensor, mask_BT: Tensor, how: Aggregation) -> tuple[Tensor, float]:
     """(Σ loss · weight as a scalar with gradient, contribution to the denominator)."""
-    return (loss_BT * how.weights(mask_BT, loss_BT)).sum(), how.denominator(mask_BT)
+    return weighted_sum(loss_BT, how.weights(mask_BT, loss_BT)), how.denominator(mask_BT)
+
+
+def weighted_sum(loss_BT: Tensor, weights_BT: Tensor) -> Tensor:
+    """Σ loss · weight as a scalar with gradient. Where the weight is 0 the loss may be anything, such as inf or NaN."""
+    return torch.where(weights_BT == 0, 0.0, loss_BT * weights_BT).sum()

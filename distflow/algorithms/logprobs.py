@@ -29,7 +29,11 @@ class _TokenScores(torch.autograd.Function):
         logprobs_N = scaled_NV.gather(-1, targets_N[:, None]).squeeze(-1) - norm_N
         logprobs_NK = None if candidates_NK is None else scaled_NV.gather(-1, candidates_NK) - norm_N[:, None]
         # E[-log p] = norm - E[z]
-        entropy_N = norm_N - (_probs(scaled_NV, norm_N) * scaled_NV).sum(-1) if entropy else None
+        entropy_N = (
+            norm_N - _zero_if_excluded(_probs(scaled_NV, norm_N).mul_(scaled_NV), scaled_NV).sum(-1)
+            if entropy
+            else None
+        )
         ctx.save_for_backward(logits_NV, targets_N, candidates_NK, norm_N, entropy_N)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -46,7 +50,8 @@ class _TokenScores(torch.autograd.Function):
         out_NV = torch.zeros_like(probs_NV)
         if grad_entropy_N is not None:
             # dH/dz_j = -p_j (log p_j + H)
-            out_NV = -grad_entropy_N[:, None] * probs_NV * (scaled_NV - (norm_N - entropy_N)[:, None])
+            out_NV = (-grad_entropy_N[:, None] * probs_NV).mul_(scaled_NV - (norm_N - entropy_N)[:, None])
+            out_NV = _zero_if_excluded(out_NV, scaled_NV)
         # dlog p_i/dz_j = [i = j] - p_j. Each call adds to distinct places, so the order of the sums is always the same.
         if grad_logprobs_N is not None:
             out_NV = out_NV.addcmul_(probs_NV, grad_logprobs_N[:, None], value=-1)
@@ -60,6 +65,11 @@ class _TokenScores(torch.autograd.Function):
 def _scaled(logits_NV: Tensor, temperature: float) -> Tensor:
     wide = logits_NV if logits_NV.dtype in (torch.float32, torch.float64) else logits_NV.float()
     return wide if temperature == 1.0 else wide / temperature
+
+
+def _zero_if_excluded(terms_NV: Tensor, scaled_NV: Tensor) -> Tensor:
+    """In place: tokens with a logit of -inf, whose probability is 0, add nothing; 0 · -inf is NaN."""
+    return terms_NV.masked_fill_(scaled_NV == -torch.inf, 0.0)
 
 
 def _probs(scaled_NV: Tensor, norm_N: Tensor) -> Tensor:

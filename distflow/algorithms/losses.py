@@ -160,8 +160,8 @@ def gspo(terms: TokenTerms, *, clip: Sequence[float] = (3e-4, 4e-4), entropy_coe
     Its form for tokens: sg[s] · π / sg[π], with the value of s and, at each token, the gradient of its own log-prob.
     The mean is over the tokens trained on. `clip` as in `ppo`, of the order of 3e-4.
     """
-    log_ratio_BT = (terms.logprobs - terms.old_logprobs) * terms.mask
-    mean_B = log_ratio_BT.detach().sum(1) / terms.lengths.clamp(min=1)
+    log_ratio_BT = (terms.logprobs - terms.old_logprobs).detach().where(terms.mask.bool(), 0.0)
+    mean_B = log_ratio_BT.sum(1) / terms.lengths.clamp(min=1)
     log_BT = mean_B[:, None] + terms.logprobs - terms.logprobs.detach()
     ratio_BT = log_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return _with_entropy(_clipped_surrogate(ratio_BT, terms.advantages, clip), terms, entropy_coef)
@@ -176,7 +176,7 @@ def cispo(terms: TokenTerms, *, clip: Sequence[float] = (1.0, 0.28), entropy_coe
     bounds = [float(bound) for bound in clip]
     if len(bounds) != 2 or not 0 <= bounds[0] <= 1 or not bounds[1] >= 0:
         raise UserError(f"clip={list(clip)}: cispo expects [lo, hi] with 0 <= lo <= 1 and hi >= 0")
-    ratio_BT = _ratio(terms.logprobs.detach(), terms.old_logprobs)
+    ratio_BT = _constant_ratio(terms.logprobs, terms.old_logprobs)
     weight_BT = ratio_BT.clamp(1.0 - bounds[0], 1.0 + bounds[1])
     loss = TokenLoss(-weight_BT * terms.advantages * terms.logprobs, weight_BT != ratio_BT)
     return _with_entropy(loss, terms, entropy_coef)
@@ -189,7 +189,7 @@ def aipo(terms: TokenTerms, *, cap: float = 2.0, entropy_coef: float = 0.0) -> T
     a correction such as tis. Raises UserError unless cap > 0.
     """
     _check_cap(cap)
-    ratio_BT = _ratio(terms.logprobs.detach(), terms.rollout_logprobs)
+    ratio_BT = _constant_ratio(terms.logprobs, terms.rollout_logprobs)
     loss = TokenLoss(-ratio_BT.clamp(max=cap) * terms.advantages * terms.logprobs, ratio_BT > cap)
     return _with_entropy(loss, terms, entropy_coef)
 
@@ -267,6 +267,12 @@ def read_clip(clip: Sequence[float]) -> tuple[float, float, float | None]:
 
 def _ratio(logprobs_BT: Tensor, base_BT: Tensor) -> Tensor:
     return (logprobs_BT - base_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _constant_ratio(logprobs_BT: Tensor, base_BT: Tensor) -> Tensor:
+    """The ratio without a gradient; 1 also where both policies exclude a token, of which -inf - -inf would be NaN."""
+    now_BT = logprobs_BT.detach()
+    return torch.where(now_BT == base_BT, 1.0, _ratio(now_BT, base_BT))
 
 
 def _clipped_surrogate(ratio_BT: Tensor, advantages_BT: Tensor, clip: Sequence[float]) -> TokenLoss:

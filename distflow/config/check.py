@@ -96,7 +96,7 @@ def _with_cure(problems: list[Problem]) -> list[Problem]:
 
 
 def check_numbers(value: object, problems: Problems, at: KeyPath = ()) -> None:
-    """Refuse nan wherever it stands: no setting means anything with it."""
+    """Refuse nan and numbers beyond 64 bits wherever they stand: no setting means anything with them."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             check_numbers(below, problems, (*at, str(key)))
@@ -105,6 +105,9 @@ def check_numbers(value: object, problems: Problems, at: KeyPath = ()) -> None:
             check_numbers(below, problems, (*at, str(index)))
     elif isinstance(value, float) and math.isnan(value):
         problems.add(dotted(at), "nan is not a number", "write the number that is meant")
+    elif isinstance(value, int) and abs(value) > 1 << 64:
+        message = f"{value:e} does not fit into 64 bits" if abs(value) < 1 << 1000 else "it does not fit into 64 bits"
+        problems.add(dotted(at), message, "write a smaller whole number")
 
 
 def _check_batch(batch: BatchConfig, problems: Problems) -> None:

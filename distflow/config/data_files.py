@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ def _ends(file: Path, size: int) -> bytes:
 
 
 def _absent(path: Path) -> str:
+    if os.path.lexists(path):
+        return f"{shown(path)} is neither a file nor a folder, or a link to none: write the prompts into a file"
     beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, beside)
     guess = f"; did you mean {shown(path.with_name(close))}?" if close is not None else ""

@@ -13,7 +13,7 @@ from distflow.config.section import Section
 class SourceConfig(Section):
     """One of several sources of prompts."""
 
-    source: str
+    source: str = Field(min_length=1)
     """As `data.source`."""
     with_: dict[str, Any] = Field(default={}, alias="with")
     """As `data.with`."""
@@ -56,7 +56,7 @@ class DifficultyConfig(Section):
 class DataConfig(Section):
     """Where prompts come from: one source, or a mixture of several (`mix`)."""
 
-    source: str | None = None
+    source: str | None = Field(default=None, min_length=1)
     """A file of prompts or a folder of them (.jsonl, .json, .parquet; a data set saved by Hugging Face datasets), or
     `hub:ID`; or a function that returns prompts: `module:name` or `./file.py:name` (docs/data.md)."""
     with_: dict[str, Any] = Field(default={}, alias="with")
@@ -104,7 +104,7 @@ class ValConfig(Section):
     named."""
     prompts: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "prompts"})
     """Use the first so many of them; null: all."""
-    samples_per_prompt: int = Field(default=1, ge=1, json_schema_extra={"unit": "samples"})
+    samples_per_prompt: int = Field(default=1, ge=1, le=1 << 20, json_schema_extra={"unit": "samples"})
     """k of `val/avg@k`, `val/pass@k` and `val/maj@k`."""
     sampling: dict[str, Any] = Field(default={})
     """Settings of the flow's generate step that differ, such as temperature."""

@@ -60,7 +60,7 @@ def find_recipe(name_or_path: str) -> Path:
     """The file of a shipped recipe's name or of a path; raises RecipeError."""
     if name_or_path in shipped_recipes():
         return recipes_folder() / f"{name_or_path}.yaml"
-    path = Path(name_or_path).expanduser().resolve()
+    path = _real(Path(name_or_path).expanduser())
     if path.is_dir():
         raise RecipeError([Problem("command line", name_or_path, "this is a folder, not a recipe", _inside(path))])
     looks_like_path = "/" in name_or_path or path.suffix in (".yaml", ".yml")
@@ -110,18 +110,23 @@ def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folde
         written = folder_of(at)
         return _model_path(value, model_folder if written.is_relative_to(recipes_folder()) else written)
     if at[-1] == "script":
-        return str((folder_of(at) / Path(value).expanduser()).resolve())
+        return str(_real(folder_of(at) / Path(value).expanduser()))
     if _is_interpreter(at):
         # Links are kept: the Python of a virtual environment is a link, and its place identifies it.
         return os.path.abspath(folder_of(at) / Path(value).expanduser())
     if at == ("run", "copy_to") and "://" not in value:
-        return str((folder_of(at) / Path(value).expanduser()).resolve())
-    if _is_source(at) and is_data_file(value):
-        return str((folder_of(at) / Path(value).expanduser()).resolve())
+        return str(_real(folder_of(at) / Path(value).expanduser()))
+    if _is_source(at) and value and is_data_file(value):
+        return str(_real(folder_of(at) / Path(value).expanduser()))
     plugin = _FILE_PLUGIN.match(value)
     if plugin is not None and _is_plugin_place(at, plugin["file"]):
-        return f"{plugin['plus']}{(folder_of(at) / Path(plugin['file']).expanduser()).resolve()}:{plugin['name']}"
+        return f"{plugin['plus']}{_real(folder_of(at) / Path(plugin['file']).expanduser())}:{plugin['name']}"
     return _setting(value, folder_of(at)) if _is_setting(at) else value
+
+
+def _real(path: Path) -> Path:
+    """The path without links. Unlike `resolve` it leaves a link to itself as it is, which whoever opens it refuses."""
+    return Path(os.path.realpath(path))
 
 
 def looks_like_path(name: str) -> bool:
@@ -137,7 +142,7 @@ def is_data_file(source: str) -> bool:
 def _model_path(name: str, folder: Path) -> str:
     if name.startswith(CHARS_PREFIX):
         return name
-    path = (folder / Path(name).expanduser()).resolve()
+    path = _real(folder / Path(name).expanduser())
     # `models/mine` looks like a hub id, but not if there is a folder `models`.
     local = looks_like_path(name) or path.exists() or ("/" in name and path.parent.is_dir())
     return str(path) if local else name
@@ -146,14 +151,14 @@ def _model_path(name: str, folder: Path) -> str:
 def _setting(text: str, folder: Path) -> str:
     """A user's setting, made absolute if it names a file."""
     if text.startswith(("./", "../", "~/")):
-        return str((folder / Path(text).expanduser()).resolve())
+        return str(_real(folder / Path(text).expanduser()))
     if not _FILE_NAME.match(text):
         return text
     try:
         found = (folder / text).exists()
     except OSError:  # too long for a name, say
         return text
-    return str((folder / text).resolve()) if found else text
+    return str(_real(folder / text)) if found else text
 
 
 def _is_source(at: KeyPath) -> bool:

@@ -32,6 +32,15 @@ def _unbuilt(value: object) -> object:
     return value
 
 
+def _tracker(value: object) -> object:
+    """Give one message for what is no mapping, for which pydantic would give two."""
+    if isinstance(value, Mapping | bool):
+        return value
+    raise PydanticCustomError(
+        "distflow", "expected a mapping of its options, or true, got {given}", {"given": repr(value)}
+    )
+
+
 def _staleness(value: object) -> object:
     """Give one message for a number or a word, for which pydantic would give two."""
     if value == UNBOUNDED or (type(value) is int and value >= 0):
@@ -115,7 +124,7 @@ class RunConfig(Section):
     copy_to: str | None = Field(default=None, pattern=r"^\S+$")
     """A second place for checkpoints and Hugging Face folders: a folder, or a store by its address, such as
     s3://bucket/prefix. They are copied there while training goes on, and kept as here (docs/copies.md)."""
-    trackers: dict[str, dict[str, Any] | bool] = Field(default={})
+    trackers: dict[str, Annotated[dict[str, Any] | bool, BeforeValidator(_tracker)]] = Field(default={})
     """What follows the run from outside, by name, each with its options, or true for none (docs/trackers.md):
     tensorboard, wandb, trackio, mlflow, swanlab, prometheus, or any name with `call`."""
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -31,6 +33,13 @@ Check = Callable[[Sequence[str]], None]
 """Raises UserError unless these columns of a row are enough."""
 _MARK = b"\xef\xbb\xbf"
 """What some editors put at the beginning of a file."""
+_BLANK = b" \t\r\n"
+"""White space of JSON; `strip` alone takes more, such as form feeds, which no JSON parser passes over."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Surrogates: JSON can escape half of a pair alone, but no encoding can write it."""
+_MOST_NESTED = 200
+"""Lists and objects within each other; beyond some hundreds parsers give up, each elsewhere."""
+_TOO_DEEP = f"lists or objects are nested more than {_MOST_NESTED} deep — make it flatter, or a text"
 
 
 def whole_lines(path: Path, offset: int = 0, most: int = -1) -> tuple[list[bytes], int]:
@@ -80,7 +89,7 @@ def _open(file: Path, check: Check, *, saved: bool) -> Table:
 
 def _is_list(file: Path) -> bool:
     with file.open("rb") as opened:
-        return opened.read(1 << 12).removeprefix(_MARK).lstrip()[:1] == b"["
+        return opened.read(1 << 12).removeprefix(_MARK).lstrip(_BLANK)[:1] == b"["
 
 
 class Tables:
@@ -113,17 +122,21 @@ class JsonLines:
     def __init__(self, path: Path, check: Check) -> None:
         self._path = path
         self._starts = array("q")
+        self._empty = array("q")
+        """For each empty line, how many rows stand before it: the number of a row's line follows without reading."""
         self._file = path.open("rb")
-        known: frozenset[str] = frozenset()
+        known: frozenset[str] | None = None
         end = 0
         for number, line in enumerate(self._file, 1):
             text = line.removeprefix(_MARK) if number == 1 else line
-            if text.strip():
+            if text.strip(_BLANK):
                 columns = frozenset(_object(text, f"{shown(path)}:{number}"))
                 if columns != known:
                     _checked(check, sorted(columns), f"{shown(path)}:{number}")
                     known = columns
                 self._starts.append(end + len(line) - len(text))
+            else:
+                self._empty.append(len(self._starts))
             end += len(line)
         self._starts.append(end)
 
@@ -141,10 +154,8 @@ class JsonLines:
         return found
 
     def where(self, index: int) -> str:
-        """`file:line`."""
-        with self._path.open("rb") as opened:
-            lines = opened.read(self._starts[index]).count(b"\n")
-        return f"{shown(self._path)}:{lines + 1}"
+        """`file:line`; nothing is read for it."""
+        return f"{shown(self._path)}:{index + 1 + bisect_right(self._empty, index)}"
 
 
 class JsonList:
@@ -153,14 +164,13 @@ class JsonList:
     def __init__(self, path: Path, check: Check) -> None:
         self._path = path
         try:
-            self._rows: list[Row] = json.loads(path.read_bytes())
+            self._rows: list[Row] = _parsed(path.read_bytes(), shown(path))
         except json.JSONDecodeError as error:
             raise UserError(f"{shown(path)}:{error.lineno}: broken JSON: {error.msg.removesuffix(' at')}") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{shown(path)}: not UTF-8: {error}") from error
         for index, row in enumerate(self._rows):
             if not isinstance(row, Mapping):
                 raise UserError(f"{self.where(index)}: expected an object with columns, got {str(row)[:60]!r}")
+            _refuse_faults(row, self.where(index))
             _checked(check, sorted(row), self.where(index))
 
     def __len__(self) -> int:
@@ -248,19 +258,63 @@ def _package(module: str, extra: str) -> ModuleType:
 
 
 def _object(line: bytes, where: str) -> Row:
+    doubtful = line.count(b"[") + line.count(b"{") > _MOST_NESTED
     try:
         found = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        doubtful = True
         try:
-            found = json.loads(line.rstrip())  # which takes NaN, and says where in the line something is wrong
+            found = _parsed(line.rstrip(), where)  # which takes NaN, and says where in the line something is wrong
         except json.JSONDecodeError as error:
             at = f"at column {error.colno}" if error.pos < len(error.doc) else "at the end of the line"
             raise UserError(f"{where}: broken JSON: {error.msg.removesuffix(' at')} {at}") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8: {error}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{where}: expected a JSON object with columns, got {line.strip()[:60].decode()!r}")
+        start = line.strip(_BLANK).decode()[:60]
+        raise UserError(f"{where}: expected a JSON object with columns, got {start!r}")
+    if doubtful:
+        _refuse_faults(found, where)
     return found
+
+
+def _parsed(data: bytes, where: str) -> Any:
+    """The value that a text is in JSON; raises JSONDecodeError for what is none, and UserError for all else."""
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except json.JSONDecodeError:
+        raise
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: {_TOO_DEEP}") from error
+    except ValueError as error:
+        most = sys.get_int_max_str_digits()
+        raise UserError(f"{where}: a number of more than {most} digits — write it as text") from error
+
+
+def _refuse_faults(row: Row, where: str) -> None:
+    """Raise UserError for what JSON can say but nobody can send."""
+    for column, value in row.items():
+        for depth, text in _texts({column: value}):
+            if depth > _MOST_NESTED:
+                raise UserError(f"{where}: column {column!r}: {_TOO_DEEP}")
+            if (lone := _SURROGATE.search(text)) is not None:
+                raise UserError(
+                    f"{where}: column {column!r} has a lone surrogate \\u{ord(lone[0]):04x}, half of a character "
+                    "such as an emoji that was cut off — leave it out, or write \\ufffd for it"
+                )
+
+
+def _texts(value: object) -> Iterator[tuple[int, str]]:
+    """All texts within a value, keys too, with their depth; empty ones for lists and objects."""
+    waiting = [(0, value)]
+    while waiting:
+        depth, one = waiting.pop()
+        if isinstance(one, str):
+            yield depth, one
+        elif isinstance(one, (list, dict)):
+            yield depth, ""
+            waiting += [(depth + 1, inner) for inner in one]
+            waiting += [(depth + 1, inner) for inner in one.values()] if isinstance(one, dict) else []
 
 
 def _checked(check: Check, columns: Sequence[str], where: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from math import gcd
+from math import gcd, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,9 @@ class Mixture:
 def _shares(weights: Mapping[str, float]) -> list[int]:
     """Whole numbers in the proportion of the weights, at most BLOCK together, by largest remainder."""
     whole = sum(weights.values())
+    if not isfinite(whole):
+        largest = max(weights, key=lambda name: weights[name])
+        raise UserError(f"data.mix.{largest}.weight {weights[largest]}: the sum of all weights is infinite; lower it")
     exact = {name: BLOCK * weight / whole for name, weight in weights.items()}
     counts = {name: int(share) for name, share in exact.items()}
     most_cut = sorted(exact, key=lambda name: counts[name] - exact[name])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
+from distflow.data.conversation import first_answer
 from distflow.data.mixing import Mixture, Visits, pass_order
-from distflow.data.responses import DataRow, Reading, in_tokens
-from distflow.data.rows import prompt_of
+from distflow.data.responses import DataRow, Reading, ResponseTokenizer, in_tokens
+from distflow.data.rows import as_text, prompt_of
 from distflow.data.sources import PromptSource, PromptText
 from distflow.errors import PluginError, UserError
 from distflow.log import logger
@@ -26,27 +27,20 @@ DATA_SOURCE = "data_source"
 """Where a task says which source it is from: the key of data sets in verl's layout."""
 
 
-class PromptTokenizer(Protocol):
-    """The part of a tokenizer that encodes prompts."""
+class PromptTokenizer(ResponseTokenizer, Protocol):
+    """The part of a tokenizer that encodes prompts and given responses."""
 
-    @property
-    def eos_token_id(self) -> int | None:
-        """The end token; None if there is none."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Text to token ids, without special tokens being added."""
-        ...
-
-    def chat_prompt(
+    def chat_text(
         self,
         turns: str | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+        *,
+        asks: bool = True,
+    ) -> str:
         """The turns, or a text as a user's turn, in the model's chat template; UserError without one.
 
-        `arguments`: further ones of the template.
+        `arguments`: further ones of the template; `asks`: the generation prompt follows.
         """
         ...
 
@@ -150,7 +144,7 @@ class PromptOrder:
                 "are sent with every lease — put large values into a file and its name into the task"
             )
         ids = self._encode(source.label, index, given)
-        responses = self._responses(source, index, given.task, lambda: self._row(position + 1))
+        responses = self._responses(source, index, given, lambda: self._row(position + 1))
         return source.label(index), Prompt(self._first[number] + index, ids, given.text, task, responses)
 
     def __len__(self) -> int:
@@ -164,6 +158,11 @@ class PromptOrder:
             if visits.count() < len(source.rows) and unknown:
                 log.warning("data: %s", self._left_out(source, visits))
         return sum(visits.count() for visits in self._visits)
+
+    @property
+    def looked_at(self) -> int:
+        """How often a prompt was looked at so far, to find out whether it is left out."""
+        return sum(visits.seen for visits in self._visits)
 
     def left_out(self) -> list[str]:
         """What is known so far of prompts that are left out, a line for each source that has some."""
@@ -205,31 +204,39 @@ class PromptOrder:
             if self._reading is None:
                 return True
             # A response of another prompt is not this prompt's: nothing is left out for it.
-            own = DataRow(given.task, lambda: own, source.label(index))
+            own = DataRow(given.task, lambda: own, source.label(index), given.reply)
             limit = self._reading.max_response_tokens
-            return all(len(one.token_ids) <= limit for one in self._made(source, index, own) if one.trains)
+            return all(len(one.token_ids) <= limit for one in self._made(source, index, given, own) if one.trains)
 
         return keeps
 
     def _row(self, position: int) -> DataRow:
         number, _, index = self._at(position)
         source = self._sources[number]
-        return DataRow(self.given(source, index).task, lambda: self._row(position + 1), source.label(index))
+        given = self.given(source, index)
+        return DataRow(given.task, lambda: self._row(position + 1), source.label(index), given.reply)
 
     def _responses(
-        self, source: SourceUse, index: int, task: Mapping[str, Any], following: Callable[[], DataRow]
+        self, source: SourceUse, index: int, given: PromptText, following: Callable[[], DataRow]
     ) -> tuple[GivenResponse, ...]:
-        row = DataRow(task, following, source.label(index))
-        return () if self._reading is None else self._made(source, index, row)
+        row = DataRow(given.task, following, source.label(index), given.reply)
+        return () if self._reading is None else self._made(source, index, given, row)
 
-    def _made(self, source: SourceUse, index: int, row: DataRow) -> tuple[GivenResponse, ...]:
+    def _made(self, source: SourceUse, index: int, given: PromptText, row: DataRow) -> tuple[GivenResponse, ...]:
         """The responses that the data gives for a row, in tokens."""
         assert self._reading is not None, "only flows that read their samples from the data ask for responses"
         try:
-            made = self._reading.of(row)
-            return tuple(in_tokens(one, self._tokenizer.encode, self._tokenizer.eos_token_id) for one in made)
+            made, write = self._reading.of(row), self._template(given)
+            return tuple(in_tokens(one, given, self._tokenizer, write) for one in made)
         except ValueError as error:  # UserError is one, and so is what a tokenizer raises for a strange character
             raise UserError(f"data: a response of {source.label(index)}: {error}") from error
+
+    def _template(self, given: PromptText) -> Callable[[Sequence[Mapping[str, Any]], bool], str] | None:
+        """Writes the conversation of a prompt; None for a text, which no template writes."""
+        if not (given.messages or self._settings.chat):
+            return None
+        arguments = self._settings.chat_template_args
+        return lambda turns, asks: self._tokenizer.chat_text(turns, given.tools, arguments, asks=asks)
 
     def given(self, source: SourceUse, index: int) -> PromptText:
         """What a source gives for an index, as text and task, whatever the form."""
@@ -248,16 +255,21 @@ class PromptOrder:
                 f"data source: {source.label(index)} is a {type(found).__name__}; expected a PromptText(text, task), a "
                 "mapping of columns, or text"
             )
+        if self._reading is not None and self._reading.all_turns:
+            first = first_answer(found.messages)
+            prompt, spoken = found.messages[:first], found.messages[first:]
+            found = replace(found, messages=prompt, spoken=spoken, text=as_text(prompt)) if spoken else found
         if not source.name or DATA_SOURCE in found.task:
             return found
-        return PromptText(found.text, {**found.task, DATA_SOURCE: source.name}, found.messages, found.tools)
+        return replace(found, task={**found.task, DATA_SOURCE: source.name})
 
     def _encode(self, label: Callable[[int], str], index: int, given: PromptText) -> tuple[int, ...]:
         settings = self._settings
         try:
             if given.messages or settings.chat:
                 turns = given.messages or given.text
-                ids = tuple(self._tokenizer.chat_prompt(turns, given.tools, settings.chat_template_args))
+                text = self._tokenizer.chat_text(turns, given.tools, settings.chat_template_args)
+                ids = tuple(self._tokenizer.encode(text))
             else:
                 ids = tuple(self._tokenizer.encode(given.text))
         except UserError:
@@ -288,6 +300,26 @@ def _check_source(source: object) -> None:
 
 def _as_json(label: str, task: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(dict(task), ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"data: the task of {label} cannot be written as JSON: {error}") from error
+        return _sendable(task)
+    except (TypeError, ValueError, RecursionError) as error:
+        column, reason = next(_unsendable(task), ("", str(error)))
+        at = f"column {column!r} of {label}" if column else f"the task of {label}"
+        raise UserError(
+            f"data: {at} cannot be sent to workers as JSON: {reason} — make it text, numbers, lists or mappings of "
+            "these, or leave the column out"
+        ) from error
+
+
+def _sendable(value: object) -> str:
+    text = json.dumps(dict(value) if isinstance(value, Mapping) else value, ensure_ascii=False)
+    text.encode()  # A lone surrogate is no text.
+    return text
+
+
+def _unsendable(task: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The columns that JSON cannot hold, with the reason."""
+    for column, value in task.items():
+        try:
+            _sendable({column: value})
+        except (TypeError, ValueError, RecursionError) as error:
+            yield str(column), str(error)

@@ -10,8 +10,8 @@ from distflow.data.sources import PromptText
 from distflow.errors import UserError, nearest
 
 PROMPT, MESSAGES, ANSWER, TOOLS = "prompt", "messages", "answer", "tools"
-CHOSEN, REJECTED = "chosen", "rejected"
-"""Responses to compare; where there is no prompt, two conversations that differ in their last turn."""
+CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "response"
+"""Responses; as conversations they have the prompt before their last turns."""
 GROUND_TRUTH = "reward_model.ground_truth"
 """Where data sets in verl's layout have the answer."""
 
@@ -21,56 +21,86 @@ def check_columns(columns: Sequence[str], fields: Mapping[str, str]) -> None:
     for name, column in fields.items():
         if column not in columns and column.partition(".")[0] not in columns:
             raise UserError(_missing(column, columns, f"data.fields.{name}"))
-    known = {*fields, *columns}
+    left = [column for column in columns if column not in fields.values()]
+    known = {*fields, *left}
     if known.isdisjoint((PROMPT, MESSAGES)) and not known >= {CHOSEN, REJECTED}:
-        raise UserError(_missing(PROMPT, columns, ""))
+        taken = [f"data.fields.{name}={column}" for name, column in fields.items() if column in (PROMPT, MESSAGES)]
+        raise UserError(_missing(PROMPT, left, "") + (f", or remove {taken[0]}" if taken else ""))
 
 
 def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     """The prompt in a row, and its task: all other columns. `fields`: names of columns by what they are.
 
-    A list of messages that ends with an assistant's turn is answered by that turn. Raises UserError.
+    A list of messages that ends with an assistant's turn is answered by that turn. Conversations say what the prompt
+    is, whatever text stands beside them: `messages`, unless `fields` names the prompt, and responses. Raises UserError.
     """
     check_columns(list(row), fields)
     named = {name: _column(row, column, name) for name, column in fields.items()}
     rest = {key: value for key, value in row.items() if key not in fields.values()}
     task = {**rest, **named}
-    prompt = task.pop(PROMPT) if PROMPT in task else task.pop(MESSAGES) if MESSAGES in task else _compared(task, row)
+    prompt = _prompt(task, row, named=PROMPT in fields)
     truth = task.get("reward_model")
     if ANSWER not in task and isinstance(truth, Mapping) and "ground_truth" in truth:
         task[ANSWER] = truth["ground_truth"]
     if isinstance(prompt, str):
         return PromptText(prompt, task, (), _tools(task))
-    if not isinstance(prompt, Sequence) or not prompt:
+    if not _is_chat(prompt):
         raise UserError(f"the prompt is {str(prompt)[:60]!r}; expected text, or a list of chat messages")
-    messages = [_message(number, message) for number, message in enumerate(prompt)]
-    if messages[-1]["role"] == "assistant":
-        task.setdefault(ANSWER, _content(messages.pop()))
+    messages = _messages(prompt)
+    reply = messages.pop() if messages[-1]["role"] == "assistant" else None
+    if reply is not None:
+        task.setdefault(ANSWER, _content(reply))
     if not messages:
         raise UserError("the prompt is one assistant's turn alone; expected a user's turn before it")
-    return PromptText(as_text(messages), task, messages, _tools(task))
+    return PromptText(as_text(messages), task, messages, _tools(task), reply)
 
 
-def _compared(task: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
-    """What two conversations have in common that are to be compared."""
-    chosen, rejected = task[CHOSEN], task[REJECTED]
-    if not all(isinstance(one, Sequence) and not isinstance(one, str) and len(one) > 1 for one in (chosen, rejected)):
+def _prompt(task: dict[str, Any], row: Mapping[str, Any], *, named: bool) -> Any:
+    """What the prompt is, taken out of the task. `named`: by data.fields."""
+    prompt = task.pop(PROMPT, None)
+    if not named and _is_chat(task.get(MESSAGES)) and not _is_chat(prompt):
+        return task.pop(MESSAGES)
+    before = _before_responses(task)
+    if before and _is_chat(prompt) and _messages(prompt) != before:
+        raise UserError("the turns before the response are not those of the prompt; expected the same conversation")
+    if before:
+        return before
+    if prompt is None:
+        prompt = task.pop(MESSAGES, None)
+    if prompt is None:
         raise UserError(_missing(PROMPT, list(row), ""))
-    if chosen[:-1] != rejected[:-1]:
-        raise UserError("the columns 'chosen' and 'rejected' differ before their last turns; expected the same prompt")
-    return chosen[:-1]
+    if isinstance(prompt, str) and any(_is_chat(task.get(name)) for name in (CHOSEN, REJECTED, RESPONSE)):
+        return [{"role": "user", "content": prompt}]
+    return prompt
 
 
-def last_turn(value: object, name: str) -> str:
-    """A response in a column: text, or the last turn of chat messages, an assistant's. Raises UserError."""
+def _before_responses(task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the responses that are whole conversations have before their last turns; empty where there are none."""
+    given = {name: task[name] for name in (CHOSEN, REJECTED, RESPONSE) if _is_chat(task.get(name))}
+    found = {name: _messages(one[:-1]) for name, one in given.items() if len(one) > 1}
+    first, *others = found or [""]
+    for other in others:
+        if found[other] != found[first]:
+            raise UserError(
+                f"the columns {first!r} and {other!r} differ before their last turns; expected the same prompt"
+            )
+    return found.get(first, [])
+
+
+def _is_chat(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and bool(value)
+
+
+def last_turn(value: object, name: str) -> dict[str, Any]:
+    """A response in a column as a chat message: a text, or the last turn of some, an assistant's. Raises UserError."""
     if isinstance(value, str):
-        return value
+        return {"role": "assistant", "content": value}
     if isinstance(value, Sequence) and value:
         last = _message(len(value) - 1, value[-1])
         if last["role"] == "assistant":
-            return _content(last)
+            return last
     if isinstance(value, (bool, int, float)):
-        return str(value)
+        return {"role": "assistant", "content": str(value)}
     raise UserError(
         f"the column {name!r} is {str(value)[:60]!r}; expected text, or chat messages that end with an assistant's turn"
     )
@@ -86,6 +116,10 @@ def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(str(part["text"]) for part in content)
+
+
+def _messages(given: Sequence[object]) -> list[dict[str, Any]]:
+    return [_message(number, message) for number, message in enumerate(given)]
 
 
 def _message(number: int, message: object) -> dict[str, Any]:

@@ -26,6 +26,10 @@ class PromptText:
     task: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
+    reply: Mapping[str, Any] | None = None
+    """The assistant's turn that follows in the data, if there is one."""
+    spoken: Sequence[Mapping[str, Any]] = ()
+    """Turns between the prompt and its response, where all turns of the assistant are trained on."""
 
 
 @runtime_checkable

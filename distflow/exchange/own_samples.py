@@ -26,7 +26,7 @@ def samples_of(leases: Sequence[Lease | LeasePrompt], responses: Mapping[int, Se
     given = [(lease, responses[lease.uid.position]) for lease in leases]
     rows = [(lease, number, response) for lease, several in given for number, response in enumerate(several)]
     ids = Ragged.from_rows([response.token_ids for _, _, response in rows], torch.int64)
-    trained = torch.tensor([response.trains for _, _, response in rows], dtype=torch.bool)
+    trained = [response.mask or [response.trains] * len(response.token_ids) for _, _, response in rows]
     fields = rows[0][2].fields if rows else ()
     return Batch(
         {
@@ -37,7 +37,7 @@ def samples_of(leases: Sequence[Lease | LeasePrompt], responses: Mapping[int, Se
             "prompt_text": Ragged.from_texts([lease.prompt_text for lease, _, _ in rows]),
             "task": Ragged.from_texts([lease.task for lease, _, _ in rows]),
             "response_ids": ids,
-            "response_mask": ids.like(trained.repeat_interleave(ids.lengths)),
+            "response_mask": Ragged.from_rows(trained, torch.bool),
             "response_text": Ragged.from_texts([response.text for _, _, response in rows]),
             "finish_reason": torch.full((len(rows),), FINISH_REASONS.index("stop")),
             **{name: torch.tensor([float(response.fields[name]) for _, _, response in rows]) for name in fields},

@@ -167,6 +167,11 @@ def response_tokens(settings: Mapping[str, Any]) -> Any:
     return settings[next(name for name in ROOM if name in settings)]
 
 
+def reads_all_turns(settings: Mapping[str, Any]) -> bool:
+    """Whether a read step takes all turns of the assistant in a conversation, not the last one alone."""
+    return settings.get("turns") == "all"
+
+
 def reserved_tokens(settings: Sequence[Mapping[str, Any]], longest_prompt: int) -> int:
     """Tokens behind the prompt of the data for which each sample's memory is reserved.
 

@@ -137,7 +137,7 @@ def _choice_complaints(name: str, value: str, choices: Sequence[str], *, plugin:
     if any(_is_choice(value, choice) for choice in names):
         return []
     function = ", or a function as module:name or ./file.py:name" if plugin else ""
-    return [(name, f"there is no {value!r}", did_you_mean(value, names) + function)]
+    return [(name, f"there is no {quoted(value)}", did_you_mean(value, names) + function)]
 
 
 def _lacking(
@@ -157,7 +157,7 @@ def _is_choice(value: str, choice: str) -> bool:
     if not choice.endswith("/N"):
         return value == choice
     number = value.removeprefix(choice[:-1])
-    return number != value and number.isdecimal() and int(number) > 0
+    return number != value and bool(re.fullmatch("0*[1-9][0-9]{0,14}", number))
 
 
 def _plugin_complaints(

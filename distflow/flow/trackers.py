@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from distflow.config.check import quoted
 from distflow.config.plugins import TRACKERS, full_name
 from distflow.config.schema import RunConfig
 from distflow.errors import PluginError, Problems, did_you_mean
@@ -25,6 +26,7 @@ OWN_OPTIONS: Mapping[str, tuple[str, ...]] = {
     TRACKERS["prometheus"]: ("port", "host"),
 }
 """Of trackers that pass nothing on to a library."""
+_MOST_PORT = (1 << 16) - 1
 KEYS = ("call", "samples", "timeout_s")
 """Options of every tracker; all others are its own."""
 
@@ -129,9 +131,22 @@ def _check_call(at: str, plan: TrackerPlan, problems: Problems) -> None:
         except PluginError as error:
             problems.add(f"{at}.call", str(error))
             return
+    if call in OWN_OPTIONS:
+        _check_own(at, plan.options, problems)
     for option in plan.options:
         if own is not None and option not in own:
             problems.add(f"{at}.{option}", f"{plan.name} has no such option", did_you_mean(option, (*KEYS, *own)))
+
+
+def _check_own(at: str, options: Mapping[str, Any], problems: Problems) -> None:
+    """What the options of `OWN_OPTIONS` have to be."""
+    port = options.get("port", 0)
+    if type(port) is not int or not 0 <= port <= _MOST_PORT:
+        cure = f"0 (one that is free) to {_MOST_PORT}, or leave it out"
+        problems.add(f"{at}.port", f"expected a port, got {quoted(port)}", cure)
+    for name in ("logdir", "host"):
+        if not isinstance(options.get(name, ""), str):
+            problems.add(f"{at}.{name}", f"expected text, got {quoted(options[name])}", "write text, or leave it out")
 
 
 def _options_of(call: str) -> Sequence[str] | None:

@@ -133,6 +133,9 @@ def _of_run(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
     if not run.dump_rollouts:
         for name in ("dump_fields", "dump_limit_mb"):
             yield from _switched_off(run, name, "run.dump_rollouts is 0: nothing is dumped")
+        for name, options in run.trackers.items():
+            if isinstance(options, dict) and options.get("samples"):
+                yield Idle(f"run.trackers.{name}.samples", "run.dump_rollouts is 0: there are no samples to show")
     if not run.trace:
         yield from _switched_off(run, "trace_limit_mb", "run.trace is false: nothing is recorded")
     if run.hf_every > run.training_steps:

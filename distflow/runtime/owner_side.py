@@ -39,7 +39,7 @@ from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan
 from distflow.flow.resolve import check_step, resolve
-from distflow.flow.step import READ, response_tokens
+from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.node import Lanes, Node
@@ -238,7 +238,8 @@ def reading_of(plan: Plan) -> Reading | None:
     check_step(function, step)
     own = tuple(name for name in step.writes if name not in READ)
     longest = int(response_tokens(step.settings))
-    return Reading(partial(function, **step.settings), step.name, plan.batch.samples_per_prompt, longest, own)
+    make, samples = partial(function, **step.settings), plan.batch.samples_per_prompt
+    return Reading(make, step.name, samples, longest, own, reads_all_turns(step.settings))
 
 
 def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Problem]]:
@@ -353,6 +354,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     else:
         inbound = OwnSamples(*about, make=lambda leases: samples_of(leases, _popped(given, leases)))
     connect_owner(node, lanes, inbound, reader)
+    node.on_tick(partial(_count_looks, core, order, [0]))
     return inbound
 
 
@@ -362,6 +364,13 @@ def _difficulty(config: DifficultyConfig, order: PromptOrder, setting: Setting) 
     assert lag is not None, "refused with the plan (flow/data_check.py)"
     about = setting.recipe.run.seed, order.count(), lag
     return Difficulty(DifficultyRule.of(config), *about, setting.start.number, saved)
+
+
+def _count_looks(core: OwnerCore, order: PromptOrder, counted: list[int], now: float) -> None:
+    """Count prompts that were looked at as progress: a run that resumes may look at very many before it has one."""
+    looked = order.looked_at
+    core.progress_count += looked - counted[0]
+    counted[0] = looked
 
 
 def _popped(

@@ -24,6 +24,10 @@ class Tokenizer(PromptTokenizer, Protocol):
 
     eos_token_id: int | None
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens of which each ends a response; the tokenizer's own end token is the first, if it has one."""
+
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
         """The texts of rows of token ids."""
 

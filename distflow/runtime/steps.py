@@ -101,10 +101,10 @@ class StepContext:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokenizer's end token, with which a response should stop; empty if it has none."""
+        """The tokens with which a response should stop: the tokenizer's end token, and those of the model's generation
+        configuration; empty if there are none."""
         assert self.tokenizer is not None, "a worker with a generate step has a tokenizer"
-        end = self.tokenizer.eos_token_id
-        return () if end is None else (end,)
+        return self.tokenizer.end_tokens
 
     def rng(self, uid: Uid, sample: int = 0) -> np.random.Generator:
         """A generator that depends only on the run's seed, this step and the sample, never on the worker."""

@@ -142,11 +142,11 @@ def init(folder: Path, task: str, model: str | None) -> int:
 
     folder = folder.expanduser()
     files = start_files(task, folder.resolve().name, model)
-    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name] * folder.exists()
-    if there:
-        named = ", ".join(there[:3]) + (", …" if len(there) > 3 else "")
-        raise UserError(f"{folder} exists already, with {named} — give a folder that is new or empty")
     try:
+        there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name] * folder.exists()
+        if there:
+            named = ", ".join(there[:3]) + (", …" if len(there) > 3 else "")
+            raise UserError(f"{folder} exists already, with {named} — give a folder that is new or empty")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             with (folder / name).open("x", encoding="utf-8") as file:

@@ -46,7 +46,7 @@ def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
         tokenizer = resolve(TOKENIZER)(plan.recipe.models[plan.primary].model_dump())
         data = plan.recipe.data
         order = build_prompts(data, plan.recipe.run.seed, tokenizer, f"data source {data.shown}", reading_of(plan))
-        positions = range(max(count, min(LOOKED_AT, len(order))))
+        positions = range(min(max(count, LOOKED_AT), len(order)))
         samples = [_Sample(*order.of_any_length(position)) for position in positions]
     except UserError as error:
         raise RecipeError([Problem(loaded.origin("data.source"), "data", str(error).removeprefix("data: "))]) from error
@@ -62,6 +62,7 @@ def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
     for line in order.left_out():
         click.echo(line)
     if plan.reads is None:
+        _show_ends(tokenizer)
         _show_rewards(samples, fault)
     else:
         _show_responses(plan.reads, samples, loaded.origin)
@@ -103,6 +104,7 @@ def _show(position: int, sample: _Sample, tokenizer: Tokenizer) -> None:
         written = tokenizer.decode_batch([response.token_ids], skip_special=False)[0]
         told = [f"{len(response.token_ids)} tokens", *(f"{name} {value:g}" for name, value in response.fields.items())]
         told += [] if response.trains else ["not trained on"]
+        told += [f"{sum(response.mask)} of them trained on"] if response.mask else []
         click.echo(f"  response {number} ({', '.join(told)}): {_cut(written)!r}")
     click.echo(f"  task {_cut(prompt.task)}")
     if sample.values:
@@ -113,6 +115,13 @@ def _show(position: int, sample: _Sample, tokenizer: Tokenizer) -> None:
 
 def _cut(text: str) -> str:
     return text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]}… ({len(text)} characters)"
+
+
+def _show_ends(tokenizer: Tokenizer) -> None:
+    ends = tokenizer.end_tokens
+    written = tokenizer.decode_batch([[token] for token in ends], skip_special=False)
+    shown = [f"{text!r} ({token})" for token, text in zip(ends, written, strict=True)]
+    click.echo(f"responses end with {' or '.join(shown) or 'no token: the tokenizer has no end token'}")
 
 
 def _show_rewards(samples: Sequence[_Sample], fault: str) -> None:

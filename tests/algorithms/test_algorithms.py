@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms import TokenTerms, kl
+from distflow.algorithms import TokenTerms, advantages, kl
 from distflow.algorithms.advantages import NORMALIZE, grpo, zero_std_fraction
 from distflow.algorithms.aggregation import MODES, Aggregation, aggregate
 from distflow.algorithms.logprobs import token_scores
@@ -34,6 +34,17 @@ def test_equal_rewards_give_exactly_zero(normalize: str) -> None:
     found = grpo(rewards, torch.tensor([0] * 7 + [1] * 3), normalize=normalize)
     assert found.abs().max() == 0
     assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reward", [1e8 + 0.1, -0.1, 1e-30])
+def test_equal_rewards_of_any_size_give_exactly_zero(reward: float) -> None:
+    rewards, group = torch.full((6,), reward, dtype=torch.float64), torch.tensor([0, 0, 0, 4, 4, 4])
+    mask = torch.ones(6, 2, dtype=torch.bool)
+    for normalize in advantages.NORMALIZE:
+        assert advantages.grpo(rewards, group, normalize=normalize).tolist() == [0.0] * 6
+    assert advantages.rloo(rewards, group).tolist() == [0.0] * 6
+    assert advantages.opo(rewards, group, torch.tensor([1, 2, 3, 7, 7, 7])).tolist() == [0.0] * 6
+    assert advantages.reinforce_plus_plus_baseline(rewards, group, mask).abs().max() == 0
 
 
 def test_grpo_refuses_unknown_names() -> None:
@@ -95,6 +106,8 @@ def test_aggregation_adds_up_over_micro_batches(mode: str) -> None:
         ("token-mean/5", "only seq-mean-token-sum-norm takes a constant"),
         ("seq-mean-token-sum-norm", "append the constant"),
         ("seq-mean-token-sum-norm/0", "append the constant"),
+        *((f"seq-mean-token-sum-norm/{'9' * count}", "append the constant") for count in (16, 400, 5000)),
+        ("seq-mean-token-sum-norm/٣", "append the constant"),
     ],
 )
 def test_aggregation_refuses(text: str, message: str) -> None:
@@ -121,6 +134,21 @@ def test_token_scores(temperature: float) -> None:
     assert torch.autograd.gradcheck(both, (logits,))
     assert torch.autograd.gradcheck(lambda x: both(x)[0], (logits,))
     assert torch.autograd.gradcheck(lambda x: both(x)[1], (logits,))
+
+
+def test_tokens_that_are_excluded_add_nothing_to_the_entropy() -> None:
+    logits = torch.tensor([[0.5, -torch.inf, 2.0], [1.0, 1.0, -torch.inf]], dtype=torch.float64).requires_grad_()
+    kept = logits.detach()[[[0], [1]], [[0, 2], [0, 1]]].requires_grad_()
+    _, entropy = token_scores(logits, torch.tensor([0, 0]), entropy=True)
+    _, expected = token_scores(kept, torch.tensor([0, 0]), entropy=True)
+    assert entropy is not None
+    assert expected is not None
+    torch.testing.assert_close(entropy, expected)
+    entropy.sum().backward()
+    expected.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad[[0, 1], [1, 2]].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(logits.grad[[[0], [1]], [[0, 2], [0, 1]]], kept.grad)
 
 
 def test_token_scores_widen_half_precision() -> None:

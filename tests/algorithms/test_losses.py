@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms import TokenTerms, corrections, losses
+from distflow.algorithms.aggregation import Aggregation, aggregate
+from distflow.algorithms.logprobs import token_scores
 from distflow.errors import UserError
 
 ROWS, TOKENS = 5, 4
@@ -28,6 +30,33 @@ def terms(new: Tensor, **changes: Tensor) -> TokenTerms:
         "entropy": drawn(5).abs(),
     }
     return TokenTerms(MASK, new, **{**given, **changes})
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "aipo", "decoupled_ppo"])
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
+def test_what_stands_outside_the_mask_counts_for_nothing(name: str, strange: float) -> None:
+    def total(outside: float) -> tuple[Tensor, Tensor]:
+        new = drawn(1).requires_grad_()
+        others = {key: drawn(n).masked_fill(~MASK, outside) for n, key in enumerate(("old_logprobs", "advantages"))}
+        loss = getattr(losses, name)(terms(new, **others))
+        found, _ = aggregate(loss.loss_BT, MASK, Aggregation())
+        return found.detach(), torch.autograd.grad(found, new)[0][MASK]
+
+    for found, expected in zip(total(strange), total(0.0), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["cispo", "aipo"])
+@pytest.mark.parametrize("before", [-1.0, -math.inf])
+def test_the_gradient_is_finite_where_the_policy_excludes_a_token(name: str, before: float) -> None:
+    logits = torch.zeros(1, 4, dtype=torch.float64)
+    logits[0, 2] = -torch.inf
+    logits.requires_grad_()
+    logprobs, _ = token_scores(logits, torch.tensor([2]))
+    one = torch.ones(1, 1, dtype=torch.float64)
+    given = TokenTerms(one.bool(), logprobs[:, None], before * one, before * one, advantages=one)
+    (gradient,) = torch.autograd.grad(getattr(losses, name)(given).loss_BT.sum(), logits)
+    assert bool(gradient.isfinite().all())
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "aipo", "decoupled_ppo"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from distflow.config.data_schema import SourceConfig
+from distflow.config.paths import absolute_paths
 from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings, SourceUse
 from distflow.errors import UserError
@@ -70,6 +72,25 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     assert use.label(1).endswith("p.jsonl:3)"), "empty lines count"
 
 
+def test_the_lines_of_rows_between_empty_ones(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('\n  \n{"prompt": "1="}\n{"prompt": "2="}\n\n\n{"prompt": "3="}\n\n')
+    use = opened(path)
+    assert [use.label(index).rpartition(":")[2] for index in range(3)] == ["3)", "4)", "7)"]
+
+
+def test_a_prompt_reads_its_own_line_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": "1=", "answer": "1" * 100}
+    made = order(opened(lines(tmp_path / "p.jsonl", *[row] * 2000)))
+    # What is open already can still be read, but nobody can open the file again.
+    (tmp_path / "p.jsonl").unlink()
+    taken: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: taken.append(size) or pread(file, size, at))
+    assert [made.prompt(position).text for position in (0, 1999)] == ["1=", "1="]
+    assert taken == [len(json.dumps(row)) + 1] * 2, "the last line costs as much as the first one"
+
+
 @pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
 def test_the_end_of_a_file_and_its_beginning(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "p.jsonl"
@@ -92,6 +113,22 @@ def test_the_end_of_a_file_and_its_beginning(tmp_path: Path, ending: str) -> Non
             r"data\.fields\.prompt=question",
         ),
         ('{"prompt": "\xff"}'.encode("latin-1"), r"p\.jsonl:1: not UTF-8: 'utf-8' codec can't decode"),
+        ('["1="]'.encode("utf-16"), r"p\.jsonl:1: not UTF-8"),
+        ('{"prompt": "1="}\n\x0c\n{"prompt": "2="}\n', r"p\.jsonl:2: broken JSON: Expecting value at column 1"),
+        ('[ "' + "é" * 60 + '"]', r"p\.jsonl:1: expected a JSON object with columns, got '\[ \"éé"),
+        ("{}\n", r"p\.jsonl:1: there is no column 'prompt'"),
+        (
+            '{"prompt": "1="}\n{"prompt": "2=", "note": {"a": ["\\ud83d"]}}\n',
+            r"p\.jsonl:2: column 'note' has a lone surrogate \\ud83d, .* — leave it out, or write \\ufffd for it",
+        ),
+        (
+            '{"prompt": "1=", "a": ' + "9" * 5000 + "}",
+            r"p\.jsonl:1: a number of more than 4300 digits — write it as text",
+        ),
+        *(
+            ('{"prompt": "1=", "a": ' + "[" * deep + "]" * deep + "}", r"p\.jsonl:1: .*nested more than 200 deep")
+            for deep in (201, 2000, 100_000)
+        ),
     ],
 )
 def test_broken_files_are_told_by_line_at_the_start(tmp_path: Path, text: str | bytes, message: str) -> None:
@@ -99,6 +136,40 @@ def test_broken_files_are_told_by_line_at_the_start(tmp_path: Path, text: str | 
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message):
         opened(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"prompt": "1=", "a": "\\ud83d"}', r"p\.json, entry 1: column 'a' has a lone surrogate \\ud83d"),
+        ('{"prompt": ' + "9" * 5000 + "}", r"p\.json: a number of more than 4300 digits"),
+        *(
+            ('{"prompt": "1=", "a": ' + "[" * deep + "]" * deep + "}", r"p\.json.*: .*nested more than 200 deep")
+            for deep in (201, 100_000)
+        ),
+    ],
+)
+def test_what_json_says_but_nobody_can_send_is_told_at_the_start(tmp_path: Path, row: str, message: str) -> None:
+    (tmp_path / "p.json").write_text(f"[{row}]")
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path / "p.json")
+
+
+def test_escapes_deep_values_and_many_turns_are_taken(tmp_path: Path) -> None:
+    deep = '{"prompt": "1=", "nan": NaN, "a": ' + "[" * 190 + '"\\ud83d\\ude00"' + "]" * 190 + "}"
+    turns = {"prompt": "2=", "turns": [{"role": "user"}] * 300}
+    made = order(opened(lines(tmp_path / "p.jsonl", deep, turns)))
+    assert "\U0001f600" in made.prompt(0).task
+    assert len(json.loads(made.prompt(1).task)["turns"]) == 300
+
+
+def test_what_is_there_but_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    for name in ("p.jsonl", "loop.jsonl"):
+        found = absolute_paths({"data": {"source": name}}, lambda key: tmp_path, tmp_path)
+        with pytest.raises(UserError, match=rf"{name} is neither a file nor a folder"):
+            opened(found["data"]["source"])
 
 
 def test_a_line_that_changes_during_the_run(tmp_path: Path) -> None:
@@ -131,6 +202,8 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     assert json.loads(prompt.task) == {"meta": row["meta"], "answer": "1", "size": 3}
     with pytest.raises(UserError, match=r"p\.jsonl:1: there is no column 'anser' \(data\.fields\.answer\); there are"):
         opened(path, fields={"prompt": "question", "answer": "anser"})
+    with pytest.raises(UserError, match=r"q\.jsonl:1: there is no column 'prompt'.*, or remove data\.fields\.q=prompt"):
+        opened(lines(tmp_path / "q.jsonl", {"prompt": "1=", "answer": "1"}), fields={"q": "prompt"})
     with pytest.raises(UserError, match=r"prompt 0 \(.*p\.jsonl:1\): there is no column 'meta\.x'.*there are solution"):
         order(opened(path, fields={"prompt": "question", "x": "meta.x"})).prompt(0)
 
@@ -153,6 +226,9 @@ def test_a_broken_parquet_file(tmp_path: Path) -> None:
     (tmp_path / "p.parquet").write_text("no")
     with pytest.raises(UserError, match=r"p\.parquet cannot be read as a Parquet file: "):
         opened(tmp_path / "p.parquet")
+    arrow(tmp_path / "b.parquet", [{"prompt": b"1="}])
+    with pytest.raises(UserError, match=r"b\.parquet, row 1\): the prompt is .*b'1='.*; expected text"):
+        order(opened(tmp_path / "b.parquet")).prompt(0)
     arrow(tmp_path / "p.parquet", [{"text": "1="}])
     with pytest.raises(UserError, match=r"p\.parquet: there is no column 'prompt'.*data\.fields\.prompt=text"):
         opened(tmp_path / "p.parquet")

@@ -98,6 +98,8 @@ def test_shares_are_met_soon_where_they_are_simple() -> None:
         assert sum(mixture.at(4 * block + place)[0] for place in range(4)) == 1
     with pytest.raises(UserError, match=r"data\.mix\.b\.weight 0\.1: less than 1/5040 of all prompts"):
         Mixture({"a": 5000, "b": 0.1}, seed=0)
+    with pytest.raises(UserError, match=r"data\.mix\.a\.weight 1e\+308: the sum of all weights is infinite"):
+        Mixture({"a": 1e308, "b": 1e308}, seed=0)
 
 
 def test_a_mixture_of_sources() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from distflow.data.responses import DataRow, Reading, RowResponse
 from distflow.errors import PluginError, UserError
 from distflow.workers.preference import pair
 from distflow.workers.supervised import demonstration
-from distflow.workers.tokenizers import CharTokenizer
+from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer
 
 TOKENIZER = CharTokenizer("chars:0123456789=")
 Make = Callable[[DataRow], Sequence[RowResponse]]
@@ -38,7 +39,6 @@ def order(
         {"response": "12"},
         {"answer": "12"},
         {"response": "12", "answer": "99"},
-        {"response": [{"role": "user", "content": "1="}, {"role": "assistant", "content": "12"}]},
         {"response": None, "answer": 12},
     ],
 )
@@ -48,35 +48,159 @@ def test_where_a_demonstration_stands(column: dict[str, Any], tmp_path: Path) ->
     assert (response.text, response.token_ids, response.trains) == ("12", (3, 4, 1), True)
 
 
+class Chat(CharTokenizer):
+    """With a template that writes one turn behind the other, an = before each answer."""
+
+    def chat_text(self, turns: Any, tools: Any = (), arguments: Any = None, *, asks: bool = True) -> str:
+        return "".join(turn["content"] + "=" * (turn["role"] == "user") for turn in turns)
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(contents)]
+
+
+def chats(folder: Path, *rows: Mapping[str, Any], make: Make = demonstration, **fields: str) -> PromptOrder:
+    """With a tokenizer that has a template."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    source = open_source("", SourceConfig.model_validate({"source": str(file), "fields": fields}), lambda name: None)
+    settings = PromptSettings(5, shuffle=False, chat=False, max_prompt_tokens=8)
+    return PromptOrder([source], Chat("chars:0123456789="), settings, Reading(make, "read", 2, 9, ()))
+
+
 def test_of_a_conversation_the_last_turn_is_the_response(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "1="}, {"role": "assistant", "content": "12"}]
-    made = order(tmp_path, [{"messages": turns}])
-    made._tokenizer = Chat("chars:0123456789=")
-    prompt = made.prompt(0)
+    prompt = chats(tmp_path, {"messages": turns("1", "12")}).prompt(0)
     assert (prompt.token_ids, prompt.responses[0].token_ids) == ((3, 12), (3, 4, 1))
 
 
-class Chat(CharTokenizer):
-    """With a template that writes one turn behind the other."""
+@pytest.mark.parametrize(
+    "row, make",
+    [
+        ({"prompt": "7", "chosen": turns("1", "1"), "rejected": turns("1", "2")}, pair),
+        ({"chosen": turns("1", "1"), "rejected": turns("1", "2")}, pair),
+        ({"prompt": "1", "chosen": turns("1", "1")[1:], "rejected": turns("1", "2")[1:]}, pair),
+        ({"prompt": turns("1"), "chosen": turns("1", "1"), "rejected": turns("1", "2")}, pair),
+        ({"prompt": turns("1"), "chosen": turns("1", "1")[1:], "rejected": "2"}, pair),
+        ({"prompt": "7", "messages": turns("1", "1")}, demonstration),
+        ({"prompt": "1", "response": turns("1", "1")}, demonstration),
+        ({"prompt": "1", "response": turns("1", "1")[1:]}, demonstration),
+        ({"prompt": turns("1"), "response": "1", "messages": turns("3")}, demonstration),
+    ],
+)
+def test_conversations_say_what_the_prompt_is(row: dict[str, Any], make: Make, tmp_path: Path) -> None:
+    prompt = chats(tmp_path, row, make=make).prompt(0)
+    assert prompt.token_ids == (3, 12), "one user's turn, by the template"
+    assert [response.text for response in prompt.responses] == (["1", "2"] if make is pair else ["1"])
 
-    def chat_prompt(self, turns: Any, tools: Any = (), arguments: Any = None) -> list[int]:
-        return self.encode("".join(turn["content"] for turn in turns))
+
+def test_a_prompt_that_is_named_is_not_looked_for(tmp_path: Path) -> None:
+    row = {"prompt": "1=", "messages": turns("3", "4"), "answer": "5"}
+    assert chats(tmp_path, row, prompt="prompt").prompt(0).token_ids == (3, 12)
+    assert chats(tmp_path, row, prompt="messages").prompt(0).token_ids == (5, 12)
 
 
-def test_of_two_conversations_the_last_turns_are_compared(tmp_path: Path) -> None:
-    asked = {"role": "user", "content": "1="}
-    good, bad = ({"role": "assistant", "content": text} for text in ("1", "2"))
-    made = order(tmp_path, [{"chosen": [asked, good], "rejected": [asked, bad]}], pair)
-    made._tokenizer = Chat("chars:0123456789=")
-    prompt = made.prompt(0)
-    assert prompt.token_ids == (3, 12)
-    assert [response.text for response in prompt.responses] == ["1", "2"]
-    other = order(tmp_path, [{"chosen": [asked, good], "rejected": [bad, bad]}], pair)
-    with pytest.raises(UserError, match="differ before their last turns; expected the same prompt"):
-        other.prompt(0)
-    texts = order(tmp_path, [{"chosen": "1", "rejected": "2"}], pair)
-    with pytest.raises(UserError, match=r"there is no column 'prompt' \(or 'messages'\); there are chosen, rejected"):
-        texts.prompt(0)
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (
+            {"chosen": turns("1", "1"), "rejected": turns("2", "2")},
+            r"rows.jsonl:1\): the columns 'chosen' and 'rejected' differ before their last turns; expected the same",
+        ),
+        (
+            {"prompt": turns("3"), "chosen": turns("1", "1"), "rejected": turns("1", "2")},
+            r"rows.jsonl:1\): the turns before the response are not those of the prompt",
+        ),
+        (
+            {"prompt": "1", "chosen": turns("1"), "rejected": turns("2")},
+            "the column 'chosen' is .*; expected text, or chat messages that end with an assistant's turn",
+        ),
+        (
+            {"chosen": "1", "rejected": "2"},
+            r"there is no column 'prompt' \(or 'messages'\); there are chosen, rejected",
+        ),
+    ],
+)
+def test_conversations_that_do_not_agree(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        chats(tmp_path, row, make=pair).prompt(0)
+
+
+TURNS = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}"
+END = "<end>\n{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+CHATML = f"{TURNS}{{% for call in m.tool_calls or [] %}}+{{{{ call.function.name }}}}{{% endfor %}}{END}"
+"""Ends turns with another token than the tokenizer's end token, and a new line."""
+FORGETFUL = (
+    "{% for m in messages %}{{ m.role[0] }}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}" + END
+)
+"""Leaves out what the assistant said before."""
+THINKING = f"{TURNS}{END}".replace("%}a{%", "%}a9{%")
+"""Asks for an answer with more than it writes before one."""
+Written = Callable[..., tuple[str, list[tuple[str, bool]]]]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    """Reads a row with a chat template; gives the prompt, and runs of the response that are trained on or not."""
+
+    def read(template: str, row: Mapping[str, Any], *, chat: bool = False, turns: str = "all") -> Any:
+        characters = CharTokenizer("chars:0123456789=+uat\n")
+        characters.pretrained.add_special_tokens({"additional_special_tokens": ["<end>"]})
+        characters.pretrained.chat_template = template
+        characters.save(tmp_path / "tokenizer")
+        tokenizer = PretrainedTokenizer(str(tmp_path / "tokenizer"))
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        config = SourceConfig.model_validate({"source": str(tmp_path / "rows.jsonl")})
+        reading = Reading(pair if "rejected" in row else demonstration, "read", 2, 99, (), turns == "all")
+        settings = PromptSettings(5, shuffle=False, chat=chat, max_prompt_tokens=99)
+        prompt = PromptOrder([open_source("", config, str)], tokenizer, settings, reading).prompt(0)
+        response = prompt.responses[0]
+        mask = response.mask or (response.trains,) * len(response.token_ids)
+        runs = groupby(zip(response.token_ids, mask, strict=True), lambda pair: pair[1])
+        found = [([token for token, _ in run], trained) for trained, run in runs]
+        first, *texts = tokenizer.decode_batch([prompt.token_ids, *(ids for ids, _ in found)], skip_special=False)
+        return first, [(text, trained) for text, (_, trained) in zip(texts, found, strict=True)]
+
+    return read
+
+
+def test_all_turns_of_the_assistant_are_trained_on(written: Written) -> None:
+    row = {"messages": turns("1", "2", "3", "4")}
+    assert written(CHATML, row) == ("u1<end>\na", [("2<end>", True), ("\nu3<end>\na", False), ("4<end>", True)])
+    assert written(CHATML, row, turns="last") == ("u1<end>\na2<end>\nu3<end>\na", [("4<end>", True)])
+    answered = {"messages": turns("1", "2", "3"), "response": "4"}
+    assert written(CHATML, answered) == written(CHATML, row)
+    greeted = {"messages": [{"role": "assistant", "content": "0"}, *turns("1", "2")]}
+    assert written(CHATML, greeted) == ("a0<end>\nu1<end>\na", [("2<end>", True)])
+
+
+def test_calls_of_tools_are_trained_on(written: Written) -> None:
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "7", "arguments": {}}}]}
+    rows = [{"role": "user", "content": "1"}, {**call, "content": ""}, {"role": "tool", "content": "5"}]
+    found = written(CHATML, {"messages": [*rows, {"role": "assistant", "content": "4"}]})
+    assert found == ("u1<end>\na", [("+7<end>", True), ("\nt5<end>\na", False), ("4<end>", True)])
+    assert written(CHATML, {"messages": rows[:2]}) == ("u1<end>\na", [("+7<end>", True)])
+    pairs = {"chosen": rows[:2], "rejected": turns("1", "2")}
+    assert written(CHATML, pairs, turns="last") == ("u1<end>\na", [("+7<end>", True)])
+
+
+def test_a_text_in_a_chat_ends_as_its_turns_do(written: Written) -> None:
+    row = {"prompt": "1", "response": "2"}
+    assert written(CHATML, row, chat=True) == ("u1<end>\na", [("2<end>", True)])
+    assert written(CHATML, row) == ("1", [("2<eos>", True)])
+    assert written(CHATML.replace("<end>\n", ""), row, chat=True) == ("u1a", [("2<eos>", True)])
+
+
+def test_a_template_that_rewrites_earlier_turns(written: Written) -> None:
+    row = {"messages": turns("1", "2", "3", "4")}
+    with pytest.raises(UserError, match=r"writes message 3, or what is before it, in another.*read\.with\.turns=last"):
+        written(FORGETFUL, row)
+    assert written(FORGETFUL, row, turns="last") == ("u1<end>\na<end>\nu3<end>\na", [("4<end>", True)])
+    assert written(FORGETFUL, {"messages": turns("1", "2")}) == ("u1<end>\na", [("2<end>", True)])
+
+
+def test_a_generation_prompt_that_no_answer_begins_with(written: Written, caplog: pytest.LogCaptureFixture) -> None:
+    assert written(THINKING, {"messages": turns("1", "2")}) == ("u1<end>\na9", [("2<end>", True)])
+    assert "writes answers in another way than its generation prompt, which ends with" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -86,7 +210,6 @@ def test_of_two_conversations_the_last_turns_are_compared(tmp_path: Path) -> Non
         ({"response": None}, r"rows.jsonl:2\): the column 'response' is null; expected a response — leave the row out"),
         ({"response": "  "}, r"rows.jsonl:2\): the column 'response' is empty"),
         ({"response": {"a": 1}}, "expected text, or chat messages that end with an assistant's turn"),
-        ({"response": [{"role": "user", "content": "1"}]}, "end with an assistant's turn"),
         ({"response": "abc"}, r"rows.jsonl:2\): character 'a' of 'abc' is not in the vocabulary"),
         ({"response": "123456789"}, r"rows.jsonl:2\) has 10 tokens with its end token, expected at most 9"),
     ],

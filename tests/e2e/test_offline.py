@@ -147,6 +147,33 @@ def test_the_checkpoint_with_the_lowest_loss_is_kept_and_the_last_is_evaluated_a
     assert json.loads(done.stdout) == pytest.approx(measured(again)[6], rel=1e-6)
 
 
+SLOW = """
+import time
+
+class Rows:
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if not 8 <= index < 68:
+            return {"prompt": "7=", "response": "7"}
+        time.sleep(0.15)
+        return {"prompt": "7" * 1000, "response": "7"}
+
+def rows():
+    return Rows()
+"""
+
+
+def test_prompts_that_are_passed_over_show_progress(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    run = launch("quickstart", "flow=sft", "layout=colocated", *SMALL, "batch.prompts=8", "run.training_steps=2",
+                 f"data.source={tmp_path}/slow.py:rows", "data.shuffle=false", "data.overlong=drop",
+                 "limits.no_progress_s=4")  # fmt: skip
+    assert run.wait() == 0, run.output
+    assert [line["step"] for line in run.metrics()] == [1, 2]
+
+
 def test_a_trained_reward_model_is_exported_and_judges(launch: Launch, tmp_path: Path) -> None:
     made = launch("quickstart", "flow=reward_model", "layout=colocated", *SMALL, "run.training_steps=4")
     assert made.wait() == 0, made.output

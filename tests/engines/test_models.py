@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 
 from distflow.errors import UserError
+from distflow.runtime.steps import StepContext
 from distflow.workers.models import build_model
 from distflow.workers.tokenizers import build_tokenizer
 
@@ -88,7 +90,28 @@ def test_saved_model_and_tokenizer_come_back(tmp_path):
         with pytest.raises(
             UserError, match=r"^data\.chat is true, but tokenizer '.*' has no chat template — data\.chat="
         ):
-            plain.chat_prompt("12")
+            plain.chat_text("12")
+
+
+@pytest.mark.parametrize("given, ends", [(5, (1, 5)), ([5, 1, 4], (1, 5, 4)), (None, (1,))])
+def test_what_the_generation_configuration_ends_responses_with(tmp_path, given, ends):
+    build_tokenizer(TINY).save(tmp_path)
+    assert build_tokenizer({"path": str(tmp_path)}).end_tokens == (1,), "many models have no such file"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    pretrained = build_tokenizer({"path": str(tmp_path)})
+    characters = build_tokenizer({"path": str(tmp_path), "tokenizer": TINY["tokenizer"]})
+    for tokenizer in (pretrained, characters):
+        assert tokenizer.end_tokens == ends
+        assert StepContext("sample", tokenizer=tokenizer).end_tokens == ends
+        assert [tokenizer.closes(token) for token in (*ends, 2)] == [*[True] * len(ends), False]
+
+
+@pytest.mark.parametrize("text, message", [("{", "is no JSON"), ('{"eos_token_id": "a"}', "'a'; expected token ids")])
+def test_a_broken_generation_configuration(tmp_path, text, message):
+    build_tokenizer(TINY).save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        build_tokenizer({"path": str(tmp_path)})
 
 
 def test_chat_template_is_used(tmp_path):
@@ -96,7 +119,7 @@ def test_chat_template_is_used(tmp_path):
     tokenizer.pretrained.chat_template = "{% for m in messages %}+{{ m.content }}{% endfor %}="
     tokenizer.save(tmp_path)
     loaded = build_tokenizer({"path": str(tmp_path)})
-    assert loaded.chat_prompt("12") == [12, 3, 4, 13]
+    assert loaded.encode(loaded.chat_text("12")) == [12, 3, 4, 13]
 
 
 @pytest.mark.parametrize(

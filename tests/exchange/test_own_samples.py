@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from distflow.data.batch import Batch
 from distflow.exchange.lease_settings import LeaseSettings
@@ -42,7 +43,8 @@ class Owner:
     def _make(self, leases: Sequence[Lease]) -> Batch:
         self.made += [lease.position for lease in leases]
         two = (GivenResponse((7, 1), "7", {"label": 1.0}), GivenResponse((8, 8, 1), "88", {"label": 0.0}, trains=False))
-        return samples_of(leases, dict.fromkeys([lease.position for lease in leases], two))
+        mixed = (replace(two[0], mask=(False, True)), two[1])
+        return samples_of(leases, {lease.position: mixed if lease.position == 3 else two for lease in leases})
 
     def train(self) -> list[int]:
         positions = self.core.consumable()
@@ -96,4 +98,7 @@ def test_rows_of_a_group() -> None:
     assert [row.tolist() for row in rows.ragged("response_ids").rows()] == [[7, 1], [8, 8, 1]]
     assert [row.tolist() for row in rows.ragged("response_mask").rows()] == [[True, True], [False] * 3]
     assert rows.dense("label").tolist() == [1.0, 0.0]
+    (mixed,) = owner.samples.pop([3])
+    rows = mixed.rows.batch.slice(mixed.rows.start, mixed.rows.stop)
+    assert [row.tolist() for row in rows.ragged("response_mask").rows()] == [[False, True], [False] * 3]
     assert group.worker == "trainer/0"

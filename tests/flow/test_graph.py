@@ -231,6 +231,10 @@ OR_FUNCTION = ", or a function as module:name or ./file.py:name"
             [UPDATE, "flow.steps.update.with.aggregate=token-meen"],
             "there is no 'token-meen' — did you mean 'token-mean'?",
         ),
+        (
+            [UPDATE, f"flow.steps.update.with.aggregate=seq-mean-token-sum-norm/{'9' * 5000}"],
+            "there is no 'seq-mean-token-sum-norm/9999999999",
+        ),
         *(
             (
                 [UPDATE, f"flow.steps.update.with.aggregate=seq-mean-token-sum-norm{constant}"],

@@ -92,6 +92,14 @@ def test_what_is_refused(overrides: list[str], message: str, tmp_path: Path, mon
         planned(*overrides)
 
 
+@pytest.mark.parametrize("port", ["abc", "-1", "65536", "[]", "null", "{a: 1}", "1e400", "true"])
+def test_a_port_that_is_none(port: str) -> None:
+    with pytest.raises(
+        RecipeError, match="run.trackers.prometheus.port — expected a port, got .* — 0 .one that is free"
+    ):
+        planned(f"run.trackers.prometheus.port={port}")
+
+
 def test_a_tracker_may_take_any_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)

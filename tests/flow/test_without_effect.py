@@ -52,6 +52,7 @@ def test_what_a_pool_or_model_does_not_do_is_refused_on_the_command_line(
     ("overrides", "key", "why"),
     [
         (["run.dump_rollouts=0"], "run.dump_limit_mb=7", "run.dump_rollouts is 0: nothing is dumped"),
+        (["run.dump_rollouts=0"], "run.trackers.tensorboard.samples=4", "run.dump_rollouts is 0: there are no samples"),
         (["run.trace=false"], "run.trace_limit_mb=7", "run.trace is false"),
         (["run.training_steps=5"], "run.hf_every=6", "run.training_steps is 5, so no folder is ever due"),
         (["run.training_steps=5"], "run.stop_after=6", "run.training_steps is 5"),

@@ -61,6 +61,25 @@ def test_prompts_with_special_tokens_and_gold_answers(recipe: str, capsys: pytes
     assert "warning" not in out
 
 
+def test_what_ends_responses_is_named(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    preview(recipe, "-n", "1")
+    assert "responses end with '<eos>' (1)\n" in capsys.readouterr().out
+
+
+def test_which_turns_of_a_conversation_are_trained_on(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = [("user", "1="), ("assistant", "1"), ("user", "23="), ("assistant", "23")]
+    rows(tmp_path, {"messages": [{"role": role, "content": text} for role, text in contents]})
+    about = (f"models.policy.tokenizer={tmp_path}/tokenizer", f"data.source={tmp_path}/prompts.jsonl", "flow=sft")
+    about = (*about, "data.max_prompt_tokens=18")
+    preview("quickstart", *about)
+    out = capsys.readouterr().out
+    assert "response 0 (18 tokens, 11 of them trained on): '<a>1<eos><a>23=<eos><a>23<eos>'" in out
+    preview("quickstart", *about, "flow.steps.read.with.turns=last")
+    assert "response 0 (6 tokens): '<a>23<eos>'" in capsys.readouterr().out
+
+
 def test_a_gold_answer_is_given_in_the_form_that_the_reward_expects(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +114,14 @@ def test_what_is_too_long(recipe: str, tmp_path: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "1 of 3 prompts are longer than data.max_prompt_tokens=4 and left out (data.overlong=drop)" in out
     assert "12345678" not in out
+
+
+def test_a_source_of_one_row(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows(tmp_path, {"prompt": "1=", "answer": 1})
+    preview(recipe)
+    out = capsys.readouterr().out
+    assert "1 of 1 prompts: 2 to 2 tokens" in out
+    assert out.count("position ") == 1
 
 
 def test_broken_data_is_told(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,7 @@ def test_a_model_of_the_hub_is_told_with_ways_without_a_network(
     "arguments, message",
     [
         (["x", "--task", "chatt"], "--task chatt: did you mean 'chat'?"),
+        (["x" * 300], "File name too long — give a folder that can be written"),
         (["a b"], "'a b' cannot be the name of a run"),
         (["x", "--model", "there"], "--model there: task arithmetic trains a model from scratch"),
     ],

@@ -25,6 +25,8 @@ from distflow.runtime.protocols import BackendSpec
 from distflow.runtime.steps import StepContext
 from distflow.testing.backend_contract import tiny_model
 from distflow.workers.backends.torch_backend import TorchBackend
+from distflow.workers.exporting import write_model
+from distflow.workers.models import build_model
 from distflow.workers.reward_model import judge
 from distflow.workers.tokenizers import CharTokenizer
 
@@ -88,6 +90,34 @@ def test_what_is_trained_from_a_language_model_begins_at_zero(tmp_path: Path) ->
     frozen = backend_of(folder_of("qwen2", tmp_path / "frozen"))
     with pytest.raises(ValueError, match="rate_texts on a frozen model"):
         frozen.rate_texts(rows)
+
+
+def test_texts_are_judged_together_without_a_padding_token(tmp_path: Path) -> None:
+    """Whatever their last tokens are: a decoder takes those that are padding for no part of the text."""
+    path = folder_of("llama-without-padding", tmp_path)
+    backend, rows = backend_of(path), [[5, 4, 0], [7, 1], [9, 8, 7, 2], [3], [0, 0, 0, 0, 0]]
+    together: list[int] = []
+    backend._model.register_forward_pre_hook(
+        lambda model, args, given: together.append(len(given["input_ids"])), with_kwargs=True
+    )
+    found = backend.score_texts(rows, tokens=0)
+    assert together == [5]
+    assert backend._model.config.pad_token_id is None
+    torch.testing.assert_close(found, alone(path, rows), rtol=1e-5, atol=1e-6)
+
+
+def test_an_exported_judge_has_the_padding_token_of_its_tokenizer(tmp_path: Path) -> None:
+    path = folder_of("llama-without-padding", tmp_path / "judge")
+    section = {**tiny_model(head="score"), "init": None, "tokenizer": None, "path": str(path), "dtype": "float32"}
+    model = build_model(section, device="cpu", seed=0, load_weights=True)
+    (tmp_path / "to").mkdir()
+    write_model({f"model.{name}": value for name, value in model.named_parameters()}, section, tmp_path / "to")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "to")
+    assert loaded.config.pad_token_id == 0
+    rows = [[5, 4, 3, 2], [7, 6]]
+    padded = torch.tensor([rows[0], [*rows[1], 0, 0]])
+    together = loaded(input_ids=padded, attention_mask=(padded != 0).long()).logits[:, 0]
+    torch.testing.assert_close(together, alone(path, rows), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -73,7 +73,19 @@ def test_negative_positions() -> None:
         (Fixed(PromptText("12345", {})), {"max_prompt_tokens": 4}, UserError, "prompt 0 has 5 tokens, expected 1 to 4"),
         (Fixed(PromptText("", {})), {}, UserError, "prompt 0 has 0 tokens"),
         (Fixed(PromptText("x", {})), {}, UserError, "prompt 0 cannot be written in this model's tokens: .*'x'"),
-        (Fixed(PromptText("1", {"a": {1}})), {}, UserError, "task of prompt 0 cannot be written as JSON"),
+        *(
+            (
+                Fixed(PromptText("1", {"b": 1, "a": value})),
+                {},
+                UserError,
+                f"column 'a' of prompt 0 cannot be sent.*{why}",
+            )
+            for value, why in (
+                ({1}, "set is not JSON serializable — make it text"),
+                (b"x", "bytes is not JSON"),
+                ("\ud83d", "surrogates"),
+            )
+        ),
         (
             Fixed(PromptText("1", {"a": "x" * (8 << 20)})),
             {},

@@ -17,14 +17,17 @@ from distflow.workers.tokenizers import build_tokenizer
 class TextJudge:
     """Scores texts as transformers does one by one: a row's number does not depend on the rows computed with it.
 
-    Decoders give it at the last token that is not padding, so rows are padded on the right, with the model's own
-    padding token; without one, and under `run.deterministic`, each row is computed by itself.
+    Decoders give it at the last token that is not padding, so rows are padded on the right: with the model's own
+    padding token, or without one with a token that none of them ends with. Under `run.deterministic` each row is
+    computed by itself.
     """
 
     def __init__(self, model: PreTrainedModel, spec: BackendSpec) -> None:
         self._model = model
         self._tokenizer = build_tokenizer(spec.model)
-        self._padding: int | None = None if spec.deterministic else model.config.get_text_config().pad_token_id
+        self._apart = spec.deterministic
+        self._config = model.config.get_text_config()
+        self._padding: int | None = self._config.pad_token_id
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.longest: int | None = longest
         """Tokens; None: not known."""
@@ -49,16 +52,23 @@ class TextJudge:
         return torch.cat(found)
 
     def _forward(self, part: Ragged, device: torch.device) -> Tensor:
-        ids_BT = part.padded(0 if self._padding is None else self._padding)
-        mask_BT = part.mask().long()
-        logits_B1: Tensor = self._model(
-            input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), use_cache=False
-        ).logits
+        padding = self._padding
+        if padding is None:
+            last = {*part.values[part.offsets[1:] - 1].tolist()}
+            padding = next(token for token in range(len(last) + 1) if token not in last)
+        ids_BT, mask_BT = part.padded(padding), part.mask().long()
+        self._config.pad_token_id = padding
+        try:
+            logits_B1: Tensor = self._model(
+                input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), use_cache=False
+            ).logits
+        finally:
+            self._config.pad_token_id = self._padding
         return logits_B1[:, 0]
 
     def _parts(self, ragged: Ragged, tokens: int) -> list[Tensor]:
         """Numbers of the rows that are computed together."""
-        if self._padding is None:
+        if self._apart:
             return list(torch.split(torch.arange(len(ragged)), 1))
         return split_rows(ragged.lengths, tokens)
 

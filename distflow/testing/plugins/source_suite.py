@@ -29,14 +29,20 @@ class AnyTokenizer:
         """Its bytes."""
         return list(text.encode())
 
-    def chat_prompt(
+    def closes(self, token: int) -> bool:
+        """The end token does."""
+        return token == self.eos_token_id
+
+    def chat_text(
         self,
         turns: str | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Their bytes."""
-        return list(str(turns).encode())
+        *,
+        asks: bool = True,
+    ) -> str:
+        """As Python shows them."""
+        return str(turns)
 
 
 def open_data(source: str, settings: Mapping[str, Any], fields: Mapping[str, str]) -> tuple[SourceUse, PromptOrder]:
