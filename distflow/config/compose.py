@@ -192,8 +192,9 @@ class _Composer:
                 layers.delete(key)
             elif flow is not None and keys and nearest("call", keys) is None:
                 layers.delete(key)
-                near = f"{did_you_mean(name, calls)} — " if nearest(name, calls) is not None else ""
-                cure = f"{near}{dotted(key)}=null removes what is set of it; or give its `call`"
+                near = nearest(name, calls, 0.8)
+                cure = f"did you mean {near!r}? " if near is not None else ""
+                cure += f"{dotted(key)}=null removes what is set of it; or give its `call`"
                 self.problems.append(Problem(newest.where, dotted(key), f"flow {flow} has no step {name!r}", cure))
 
     # --- files
