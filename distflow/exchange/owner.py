@@ -305,7 +305,6 @@ class OwnerCore:
                 self._copies.note(entry)
 
     def _release(self, peer: Peer, positions: Iterable[int]) -> None:
-        """A worker no longer holds these positions."""
         for position in positions:
             peer.forget(position)
             self._copies.note(self.ledgers.release(position, peer.name))

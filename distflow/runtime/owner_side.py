@@ -266,31 +266,6 @@ def lessors(owners: Sequence[str], kind: LeaseKind) -> list[str]:
     return list(owners[:1] if kind == "val" else owners)
 
 
-def val_settings(setting: Setting, prompts: int = 1) -> LeaseSettings | None:
-    """The same of validation, if there is any. `prompts` of a round: only its owner knows how many there are."""
-    plan, train = setting.plan, lease_settings(setting)
-    val = plan.val
-    if val is None:
-        return None
-    longest = group_bytes(val.samples_per_prompt, val.data.max_prompt_tokens, val.response_tokens)
-    return replace(
-        train,
-        ledgers=1,
-        groups_per_ledger=prompts,
-        samples_per_prompt=val.samples_per_prompt,
-        # A round is leased when its version is published, whether or not those before it have been collected: workers
-        # that then find nothing to validate take newer weights. What arrives is judged already: its rows are small.
-        max_staleness=len(val.versions),
-        training_steps=len(val.versions),
-        memory_bytes=prompts * longest * len(val.versions),
-        group_bytes=lambda prompt_tokens: longest,
-        max_prompt_tokens=val.data.max_prompt_tokens,
-        kind="val",
-        versions=val.versions,
-        seed=setting.recipe.run.seed,
-    )
-
-
 def lease_settings(setting: Setting) -> LeaseSettings:
     """The settings of the lease protocol that the recipe implies."""
     recipe, batch = setting.recipe, setting.plan.batch

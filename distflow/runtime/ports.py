@@ -29,7 +29,7 @@ from distflow.runtime.intake import Intake, ask_on_arrival
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Hosts, Lanes, Node
-from distflow.runtime.owner_side import build_inbound, lease_settings, lessors, val_settings
+from distflow.runtime.owner_side import build_inbound, lease_settings, lessors
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
@@ -38,7 +38,7 @@ from distflow.runtime.rows import InboundRows, OutboundRows, register_rows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training, TrainingParts
-from distflow.runtime.validation import Validation
+from distflow.runtime.validation import Validation, val_settings
 from distflow.runtime.weight_publisher import Announcer, Publishing, build_canaries, build_inboxes
 from distflow.types import LeaseKind, Version, WorkerName
 from distflow.weights.manifest import Manifest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self
@@ -11,6 +11,7 @@ from typing import Self
 from distflow.comm.fact_exchange import Fact
 from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch
+from distflow.data.difficulty import Visit
 from distflow.data.micro_batches import with_agreed
 from distflow.data.samples import group_scores, sample_bounds
 from distflow.exchange.dealing import CostRule
@@ -18,6 +19,7 @@ from distflow.exchange.intake_core import Take
 from distflow.exchange.sample_channel import ArrivedGroup
 from distflow.flow.edges import SAMPLES
 from distflow.flow.plan import BatchPlan, Plan
+from distflow.log import logger
 from distflow.runtime.intake import ComputedHere, Intake, join_groups
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore
@@ -26,6 +28,8 @@ from distflow.runtime.protocols import Backend, Priced
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.trace_writer import spanned
 from distflow.types import Scores, Uid, prefixed
+
+log = logger(__name__)
 
 WHOLE = "whole batches"
 
@@ -86,6 +90,7 @@ class Receiving:
         self._node = node
         self._board = node.board
         self._metrics = metrics
+        self._passed_over = 0
 
     def begin(self, t: int) -> None:
         """Open training step t."""
@@ -103,6 +108,31 @@ class Receiving:
         yield from self._own(t)
         if self._intake.steals:
             yield from self._rest(t)
+
+    def visits(self) -> list[Visit]:
+        """How many samples of each prompt were solved: of the groups trained on here, and of own ones dropped."""
+        core = self._intake.owner
+        if core.settings.difficulty is None:
+            return []
+        with self._board.condition:
+            found = [*self.tally.judged.items(), *core.ledgers.judged()]
+        return [core.settings.difficulty.rule.visit(uid, scores) for uid, scores in found]
+
+    def learn(self, visits: Iterable[Sequence[int]]) -> None:
+        """Note what all replicas have seen of the prompts' difficulty in this step, before the next one is opened."""
+        core, metrics = self._intake.owner, self._metrics
+        difficulty = core.settings.difficulty
+        if difficulty is None:
+            return
+        with self._board.condition:
+            before = difficulty.reopened
+            difficulty.record(self.tally.step, (Visit(*visit) for visit in visits))
+            passed_over, self._passed_over = core.ledgers.passed_over - self._passed_over, core.ledgers.passed_over
+        for name, count in difficulty.counts().items():
+            metrics.set(f"data/{name}", count)
+        metrics.add("data/passed_over", passed_over)
+        if difficulty.reopened > before:
+            log.warning("data.difficulty: hardly a prompt is left, so all are visited again, as if unseen")
 
     # -- from its own ledgers
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch
-from distflow.data.difficulty import Visit
 from distflow.data.micro_batches import minibatch_rows
 from distflow.errors import NoProgressError, UserError
 from distflow.exchange.dealing import DealRule
@@ -99,8 +98,6 @@ class Training:
         self.complete_with = parts.intake.calls
         """The steps whose fields samples have when they are received."""
         self._dumped = -1
-        self._passed_over = 0
-        """Prompts that were not drawn at own positions, up to the last training step."""
         self._closed = True
         """Whether the other homes know what to do with the rows of the open training step."""
         self._recovery = parts.recovery
@@ -316,34 +313,9 @@ class Training:
             **self._updates.account(),
             "groups": self._parts.intake.core.groups,
             "stop": self._parts.replicas.stopping,
-            "visits": self._visits(),
+            "visits": self._receiving.visits(),
             "goal": self._goal.value(),
         }
-
-    def _visits(self) -> list[Visit]:
-        """How many samples of each prompt were solved: of the groups trained on here, and of own ones dropped."""
-        core = self._parts.inbound.core
-        if core.settings.difficulty is None:
-            return []
-        with self._board.condition:
-            found = [*self._receiving.tally.judged.items(), *core.ledgers.judged()]
-        return [core.settings.difficulty.rule.visit(uid, scores) for uid, scores in found]
-
-    def _learn(self, visits: Iterable[Sequence[int]]) -> None:
-        """Note what all replicas have seen of the prompts' difficulty in this step, before the next one is opened."""
-        core, metrics = self._parts.inbound.core, self._parts.metrics
-        difficulty = core.settings.difficulty
-        if difficulty is None:
-            return
-        with self._board.condition:
-            before = difficulty.reopened
-            difficulty.record(self._number, (Visit(*visit) for visit in visits))
-            passed_over, self._passed_over = core.ledgers.passed_over - self._passed_over, core.ledgers.passed_over
-        for name, count in difficulty.counts().items():
-            metrics.set(f"data/{name}", count)
-        metrics.add("data/passed_over", passed_over)
-        if difficulty.reopened > before:
-            log.warning("data.difficulty: hardly a prompt is left, so all are visited again, as if unseen")
 
     def _agree_on_accounts(self) -> Sequence[Fact]:
         """What all replicas have accumulated; raises RunStopped if one was asked to stop."""
@@ -355,7 +327,7 @@ class Training:
         parts.replicas.stop_together(facts)
         groups, expected = sum(int(fact["groups"]) for fact in facts), self._limits.batch.prompts
         assert groups == expected, f"training step {self._number}: {groups} groups were trained on, not {expected}"
-        self._learn(visit for fact in facts for visit in fact["visits"])
+        self._receiving.learn(visit for fact in facts for visit in fact["visits"])
         if not self._closed:
             self._close("train")
         self._goal.judge(facts, self._number + 1)

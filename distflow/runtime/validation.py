@@ -13,6 +13,7 @@ import json
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from statistics import fmean
 
@@ -27,10 +28,12 @@ from distflow.data.order import DATA_SOURCE, PromptOrder
 from distflow.data.responses import Reading
 from distflow.data.samples import last_rows
 from distflow.errors import UserError
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledgers import snapshot_at
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.sample_channel import InboundSamples
+from distflow.flow.memory import group_bytes
 from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
@@ -42,8 +45,8 @@ from distflow.runtime.owner_side import (
     PromptReader,
     build_prompts,
     connect_owner,
+    lease_settings,
     tell_of_prompts,
-    val_settings,
 )
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
@@ -51,6 +54,34 @@ from distflow.runtime.waits import WaitBoard
 from distflow.types import FINISH_REASONS, VAL, VALIDATION, Uid, is_validated
 
 log = logger(__name__)
+
+
+def val_settings(setting: Setting, prompts: int = 1) -> LeaseSettings | None:
+    """The settings of the lease protocol for validation, if there is any.
+
+    `prompts` of a round: only its owner knows how many there are.
+    """
+    plan, train = setting.plan, lease_settings(setting)
+    val = plan.val
+    if val is None:
+        return None
+    longest = group_bytes(val.samples_per_prompt, val.data.max_prompt_tokens, val.response_tokens)
+    return replace(
+        train,
+        ledgers=1,
+        groups_per_ledger=prompts,
+        samples_per_prompt=val.samples_per_prompt,
+        # A round is leased when its version is published, whether or not those before it have been collected: workers
+        # that then find nothing to validate take newer weights. What arrives is judged already: its rows are small.
+        max_staleness=len(val.versions),
+        training_steps=len(val.versions),
+        memory_bytes=prompts * longest * len(val.versions),
+        group_bytes=lambda prompt_tokens: longest,
+        max_prompt_tokens=val.data.max_prompt_tokens,
+        kind="val",
+        versions=val.versions,
+        seed=setting.recipe.run.seed,
+    )
 
 
 class Validation:
