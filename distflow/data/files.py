@@ -264,7 +264,9 @@ def _object(line: bytes, where: str) -> Row:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         doubtful = True
         try:
-            found = _parsed(line.rstrip(), where)  # which takes NaN, and says where in the line something is wrong
+            found = _parsed(
+                line.rstrip(_BLANK), where
+            )  # which takes NaN, and says where in the line something is wrong
         except json.JSONDecodeError as error:
             at = f"at column {error.colno}" if error.pos < len(error.doc) else "at the end of the line"
             raise UserError(f"{where}: broken JSON: {error.msg.removesuffix(' at')} {at}") from error

@@ -102,7 +102,7 @@ def test_the_end_of_a_file_and_its_beginning(tmp_path: Path, ending: str) -> Non
     ("text", "message"),
     [
         ('{"prompt": "1="}\n\n{"prompt": "2="\n', r"p\.jsonl:3: broken JSON: .* ',' delimiter at the end of the line"),
-        ('{"prompt": "1=}\n', r"p\.jsonl:1: broken JSON: Invalid control character at column 16"),
+        ('{"prompt": "1=}\n', r"p\.jsonl:1: broken JSON: Unterminated string starting at column 12"),
         ('{"prompt": "1="}\n{"prompt" 2}\n', r"p\.jsonl:2: broken JSON: Expecting ':' delimiter at column 11$"),
         ('{"prompt": "1="}\n"2="\n', r"p\.jsonl:2: expected a JSON object with columns, got '\"2=\"'"),
         ("", r"p\.jsonl is empty; expected at least one row"),

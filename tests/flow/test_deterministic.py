@@ -93,7 +93,7 @@ def test_what_cannot_repeat_is_refused(overrides: list[str], message: str) -> No
 
 
 def test_models_on_disk_are_judged_by_their_configuration(tmp_path: Path) -> None:
-    mixtral = {**QWEN2, "model_type": "mixtral", "vocab_size": 13}
+    mixtral = {**QWEN2, "model_type": "mixtral", "vocab_size": 13, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(mixtral))
     message = refusal("models.policy.init=null", f"models.policy.path={tmp_path}")
     assert "models.policy.path — model 'policy': model_type 'mixtral' is not computed batch-invariantly" in message

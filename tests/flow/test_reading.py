@@ -90,7 +90,10 @@ def test_what_is_refused_of_preferences(overrides: list[str], message: str) -> N
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["val.every=3"], "val — step 'read' reads the samples from the data, and no worker generates: not built"),
+        (
+            ["val.every=3"],
+            "val.data — step 'read' reads the samples from the data, and nothing is generated: validation needs",
+        ),
         (["batch.target_kl=0.1", "batch.epochs=2"], "batch.target_kl — step 'read' reads the samples from the data"),
         (["batch.critic_warmup=3"], "batch.critic_warmup — this flow trains no critic"),
         (["batch.samples_per_prompt=4"], "batch.samples_per_prompt — has no effect: step 'read' makes 1 of each row"),
