@@ -154,9 +154,13 @@ class Training:
         self._node.facts |= {"state": "finishing"}
         if self._parts.validation is not None:
             self._parts.validation.settle()
+        known = list(self._validated().get(self._limits.run.keep_best or "", {}).items())
         if self._parts.validates:
             # Generating workers stay until then.
-            self._parts.replicas.agree("the end of validation", {})
+            facts = self._parts.replicas.agree("the end of validation", {"validated": known})
+            known = [value for fact in facts for value in fact["validated"]]
+        if self._parts.commits:
+            self._parts.checkpoints.note_validated({int(version): float(value) for version, value in known})
         self.dismiss()
         self._node.facts |= {"state": "finished"}
 

@@ -141,9 +141,13 @@ def test_the_best_checkpoint_by_validation_is_kept(launch: Launch) -> None:
     known = json.loads((run.folder / "checkpoints" / "step_000016" / "COMMIT").read_text())["validated"]
     assert len(known) > 4, "each is known a few training steps later"
     assert all(score["value"] == pytest.approx(measured[int(step)]) for step, score in known.items() if int(step))
-    lowest = min((score["value"], -int(step)) for step, score in known.items() if int(step))
     waiting = {step for step in measured if step > max(map(int, known))}
-    assert set(run.saved()) == {16, -lowest[1], *waiting}
+    assert waiting, "values that came after the last COMMIT"
+    assert set(run.saved()) == {16, min(measured, key=lambda step: (measured[step], -step))}
+    again = launch("quickstart", "--resume", "run.training_steps=18", name=run.name)
+    assert again.wait() == 0, again.output
+    measured |= {step: line["val/response_length/mean"] for step, line in validation(again).items() if step}
+    assert set(again.saved()) == {18, min(measured, key=lambda step: (measured[step], -step))}
 
 
 def test_a_checkpoint_and_a_folder_are_evaluated_as_in_the_run(launch: Launch, tmp_path: Path) -> None:

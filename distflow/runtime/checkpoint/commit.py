@@ -37,7 +37,8 @@ from distflow.errors import UserError, WorkerFailed
 from distflow.types import Version
 
 FORMAT = 5
-COMMIT = "COMMIT"
+COMMIT, LATER = "COMMIT", "validated.json"
+"""Written last into a checkpoint; and values of validation that come after it."""
 Fingerprint = tuple[int, str]
 """Size in bytes and xxh3 of a file."""
 Note = Callable[[int], None]
@@ -226,13 +227,30 @@ def read_file(path: Path) -> tuple[Commit | None, str]:
         found = msgspec.json.decode(data, type=_AnyFormat).format
         if found != FORMAT:
             return None, f"it has format {found}, this version of distflow reads {FORMAT}"
-        return msgspec.json.decode(data, type=Commit), ""
+        commit = msgspec.json.decode(data, type=Commit)
+        later = _read_later(path.with_name(LATER))
+        return (msgspec.structs.replace(commit, validated=commit.validated | later) if later else commit), ""
     except FileNotFoundError:
         return None, "it has no COMMIT, so it was not finished"
     except msgspec.ValidationError as error:
         return None, f"its COMMIT is damaged: {error}"
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         return None, f"its COMMIT cannot be read ({error})"
+
+
+def note_validated(folder: Path, scores: Mapping[int, KeptScore]) -> None:
+    """Add values of validation that came after a checkpoint's COMMIT, which never changes; raises OSError."""
+    draft = folder / f".{LATER}.{secrets.token_hex(4)}"
+    write_text(draft, msgspec.json.encode(scores).decode())
+    os.rename(draft, folder / LATER)
+
+
+def _read_later(path: Path) -> dict[int, KeptScore]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[int, KeptScore])
+    except (OSError, msgspec.DecodeError):
+        # They only decide what is kept besides the newest.
+        return {}
 
 
 def _fault_of_part(path: Path, expected: Fingerprint, note: Note | None) -> str:

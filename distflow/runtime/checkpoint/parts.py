@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from distflow.runtime.checkpoint.commit import (
     forget_model_drafts,
     model_owed,
     models_of,
+    note_validated,
     read_commit,
     sync_folder,
     term_of,
@@ -129,7 +131,7 @@ class CheckpointWriter:
         known: dict[int, KeptScore] = {}
         if self._keeping.due:
             known = self._keeping.validated(commit for _, commit in commits(self._root))
-            known |= {number: KeptScore(self._keeping.metric, value) for number, value in (validated or {}).items()}
+            known |= self._kept(validated or {})
         commit = Commit(
             format=FORMAT,
             step=version.number,
@@ -137,7 +139,7 @@ class CheckpointWriter:
             version=version.number,
             digest=self._digest,
             recipe=self._recipe,
-            score=None if score is None else KeptScore(self._keeping.metric, score),
+            score=None if score is None or not math.isfinite(score) else KeptScore(self._keeping.metric, score),
             parts={name: (int(size), str(checksum)) for name, (size, checksum) in sorted(parts.items())},
             validated=known,
         )
@@ -160,9 +162,24 @@ class CheckpointWriter:
             log.warning("could not remove an old checkpoint, trying again after the next: %s", error)
         return folder
 
+    def note_validated(self, values: Mapping[int, float]) -> None:
+        """Keep what validation has measured by now, by version, and remove what is not to be kept for it."""
+        found = dict(commits(self._root))
+        if not values or not found:
+            return
+        try:
+            note_validated(list(found)[-1], self._keeping.validated(found.values()) | self._kept(values))
+            self._forget_old()
+        except OSError as error:
+            log.warning("could not note what validation has measured for run.keep_best: %s", error)
+
     def abandon(self, version: Version) -> None:
         """Remove the draft of a checkpoint that cannot be finished."""
         _remove(draft_of(self._root, version))
+
+    def _kept(self, values: Mapping[int, float]) -> dict[int, KeptScore]:
+        """Values by version, without those that are no number: nothing is kept for them, and JSON has none."""
+        return {n: KeptScore(self._keeping.metric, value) for n, value in values.items() if math.isfinite(value)}
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint after this training step lies."""
