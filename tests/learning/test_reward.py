@@ -280,7 +280,7 @@ def test_a_function_that_does_not_come_back_is_told_with_its_frames(
     waiting = Path(plugins).with_name("waiting.py")
     waiting.write_text(
         "import pathlib, time\nseen = pathlib.Path(__file__).with_name('seen')\n\n\ndef waits(sample):\n"
-        "    while not seen.exists():\n        time.sleep(0.01)\n    return 1.0\n"
+        "    while not seen.exists(): time.sleep(0.01)\n    return 1.0\n"
     )
     told, texts = threading.Event(), []
 
@@ -295,7 +295,7 @@ def test_a_function_that_does_not_come_back_is_told_with_its_frames(
     assert told.is_set()
     (text,) = texts
     assert "has not come back for" in text
-    assert f'File "{waiting}", line 7, in waits' in text.splitlines()[1], text
+    assert f'File "{waiting}", line 6, in waits' in text.splitlines()[1], text
     assert ctx.metrics.counts()["reward/hanging"] == 1
 
 

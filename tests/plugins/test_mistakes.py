@@ -328,7 +328,7 @@ MISTAKES = {
     "moody": r"gives the response .* later: a sample that is made again after a loss",
     "unstable": r"gives another text for a second source .* first at index 0: .* let the index and a seed decide",
     "empty": r"the data source list is empty; expected at least one prompt",
-    "not_plain": r"the task .*",
+    "not_plain": r"column 'answer' of prompt 0 cannot be sent to workers as JSON: .* — make it text, numbers",
     "untyped": r"prompt 0 is a int; expected a PromptText\(text, task\), a mapping of columns, or text",
     "silent": r"prompt 0 is empty",
 }
