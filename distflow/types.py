@@ -55,6 +55,8 @@ VALIDATION = 1 << 48
 """First prompt position of validation: those of training are far below it."""
 VAL = "val/"
 """What the names of the metrics of validation begin with."""
+VAL_LOSS = f"{VAL}loss"
+"""What flows that read their samples from the data measure: the lower, the better."""
 
 MOST_WORKERS = 4096
 """Of one pool; more are taken for a typo."""

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from distflow.data.files import whole_lines
 from distflow.data.metric_sums import EXPLAINED, SUM_SUFFIX, WEIGHT_SUFFIX, explained_variance
+from distflow.types import VAL, VAL_LOSS
 
 SUMMED = ("_per_s", "/throughput", "/count", "/timeouts", "/errors", "/dropped")
 TRAINED = "timing_s/step"
 """Written by training workers only, at the end of a step."""
-VALIDATION = "val/"
-"""What the metrics of validation begin with."""
 Line = Mapping[str, float]
 
 
@@ -115,7 +114,7 @@ def surviving(lines: Iterable[Line]) -> dict[int, list[Line]]:
 
 def is_validation(line: Line) -> bool:
     """Whether a line is of validation, rather than of what a worker did in a training step."""
-    return any(name.startswith(VALIDATION) for name in line)
+    return any(name.startswith(VAL) for name in line)
 
 
 def _validated_once(lines: list[Line]) -> list[Line]:
@@ -161,6 +160,6 @@ def _weighted_mean(name: str, lines: list[Line]) -> float:
 
 def validated(steps: Iterable[Mapping[str, float]]) -> list[str]:
     """The metrics of validation that tell how good a policy is, over all sources: `val/avg@4`, or `val/loss`."""
-    good = (f"{VALIDATION}avg@", f"{VALIDATION}loss")
+    good = (f"{VAL}avg@", VAL_LOSS)
     names = (name for step in steps for name in step if name.startswith(good))
-    return [name for name in dict.fromkeys(names) if "/" not in name.removeprefix(VALIDATION)]
+    return [name for name in dict.fromkeys(names) if "/" not in name.removeprefix(VAL)]

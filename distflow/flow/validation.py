@@ -12,10 +12,7 @@ from distflow.flow.graph import StepNode
 from distflow.flow.plan import Plan, ValPlan
 from distflow.flow.step_settings import complaints
 from distflow.flow.structure import Structure
-from distflow.types import VAL, is_validated
-
-LOSS = f"{VAL}loss"
-"""What flows that read their samples from the data measure: the lower, the better."""
+from distflow.types import VAL, VAL_LOSS, is_validated
 
 
 def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -86,8 +83,8 @@ def check_goals(recipe: Recipe, structure: Structure, problems: Problems) -> Non
 
 def _check_kept(recipe: Recipe, problems: Problems) -> None:
     run = recipe.run
-    if run.keep_best == LOSS and run.keep_best_mode == "max":
-        problems.add("run.keep_best_mode", f"max would keep the checkpoint with the highest {LOSS}", "min")
+    if run.keep_best == VAL_LOSS and run.keep_best_mode == "max":
+        problems.add("run.keep_best_mode", f"max would keep the checkpoint with the highest {VAL_LOSS}", "min")
     saves = [every for every in (run.save_every, run.hf_every) if every]
     # The last one is saved in any case, and is the newest.
     if not any(version and version % every == 0 for version in _versions(recipe)[:-1] for every in saves):

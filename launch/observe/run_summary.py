@@ -21,7 +21,7 @@ from distflow.launch.run.exit_status import STOPPED
 from distflow.launch.run.record import Failure, RunRecord
 from distflow.launch.run.resume import best_checkpoint
 from distflow.runtime.process_record import read_troubles
-from distflow.types import VAL
+from distflow.types import VAL, VAL_LOSS
 
 MEAN_OF = 10
 HOST_PEAK, DEVICE_PEAK = "memory/host_peak_gb/max", "memory/device_peak_gb/max"
@@ -120,7 +120,8 @@ def held_out(run_dir: Path, steps: Sequence[Mapping[str, float]]) -> Iterator[st
     for name in validated(steps):
         found = {int(step["step"]): step[name] for step in steps if name in step and math.isfinite(step[name])}
         if found:
-            last, best = max(found), max(found, key=lambda step: (found[step], step))
+            sign = -1 if name == VAL_LOSS else 1
+            last, best = max(found), max(found, key=lambda step: (sign * found[step], step))
             half = next((step[f"{name}/ci95"] for step in reversed(steps) if f"{name}/ci95" in step), math.nan)
             around = f" ±{half:.2g}" if math.isfinite(half) else ""
             better = "" if best == last else f" (best {found[best]:.3g} {_after(best)})"

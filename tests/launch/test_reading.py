@@ -304,6 +304,12 @@ def test_status_tells_of_validation_and_of_the_best_checkpoint(fake_run, capsys)
     told = capsys.readouterr().out.splitlines()
     assert told[1:2] == ["validation: avg@4 0.25 ±0.021 after training step 4 (best 0.5 after training step 2)"]
     assert "best checkpoint" not in "".join(told)
+    with (run.run_dir / "metrics" / "trainer-0.jsonl").open("a") as file:
+        for step, value in {2: 0.75, 4: 1.5}.items():
+            file.write(json.dumps({"step": step, "term": 0, "val/loss": value}) + "\n")
+    assert distflow(["status", *runs_dir(run)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "validation: loss 1.5 after training step 4 (best 0.75 after training step 2)" in told, "the lowest is best"
 
     kept = {"run": {"keep_best": "val/avg@4", "keep_best_mode": "max"}}
     (run.run_dir / "recipe.yaml").write_text(json.dumps(kept))
