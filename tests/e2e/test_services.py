@@ -285,10 +285,10 @@ def tenth(sample):
     global judged, fails
     if fails is None:
         try:
-            os.close(os.open(Path(__file__).parent / "fails", os.O_CREAT | os.O_EXCL))
-            fails = True
-        except FileExistsError:
+            os.close(os.open(Path(__file__).parent / "first", os.O_CREAT | os.O_EXCL))
             fails = False
+        except FileExistsError:
+            fails = True
     judged += 1
     if fails and judged % 10 == 0:
         raise ValueError("cannot judge this")
@@ -297,9 +297,9 @@ def tenth(sample):
 
 
 def one_fails(folder: Path, rate: float) -> list[str]:
-    """Of all workers that judge, one fails on a tenth of its samples, the others on none."""
+    """Of two workers that judge, the second to begin, so never alone, fails on a tenth of its samples."""
     (folder / "rewards.py").write_text(ONE_FAILS)
-    (folder / "fails").unlink(missing_ok=True)
+    (folder / "first").unlink(missing_ok=True)
     function = f"flow.steps.reward.with.function={folder}/rewards.py:tenth"
     return [*PACED, function, f"flow.steps.reward.with.max_error_rate={rate}", "flow.steps.reward.with.on_error=zero"]
 

@@ -25,6 +25,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -224,12 +225,10 @@ def read_file(path: Path) -> tuple[Commit | None, str]:
     """What a COMMIT file says, without a check of the parts, or why it cannot be used."""
     try:
         data = path.read_bytes()
-        found = msgspec.json.decode(data, type=_AnyFormat).format
-        if found != FORMAT:
+        if (found := msgspec.json.decode(data, type=_AnyFormat).format) != FORMAT:
             return None, f"it has format {found}, this version of distflow reads {FORMAT}"
         commit = msgspec.json.decode(data, type=Commit)
-        later = _read_later(path.with_name(LATER))
-        return (msgspec.structs.replace(commit, validated=commit.validated | later) if later else commit), ""
+        return msgspec.structs.replace(commit, validated=commit.validated | _read_later(path.with_name(LATER))), ""
     except FileNotFoundError:
         return None, "it has no COMMIT, so it was not finished"
     except msgspec.ValidationError as error:
@@ -246,11 +245,9 @@ def note_validated(folder: Path, scores: Mapping[int, KeptScore]) -> None:
 
 
 def _read_later(path: Path) -> dict[int, KeptScore]:
-    try:
+    with suppress(OSError, msgspec.DecodeError):  # they only decide what is kept besides the newest
         return msgspec.json.decode(path.read_bytes(), type=dict[int, KeptScore])
-    except (OSError, msgspec.DecodeError):
-        # They only decide what is kept besides the newest.
-        return {}
+    return {}
 
 
 def _fault_of_part(path: Path, expected: Fingerprint, note: Note | None) -> str:
