@@ -18,10 +18,11 @@ if (_HERE.parent / "setup.cfg").is_file() and (_HERE.parent / "workers").is_dir(
     __path__.append(str(_HERE.parent))
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Ragged", "Run", "StepContext", "launch", "load_run", "step"]
+__all__ = ["Batch", "Client", "Ragged", "Run", "StepContext", "launch", "load_run", "step"]
 
 _LAZY = {
     "Batch": "distflow.data.batch",
+    "Client": "distflow.client",
     "Ragged": "distflow.data.batch",
     "Run": "distflow.launch.python",
     "StepContext": "distflow.runtime.steps",
@@ -30,6 +31,7 @@ _LAZY = {
 }
 
 if TYPE_CHECKING:
+    from distflow.client import Client
     from distflow.data.batch import Batch, Ragged
     from distflow.flow.step import step
     from distflow.launch.python import Run, launch, load_run

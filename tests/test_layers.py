@@ -28,6 +28,7 @@ ALLOWED["weights"] = ALLOWED["comm"] | {"comm"}
 ALLOWED["runtime"] = ALLOWED["exchange"] | {"exchange", "weights"}
 ALLOWED["workers"] = ALLOWED["runtime"] | {"runtime"}
 ALLOWED["launch"] = ALLOWED["runtime"] | {"runtime"}
+ALLOWED["client"] = ALLOWED["launch"] | {"launch"}
 ALLOWED["testing"] = ALLOWED["runtime"] | {"runtime", "workers"}
 """The roof (workers, launch) and the test kit beside it; nobody imports recipes."""
 

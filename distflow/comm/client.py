@@ -1,9 +1,11 @@
-"""Requests to one worker or agent from a process outside the run, such as a command."""
+"""Requests to workers or agents from a process outside the run: one after another, or in the background to several."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import zmq
@@ -11,11 +13,18 @@ import zmq
 from distflow.comm.addresses import place_of
 from distflow.comm.curve import CLIENT, KEY_HINT, Watch, leaves_machine, present_key, tune
 from distflow.comm.keys import Keys
-from distflow.comm.message import decode, encode
+from distflow.comm.message import Message, decode, encode
+from distflow.comm.outbox import Outbox
 from distflow.errors import ProtocolError
+from distflow.log import logger
+
+TICK_S = 0.25
+LINGER_S = 1.0
+
+log = logger(__name__)
 
 
-class Client:
+class RequestClient:
     """Sends one request after another over one connection, which is opened with the first.
 
     `keys` are the run's, for an address on another host. Use as a context, or `close` it.
@@ -25,8 +34,7 @@ class Client:
         self._address = address
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._watch: Watch | None = None
+        self._connection: _Connection | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -41,9 +49,10 @@ class Client:
         """
         frames = None
         try:
-            socket = self._socket or self._connect()
-            socket.send(encode(kind, CLIENT, 0, body))
-            frames = _reply(socket, self._watch, self._address, time.monotonic() + timeout_s)
+            if self._connection is None:
+                self._connection = _connect(self._context, self._address, self._keys)
+            self._connection.socket.send(encode(kind, CLIENT, 0, body))
+            frames = _reply(self._connection, time.monotonic() + timeout_s)
         finally:
             if frames is None:
                 # A late reply must not be mistaken for the reply to the next request.
@@ -55,47 +64,169 @@ class Client:
         self._hang_up()
         self._context.term()
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket = self._socket = self._context.socket(zmq.DEALER)
-        if leaves_machine(self._address):
-            self._watch = _unlock(socket, self._address, self._keys)
-        socket.connect(place_of(self._address))
-        return socket
-
     def _hang_up(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        if self._socket is not None:
-            self._socket.close(linger=0)
-        self._socket = self._watch = None
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+
+class BackgroundClient:
+    """Sends requests to several workers by name, from any thread; replies come on a thread of its own.
+
+    `on_reply(name, message)` runs on that thread for every reply, and `on_tick()` a few times a second; neither may
+    block. An exception in either ends the thread and is handed to `on_fault`.
+    """
+
+    def __init__(
+        self,
+        keys: Keys | None,
+        on_reply: Callable[[str, Message], None],
+        on_tick: Callable[[], None],
+        on_fault: Callable[[Exception], None],
+    ) -> None:
+        self._keys = keys
+        self._on_reply, self._on_tick, self._on_fault = on_reply, on_tick, on_fault
+        self._outbox = Outbox()
+        self._addresses: dict[str, str] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="client", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send and receive."""
+        self._thread.start()
+
+    def know(self, name: str, address: str) -> None:
+        """Set the address of a worker; the connection to a former one is closed with the next request."""
+        self._addresses = {**self._addresses, name: address}
+
+    def send(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
+        """Queue a request. It may be lost, as any message: repeat it until the reply comes."""
+        self._outbox.put(to, [encode(kind, CLIENT, 0, body)])
+
+    def close(self) -> None:
+        """Send what is queued, for at most a second, and close all connections."""
+        self._closing = True
+        self._outbox.refuse()
+        self._outbox.wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(2 * LINGER_S)
+
+    def _serve(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        connections: dict[str, _Connection] = {}
+        try:
+            self._loop(context, connections)
+        except Exception as error:
+            self._on_fault(error)
+        finally:
+            self._outbox.close()
+            for connection in connections.values():
+                connection.close(LINGER_S)
+            context.term()
+
+    def _loop(self, context: zmq.Context[zmq.Socket[bytes]], connections: dict[str, _Connection]) -> None:
+        next_tick = time.monotonic() + TICK_S
+        while not (self._closing and not self._outbox):
+            poller = zmq.Poller()
+            poller.register(self._outbox.fileno(), zmq.POLLIN)
+            for connection in connections.values():
+                connection.register(poller)
+            ready = dict(poller.poll(max(0, int((next_tick - time.monotonic()) * 1000))))
+            if self._outbox.fileno() in ready:
+                self._outbox.woken()
+            for name, connection in connections.items():
+                connection.check()
+                if connection.socket in ready:
+                    self._receive(name, connection.socket)
+            if time.monotonic() >= next_tick:
+                self._on_tick()
+                next_tick = time.monotonic() + TICK_S
+            self._flush(context, connections)
+
+    def _receive(self, name: str, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(100):
+            try:
+                header, *payload = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._on_reply(name, decode(header.buffer, [frame.buffer for frame in payload]))
+
+    def _flush(self, context: zmq.Context[zmq.Socket[bytes]], connections: dict[str, _Connection]) -> None:
+        for _ in range(len(self._outbox)):
+            posted = self._outbox.take()
+            assert posted is not None, "nobody else takes from the outbox"
+            name = str(posted.to)
+            address = self._addresses.get(name, "")
+            known = connections.get(name)
+            if known is not None and known.address != address:
+                connections.pop(name).close()
+            if name not in connections and address:
+                connections[name] = _connect(context, address, self._keys)
+            try:
+                if name in connections:
+                    connections[name].socket.send_multipart(posted.frames, zmq.NOBLOCK)
+                    posted.delivery.hand_over()
+                else:
+                    posted.delivery.drop()
+            except zmq.Again:
+                posted.delivery.drop()
+            self._outbox.handed_over(posted)
 
 
 def ask(
     address: str, kind: str, body: Mapping[str, Any], timeout_s: float, keys: Keys | None = None
 ) -> dict[str, Any] | None:
-    """A single request; see `Client.ask`."""
-    with Client(address, keys) as client:
+    """A single request; see `RequestClient.ask`."""
+    with RequestClient(address, keys) as client:
         return client.ask(kind, body, timeout_s)
 
 
-def _unlock(socket: zmq.Socket[bytes], address: str, keys: Keys | None) -> Watch:
-    if keys is None:
-        raise ProtocolError(
-            f"{place_of(address)} cannot be asked without the run's key — pass the keys of <run_dir>/keys/run.key"
-        )
-    tune(socket, address)
-    present_key(socket, keys)
-    return Watch(socket)
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """One DEALER, and what watches it where it leaves this machine."""
+
+    address: str
+    socket: zmq.Socket[bytes]
+    watch: Watch | None
+
+    def register(self, poller: zmq.Poller) -> None:
+        poller.register(self.socket, zmq.POLLIN)
+        if self.watch is not None:
+            poller.register(self.watch.monitor, zmq.POLLIN)
+
+    def check(self) -> None:
+        """Raise ProtocolError if the other end refuses this connection."""
+        if self.watch is not None and self.watch.refused():
+            raise ProtocolError(f"{place_of(self.address)} refused the connection — {KEY_HINT}")
+
+    def close(self, linger_s: float = 0.0) -> None:
+        if self.watch is not None:
+            self.watch.close()
+        self.socket.close(linger=int(linger_s * 1000))
 
 
-def _reply(socket: zmq.Socket[bytes], watch: Watch | None, address: str, deadline: float) -> list[bytes] | None:
+def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> _Connection:
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    watch = None
+    if leaves_machine(address):
+        if keys is None:
+            socket.close(linger=0)
+            raise ProtocolError(
+                f"{place_of(address)} cannot be asked without the run's key — pass the keys of <run_dir>/keys/run.key"
+            )
+        tune(socket, address)
+        present_key(socket, keys)
+        watch = Watch(socket)
+    socket.connect(place_of(address))
+    return _Connection(address, socket, watch)
+
+
+def _reply(connection: _Connection, deadline: float) -> list[bytes] | None:
     poller = zmq.Poller()
-    for polled in [socket, *([] if watch is None else [watch.monitor])]:
-        poller.register(polled, zmq.POLLIN)
+    connection.register(poller)
     while (left := deadline - time.monotonic()) > 0:
         ready = dict(poller.poll(max(1, int(left * 1000))))
-        if socket in ready:
-            return socket.recv_multipart()
-        if watch is not None and watch.refused():
-            raise ProtocolError(f"{place_of(address)} refused the connection — {KEY_HINT}")
+        if connection.socket in ready:
+            return connection.socket.recv_multipart()
+        connection.check()
     return None

@@ -160,10 +160,10 @@ class Endpoint:
             raise KeyError(f"{to!r} is not in the roster, which names {sorted(self.roster)}")
         return self._post(to, [encode(kind, self.name, self.incarnation, body), *payload])
 
-    def reply(self, request: Message, body: Mapping[str, Any]) -> None:
+    def reply(self, request: Message, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
         """Reply over the connection of the request (its sender need not be in the roster)."""
         assert request.route is not None, "only received messages can be replied to"
-        self._post(request.route, [encode(f"{request.kind}.reply", self.name, self.incarnation, body)])
+        self._post(request.route, [encode(f"{request.kind}.reply", self.name, self.incarnation, body), *payload])
 
     def disconnect(self, name: str) -> None:
         """Close the connection to a peer that is gone and drop its queue. The next message opens a new one."""

@@ -338,6 +338,9 @@ class LimitsConfig(Section):
     """Seconds for the workers of a run to connect to each other."""
     drain_s: float = Field(default=30.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds without progress of saving that workers get to save and leave in order when the run stops."""
+    consumer_mb: int = Field(default=256, ge=1, json_schema_extra={"unit": "MiB per consumer and owner"})
+    """Samples that an owner keeps for each consumer outside the run (docs/service.md). A lossless consumer that has as
+    many unread holds the run up; of others the oldest are let go."""
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
     """How often a worker that does not train is restarted after it was killed, within `restart_window_s`; and how often
     in a row the training pool resumes from the same checkpoint."""

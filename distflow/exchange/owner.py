@@ -80,6 +80,7 @@ class OwnerCore:
         """Workers that lost leases by silence (`host_silence_s`), and how many; emptied by the caller."""
         self.settings = settings
         self.reading: Callable[[], bool] = bool  # Whether prompts that may be leased are still being read.
+        self.held_up: Callable[[], str] = str  # Who has to read samples before anything may be leased; "": nobody.
         self._begins = dict(begins or {})
         self.ledgers = LedgerSet(name, ledgers, settings, prompt_at)
         self._peers = Peers()
@@ -138,8 +139,8 @@ class OwnerCore:
         return self._serve_parked(now)
 
     def draw(self, now: float) -> Iterator[Entry]:
-        """Lease what may be leased, lazily, to nobody: for an owner that makes its samples itself."""
-        return self.ledgers.draw(self.term, now)
+        """Lease what may be leased, lazily; to nobody yet, as an owner does that makes its samples itself."""
+        return iter(()) if self.held_up() else self.ledgers.draw(self.term, now)
 
     # -- the training loop
     def keeps(self, result: Result) -> bool:
@@ -349,8 +350,7 @@ class OwnerCore:
         if not self._peers.wanted or self.exhausted is not None or self.finished:
             return []
         out = [self._grant(pending, now) for pending in self._copies.stranded(self._peers)]
-        drawn = self.ledgers.draw(self.term, now)
-        out += [self._grant(pending, now) for pending in self._peers.deal(drawn, self.settings.message_bytes)]
+        out += [self._grant(pending, now) for pending in self._peers.deal(self.draw(now), self.settings.message_bytes)]
         return out + [self._grant(pending, now) for pending in self._copies.slow(self._peers)]
 
     def _grant(self, pending: PendingGrant, now: float) -> Outgoing:

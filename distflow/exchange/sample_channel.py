@@ -207,14 +207,24 @@ class InboundSamples:
         self._post = post
         self._grants = SentOnce()
         self._stored: dict[int, ArrivedGroup] = {}
-        self._arrived: Arrived = lambda lengths: None
+        self._arrived: list[Arrived] = []
+        self._answered: list[Callable[[int, Iterable[str]], None]] = []
+        self._leaving: list[Callable[[Sequence[int]], None]] = []
         self.kinds = names_of((*HOLDER_KINDS, RESULTS), core.settings.kind)
         """The messages it takes."""
 
     def on_arrival(self, handler: Arrived) -> None:
         """Called with the groups that have been stored; first of all, now, with those that are here already."""
-        self._arrived = handler
+        self._arrived.append(handler)
         handler({position: row_lengths(group.rows.rows).tolist() for position, group in self._stored.items()})
+
+    def on_answer(self, handler: Callable[[int, Iterable[str]], None]) -> None:
+        """Called with a stored group, and the fields that it has got."""
+        self._answered.append(handler)
+
+    def on_leaving(self, handler: Callable[[Sequence[int]], None]) -> None:
+        """Called with the groups that are not stored any longer."""
+        self._leaving.append(handler)
 
     def peek(self, position: int) -> ArrivedGroup:
         """A group that has arrived; it stays stored."""
@@ -245,7 +255,7 @@ class InboundSamples:
             else:
                 out += self.core.handle(result, now)
         self.send(out)
-        self._arrived(new)
+        self._tell_of(new)
 
     def store(self, results: Sequence[Result], batch: Batch, now: float) -> None:
         """Keep the rows of groups that this owner has made itself: nobody is to be told that they have arrived."""
@@ -254,16 +264,25 @@ class InboundSamples:
             rows = groups[result.position]
             self.core.handle(self._with_room(result, rows), now)
             self._stored[result.position] = ArrivedGroup(result.position, rows, result.worker)
-        self._arrived({position: lengths[rows.start : rows.stop] for position, rows in groups.items()})
+        self._tell_of({position: lengths[rows.start : rows.stop] for position, rows in groups.items()})
 
     def answer(self, position: int, columns: Mapping[str, Column]) -> None:
         """Store the answer of a call with the group."""
         group = self._stored[position]
         self._stored[position] = replace(group, more={**group.more, **columns})
+        for handler in self._answered:
+            handler(position, columns)
 
     def pop(self, positions: Iterable[int]) -> list[ArrivedGroup]:
         """Groups that have arrived, which are not stored any longer."""
-        return [self._stored.pop(position) for position in positions]
+        popped = [self._stored.pop(position) for position in positions]
+        for handler in self._leaving if popped else ():
+            handler([group.position for group in popped])
+        return popped
+
+    def _tell_of(self, lengths: Mapping[int, Sequence[int]]) -> None:
+        for handler in self._arrived if lengths else ():
+            handler(lengths)
 
     def send(self, out: Iterable[Outgoing]) -> None:
         """Send the core's messages."""

@@ -9,7 +9,7 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 |                                        |                                      | prompts, weights, checkpoint, a stop |
 | endpoint (comm/endpoint.py)            | owns all sockets; runs the handlers  | sockets: peers; its outbox: posts    |
 |                                        | of messages and of ticks             | from any thread                      |
-| prompts (owner_side.py)                | data source and tokenizer, ahead     | its own condition: `prompt_at`       |
+| prompts (exchange/prompt_reader.py)    | data source and tokenizer, ahead     | its own condition: `prompt_at`       |
 | weights (weights/prefetch.py; readers  | fetches and checks a version, then   | its own condition: an announcement,  |
 | on hosts without a publisher)          | wakes the board                      | on the endpoint's thread             |
 | swarm-serve, swarm-describe_offers     | chunks of weights for other hosts;   | a socket: readers; a queue:          |

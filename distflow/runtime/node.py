@@ -39,8 +39,6 @@ from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
 
 Handler = Callable[[Message], None]
-OPEN = ("status", "stacks", "stop")
-"""Requests that anyone may send."""
 AGENT_POOL = "agent"
 SAY_EVERY_S = 1.0
 """How often a worker tells its agent where it listens, until the agent answers, and how far it is with a checkpoint."""
@@ -68,7 +66,8 @@ class Node:
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
         self.counts: Callable[[], Mapping[str, float]] = dict
         """Counters of this worker by metric name: shown by `status`, and sent to peers with each heartbeat."""
-        self._handlers: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
+        self._handlers: dict[str, Handler] = {}
+        self._requests: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
         self._agent_handlers: dict[str, Handler] = {}
         self._joined: list[Callable[[str, int], None]] = []
         self._lost: list[Callable[[Lost], None]] = []
@@ -77,7 +76,13 @@ class Node:
 
     def on(self, kind: str, handler: Handler) -> None:
         """Handle messages of this kind from peers that are present."""
+        assert kind not in self._requests, f"{kind} is what clients send"
         self._handlers[kind] = handler
+
+    def on_request(self, kind: str, handler: Handler) -> None:
+        """Handle messages of this kind from anyone with the run's key, a command or a client outside the run too."""
+        assert kind not in self._handlers, f"{kind} is what peers send"
+        self._requests[kind] = handler
 
     def on_agent(self, kind: str, handler: Handler) -> None:
         """Handle messages of this kind from host agents only."""
@@ -175,8 +180,9 @@ class Node:
         if is_agent(message.sender) and message.kind in self._agent_handlers:
             self._agent_handlers[message.kind](message)
             return
-        allowed = message.kind in OPEN or self._accepts(message, now)
-        if allowed and message.kind in self._handlers:
+        if message.kind in self._requests:
+            self._requests[message.kind](message)
+        elif message.kind in self._handlers and self._accepts(message, now):
             self._handlers[message.kind](message)
 
     def _find(self, name: str) -> None:

@@ -1,27 +1,17 @@
 """The owner's side of a training worker: its ledgers, the messages that reach them, and their prompts, read ahead.
 
-`build_inbound` wires the owner's core (`distflow/exchange/owner.py`) to the worker.
-
-`PromptReader` reads prompts on a thread of its own, because data sources and tokenizers may be slow. The core asks for
-the prompt of a position with `prompt_at`, under the worker's lock, and gets None while it has not been read. Positions
-that were asked for are read first; then those that each ledger will need next, lowest first, until enough prompts are
-in memory. Which positions exist and which worker gets them is decided elsewhere.
-
-Only this thread calls the source and the tokenizer. An exception they raise is kept in place of the prompt and becomes
-the worker's fault when that prompt is asked for: a prompt that is never needed does not end the run.
-
-Example, 2 ledgers: prompt_at(0) → None; 0 is read, then 2, 4, … (the rest of its ledger) → `arrived` → prompt_at(0).
+`build_inbound` wires the owner's core (`distflow/exchange/owner.py`) and the reader of prompts
+(`distflow/exchange/prompt_reader.py`) to the worker.
 """
 
 from __future__ import annotations
 
-import heapq
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
+from typing import NamedTuple
 
 from distflow.config.data_schema import DataConfig, DifficultyConfig
 from distflow.config.plugins import TOKENIZER
@@ -29,13 +19,17 @@ from distflow.data.difficulty import Difficulty, DifficultyRule
 from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings
 from distflow.data.responses import Reading
-from distflow.errors import DistflowError, Problem, UserError
+from distflow.errors import DistflowError, NoProgressError, Problem, RunStopped, UserError, did_you_mean
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Lease, LeasePrompt
 from distflow.exchange.own_samples import OwnSamples, samples_of
 from distflow.exchange.owner import OwnerCore
+from distflow.exchange.prompt_reader import PromptReader
 from distflow.exchange.sample_channel import InboundSamples
+from distflow.exchange.store_channel import KINDS as STORE_KINDS
+from distflow.exchange.store_channel import OWNERS, SampleStore
+from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan
 from distflow.flow.resolve import check_step, resolve
@@ -45,176 +39,13 @@ from distflow.runtime.assembly import Setting
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
+from distflow.runtime.waits import WaitBoard
 from distflow.types import GivenResponse, LeaseKind, Prompt
 
 READ_AHEAD = 64
 """Fewest prompts that are read ahead; otherwise those of two training steps."""
-AHEAD_BYTES = 64 << 20
-"""Most memory for prompts that have not been asked for yet."""
-GATHER_S = 0.02
-"""While several prompts are waited for, `arrived` is called this often, and once more for the last of them."""
-LOOK_EVERY_S = 1.0
-"""How often an idle reader checks whether it was closed; it is woken when there is something to read."""
-CLOSE_S = 1.0
-"""How long to wait at the end for the prompt being read: a slow source must not delay it."""
-_TOKEN_BYTES, _PROMPT_BYTES = 40, 1024
-"""Rough memory of a prompt: per token, and besides its tokens and text."""
 
-Read = LeasePrompt | Exception
 log = logger(__name__)
-
-
-@dataclass(slots=True)
-class _Ledger:
-    """Prompts of one ledger that have been read, by rising position, and the position to read next."""
-
-    next: int
-    read: deque[tuple[int, Read]] = field(default_factory=deque)
-
-
-class PromptReader:
-    """The reader's thread calls `read(position)`, and `arrived()` when prompts that were asked for have been read.
-
-    `stride`, the number of ledgers, is the distance between positions of one ledger. At most `ahead` prompts are read
-    before they are asked for. `fault` gets the exception of a prompt that could not be read. A handler of `arrived`
-    calls `take_news`.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[int], LeasePrompt],
-        stride: int,
-        ahead: int,
-        arrived: Callable[[], None],
-        fault: Callable[[Exception], None],
-    ) -> None:
-        self._read = read
-        self._stride = stride
-        self._most = ahead
-        self._arrived = arrived
-        self._fault = fault
-        self._changed = threading.Condition()
-        self._ledgers: dict[int, _Ledger] = {}
-        self._order: list[int] = []
-        """Heap of positions to read ahead, the lowest first; some may be out of date."""
-        self._wanted: dict[int, None] = {}
-        """Positions that were asked for and have not been read yet."""
-        self._news = False
-        """Whether something that was asked for has been read since the last `take_news`."""
-        self._told_at = 0.0
-        self._count = self._bytes = 0
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="prompts", daemon=True)
-
-    def start(self) -> None:
-        """Start to read what is asked for."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop reading."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join(CLOSE_S)
-
-    def prompt_at(self, position: int) -> LeasePrompt | None:
-        """The prompt of a position, each once; None if it has not been read, and `arrived` will follow.
-
-        The positions of a ledger are asked for in rising order; prompts in between are dropped.
-        """
-        with self._changed:
-            ledger = self._ledgers.setdefault(position % self._stride, _Ledger(position))
-            while ledger.read and ledger.read[0][0] < position:
-                self._forget(ledger)
-            if not ledger.read or ledger.read[0][0] != position:
-                self._want(ledger, position)
-                return None
-            found = ledger.read[0][1]
-            if not isinstance(found, Exception):
-                self._forget(ledger)
-                self._changed.notify_all()
-                return found
-        self._fault(found)
-        return None
-
-    def take_news(self) -> bool:
-        """Whether something that was asked for has been read since the last call."""
-        with self._changed:
-            news, self._news = self._news, False
-            self._told_at = time.monotonic()
-            return news
-
-    def _want(self, ledger: _Ledger, position: int) -> None:
-        if not self._wanted:
-            self._told_at = time.monotonic()
-        if position not in self._wanted:
-            self._wanted[position] = None
-            ledger.next = max(ledger.next, position)
-            self._changed.notify_all()
-
-    def _forget(self, ledger: _Ledger) -> None:
-        self._count -= 1
-        self._bytes -= _size(ledger.read.popleft()[1])
-
-    # -- the reader's thread
-
-    def _run(self) -> None:
-        try:
-            self._read_on()
-        except Exception as error:  # our own error: those who wait for prompts must not wait forever
-            self._fault(error)
-
-    def _read_on(self) -> None:
-        while (position := self._await()) is not None:
-            try:
-                found: Read = self._read(position)
-            except Exception as error:  # of the user's code: raised where the prompt would be used
-                found = error
-            if self._keep(position, found):
-                self._arrived()
-
-    def _await(self) -> int | None:
-        """Wait for the next position to read; None when closed."""
-        with self._changed:
-            while not self._closed:
-                position = self._next()
-                if position is not None:
-                    return position
-                self._changed.wait(LOOK_EVERY_S)
-        return None
-
-    def _next(self) -> int | None:
-        if self._wanted:
-            return next(iter(self._wanted))
-        if self._count >= self._most or self._bytes >= AHEAD_BYTES:
-            return None
-        while self._order:
-            position = self._order[0]
-            if self._ledgers[position % self._stride].next == position:
-                return position
-            heapq.heappop(self._order)
-        return None
-
-    def _keep(self, position: int, found: Read) -> bool:
-        """Keep what was read; return whether to call `arrived`."""
-        with self._changed:
-            ledger = self._ledgers[position % self._stride]
-            (ledger.read.appendleft if position < ledger.next else ledger.read.append)((position, found))
-            self._count += 1
-            self._bytes += _size(found)
-            if position >= ledger.next and not isinstance(found, Exception):
-                ledger.next = position + self._stride
-                heapq.heappush(self._order, ledger.next)
-            if position in self._wanted:
-                del self._wanted[position]
-                self._news = True
-            return self._news and (not self._wanted or time.monotonic() - self._told_at >= GATHER_S)
-
-
-def _size(found: Read) -> int:
-    if isinstance(found, Exception):
-        return 0
-    return _PROMPT_BYTES + _TOKEN_BYTES * len(found.prompt_ids) + len(found.prompt_text) + len(found.task)
 
 
 def build_prompts(
@@ -331,6 +162,64 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     connect_owner(node, lanes, inbound, reader)
     node.on_tick(partial(_count_looks, core, order, [0]))
     return inbound
+
+
+class Owned(NamedTuple):
+    """What an owner gets."""
+
+    inbound: InboundSamples
+    """Its ledgers, and the samples that come in."""
+    store: SampleStore
+    """The same samples for clients outside the run."""
+
+
+def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owned:
+    """Let clients outside the run read the samples that arrive here (docs/service.md), and say who the owners are."""
+    plan = setting.plan
+    fields = {*plan.edge(SAMPLES).fields} if plan.reads is None else {*plan.reads.writes}
+    edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
+    fields.update(field for edge in edges if edge.when in ("on arrival", "in window") for field in edge.back)
+    limit = setting.recipe.limits.consumer_mb * MIB
+    store = SampleStore(inbound, limit, partial(_lacking, sorted(fields)), node.endpoint.reply)
+    for kind in STORE_KINDS:
+        node.on_request(kind, lambda message: store.on_message(message, time.monotonic()))
+    node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))
+    node.on_tick(store.tick)
+    node.on_close(store.close)
+    return Owned(inbound, store)
+
+
+def _lacking(known: Sequence[str], fields: Iterable[str]) -> str:
+    patterns = [name for name in known if "*" in name]
+    lacking = [name for name in fields if name not in known and not any(fnmatch(name, p) for p in patterns)]
+    if not lacking:
+        return ""
+    cure = "only what the run itself reads reaches the training workers: add others to run.dump_fields"
+    return f"samples have no field {lacking[0]!r} when they arrive — {did_you_mean(lacking[0], known)}; {cure}"
+
+
+def await_readers(store: SampleStore, board: WaitBoard, drain_s: float) -> None:
+    """All samples have arrived: give clients outside the run time to read the last ones."""
+    consumers = store.consumers
+    with board.condition:
+        store.tick(time.monotonic())
+    try:
+        board.until(
+            lambda: None if consumers.unread() else True,
+            name=lambda: f"consumer {_named(consumers.unread())} outside the run to read the last samples",
+            peers=(),
+            limit_s=drain_s,
+            limit="limits.drain_s",
+            progress=lambda: consumers.progress,
+        )
+    except RunStopped:
+        log.warning("stopped before consumer %s had read the last samples", _named(consumers.unread()))
+    except NoProgressError as error:
+        log.warning("%s; they are lost to it", error)
+
+
+def _named(consumers: Sequence[str]) -> str:
+    return ", ".join(map(repr, consumers))
 
 
 def _difficulty(config: DifficultyConfig, order: PromptOrder, setting: Setting) -> Difficulty:

@@ -16,6 +16,7 @@ from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import DealRule
 from distflow.exchange.intake_core import IntakeCall, IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
+from distflow.exchange.store_channel import SampleStore
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, rows_bytes
 from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, model_folders
@@ -29,7 +30,7 @@ from distflow.runtime.intake import Intake, ask_on_arrival
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Hosts, Lanes, Node
-from distflow.runtime.owner_side import build_inbound, lease_settings, lessors
+from distflow.runtime.owner_side import Owned, build_inbound, lease_settings, lessors, offer_samples
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
@@ -85,9 +86,11 @@ class HeldModels:
     tokenizer: Tokenizer
 
 
-def owns(base: Base, tokenizer: Tokenizer) -> InboundSamples:
-    """The owner's end of the leases: ledgers, and the samples that come in."""
-    return build_inbound(base.setting, base.node, base.lanes, tokenizer)
+def owns(base: Base, tokenizer: Tokenizer) -> Owned | None:
+    """The owner's end of the leases; None at a worker that owns none."""
+    if not base.standing.ledgers:
+        return None
+    return offer_samples(base.setting, base.node, build_inbound(base.setting, base.node, base.lanes, tokenizer))
 
 
 def validates(base: Base, tokenizer: Tokenizer) -> Validation | None:
@@ -255,6 +258,7 @@ class OwnerEnds:
     """What an owner has registered before its endpoint started."""
 
     inbound: InboundSamples
+    store: SampleStore
     rows: Mapping[str, OutboundRows]
     calls: Calls | None
     validation: Validation | None = None
@@ -278,6 +282,7 @@ def trains(
     dealing = _deal_rule(base, limits, held, setting.plan.primary)
     parts = TrainingParts(
         inbound=ends.inbound,
+        store=ends.store,
         models=held.models,
         trained={name: setting.plan.metrics_of(name) for name in base.standing.gradients},
         primary=setting.plan.primary,

@@ -18,7 +18,6 @@ from distflow.comm.processes import process_alive
 from distflow.comm.tracker_processes import FLUSH_S
 from distflow.errors import RunEnded, RunStopped, StepError
 from distflow.exchange.facts import BEGINS, OWNERS, TERM, read_facts
-from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.tally import Tallies
 from distflow.flow.digest import digest_parts
 from distflow.flow.edges import SAMPLES
@@ -44,6 +43,7 @@ from distflow.runtime.generating import Generating, OffloadedModels, Turns
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory
 from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
+from distflow.runtime.owner_side import Owned
 from distflow.runtime.ports import Base, HeldModels, Outbound
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Engine, Tokenizer
@@ -170,10 +170,10 @@ class Session:
         if over_in is not None:
             note_term(self._setting.run_dir / "workers" / f"{self._setting.me.name.file_stem}.yaml", over_in)
 
-    def _register(self, tokenizer: Tokenizer) -> tuple[InboundSamples | None, Outbound | None]:
+    def _register(self, tokenizer: Tokenizer) -> tuple[Owned | None, Outbound | None]:
         """Set up what receives messages from the start: the owner's side and the holder's side."""
         setting = self._setting
-        inbound = ports.owns(self._base, tokenizer) if self._owns else None
+        inbound = None if (owned := ports.owns(self._base, tokenizer)) is None else owned.inbound
         self._validation = ports.validates(self._base, tokenizer)
         outbound = None
         self._asking, self._serving = ports.asks(self._base), ports.answers(self._base)
@@ -199,7 +199,7 @@ class Session:
         if self._trains:
             # Everything a trainer measures shows progress, each micro-batch too: generating workers wait by it.
             self._node.count_work(lambda: self._metrics.recorded)
-        return inbound, outbound
+        return owned, outbound
 
     def _count_together(self, now: float) -> None:
         """Hear what others have judged, and say what is judged here."""
@@ -214,7 +214,7 @@ class Session:
             # Without it, PyTorch refuses matrix products on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         tokenizer = build_tokenizer(setting)
-        inbound, outbound = self._register(tokenizer)
+        owned, outbound = self._register(tokenizer)
         # The worker answers messages from here on; models may take minutes to load.
         self._node.start()
         self._open_checkpoint()
@@ -242,7 +242,7 @@ class Session:
             self._serve(self._serving)
         if self._replicas is not None:
             held = HeldModels(self._models, contexts, self._rounds, self._turns, tokenizer)
-            self._training = self._make_training(inbound, self._replicas, held, steps)
+            self._training = self._make_training(owned, self._replicas, held, steps)
         asked = [*self._further, *(port.edge for port in setting.me.port("asks"))]
         serving = None if self._trains else self._serving
         return Worker(setting.me.name, steps, asked, self._generating, self._training, serving)
@@ -271,11 +271,11 @@ class Session:
             serving.on_step(self._new_step)
 
     def _make_training(
-        self, inbound: InboundSamples | None, replicas: Replicas, held: HeldModels, steps: StepRunner
+        self, owned: Owned | None, replicas: Replicas, held: HeldModels, steps: StepRunner
     ) -> Training | FurtherTraining:
         publishing = ports.publishes(self._base, held, self._inboxes)
-        if inbound is not None:
-            ends = ports.OwnerEnds(inbound, self._rows_out, self._asking, self._validation)
+        if owned is not None:
+            ends = ports.OwnerEnds(*owned, self._rows_out, self._asking, self._validation)
             return ports.trains(self._base, ends, replicas, held, publishing, steps)
         assert self._rows_in is not None, f"{self._name} trains a further model, on rows of the owners"
         rows = ports.FurtherEnds(self._rows_in, self._serving)

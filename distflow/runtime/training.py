@@ -13,6 +13,7 @@ from distflow.errors import NoProgressError, UserError
 from distflow.exchange.dealing import DealRule
 from distflow.exchange.rows_messages import Then
 from distflow.exchange.sample_channel import InboundSamples
+from distflow.exchange.store_channel import SampleStore
 from distflow.log import logger
 from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
@@ -23,6 +24,7 @@ from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Node
+from distflow.runtime.owner_side import await_readers
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
@@ -41,6 +43,8 @@ class TrainingParts:
     """The parts that the training side works with."""
 
     inbound: InboundSamples
+    store: SampleStore
+    """The same samples for clients outside the run."""
     models: Mapping[str, Backend]
     trained: Mapping[str, str]
     """The trained ones among them, which are saved, each with what its metrics' names begin with."""
@@ -270,6 +274,8 @@ class Training:
             )
         except NoProgressError as error:
             log.warning("%s; shutting down without waiting for them", error)
+        if self._board.stopping is None:
+            await_readers(self._parts.store, self._board, self._limits.waits.drain_s)
 
     def finish_saving(self) -> None:
         """Wait for what is being saved, as long as no half of `drain_s` seconds passes without progress."""

@@ -32,6 +32,7 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledgers import snapshot_at
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
+from distflow.exchange.prompt_reader import PromptReader
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.memory import group_bytes
 from distflow.flow.resolve import resolve
@@ -42,7 +43,6 @@ from distflow.runtime.metrics import MetricWriter
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.owner_side import (
     READ_AHEAD,
-    PromptReader,
     build_prompts,
     connect_owner,
     lease_settings,

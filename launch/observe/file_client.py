@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from distflow.comm.client import Client
+from distflow.comm.client import RequestClient
 from distflow.comm.keys import Keys, key_file, read_keys
 from distflow.data.decoding import Form, Whole, read
 from distflow.errors import DistflowError, ProtocolError, WorkerFailed
@@ -78,8 +78,8 @@ class FileClient:
         self, agent: str, keys: Keys | None, patience_s: float, deadline: float = math.inf, limit: str = ""
     ) -> None:
         self._limit = f" ({limit})" if limit else ""
-        self._clients = [Client(agent, keys) for _ in range(READS)]
-        self._idle: queue.SimpleQueue[Client] = queue.SimpleQueue()
+        self._clients = [RequestClient(agent, keys) for _ in range(READS)]
+        self._idle: queue.SimpleQueue[RequestClient] = queue.SimpleQueue()
         for client in self._clients:
             self._idle.put(client)
         self._patience_s = patience_s
@@ -171,7 +171,7 @@ class FileClient:
         finally:
             self._idle.put(client)
 
-    def _ask_by(self, client: Client, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask_by(self, client: RequestClient, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
         asked = time.monotonic()
         while True:
             now = time.monotonic()

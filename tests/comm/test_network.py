@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from distflow.comm.addresses import place_of
-from distflow.comm.client import Client, ask
+from distflow.comm.client import RequestClient, ask
 from distflow.comm.curve import Watch, present_key
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import Keys, NetworkListener, make_keys
@@ -208,7 +208,7 @@ def test_a_client_that_was_refused_is_refused_again_and_not_left_waiting(make: C
     """A question that failed leaves no half-made connection to the next one."""
     address = make("trainer/0", keys).place
     for given, said in ((None, "without the run's key"), (make_keys(), "refused the connection")):
-        with Client(address, given) as client:
+        with RequestClient(address, given) as client:
             for _ in range(2):
                 with pytest.raises(ProtocolError, match=said):
                     client.ask("status", {}, WAIT_S)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import StepError
+from distflow.exchange import prompt_reader
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
-from distflow.runtime import owner_side
-from distflow.runtime.owner_side import PromptReader
+from distflow.exchange.prompt_reader import PromptReader
 from distflow.runtime.steps import user_code
 from distflow.types import Uid
 from tests.polling import WAIT_S, eventually
@@ -137,7 +137,7 @@ def test_no_ledger_waits_for_room_that_others_take(reading: Callable[[int], Read
 def test_what_is_read_ahead_is_bounded_in_bytes(
     reading: Callable[[int], Reading], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner_side, "AHEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(prompt_reader, "AHEAD_BYTES", 1 << 20)
     one = reading(1000)
     one.source.tokens = 10_000
     one.source.release()

@@ -1,0 +1,384 @@
+"""A program outside a run, as one more peer of its training workers.
+
+Threads: those of the user call the methods; one of its own sends and receives (`comm/client.py`). The condition guards
+what they share.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+from msgspec import structs
+
+from distflow.client.reading import Answer, Part, Reading
+from distflow.comm.client import BackgroundClient, ask
+from distflow.comm.message import Message
+from distflow.data.batch import Batch
+from distflow.data.batch_wire import decode_batch
+from distflow.errors import DistflowError, NoProgressError, ProtocolError, UserError, WorkerFailed
+from distflow.exchange.consumers import End
+from distflow.exchange.store_channel import (
+    ALIVE,
+    ALIVE_S,
+    ASK,
+    FORGET,
+    LEAVE,
+    OWNERS,
+    SETTLE,
+    Forgotten,
+    From,
+    Settled,
+)
+from distflow.launch.observe.run_client import ANSWER_S, ask_any_agent, keys_of
+from distflow.launch.run.record import FINAL, RunRecord, read_record
+
+CHECK_EVERY_S = 0.5
+SILENT_S = 5.0
+"""After so long without a word of an owner the run itself is looked at: it may be over."""
+T = TypeVar("T")
+
+
+class HasPath(Protocol):
+    """A run from Python: `distflow.launch` or `distflow.load_run`."""
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        ...
+
+
+class StaleRows(DistflowError):
+    """Samples that are not this client's any more: it was silent for too long, or their owner has restarted.
+
+    They have gone, or will go, to a client of the same consumer again.
+    """
+
+
+class Samples:
+    """Whole groups, claimed for this client until it acknowledges them or gives them back.
+
+    As a context: acknowledged at its end, given back if that is an exception.
+    """
+
+    def __init__(self, client: Client, reading: Reading, parts: Sequence[Part]) -> None:
+        self.batch = Batch.concat([part.batch for part in parts])
+        """The fields that were asked for, a row for each sample; rows of one group lie side by side."""
+        self.missed = reading.missed
+        """Groups that this consumer has lost so far because it fell behind; always 0 if it is lossless."""
+        self._client = client
+        self._consumer = reading.consumer
+        self._parts = tuple(parts)
+        self._settled = False
+
+    def acknowledge(self) -> None:
+        """They are used. Raises StaleRows if some were not this client's any more: they were or will be seen twice."""
+        self._settle(used=True)
+
+    def give_back(self) -> None:
+        """They are not used: another client of this consumer, or this one, gets them again."""
+        self._settle(used=False)
+
+    def __len__(self) -> int:
+        return self.batch.rows
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._settled:
+            self._settle(used=kind is None)
+
+    def _settle(self, *, used: bool) -> None:
+        if self._settled:
+            raise UserError("these samples were acknowledged or given back already: ask for others with Client.get")
+        self._settled = True
+        self._client._settle(self._consumer, self._parts, used=used)
+
+
+class Client:
+    """Attaches to a run that goes on: `run` is its folder, or what `distflow.launch` or `load_run` returned.
+
+    From another machine: a copy of the folder's run.json and keys/run.key is enough. Several clients may read as one
+    consumer and share its samples. Waits up to `timeout_s` seconds for the run to start; raises UserError if there is
+    none, or if it is over, and ProtocolError for another run's key. Use it as a context, or `close` it.
+    """
+
+    def __init__(self, run: HasPath | str | os.PathLike[str], *, timeout_s: float = 60.0) -> None:
+        self._path = Path(run) if isinstance(run, str | os.PathLike) else run.path
+        self._name = secrets.token_hex(8)
+        self._changed = threading.Condition()
+        self._readings: dict[str, Reading] = {}
+        self._using: set[str] = set()
+        """Consumers that a thread is waiting for samples of."""
+        self._numbers = 0
+        self._replies: dict[int, dict[str, Any]] = {}
+        self._awaited: set[int] = set()
+        self._refused: dict[str, str] = {}
+        """Why an owner does not serve a consumer."""
+        self._fault: Exception | None = None
+        self._say_alive_at = 0.0
+        self._looked_at = 0.0
+        self._record = read_record(self._path)
+        self._owners = self._find_owners(time.monotonic() + timeout_s)
+        self._heard = dict.fromkeys(self._owners, time.monotonic())
+        self._wire = BackgroundClient(keys_of(self._record), self._on_reply, self._on_tick, self._on_fault)
+        self._meet()
+        self._wire.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def get(
+        self,
+        fields: Sequence[str],
+        *,
+        consumer: str,
+        rows: int = 0,
+        tokens: int = 0,
+        lossless: bool = False,
+        timeout: float | None = None,
+    ) -> Samples | None:
+        """Wait for samples, and claim them: at least `rows` rows and `tokens` tokens, in whole groups.
+
+        Without either: whatever has arrived. Fewer at the end of the run; None once all has been read, or the run is
+        stopped. `consumer`: a name whose clients share what arrives after its first `get`; each of them asks for the
+        same fields. A `lossless` one gets every group: when it has `limits.consumer_mb` unread, the run waits for it.
+        Others lose the oldest. Raises UserError for fields that samples do not have, TimeoutError after `timeout`
+        seconds, WorkerFailed if the run has failed, and NoProgressError if nothing of it answers.
+        """
+        reading = self._reading(consumer, fields, lossless=lossless)
+        with self._changed:
+            if consumer in self._using:
+                raise UserError(
+                    f"consumer {consumer!r}: another thread is in `get` — use a Client for each thread; they share"
+                )
+            self._using.add(consumer)
+            try:
+                reading.want(max(0, rows), max(0, tokens))
+                self._ask()
+                none: list[Part] = []
+                parts = self._until(lambda: self._taken(reading), f"samples for consumer {consumer!r}", timeout, none)
+            finally:
+                self._using.discard(consumer)
+        return Samples(self, reading, parts) if parts else None
+
+    def forget(self, consumer: str) -> None:
+        """Close a consumer for all its clients: the run keeps nothing for it any longer, nor waits for it."""
+        for owner in self._owners:
+            self._request(owner, FORGET, partial(structs.replace, Forgotten(self._name, 0, consumer)))
+        with self._changed:
+            self._readings.pop(consumer, None)
+
+    def close(self) -> None:
+        """Leave: what was claimed and not acknowledged goes to others."""
+        for owner in self._owners:
+            self._wire.send(owner, LEAVE, msgspec.to_builtins(From(self._name)))
+        self._wire.close()
+
+    # -- used by Samples
+    def _settle(self, consumer: str, parts: Sequence[Part], *, used: bool) -> None:
+        stale = 0
+        for owner in dict.fromkeys(part.owner for part in parts):
+            numbers = tuple(part.number for part in parts if part.owner == owner)
+            settled = Settled(self._name, 0, consumer, numbers if used else (), () if used else numbers)
+            answer = self._request(owner, SETTLE, partial(structs.replace, settled))
+            stale += len(answer["stale"])
+        if stale:
+            raise StaleRows(
+                f"consumer {consumer!r}: these samples are not this client's any more — it was silent for too long, or "
+                "a training worker has restarted; they go to a client of this consumer again"
+            )
+
+    # -- requests
+    def _reading(self, consumer: str, fields: Sequence[str], *, lossless: bool) -> Reading:
+        if isinstance(fields, str) or not fields:
+            raise UserError(f"fields: expected a list of names such as ['prompt_text', 'reward'], got {fields!r}")
+        with self._changed:
+            known = self._readings.get(consumer)
+            if known is None:
+                known = Reading(self._name, consumer, fields, self._owners, self._number, lossless=lossless)
+                self._readings[consumer] = known
+            self._refused.pop(consumer, None)
+        if (known.fields, known.lossless) != (tuple(fields), lossless):
+            raise UserError(
+                f"consumer {consumer!r} reads {list(known.fields)}, lossless={known.lossless}: it cannot change — use "
+                "another name, or forget it first"
+            )
+        return known
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _taken(self, reading: Reading) -> list[Part] | None:
+        if reading.consumer in self._refused:
+            # It is not open: it may be asked for in another way.
+            del self._readings[reading.consumer]
+            raise UserError(self._refused.pop(reading.consumer))
+        parts = reading.take()
+        return [] if parts is None and reading.over else parts
+
+    def _ask(self) -> None:
+        now = time.monotonic()
+        for name in self._using:
+            for owner, asked in self._readings[name].asks(now):
+                self._wire.send(owner, ASK, msgspec.to_builtins(asked))
+
+    def _request(self, owner: str, kind: str, body: Callable[..., msgspec.Struct]) -> dict[str, Any]:
+        """Send a request until its reply comes."""
+        with self._changed:
+            number = self._number()
+            self._awaited.add(number)
+            sent = [0.0]
+
+            def replied() -> dict[str, Any] | None:
+                if number not in self._replies and time.monotonic() - sent[0] >= 1.0:
+                    sent[0] = time.monotonic()
+                    self._wire.send(owner, kind, msgspec.to_builtins(body(number=number)))
+                return self._replies.pop(number, None)
+
+            try:
+                return self._until(replied, f"{owner} to confirm", None, {"stale": []})
+            finally:
+                self._awaited.discard(number)
+
+    def _until(self, ready: Callable[[], T | None], what: str, timeout: float | None, over: T) -> T:
+        """Wait under the condition; `over`: what to return once the run has ended in order."""
+        began = time.monotonic()
+        while (found := ready()) is None:
+            if self._fault is not None:
+                raise self._fault
+            now = time.monotonic()
+            if timeout is not None and now - began >= timeout:
+                raise TimeoutError(f"{self._record.name}: waited {timeout:g} s for {what} — the run goes on; ask again")
+            silent = [owner for owner, at in self._heard.items() if now - at > SILENT_S]
+            if silent and self._is_over(now):
+                return over
+            longest = max(now - at for at in self._heard.values())
+            if longest > self._record.no_progress_s:
+                raise NoProgressError(
+                    f"{self._record.name}: no word of {', '.join(silent)} for {longest:.0f} s, while waiting for "
+                    f"{what} — `distflow status {self._record.name}` tells how the run is"
+                )
+            left = CHECK_EVERY_S if timeout is None else began + timeout - now
+            self._changed.wait(max(0.0, min(CHECK_EVERY_S, left)))
+        return found
+
+    # -- the run
+    def _find_owners(self, deadline: float) -> tuple[str, ...]:
+        """Ask the training workers who owns samples; in a run that starts they may not listen yet."""
+        while True:
+            record = self._record = read_record(self._path)
+            if record.over:
+                raise UserError(f"{self._path}: this run is over ({record.state}) — a Client needs one that goes on")
+            for name in (worker.name for worker in record.workers if worker.trains):
+                address = record.roster.get(name)
+                answer = ask(address, OWNERS, {}, ANSWER_S, keys_of(record)) if address else None
+                if answer is not None:
+                    return tuple(str(owner) for owner in answer["owners"])
+            if time.monotonic() >= deadline:
+                raise NoProgressError(
+                    f"{self._path}: no training worker of this run answers — `distflow status {record.name}` tells why"
+                )
+            time.sleep(CHECK_EVERY_S)
+
+    def _meet(self) -> None:
+        for owner in self._owners:
+            self._wire.know(owner, self._record.roster.get(owner, ""))
+
+    def _is_over(self, now: float) -> bool:
+        """Whether the run has ended in order; raises WorkerFailed if it has failed."""
+        if now - self._looked_at < SILENT_S / 2:
+            return False
+        self._looked_at = now
+        self._record = record = read_record(self._path)
+        self._meet()
+        if record.over:
+            state: str = record.state
+        else:
+            # A copy of run.json on another machine stays as it was.
+            state = self._state_by_agents(record)
+        if state == "failed":
+            why = "" if record.failure is None else f": {record.failure.message}"
+            raise WorkerFailed(f"{record.name} has failed{why} — `distflow status {record.name}` tells more")
+        return state in FINAL
+
+    def _state_by_agents(self, record: RunRecord) -> str:
+        answer = ask_any_agent(record, "status", {}, ANSWER_S) if record.hosts else None
+        return "" if answer is None else str(answer["state"])
+
+    # -- on the thread of the connection
+    def _on_reply(self, owner: str, message: Message) -> None:
+        with self._changed:
+            self._heard[owner] = time.monotonic()
+            body = message.body
+            number = body.get("number")
+            if message.kind == f"{ASK}.reply":
+                self._on_answer(owner, message)
+            elif isinstance(number, int) and number in self._awaited:
+                self._replies[number] = dict(body)
+            for reading in self._readings.values():
+                reading.heard(owner, message.incarnation)
+            self._ask()
+            self._changed.notify_all()
+
+    def _on_answer(self, owner: str, message: Message) -> None:
+        answered = msgspec.convert(message.body, _Answered)
+        if answered.error:
+            self._refused[answered.consumer] = answered.error
+            return
+        reading = self._readings.get(answered.consumer)
+        if reading is None:
+            return
+        part = None
+        if answered.batch is not None:
+            batch = decode_batch(answered.batch, message.payload[0])
+            part = Part(owner, message.incarnation, answered.number, batch, answered.tokens)
+        about = (answered.end, answered.missed)
+        reading.answered(Answer(owner, message.incarnation, answered.number, *about, part))
+
+    def _on_tick(self) -> None:
+        with self._changed:
+            now = time.monotonic()
+            if now >= self._say_alive_at:
+                self._say_alive_at = now + ALIVE_S
+                for owner in self._owners:
+                    self._wire.send(owner, ALIVE, msgspec.to_builtins(From(self._name)))
+            self._ask()
+
+    def _on_fault(self, error: Exception) -> None:
+        with self._changed:
+            self._fault = error if isinstance(error, ProtocolError) else _broken(error)
+            self._changed.notify_all()
+
+
+class _Answered(msgspec.Struct, frozen=True):
+    """An answer to an ask."""
+
+    number: int
+    consumer: str = ""
+    end: End = ""
+    missed: int = 0
+    tokens: int = 0
+    batch: Mapping[str, Any] | None = None
+    error: str = ""
+
+
+def _broken(error: Exception) -> ProtocolError:
+    found = ProtocolError(f"the client's connection has ended: {error}")
+    found.__cause__ = error
+    return found

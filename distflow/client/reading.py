@@ -1,0 +1,161 @@
+"""What a client has asked its owners for, and what it has got, for one consumer. No I/O.
+
+One ask is outstanding at each owner, at most, for all that is still wanted; so with several owners more may come than
+was wanted, which is kept for the next time. An ask is repeated until its answer comes: the owner may have restarted, or
+the answer was lost. Asks of one client are numbered in one row, and an owner answers a number always the same way.
+
+Example (owners a, b; 8 rows are wanted):
+    want(8)                     -> asks a (1), b (2) for 8 rows
+    answer(a, 1, 8 rows)        -> take() has them; b's ask stays
+    answer(b, 2, 4 rows), want(8)  -> 4 are here: asks a (3), b (4) for 4 rows
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from distflow.data.batch import Batch
+from distflow.exchange.consumers import End
+from distflow.exchange.store_channel import Asked
+
+REPEAT_S = 2.0
+"""After so long without an answer an ask is repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Groups from one owner: the answer to one ask."""
+
+    owner: str
+    incarnation: int
+    """Of the owner: another one knows nothing of this answer."""
+    number: int
+    batch: Batch
+    tokens: int
+    """Of prompts and responses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came from an owner."""
+
+    owner: str
+    incarnation: int
+    number: int
+    end: End
+    missed: int
+    part: Part | None
+    """None: no groups."""
+
+
+@dataclass(slots=True)
+class _Owner:
+    asked: Asked | None = None
+    sent_at: float = 0.0
+    end: End = ""
+    incarnation: int = -1
+    missed: int = 0
+
+
+class Reading:
+    """One consumer. `number()` gives the next number of the client's asks."""
+
+    def __init__(
+        self,
+        client: str,
+        consumer: str,
+        fields: Sequence[str],
+        owners: Sequence[str],
+        number: Callable[[], int],
+        *,
+        lossless: bool,
+    ) -> None:
+        self.consumer, self.fields, self.lossless = consumer, tuple(fields), lossless
+        self._client = client
+        self._number = number
+        self._owners = {name: _Owner() for name in owners}
+        self._parts: deque[Part] = deque()
+        self._rows = self._tokens = 0
+
+    def want(self, rows: int, tokens: int) -> None:
+        """What the next `take` is to reach: rows, or tokens, or (both 0) anything."""
+        self._rows, self._tokens = rows, tokens
+        for owner in self._owners.values():
+            if owner.end == "drained":
+                # Others may have given groups back since.
+                owner.end = ""
+
+    def asks(self, now: float) -> list[tuple[str, Asked]]:
+        """The asks to send now, or again, by owner."""
+        if self._full:
+            return []
+        found = []
+        for name, owner in self._owners.items():
+            if owner.end:
+                continue
+            stale = owner.asked is not None and owner.asked.holds != bool(self._parts)
+            if owner.asked is None or stale or now - owner.sent_at >= REPEAT_S:
+                owner.asked = self._ask(self._number() if owner.asked is None else owner.asked.number)
+                owner.sent_at = now
+                found.append((name, owner.asked))
+        return found
+
+    def answered(self, answer: Answer) -> None:
+        """An answer has arrived, perhaps once more."""
+        owner = self._owners[answer.owner]
+        if answer.incarnation != owner.incarnation:
+            self._restarted(answer.owner, owner, answer.incarnation)
+        if owner.asked is None or answer.number != owner.asked.number:
+            return
+        owner.asked, owner.end, owner.missed = None, answer.end, answer.missed
+        if answer.part is not None:
+            self._parts.append(answer.part)
+
+    def heard(self, name: str, incarnation: int) -> None:
+        """A sign of life of an owner, which may have restarted."""
+        owner = self._owners[name]
+        if incarnation != owner.incarnation:
+            self._restarted(name, owner, incarnation)
+
+    def take(self) -> list[Part] | None:
+        """What was wanted, or less where no more will come; None: wait."""
+        if not self._full and not (self._parts and self._ended):
+            return None
+        parts, self._parts = list(self._parts), deque()
+        return parts
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is here and nothing will come."""
+        return not self._parts and all(owner.end == "over" for owner in self._owners.values())
+
+    @property
+    def missed(self) -> int:
+        """Groups that this consumer has lost so far at its owners."""
+        return sum(owner.missed for owner in self._owners.values())
+
+    @property
+    def _full(self) -> bool:
+        if not self._parts:
+            return False
+        rows, tokens = sum(part.batch.rows for part in self._parts), sum(part.tokens for part in self._parts)
+        return rows >= self._rows and tokens >= self._tokens
+
+    @property
+    def _ended(self) -> bool:
+        return all(owner.end for owner in self._owners.values())
+
+    def _ask(self, number: int) -> Asked:
+        rows = max(0, self._rows - sum(part.batch.rows for part in self._parts))
+        tokens = max(0, self._tokens - sum(part.tokens for part in self._parts))
+        about = (self._client, number, self.consumer, self.fields, self.lossless)
+        return Asked(*about, rows, tokens, bool(self._parts))
+
+    def _restarted(self, name: str, owner: _Owner, incarnation: int) -> None:
+        """What is here of the former incarnation is not claimed any more: it will come again."""
+        if owner.incarnation >= 0:
+            self._parts = deque(part for part in self._parts if part.owner != name)
+            owner.end, owner.sent_at = "", 0.0
+        owner.incarnation = incarnation

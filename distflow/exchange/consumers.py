@@ -1,0 +1,343 @@
+"""Who reads an owner's samples from outside the run: named consumers, each with a position of its own. No I/O.
+
+A *consumer* is a name; the *clients* that read under this name share its groups, so each group goes to one of them. Two
+consumers are independent: each gets every group that arrives after it was opened, in the order of arrival.
+
+The life of a group at one consumer:  (waits for its fields) → ready → claimed → acknowledged,  claimed → ready again
+when its client gives it back, falls silent or ends. A claim is what one answer hands out, named by the number of the
+ask; an ask that is repeated gets the same claim, so that a lost answer loses nothing.
+
+What a consumer keeps is bounded in bytes. One that loses nothing (`lossless`) holds the owner up at its bound:
+nothing is leased until it has read. For others the oldest groups that nobody has claimed are let go, and counted.
+
+Example (bound of 3 groups):
+    ask(a, 1, rows=8) -> []                       nothing has arrived
+    arrived(7)        -> Handed(a, 1, [7])        pushed to the waiting ask
+    arrived(8, 9, 10), then a is silent           7 is ready again, first in line; one group is let go
+    acknowledge(a, 1) -> False                    a's claim is void: it hears so
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from distflow.errors import ProtocolError
+
+ANSWER_BYTES = 4 << 20
+"""Most bytes of groups in one answer, unless a single group is larger; a client asks again for the rest."""
+REMEMBERED = 1024
+"""Claims of a client that were acknowledged last: an acknowledgement may be repeated."""
+MOST_CONSUMERS = 64
+MOST_CLIENTS = 4096
+
+End = Literal["", "drained", "over"]
+"""Why an answer names no groups: what is left is with other clients, or nothing is left at all."""
+
+
+class Offered(NamedTuple):
+    """A group as consumers see it."""
+
+    rows: int
+    tokens: int
+    nbytes: int
+    fields: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What an ask is for. The answer has at least one group, and no more than reach `rows` or `tokens`."""
+
+    consumer: str
+    fields: tuple[str, ...]
+    lossless: bool
+    rows: int
+    """0: any number."""
+    tokens: int
+    """Of prompts and responses together; 0: any number."""
+    holds: bool
+    """The client holds groups that it has not used because it waits for more: it wants to hear when none will come."""
+
+
+class Handed(NamedTuple):
+    """An answer to the ask `number` of a client."""
+
+    client: str
+    number: int
+    consumer: str
+    positions: tuple[int, ...]
+    end: End
+    missed: int
+    """Groups that this consumer has lost so far."""
+    tokens: int = 0
+    """Of the groups, prompts and responses together."""
+
+
+@dataclass(slots=True)
+class _Client:
+    heard_at: float
+    asks: dict[str, tuple[int, Wanted]] = field(default_factory=dict)
+    """The ask that waits, by consumer."""
+    last: dict[str, int] = field(default_factory=dict)
+    """The number of the newest ask, by consumer."""
+    done: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Numbers of claims that were acknowledged."""
+
+
+@dataclass(slots=True)
+class _Consumer:
+    name: str
+    fields: frozenset[str]
+    lossless: bool
+    ready: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    partial: dict[int, None] = field(default_factory=dict)
+    """Groups that lack a field."""
+    claims: OrderedDict[tuple[str, int], tuple[int, ...]] = field(default_factory=OrderedDict)
+    """By client and number of the ask."""
+    nbytes: int = 0
+    missed: int = 0
+
+
+class Consumers:
+    """Of one owner. `limit_bytes` bounds what each consumer keeps; a client silent for `silence_s` is given up."""
+
+    def __init__(self, limit_bytes: int, silence_s: float) -> None:
+        self.kept: dict[int, Offered] = {}
+        """The groups that some consumer has not acknowledged, by position."""
+        self.progress = 0
+        """Rises with all that clients acknowledge."""
+        self._limit = limit_bytes
+        self._silence_s = silence_s
+        self._consumers: dict[str, _Consumer] = {}
+        self._clients: dict[str, _Client] = {}
+        self._uses: Counter[int] = Counter()
+        self._finished = self._closed = False
+
+    # -- groups
+    def arrived(self, groups: Mapping[int, Offered]) -> list[Handed]:
+        """These groups have been stored, each for the first time."""
+        for position, group in groups.items():
+            for consumer in self._consumers.values():
+                self._add(consumer, position, group)
+        return self._serve()
+
+    def gained(self, position: int, fields: Iterable[str]) -> list[Handed]:
+        """A stored group has further fields by now."""
+        if position not in self.kept:
+            return []
+        group = self.kept[position]
+        group = self.kept[position] = group._replace(fields=group.fields | set(fields))
+        for consumer in self._consumers.values():
+            if position in consumer.partial and consumer.fields <= group.fields:
+                del consumer.partial[position]
+                consumer.ready[position] = None
+        return self._serve()
+
+    def left(self, positions: Iterable[int]) -> None:
+        """Groups that are not stored any longer get no further fields: who waits for one has lost the group."""
+        for position in positions:
+            for consumer in self._consumers.values() if position in self.kept else ():
+                if position in consumer.partial:
+                    del consumer.partial[position]
+                    consumer.missed += 1
+                    self._let_go(consumer, position)
+
+    def finish(self) -> list[Handed]:
+        """No further groups will arrive."""
+        self._finished = True
+        return self._serve()
+
+    def close(self) -> list[Handed]:
+        """The owner ends: whoever waits hears that nothing more comes."""
+        self._finished = self._closed = True
+        return self._serve()
+
+    # -- clients
+    def ask(self, client: str, number: int, wanted: Wanted, now: float) -> list[Handed]:
+        """A client asks for groups; raises ProtocolError if the consumer was opened for others."""
+        consumer = self._open(wanted)
+        known = self._heard(client, now)
+        if (client, number) in consumer.claims:
+            return [self._handed(consumer, client, number, consumer.claims[client, number])]
+        if number >= known.last.get(consumer.name, 0) and number not in known.done:
+            known.last[consumer.name] = number
+            known.asks[consumer.name] = (number, wanted)
+        return self._serve()
+
+    def settle(
+        self, client: str, name: str, acknowledged: Sequence[int], returned: Sequence[int], now: float
+    ) -> tuple[list[int], list[Handed]]:
+        """A client is done with claims, or gives them back. Returns those that are not its own (any more)."""
+        known = self._heard(client, now)
+        consumer = self._consumers.get(name)
+        stale = []
+        for number in acknowledged:
+            positions = None if consumer is None else consumer.claims.pop((client, number), None)
+            if consumer is not None and positions is not None:
+                self.progress += 1
+                known.done[number] = None
+                for position in positions:
+                    self._let_go(consumer, position)
+            elif number not in known.done:
+                stale.append(number)
+        while len(known.done) > REMEMBERED:
+            known.done.popitem(last=False)
+        for number in returned:
+            if consumer is not None:
+                self._take_back(consumer, (client, number))
+        return stale, self._serve()
+
+    def alive(self, client: str, now: float) -> None:
+        """A sign of life of a client, if it is known."""
+        if client in self._clients:
+            self._clients[client].heard_at = now
+
+    def leave(self, client: str) -> list[Handed]:
+        """A client ends: what it has claimed goes to others of its consumers."""
+        if self._clients.pop(client, None) is None:
+            return []
+        for consumer in self._consumers.values():
+            for claim in [claim for claim in consumer.claims if claim[0] == client]:
+                self._take_back(consumer, claim)
+        return self._serve()
+
+    def forget(self, name: str) -> list[Handed]:
+        """Close a consumer: nothing is kept for it any longer."""
+        consumer = self._consumers.pop(name, None)
+        if consumer is None:
+            return []
+        for position in [*consumer.ready, *consumer.partial, *(p for ps in consumer.claims.values() for p in ps)]:
+            self._let_go(consumer, position)
+        answers = []
+        for client, known in self._clients.items():
+            if name in known.asks:
+                answers.append(Handed(client, known.asks.pop(name)[0], name, (), "over", consumer.missed))
+        return answers
+
+    def tick(self, now: float) -> list[Handed]:
+        """Give up silent clients. Call it a few times per `silence_s`."""
+        silent = [name for name, known in self._clients.items() if now - known.heard_at > self._silence_s]
+        return [answer for client in silent for answer in self.leave(client)]
+
+    # -- what the owner asks
+    @property
+    def held_up_by(self) -> str:
+        """A consumer that loses nothing and has reached its bound: nothing may be leased until it has read. Or ""."""
+        return next((one.name for one in self._consumers.values() if one.lossless and one.nbytes >= self._limit), "")
+
+    def unread(self) -> list[str]:
+        """Consumers that have not read everything and have clients, and those that lose nothing."""
+        busy = {name for client in self._clients.values() for name in client.last}
+        return [one.name for one in self._consumers.values() if one.nbytes and (one.lossless or one.name in busy)]
+
+    def fields_of(self, name: str) -> tuple[str, ...]:
+        """What a consumer reads."""
+        return tuple(sorted(self._consumers[name].fields))
+
+    def counts(self) -> dict[str, float]:
+        """For the status: groups kept for each consumer, and those that it has missed."""
+        found: dict[str, float] = {}
+        for one in self._consumers.values():
+            claimed = sum(len(positions) for positions in one.claims.values())
+            found[f"consumer/{one.name}/waiting"] = len(one.ready) + len(one.partial)
+            found[f"consumer/{one.name}/claimed"] = claimed
+            found[f"consumer/{one.name}/missed"] = one.missed
+        return found
+
+    # -- details
+    def _open(self, wanted: Wanted) -> _Consumer:
+        fields = frozenset(wanted.fields)
+        found = self._consumers.get(wanted.consumer)
+        if found is None:
+            if len(self._consumers) >= MOST_CONSUMERS:
+                raise ProtocolError(
+                    f"there are {MOST_CONSUMERS} consumers already — close one that is not read any more"
+                )
+            found = self._consumers[wanted.consumer] = _Consumer(wanted.consumer, fields, wanted.lossless)
+        if (found.fields, found.lossless) != (fields, wanted.lossless):
+            how = "lossless" if found.lossless else "not lossless"
+            raise ProtocolError(
+                f"consumer {found.name!r} reads {sorted(found.fields)}, {how}: all its clients have to ask for the "
+                "same — use these, or another name for the consumer"
+            )
+        return found
+
+    def _heard(self, client: str, now: float) -> _Client:
+        if client not in self._clients and len(self._clients) >= MOST_CLIENTS:
+            raise ProtocolError(f"there are {MOST_CLIENTS} clients already — close some")
+        known = self._clients.setdefault(client, _Client(now))
+        known.heard_at = now
+        return known
+
+    def _add(self, consumer: _Consumer, position: int, group: Offered) -> None:
+        self.kept.setdefault(position, group)
+        self._uses[position] += 1
+        consumer.nbytes += group.nbytes
+        (consumer.ready if consumer.fields <= group.fields else consumer.partial)[position] = None
+        while not consumer.lossless and consumer.nbytes > self._limit and (consumer.ready or consumer.partial):
+            oldest = next(iter(consumer.ready or consumer.partial))
+            consumer.ready.pop(oldest, None)
+            consumer.partial.pop(oldest, None)
+            consumer.missed += 1
+            self._let_go(consumer, oldest)
+
+    def _let_go(self, consumer: _Consumer, position: int) -> None:
+        consumer.nbytes -= self.kept[position].nbytes
+        self._uses[position] -= 1
+        if not self._uses[position]:
+            del self._uses[position], self.kept[position]
+
+    def _take_back(self, consumer: _Consumer, claim: tuple[str, int]) -> None:
+        for position in reversed(consumer.claims.pop(claim, ())):
+            consumer.ready[position] = None
+            consumer.ready.move_to_end(position, last=False)
+
+    def _serve(self) -> list[Handed]:
+        """Answer the asks that can be answered, the client that has waited longest first."""
+        answers = []
+        for client, known in self._clients.items():
+            for name, (number, wanted) in list(known.asks.items()):
+                consumer = self._consumers[name]
+                answer = self._answer(consumer, client, number, wanted)
+                if answer is not None:
+                    del known.asks[name]
+                    answers.append(answer)
+        for answer in answers:
+            # Whoever was served is last in line.
+            self._clients[answer.client] = self._clients.pop(answer.client)
+        return answers
+
+    def _answer(self, consumer: _Consumer, client: str, number: int, wanted: Wanted) -> Handed | None:
+        if consumer.ready:
+            positions = self._fitting(consumer, wanted)
+            for position in positions:
+                del consumer.ready[position]
+            consumer.claims[client, number] = positions
+            return self._handed(consumer, client, number, positions)
+        if not self._finished:
+            return None
+        others = any(holder != client for holder, _ in consumer.claims)
+        if self._closed or not (others or consumer.partial):
+            return self._handed(consumer, client, number, (), "over")
+        return self._handed(consumer, client, number, (), "drained") if wanted.holds else None
+
+    def _handed(
+        self, consumer: _Consumer, client: str, number: int, positions: tuple[int, ...], end: End = ""
+    ) -> Handed:
+        tokens = sum(self.kept[position].tokens for position in positions)
+        return Handed(client, number, consumer.name, positions, end, consumer.missed, tokens)
+
+    def _fitting(self, consumer: _Consumer, wanted: Wanted) -> tuple[int, ...]:
+        """The next groups, until they reach what is wanted; whole groups, so the last one may go beyond."""
+        found: list[int] = []
+        rows = tokens = nbytes = 0
+        for position in consumer.ready:
+            group = self.kept[position]
+            full = (wanted.rows and rows >= wanted.rows) or (wanted.tokens and tokens >= wanted.tokens)
+            if found and (full or nbytes + group.nbytes > ANSWER_BYTES):
+                break
+            found.append(position)
+            rows, tokens, nbytes = rows + group.rows, tokens + group.tokens, nbytes + group.nbytes
+        return tuple(found)

@@ -1,0 +1,209 @@
+"""The store as a service: an owner's samples for clients outside the run, with the messages between them.
+
+A client asks an owner (`ASK`); the answer comes when there is something, over the connection of the ask. Afterwards the
+client says that it is done with what it got, or gives it back (`SETTLE`); in between, that it is alive (`ALIVE`).
+Everything is numbered by the client and may be repeated. `Consumers` decides who gets what; this file has the rows.
+
+All methods run on the endpoint's thread under the worker's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import torch
+
+from distflow.comm.message import Buffer
+from distflow.comm.message import Message as Envelope
+from distflow.data.batch import Batch, Column
+from distflow.data.batch_wire import encode_batch
+from distflow.data.decoding import Form, Whole, read
+from distflow.errors import ProtocolError
+from distflow.exchange.consumers import Consumers, Handed, Offered, Wanted
+from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
+from distflow.types import is_reward_part
+
+ASK, SETTLE, ALIVE, LEAVE, FORGET = "client.ask", "client.settle", "client.alive", "client.leave", "client.forget"
+KINDS = (ASK, SETTLE, ALIVE, LEAVE, FORGET)
+OWNERS = "client.owners"
+"""Whom to ask; every worker can tell."""
+SILENCE_S = 15.0
+"""After so long without a word of a client, what it has claimed goes to others."""
+ALIVE_S = 2.0
+"""How often a client says that it is there."""
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Field = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Numbers = Annotated[tuple[Whole, ...], msgspec.Meta(max_length=1 << 12)]
+Reply = Callable[[Envelope, Mapping[str, Any], Sequence[Buffer]], None]
+Lacking = Callable[[Iterable[str]], str]
+"""Why these fields cannot be read, with what can be done; "": they can."""
+
+
+class Asked(Form, frozen=True):
+    """Body of ASK; see `Wanted`."""
+
+    client: Text
+    number: Whole
+    consumer: Text
+    fields: Annotated[tuple[Field, ...], msgspec.Meta(min_length=1, max_length=256)]
+    lossless: bool
+    rows: Whole
+    tokens: Whole
+    holds: bool
+
+
+class Settled(Form, frozen=True):
+    """Body of SETTLE: the numbers of the asks whose answers were used, and of those that are given back."""
+
+    client: Text
+    number: Whole
+    consumer: Text
+    used: Numbers = ()
+    returned: Numbers = ()
+
+
+class From(Form, frozen=True):
+    """Body of ALIVE and LEAVE."""
+
+    client: Text
+
+
+class Forgotten(Form, frozen=True):
+    """Body of FORGET."""
+
+    client: Text
+    number: Whole
+    consumer: Text
+
+
+class SampleStore:
+    """The samples of `inbound` for clients; each consumer keeps at most `limit_bytes` or so."""
+
+    def __init__(self, inbound: InboundSamples, limit_bytes: int, lacking: Lacking, reply: Reply) -> None:
+        self.consumers = Consumers(limit_bytes, SILENCE_S)
+        self._held: dict[int, ArrivedGroup] = {}
+        self._lacking = lacking
+        self._reply = reply
+        self._asks: dict[str, Envelope] = {}
+        """The newest ask of each client: answers go over its connection."""
+        self._parts: set[str] = set()
+        """Parts of the reward that are asked for: a sample may lack some, which are then NaN."""
+        self._inbound = inbound
+        inbound.on_arrival(self._arrived)
+        inbound.on_answer(self._answered)
+        inbound.on_leaving(self._left)
+        inbound.core.held_up = lambda: self.consumers.held_up_by
+
+    def on_message(self, message: Envelope, now: float) -> None:
+        """A client's message; raises ProtocolError if it is malformed."""
+        held_up = bool(self.consumers.held_up_by)
+        match message.kind:
+            case "client.ask":
+                self._on_ask(message, now)
+            case "client.settle":
+                self._on_settle(message, now)
+            case "client.alive":
+                self.consumers.alive(read(message.body, From, message.kind).client, now)
+                self._reply(message, {}, ())
+            case "client.leave":
+                client = read(message.body, From, message.kind).client
+                self._send(self.consumers.leave(client))
+                self._asks.pop(client, None)
+            case "client.forget":
+                forgotten = read(message.body, Forgotten, message.kind)
+                self._send(self.consumers.forget(forgotten.consumer))
+                self._reply(message, {"number": forgotten.number}, ())
+        if held_up and not self.consumers.held_up_by:
+            # Asks of generating workers were left unanswered meanwhile.
+            self._inbound.send(self._inbound.core.prompts_arrived(now))
+
+    def tick(self, now: float) -> None:
+        """Give up clients that are silent; say when nothing more will come."""
+        self._send(self.consumers.tick(now))
+        if self._inbound.core.finished:
+            self._send(self.consumers.finish())
+
+    def close(self) -> None:
+        """Tell all who wait that nothing more comes."""
+        self._send(self.consumers.close())
+
+    def _on_ask(self, message: Envelope, now: float) -> None:
+        asked = read(message.body, Asked, message.kind)
+        self._asks[asked.client] = message
+        try:
+            lacking = self._lacking(asked.fields)
+            if lacking:
+                raise ProtocolError(lacking)
+            wanted = Wanted(asked.consumer, asked.fields, asked.lossless, asked.rows, asked.tokens, asked.holds)
+            self._parts.update(filter(is_reward_part, asked.fields))
+            answers = self.consumers.ask(asked.client, asked.number, wanted, now)
+        except ProtocolError as error:
+            self._reply(message, {"number": asked.number, "consumer": asked.consumer, "error": str(error)}, ())
+            return
+        self._send(answers)
+
+    def _on_settle(self, message: Envelope, now: float) -> None:
+        settled = read(message.body, Settled, message.kind)
+        about = (settled.client, settled.consumer, settled.used, settled.returned)
+        stale, answers = self.consumers.settle(*about, now)
+        self._reply(message, {"number": settled.number, "stale": stale}, ())
+        self._send(answers)
+
+    # -- samples
+    def _arrived(self, lengths: Mapping[int, Sequence[int]]) -> None:
+        offered = {}
+        for position, of_rows in lengths.items():
+            group = self._inbound.peek(position)
+            rows = group.rows
+            share = rows.batch.nbytes * (rows.stop - rows.start) // max(1, rows.batch.rows)
+            fields = frozenset((*rows.batch.columns, *group.more, *self._parts))
+            offered[position] = Offered(rows.stop - rows.start, sum(of_rows), share, fields)
+        answers = self.consumers.arrived(offered)
+        for position in offered:
+            if position in self.consumers.kept:
+                self._held[position] = self._inbound.peek(position)
+        self._send(answers)
+
+    def _answered(self, position: int, fields: Iterable[str]) -> None:
+        if position in self._held:
+            self._held[position] = self._inbound.peek(position)
+            self._send(self.consumers.gained(position, fields))
+
+    def _left(self, positions: Iterable[int]) -> None:
+        self.consumers.left(positions)
+        self._prune()
+
+    def _send(self, answers: Iterable[Handed]) -> None:
+        for answer in answers:
+            ask = self._asks.get(answer.client)
+            if ask is not None:
+                self._reply(ask, *self._answer(answer))
+        self._prune()
+
+    def _answer(self, answer: Handed) -> tuple[dict[str, Any], Sequence[Buffer]]:
+        body: dict[str, Any] = {**answer._asdict(), "batch": None}
+        if not answer.positions:
+            return body, ()
+        fields = self.consumers.fields_of(answer.consumer)
+        batch = Batch.concat([_only(self._held[position], fields) for position in answer.positions])
+        body["batch"], buffer = encode_batch(batch)
+        return body, (buffer,)
+
+    def _prune(self) -> None:
+        for position in [position for position in self._held if position not in self.consumers.kept]:
+            del self._held[position]
+
+
+def _only(group: ArrivedGroup, fields: Iterable[str]) -> Batch:
+    """The rows of a group with these fields."""
+    rows = group.rows.batch.only([name for name in fields if name in group.rows.batch])
+    found: dict[str, Column] = dict(rows.slice(group.rows.start, group.rows.stop).columns)
+    count = group.rows.stop - group.rows.start
+    for name in fields:
+        if name in group.more:
+            found[name] = group.more[name]
+        elif name not in found:
+            found[name] = torch.full((count,), torch.nan)
+    return Batch({name: found[name] for name in fields})
