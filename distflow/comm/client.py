@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,8 +13,8 @@ import zmq
 from distflow.comm.addresses import place_of
 from distflow.comm.curve import CLIENT, KEY_HINT, Watch, leaves_machine, present_key, tune
 from distflow.comm.keys import Keys
-from distflow.comm.message import Message, decode, encode
-from distflow.comm.outbox import Outbox
+from distflow.comm.message import Buffer, Message, decode, decode_all, encode, header_of, pack, prefix_of
+from distflow.comm.outbox import Outbox, bundles
 from distflow.errors import ProtocolError
 from distflow.log import logger
 
@@ -101,7 +101,7 @@ class BackgroundClient:
 
     def send(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
         """Queue a request. It may be lost, as any message: repeat it until the reply comes."""
-        self._outbox.put(to, [encode(kind, CLIENT, 0, body)])
+        self._outbox.put(to, [pack(kind, body)])
 
     def close(self) -> None:
         """Send what is queued, for at most a second, and close all connections."""
@@ -149,28 +149,25 @@ class BackgroundClient:
                 header, *payload = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._on_reply(name, decode(header.buffer, [frame.buffer for frame in payload]))
+            for message in decode_all(header.buffer, [frame.buffer for frame in payload]):
+                self._on_reply(name, message)
 
     def _flush(self, context: zmq.Context[zmq.Socket[bytes]], connections: dict[str, _Connection]) -> None:
-        for _ in range(len(self._outbox)):
-            posted = self._outbox.take()
-            assert posted is not None, "nobody else takes from the outbox"
-            name = str(posted.to)
+        for bundle in bundles(self._outbox.take()):
+            name = str(bundle[0].to)
             address = self._addresses.get(name, "")
             known = connections.get(name)
             if known is not None and known.address != address:
                 connections.pop(name).close()
             if name not in connections and address:
                 connections[name] = _connect(context, address, self._keys)
-            try:
-                if name in connections:
-                    connections[name].socket.send_multipart(posted.frames, zmq.NOBLOCK)
+            sent = name in connections and _send(connections[name].socket, [posted.frames[0] for posted in bundle])
+            for posted in bundle:
+                if sent:
                     posted.delivery.hand_over()
                 else:
                     posted.delivery.drop()
-            except zmq.Again:
-                posted.delivery.drop()
-            self._outbox.handed_over(posted)
+            self._outbox.handed_over(bundle)
 
 
 def ask(
@@ -219,6 +216,14 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys |
         watch = Watch(socket)
     socket.connect(place_of(address))
     return _Connection(address, socket, watch)
+
+
+def _send(socket: zmq.Socket[bytes], entries: Sequence[Buffer]) -> bool:
+    try:
+        socket.send(header_of(prefix_of(CLIENT, 0), entries), zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
 
 
 def _reply(connection: _Connection, deadline: float) -> list[bytes] | None:
