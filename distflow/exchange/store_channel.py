@@ -29,7 +29,7 @@ ASK, SETTLE, ALIVE, LEAVE, FORGET = "client.ask", "client.settle", "client.alive
 KINDS = (ASK, SETTLE, ALIVE, LEAVE, FORGET)
 OWNERS = "client.owners"
 """Whom to ask; every worker can tell."""
-SILENCE_S = 15.0
+SILENCE_S = 10.0
 """After so long without a word of a client, what it has claimed goes to others."""
 ALIVE_S = 2.0
 """How often a client says that it is there."""

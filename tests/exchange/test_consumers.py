@@ -1,0 +1,334 @@
+"""Named consumers of an owner's samples: who gets which group, what is kept, and what happens when clients die."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from distflow.errors import ProtocolError
+from distflow.exchange.consumers import ANSWER_BYTES, REMEMBERED, Consumers, Handed, Offered, Wanted
+
+LIMIT = 1000
+SILENCE_S = 10.0
+
+
+def group(nbytes: int = 100, rows: int = 8, tokens: int = 80, fields: Iterable[str] = ("text",)) -> Offered:
+    return Offered(rows, tokens, nbytes, frozenset(fields))
+
+
+def wanted(
+    consumer: str = "reader",
+    fields: tuple[str, ...] = ("text",),
+    *,
+    rows: int = 0,
+    tokens: int = 0,
+    lossless: bool = False,
+    holds: bool = False,
+) -> Wanted:
+    return Wanted(consumer, fields, lossless, rows, tokens, holds)
+
+
+def positions(answers: Iterable[Handed]) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [(answer.client, answer.number, answer.positions) for answer in answers]
+
+
+@pytest.fixture
+def store() -> Consumers:
+    return Consumers(LIMIT, SILENCE_S)
+
+
+def test_an_ask_is_answered_when_something_arrives(store: Consumers) -> None:
+    assert store.ask("a", 1, wanted(), 0.0) == []
+    answers = store.arrived({7: group()})
+    assert positions(answers) == [("a", 1, (7,))]
+    assert answers[0].tokens == 80
+    assert store.settle("a", "reader", [1], [], 0.0) == ([], [])
+    assert not store.kept
+
+
+def test_what_arrives_before_a_consumer_is_opened_is_not_for_it(store: Consumers) -> None:
+    store.arrived({1: group()})
+    assert not store.kept
+    store.ask("a", 1, wanted(), 0.0)
+    assert positions(store.arrived({2: group()})) == [("a", 1, (2,))]
+
+
+def test_an_answer_reaches_what_is_wanted_with_whole_groups(store: Consumers) -> None:
+    store.ask("a", 1, wanted(), 0.0)
+    store.arrived({0: group()})
+    store.arrived({n: group() for n in range(1, 8)})
+    assert positions(store.ask("a", 2, wanted(rows=20), 0.0)) == [("a", 2, (1, 2, 3))]
+    assert positions(store.ask("a", 3, wanted(tokens=160), 0.0)) == [("a", 3, (4, 5))]
+    assert positions(store.ask("a", 4, wanted(), 0.0)) == [("a", 4, (6, 7))]
+
+
+def test_an_answer_is_bounded_in_bytes() -> None:
+    store = Consumers(1 << 40, SILENCE_S)
+    store.ask("a", 1, wanted("other"), 0.0)
+    store.ask("a", 2, wanted(), 0.0)
+    store.arrived({0: group()})
+    store.arrived({n: group(ANSWER_BYTES // 2) for n in range(1, 5)} | {5: group(2 * ANSWER_BYTES)})
+    assert positions(store.ask("a", 3, wanted(), 0.0)) == [("a", 3, (1, 2))]
+    assert positions(store.ask("a", 4, wanted(), 0.0)) == [("a", 4, (3, 4))]
+    assert positions(store.ask("a", 5, wanted(), 0.0)) == [("a", 5, (5,))], "one that is larger goes alone"
+
+
+def test_consumers_are_independent_and_clients_of_one_share(store: Consumers) -> None:
+    store.ask("a", 1, wanted(rows=8), 0.0)
+    store.ask("b", 1, wanted(rows=8), 0.0)
+    store.ask("c", 1, wanted("other", rows=8), 0.0)
+    answers = store.arrived({0: group(), 1: group()})
+    assert sorted(positions(answers)) == [("a", 1, (0,)), ("b", 1, (1,)), ("c", 1, (0,))]
+    assert positions(store.ask("c", 2, wanted("other", rows=8), 0.0)) == [("c", 2, (1,))]
+
+
+def test_a_repeated_ask_gets_the_same_claim_and_nothing_once_it_is_settled(store: Consumers) -> None:
+    store.ask("a", 1, wanted(), 0.0)
+    (first,) = store.arrived({0: group()})
+    assert store.ask("a", 1, wanted(), 0.0) == [first]
+    store.settle("a", "reader", [1], [], 0.0)
+    assert store.ask("a", 1, wanted(), 0.0) == []
+    assert store.arrived({1: group()}) == [], "nobody waits: the ask was answered"
+
+
+def test_an_acknowledgement_may_be_repeated(store: Consumers) -> None:
+    store.ask("a", 1, wanted(), 0.0)
+    store.arrived({0: group()})
+    assert store.settle("a", "reader", [1], [], 0.0) == ([], [])
+    assert store.settle("a", "reader", [1], [], 0.0) == ([], [])
+    assert store.settle("a", "reader", [2], [], 0.0) == ([2], []), "one that was never handed out is stale"
+
+
+def test_only_so_many_acknowledgements_are_remembered(store: Consumers) -> None:
+    for number in range(1, REMEMBERED + 3):
+        store.ask("a", number, wanted(), 0.0)
+        store.arrived({number: group()})
+        store.settle("a", "reader", [number], [], 0.0)
+    assert store.settle("a", "reader", [1, REMEMBERED + 2], [], 0.0)[0] == [1]
+
+
+@pytest.mark.parametrize("how", ["silent", "leaves", "gives back"])
+def test_what_a_client_does_not_use_goes_to_another_first(store: Consumers, how: str) -> None:
+    store.ask("a", 1, wanted(rows=16), 0.0)
+    store.ask("b", 1, wanted("other"), 0.0)
+    store.arrived({0: group(), 1: group(), 2: group()})
+    store.ask("b", 2, wanted(rows=8), SILENCE_S)
+    store.settle("b", "reader", [2], [], SILENCE_S)
+    assert store.ask("b", 3, wanted(rows=24), SILENCE_S) == []
+    if how == "silent":
+        assert store.tick(SILENCE_S) == []
+        answers = store.tick(SILENCE_S + 0.1)
+    elif how == "leaves":
+        answers = store.leave("a")
+    else:
+        answers = store.settle("a", "reader", [], [1], SILENCE_S)[1]
+    assert positions(answers) == [("b", 3, (0, 1))]
+    assert store.settle("a", "reader", [1], [], SILENCE_S)[0] == [1], "the first client hears that it is too late"
+
+
+def test_a_client_that_gives_signs_of_life_keeps_its_claims(store: Consumers) -> None:
+    store.ask("a", 1, wanted(), 0.0)
+    store.arrived({0: group()})
+    for second in range(1, 30):
+        store.alive("a", float(second))
+        assert store.tick(second + 0.5) == []
+    assert store.settle("a", "reader", [1], [], 30.0) == ([], [])
+
+
+def test_the_oldest_unclaimed_groups_are_let_go_at_the_bound(store: Consumers) -> None:
+    store.ask("a", 1, wanted(), 0.0)
+    store.arrived({0: group(600)})
+    store.arrived({1: group(300), 2: group(300), 3: group(300)})
+    assert set(store.kept) == {0, 3}, "what is claimed stays"
+    (answer,) = store.ask("a", 2, wanted(), 0.0)
+    assert (answer.positions, answer.missed) == ((3,), 2)
+
+
+def test_a_lossless_consumer_holds_up_until_it_has_read(store: Consumers) -> None:
+    store.ask("a", 1, wanted(lossless=True), 0.0)
+    store.arrived({0: group(400)})
+    store.arrived({1: group(400)})
+    assert store.held_up_by == ""
+    store.arrived({2: group(400), 3: group(400)})
+    assert store.held_up_by == "reader"
+    assert set(store.kept) == {0, 1, 2, 3}, "what was under way is kept too"
+    store.settle("a", "reader", [1], [], 0.0)
+    store.ask("a", 2, wanted(rows=16, lossless=True), 0.0)
+    assert store.held_up_by == "reader"
+    store.settle("a", "reader", [2], [], 0.0)
+    assert store.held_up_by == ""
+
+
+def test_a_group_is_ready_when_all_fields_are_there(store: Consumers) -> None:
+    store.ask("a", 1, wanted(fields=("text", "ref")), 0.0)
+    assert store.arrived({0: group(), 1: group()}) == []
+    assert store.gained(0, ["value"]) == []
+    assert positions(store.gained(1, ["ref"])) == [("a", 1, (1,))]
+    store.left([0, 1])
+    assert set(store.kept) == {1}, "0 will not get the field any more"
+    (answer,) = store.ask("a", 1, wanted(fields=("text", "ref")), 0.0)
+    assert answer.missed == 1
+
+
+def test_a_consumer_cannot_be_opened_for_something_else(store: Consumers) -> None:
+    store.ask("a", 1, wanted(), 0.0)
+    with pytest.raises(ProtocolError, match=r"consumer 'reader' reads \['text'\], not lossless"):
+        store.ask("b", 1, wanted(fields=("ref",)), 0.0)
+    with pytest.raises(ProtocolError, match="another name for the consumer"):
+        store.ask("b", 1, wanted(lossless=True), 0.0)
+
+
+def test_a_forgotten_consumer_keeps_nothing_and_its_readers_hear_of_it(store: Consumers) -> None:
+    store.ask("a", 1, wanted(lossless=True), 0.0)
+    store.ask("b", 1, wanted("other"), 0.0)
+    store.arrived({n: group(400) for n in range(4)})
+    store.ask("c", 1, wanted(rows=1, lossless=True), 0.0)
+    store.settle("b", "other", [1], [], 0.0)
+    assert store.held_up_by == "reader"
+    assert [(answer.client, answer.end) for answer in store.forget("reader")] == [("c", "over")]
+    assert (store.held_up_by, store.kept) == ("", {})
+    assert store.ask("d", 1, wanted(), 0.0) == [], "it may be opened in another way"
+
+
+def test_the_end_is_told_when_nothing_is_left(store: Consumers) -> None:
+    store.ask("a", 1, wanted(rows=8), 0.0)
+    store.ask("b", 1, wanted(rows=8), 0.0)
+    store.arrived({0: group(), 1: group()})
+    assert store.finish() == []
+    assert store.unread() == ["reader"]
+    assert store.ask("a", 2, wanted(), 0.0) == [], "b may still give its group back"
+    assert [answer.end for answer in store.ask("a", 2, wanted(holds=True), 0.0)] == ["drained"]
+    store.ask("a", 3, wanted(), 0.0)
+    assert positions(store.leave("b")) == [("a", 3, (1,))]
+    assert [answer.end for answer in store.ask("a", 4, wanted(), 0.0)] == ["over"], "the rest is its own"
+    store.settle("a", "reader", [1, 3], [], 0.0)
+    assert store.unread() == []
+
+
+def test_whoever_waits_hears_of_the_end_of_an_owner(store: Consumers) -> None:
+    store.ask("a", 1, wanted(), 0.0)
+    store.arrived({0: group()})
+    store.ask("b", 1, wanted(), 0.0)
+    assert [(answer.client, answer.end) for answer in store.close()] == [("b", "over")]
+
+
+class Model(RuleBasedStateMachine):
+    """Random clients of two consumers, beside what must hold at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = Consumers(LIMIT, SILENCE_S)
+        self.now = 0.0
+        self.next = 0
+        self.numbers: Counter[str] = Counter()
+        self.held: dict[tuple[str, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
+        self.used: dict[str, Counter[int]] = defaultdict(Counter)
+        self.offered: dict[str, set[int]] = defaultdict(set)
+        self.finished = False
+
+    def take(self, answers: Iterable[Handed]) -> None:
+        for answer in answers:
+            if answer.positions:
+                self.held[answer.client, answer.consumer][answer.number] = answer.positions
+
+    clients = st.sampled_from(["a", "b", "c"])
+    consumers = st.sampled_from(["lossless", "lossy"])
+
+    @precondition(lambda self: not self.finished)
+    @rule(sizes=st.lists(st.integers(1, 400), min_size=1, max_size=4))
+    def arrive(self, sizes: list[int]) -> None:
+        groups = {self.next + n: group(size) for n, size in enumerate(sizes)}
+        self.next += len(sizes)
+        for name in self.store._consumers:
+            self.offered[name].update(groups)
+        self.take(self.store.arrived(groups))
+
+    @rule(client=clients, consumer=consumers, rows=st.integers(0, 24), repeat=st.booleans())
+    def ask(self, client: str, consumer: str, rows: int, *, repeat: bool) -> None:
+        self.numbers[client] += not repeat
+        if self.numbers[client]:
+            asked = wanted(consumer, rows=rows, lossless=consumer == "lossless")
+            # A repeated number may belong to the other consumer: a client never does that.
+            known = self.store._clients.get(client)
+            if repeat and (known is None or known.last.get(consumer) != self.numbers[client]):
+                return
+            self.take(self.store.ask(client, self.numbers[client], asked, self.now))
+
+    @rule(client=clients, consumer=consumers, use=st.booleans(), data=st.data())
+    def settle(self, client: str, consumer: str, *, use: bool, data: st.DataObject) -> None:
+        mine = self.held[client, consumer]
+        if not mine:
+            return
+        number = data.draw(st.sampled_from(sorted(mine)))
+        valid = (client, number) in self.store._consumers[consumer].claims
+        stale, answers = self.store.settle(client, consumer, [number] if use else [], [] if use else [number], self.now)
+        if use:
+            assert (number in stale) == (not valid)
+        if use and valid:
+            self.used[consumer].update(mine[number])
+        del mine[number]
+        self.take(answers)
+
+    @rule(client=clients)
+    def leave(self, client: str) -> None:
+        for consumer in ("lossless", "lossy"):
+            self.held.pop((client, consumer), None)
+        self.take(self.store.leave(client))
+
+    @rule(seconds=st.floats(0, 12))
+    def time(self, seconds: float) -> None:
+        self.now += seconds
+        self.take(self.store.tick(self.now))
+
+    @rule()
+    def finish(self) -> None:
+        self.finished = True
+        self.take(self.store.finish())
+
+    @invariant()
+    def every_group_is_in_one_place(self) -> None:
+        for name, one in self.store._consumers.items():
+            claimed = [position for found in one.claims.values() for position in found]
+            places = [*one.ready, *one.partial, *claimed]
+            assert len(places) == len(set(places))
+            assert not set(places) & set(self.used[name]), "what was used is not handed out again"
+            assert one.nbytes == sum(self.store.kept[position].nbytes for position in places)
+            lost = len(self.offered[name]) - len(places) - len(self.used[name])
+            assert lost == one.missed
+            if name == "lossless":
+                assert not lost
+            else:
+                assert one.nbytes <= LIMIT or not one.ready
+            assert max(self.used[name].values(), default=1) == 1
+        held = {p for one in self.store._consumers.values() for p in (*one.ready, *one.partial)}
+        held |= {p for one in self.store._consumers.values() for found in one.claims.values() for p in found}
+        assert set(self.store.kept) == held
+
+    def teardown(self) -> None:
+        """Whatever happened: a client that goes on reading gets all that is left, and hears of the end."""
+        self.take(self.store.finish())
+        for client in ("a", "b", "c"):
+            self.take(self.store.leave(client))
+        numbers = iter(range(10_000, 20_000))
+        for name in list(self.store._consumers):
+            end = ""
+            asked = wanted(name, rows=8, lossless=name == "lossless")
+            for number in numbers:
+                (answer,) = self.store.ask("last", number, asked, self.now)
+                end = answer.end
+                if end:
+                    break
+                self.used[name].update(answer.positions)
+                assert self.store.settle("last", name, [number], [], self.now)[0] == []
+            assert end == "over"
+            assert sum(self.used[name].values()) + self.store._consumers[name].missed == len(self.offered[name])
+        assert not self.store.kept
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
