@@ -1,12 +1,21 @@
-"""Benchmarks of cores alone still run: what they stand in for may have changed."""
+"""Benchmarks still run, at a tiny size: what they stand in for may have changed."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import agents, house
+from distflow.bench import other_systems
+from distflow.bench.team import MemberFailed, Team
+from distflow.bench.turns import take_turns
+from distflow.launch import cli
 
 
 def test_the_agents_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,3 +30,68 @@ def test_the_size_of_the_house() -> None:
     rooms = [name for name in known if name.startswith(("distflow.launch", "distflow.runtime"))]
     assert len(rooms) <= 110
     assert max(len(path.read_text().splitlines()) for path in known.values()) <= 400
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Runs one benchmark of `distflow bench` at a tiny size, and returns what it prints."""
+
+    def run(*arguments: str) -> dict[str, Any]:
+        assert cli.run(["bench", *arguments, "--json", "--repetitions", "1"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return run
+
+
+def test_the_step_reaches_its_trainers(bench: Callable[..., dict[str, Any]]) -> None:
+    found = bench("step", "--workers", "4", "--samples", "64", "--tokens", "8")
+    assert found["seconds"] > 0.0
+    assert 1 / 4 <= found["busiest_share"] <= 1 / 2
+    assert "make peers-venv" in found["left_out"]["verl"]
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+from taking_turns import answers, serve
+answer = answers()
+print("not an answer")
+if "--dies" in sys.argv:
+    raise SystemExit("no such package")
+serve(answer, {{"quick": lambda: {{"seconds": 0.5}}, "dead": lambda: sys.exit("it is dead")}}, {{"other": "not here"}})
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "peer.py").write_text(SCRIPT.format(folder=str(other_systems.SCRIPTS)))
+    monkeypatch.setattr(other_systems, "SCRIPTS", tmp_path)
+    return "peer"
+
+
+def test_another_system_takes_turns_and_says_who_is_left_out(script: str) -> None:
+    with other_systems.OtherSystems(script, sys.executable, ["quick", "dead", "other"], {}) as others:
+        assert others.left_out == {"other": "not here"}
+        found = take_turns({"quick": others.turns["quick"]}, 3)
+        assert found["quick"].median("seconds") == 0.5
+        assert len(found["quick"].turns) == 3
+        with pytest.raises(other_systems.OtherSystemFailed, match=r"peer.py ended: .*it is dead"):
+            others.turns["dead"]()
+
+
+def test_a_system_that_is_not_installed_is_left_out_with_the_reason(script: str) -> None:
+    with other_systems.OtherSystems(script, sys.executable, ["quick"], {"dies": 1}) as others:
+        assert others.turns == {}
+        assert others.left_out["quick"].endswith("no such package")
+
+
+def test_a_member_of_a_team_that_ends_is_told() -> None:
+    with Team("distflow.bench.team") as team:
+        team.start("one", _end, None)
+        with pytest.raises(MemberFailed, match="one ended"):
+            team.answers(["one"])
+
+
+def _end(name: str, pipe: Connection, setting: object) -> None:
+    """A member that has nothing to say."""

@@ -1,0 +1,50 @@
+"""The command `distflow bench`: one subcommand a benchmark. What a benchmark needs is imported when it runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from distflow.bench.turns import Measurement
+
+REPETITIONS = 5
+
+
+@click.group(name="bench")
+def bench() -> None:
+    """Measure the data plane on this machine, beside its limits and beside other systems.
+
+    All contestants of a benchmark take turns in one run; figures are medians over the repetitions. Other systems take
+    part where they are installed: `make peers-venv` does that.
+    """
+
+
+def measuring(function: Callable[..., Measurement]) -> Callable[..., None]:
+    """The options that every benchmark has; prints the outcome."""
+
+    @functools.wraps(function)
+    def shown(*, as_json: bool, **options: Any) -> None:
+        click.echo(function(**options).show(as_json))
+
+    for option in (
+        click.option("--peers", metavar="PYTHON", help="Python that has the other systems [.venv-peers/bin/python]"),
+        click.option("--repetitions", type=click.IntRange(1), default=REPETITIONS, show_default=True),
+        click.option("--json", "as_json", is_flag=True, help="one line of JSON"),
+    ):
+        shown = option(shown)
+    return shown
+
+
+@bench.command()
+@measuring
+@click.option("--workers", type=click.IntRange(2), default=8, show_default=True, help="half generate, half train")
+@click.option("--samples", type=click.IntRange(64), default=4096, show_default=True)
+@click.option("--tokens", type=click.IntRange(1), default=1024, show_default=True, help="of each sample")
+def step(repetitions: int, peers: str | None, workers: int, samples: int, tokens: int) -> Measurement:
+    """Bring the samples of a training step to the workers that train on them."""
+    from distflow.bench.step import measure
+
+    return measure({"workers": workers, "samples": samples, "tokens": tokens}, repetitions, peers)
