@@ -51,15 +51,28 @@ def test_the_step_reaches_its_trainers(bench: Callable[..., dict[str, Any]]) -> 
     assert "make peers-venv" in found["left_out"]["verl"]
 
 
+def test_rows_are_exchanged_in_turn_with_what_memory_does(bench: Callable[..., dict[str, Any]]) -> None:
+    found = bench("exchange", "--rows", "80", "--row-bytes", "65536")
+    for name in ("put_gb_s", "get_ms", "touch_gb_s", "cpu_s_per_gb", "shm_copy_gb_s", "lane_of_plain_zmq"):
+        assert found[name] > 0.0, name
+    assert list(found["left_out"]) == ["transferqueue"]
+
+
+def test_a_row_is_seen_by_who_waits_for_it(bench: Callable[..., dict[str, Any]]) -> None:
+    found = bench("latency", "--count", "5", "--row-bytes", "64")
+    assert 0.0 < found["visible_p50_ms"] <= found["visible_p99_ms"]
+    assert found["cycles_per_s"] > 0.0
+    assert found["zmq_rtt_ms"] > 0.0
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {folder!r})
-from taking_turns import answers, serve
-answer = answers()
+from taking_turns import serve
 print("not an answer")
 if "--dies" in sys.argv:
     raise SystemExit("no such package")
-serve(answer, {{"quick": lambda: {{"seconds": 0.5}}, "dead": lambda: sys.exit("it is dead")}}, {{"other": "not here"}})
+serve({{"quick": lambda: {{"seconds": 0.5}}, "dead": lambda: sys.exit("it is dead")}}, {{"other": "not here"}})
 """
 
 

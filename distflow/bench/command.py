@@ -48,3 +48,25 @@ def step(repetitions: int, peers: str | None, workers: int, samples: int, tokens
     from distflow.bench.step import measure
 
     return measure({"workers": workers, "samples": samples, "tokens": tokens}, repetitions, peers)
+
+
+@bench.command()
+@measuring
+@click.option("--rows", type=click.IntRange(1), default=1024, show_default=True)
+@click.option("--row-bytes", type=click.IntRange(8), default=64 << 10, show_default=True)
+def exchange(repetitions: int, peers: str | None, rows: int, row_bytes: int) -> Measurement:
+    """Bring many rows from one process to another."""
+    from distflow.bench.rows import measure_exchange
+
+    return measure_exchange(rows, row_bytes, repetitions, peers)
+
+
+@bench.command()
+@measuring
+@click.option("--row-bytes", type=click.IntRange(8), default=4 << 10, show_default=True)
+@click.option("--count", type=click.IntRange(2), default=300, show_default=True, help="rows a repetition")
+def latency(repetitions: int, peers: str | None, row_bytes: int, count: int) -> Measurement:
+    """Bring one row at a time to a consumer that waits for it."""
+    from distflow.bench.rows import measure_latency
+
+    return measure_latency(row_bytes, count, repetitions, peers)

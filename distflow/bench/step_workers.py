@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
-from distflow.comm.endpoint import Endpoint
+from distflow.bench.worker import MeasuredWorker
 from distflow.comm.keys import NetworkListener
-from distflow.comm.message import Buffer, Message
-from distflow.comm.outbox import Delivery
 from distflow.data.batch import Batch, Column, Ragged, RowRange, join
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
@@ -44,7 +41,6 @@ TOKEN_BYTES = sum(dtype.itemsize for dtype in FIELDS.values())
 SLOTS = 256
 """Samples that a generating worker takes at a time."""
 IDLE_S = 0.25
-WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,60 +70,6 @@ class StepSetting:
         )
 
 
-class _Worker:
-    """An endpoint, whose thread and the worker's own share one lock."""
-
-    def __init__(self, name: str, setting: StepSetting) -> None:
-        self.changed = threading.Condition()
-        self.bytes = 0
-        """Of samples that were sent or received."""
-        self.endpoint = Endpoint(name, 0, setting.roster, tick_s=0.25, listener=setting.listener)
-        self._fault: BaseException | None = None
-
-    def start(self, on_message: Callable[[Message, float], None], tick: Callable[[float], None]) -> None:
-        """Listen."""
-
-        def heard(message: Message) -> None:
-            with self.changed:
-                self.bytes += sum(part.nbytes for part in message.payload)
-                on_message(message, time.monotonic())
-                self.changed.notify_all()
-
-        def ticked() -> None:
-            with self.changed:
-                tick(time.monotonic())
-
-        def failed(error: BaseException) -> None:
-            with self.changed:
-                self._fault = error
-                self.changed.notify_all()
-
-        self.endpoint.start(heard, ticked, failed)
-
-    def post(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
-        """Send, and count."""
-        self.bytes += sum(memoryview(part).nbytes for part in payload)
-        return self.endpoint.send(to, kind, body, payload)
-
-    def until(self, ready: Callable[[], bool]) -> None:
-        """Under the lock: wait until something is so."""
-        if not self.changed.wait_for(lambda: ready() or self._fault is not None, WAIT_S):
-            raise TimeoutError(f"{self.endpoint.name} heard nothing for {WAIT_S:g} s")
-        if self._fault is not None:
-            raise self._fault
-
-    def meet(self, pipe: Connection) -> None:
-        """Say where this worker listens, and learn where the others do."""
-        pipe.send(self.endpoint.network_address)
-        for name, address in pipe.recv().items():
-            if name != self.endpoint.name:
-                self.endpoint.know(name, address)
-
-    def usage(self) -> dict[str, float]:
-        """Since its start."""
-        return {"bytes": self.bytes, "cpu_s": time.process_time()}
-
-
 class _Table:
     """Samples that a worker has generated, ready to be finished under any lease."""
 
@@ -153,7 +95,7 @@ class _Table:
 
 def generate(name: str, pipe: Connection, setting: StepSetting) -> None:
     """Finish the groups of all leases as they come. Orders: "usage", and None to end."""
-    worker = _Worker(name, setting)
+    worker = MeasuredWorker(name, setting.roster, setting.listener)
     settings = setting.lease_settings()
     holder = HolderCore(name, 0, setting.owners, settings, home=setting.holders.index(name))
     samples = OutboundSamples(holder, worker.post)
@@ -174,7 +116,7 @@ def generate(name: str, pipe: Connection, setting: StepSetting) -> None:
     worker.endpoint.close()
 
 
-def _answer(pipe: Connection, worker: _Worker) -> None:
+def _answer(pipe: Connection, worker: MeasuredWorker) -> None:
     """Tell what has been used whenever it is asked; ends with the orders."""
     with suppress(EOFError):
         while pipe.recv() is not None:
@@ -184,7 +126,7 @@ def _answer(pipe: Connection, worker: _Worker) -> None:
 
 def train(name: str, pipe: Connection, setting: StepSetting) -> None:
     """Train on the samples of own ledgers. Orders: "step", answered when it is over; "usage"; and None to end."""
-    worker = _Worker(name, setting)
+    worker = MeasuredWorker(name, setting.roster, setting.listener)
     number = setting.owners.index(name)
     owner = OwnerCore(name, setting.lease_settings(), range(number, LEDGERS, len(setting.owners)), _prompt_at)
     samples = InboundSamples(owner, worker.post)
@@ -199,7 +141,7 @@ def train(name: str, pipe: Connection, setting: StepSetting) -> None:
     worker.endpoint.close()
 
 
-def _train_step(worker: _Worker, owner: OwnerCore, samples: InboundSamples, version: int) -> None:
+def _train_step(worker: MeasuredWorker, owner: OwnerCore, samples: InboundSamples, version: int) -> None:
     with worker.changed:
         if version > owner.version:
             samples.send(owner.advance(version, time.monotonic()))

@@ -24,15 +24,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from taking_turns import serve
+
 os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", LOGURU_LEVEL="ERROR", RAY_DEDUP_LOGS="0")
 
-from taking_turns import answers, serve
-
-answer = answers()
-
-import numpy as np  # noqa: E402
-import ray  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import ray
+import torch
 
 FIELDS = {
     "input_ids": "int64",
@@ -231,7 +229,7 @@ def main() -> None:
             turns.update(make())
         except ImportError as error:
             left_out[name] = str(error)
-    serve(answer, {name: timed(work) for name, work in turns.items()}, left_out)
+    serve({name: timed(work) for name, work in turns.items()}, left_out)
     ray.shutdown()
 
 

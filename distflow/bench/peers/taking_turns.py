@@ -1,4 +1,7 @@
-"""The side of a script: say who is there, then run whoever is named until standard input ends."""
+"""The side of a script: say who is there, then run whoever is named until standard input ends.
+
+From the import of this module on, everything else that is printed goes to standard error: import it first.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,17 @@ from collections.abc import Callable, Mapping
 
 Turn = Callable[[], Mapping[str, float]]
 
-
-def answers() -> Callable[[object], None]:
-    """A function that writes answers. From here on everything else that is printed goes to standard error."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def answer(value: object) -> None:
-        out.write(json.dumps(value) + "\n")
-        out.flush()
-
-    return answer
+_ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
 
 
-def serve(answer: Callable[[object], None], turns: Mapping[str, Turn], left_out: Mapping[str, str]) -> None:
+def serve(turns: Mapping[str, Turn], left_out: Mapping[str, str]) -> None:
     """Answer until nobody asks any more."""
-    answer({"ready": list(turns), "left_out": dict(left_out)})
+    _answer({"ready": list(turns), "left_out": dict(left_out)})
     for line in sys.stdin:
-        answer(dict(turns[line.strip()]()))
+        _answer(dict(turns[line.strip()]()))
+
+
+def _answer(value: object) -> None:
+    _ANSWERS.write(json.dumps(value) + "\n")
+    _ANSWERS.flush()
