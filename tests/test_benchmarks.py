@@ -13,8 +13,10 @@ import pytest
 
 from benchmarks import agents, house
 from distflow.bench import other_systems
+from distflow.bench.hosts import bits_per_second, why_no_hosts
 from distflow.bench.team import MemberFailed, Team
 from distflow.bench.turns import take_turns
+from distflow.errors import UserError
 from distflow.launch import cli
 
 
@@ -108,3 +110,18 @@ def test_a_member_of_a_team_that_ends_is_told() -> None:
 
 def _end(name: str, pipe: Connection, setting: object) -> None:
     """A member that has nothing to say."""
+
+
+def test_the_step_over_slow_links(bench: Callable[..., dict[str, Any]]) -> None:
+    if (why := why_no_hosts(["tc"])) is not None:
+        pytest.skip(why)
+    found = bench("step", "--links", "200mbit", "--workers", "4", "--samples", "64", "--tokens", "64")
+    assert found["driver_seconds"] > 0.0
+    assert 0.0 < found["link_share"] <= 1.0
+
+
+@pytest.mark.parametrize("rate", ["fast", "200", "mbit", "1.2.3gbit"])
+def test_a_rate_that_tc_would_not_take(rate: str) -> None:
+    with pytest.raises(UserError, match="expected a number and kbit, mbit, gbit"):
+        bits_per_second(rate)
+    assert bits_per_second("200mbit") == 2e8

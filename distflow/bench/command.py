@@ -43,11 +43,21 @@ def measuring(function: Callable[..., Measurement]) -> Callable[..., None]:
 @click.option("--workers", type=click.IntRange(2), default=8, show_default=True, help="half generate, half train")
 @click.option("--samples", type=click.IntRange(64), default=4096, show_default=True)
 @click.option("--tokens", type=click.IntRange(1), default=1024, show_default=True, help="of each sample")
-def step(repetitions: int, peers: str | None, workers: int, samples: int, tokens: int) -> Measurement:
-    """Bring the samples of a training step to the workers that train on them."""
-    from distflow.bench.step import measure
+@click.option("--links", metavar="RATE", help="on hosts (network namespaces) whose links carry this, such as 200mbit")
+@click.option("--hosts", type=click.IntRange(2), default=4, show_default=True, help="of --links; half generate")
+def step(
+    repetitions: int, peers: str | None, workers: int, samples: int, tokens: int, links: str | None, hosts: int
+) -> Measurement:
+    """Bring the samples of a training step to the workers that train on them.
 
-    return measure({"workers": workers, "samples": samples, "tokens": tokens}, repetitions, peers)
+    With --links the same with everything through one driver takes turns with it, instead of other systems.
+    """
+    from distflow.bench.step import measure, measure_links
+
+    sizes = {"workers": workers, "samples": samples, "tokens": tokens}
+    if links is not None:
+        return measure_links(sizes, repetitions, hosts, links)
+    return measure(sizes, repetitions, peers)
 
 
 @bench.command()

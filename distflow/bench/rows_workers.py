@@ -19,17 +19,16 @@ import zmq
 from torch import Tensor
 
 from distflow.bench.worker import MeasuredWorker
-from distflow.comm.message import Buffer, Message
+from distflow.comm.message import Message
 from distflow.data.batch import Batch
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.exchange.lease_settings import MESSAGE_BYTES
 
 WRITER, READER = "writer", "reader"
 ROWS, ROW, RAW = "rows", "row", "raw"
-ARRIVED, SEEN = "arrived", "seen"
+SEEN = "seen"
 PLAIN_S = 60_000
 CHUNK = 1 << 20
-UNDER_WAY_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,6 @@ class Writer:
         self._worker = worker
         self._heard = heard
         self._setting = setting
-        self._under_way = 0
         self._table = torch.ones((setting.rows, setting.row_bytes), dtype=torch.uint8)
         self._segment = mmap.mmap(-1, setting.nbytes)
         self._shared = torch.frombuffer(self._segment, dtype=torch.uint8).view_as(self._table)
@@ -110,8 +108,8 @@ class Writer:
             for part in self._setting.parts():
                 batch = Batch({"x": self._table[part.start : part.stop]})
                 description, buffer = encode_batch(batch)
-                self._send(ROWS, {"batch": description}, buffer)
-            self._until_under_way(0)
+                self._worker.push(READER, ROWS, {"batch": description}, buffer)
+            self._worker.drain(READER)
         return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
 
     def raw(self, _: int) -> dict[str, float]:
@@ -120,8 +118,8 @@ class Writer:
         began = time.perf_counter()
         with self._worker.changed:
             for at in range(0, len(data), CHUNK):
-                self._send(RAW, {}, data[at : at + CHUNK])
-            self._until_under_way(0)
+                self._worker.push(READER, RAW, {}, data[at : at + CHUNK])
+            self._worker.drain(READER)
         return {"seconds": time.perf_counter() - began}
 
     def row(self, count: int) -> dict[str, list[float]]:
@@ -173,16 +171,6 @@ class Writer:
                 found.append(time.perf_counter() - began)
         return {"seconds": found}
 
-    def _send(self, kind: str, body: Mapping[str, object], data: Buffer) -> None:
-        self._until_under_way(UNDER_WAY_BYTES)
-        self._under_way += len(data)
-        self._worker.post(READER, kind, body, [data])
-
-    def _until_under_way(self, nbytes: int) -> None:
-        """Wait until the reader has all but this many bytes: an outbox that is full drops messages."""
-        while self._under_way > nbytes:
-            self._under_way -= int(self._answer().body["bytes"])
-
     def _answer(self) -> Message:
         self._worker.until(lambda: bool(self._heard))
         return self._heard.popleft()
@@ -215,7 +203,7 @@ class Reader:
             return
         if message.kind == ROWS:
             self._arrived.append(message)
-        self._worker.post(WRITER, ARRIVED, {"bytes": message.payload[0].nbytes})
+        self._worker.took(message)
 
     def get(self, _: int) -> dict[str, float]:
         """All rows as tensors, and every byte of them once."""

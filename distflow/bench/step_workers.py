@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
 
+from distflow.bench.driver_shape import DISPATCH, Dispatched, push_to_driver
 from distflow.bench.worker import MeasuredWorker
 from distflow.comm.keys import NetworkListener
+from distflow.comm.message import Message
 from distflow.data.batch import Batch, Column, Ragged, RowRange, join
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
@@ -57,6 +59,11 @@ class StepSetting:
     """Of a worker whose peers are on other hosts."""
 
     @property
+    def share(self) -> int:
+        """Samples of a training step that a worker generates, or trains on."""
+        return self.samples // len(self.owners)
+
+    @property
     def groups(self) -> int:
         """Of a training step."""
         return self.samples // GROUP
@@ -80,6 +87,10 @@ class _Table:
         values = {name: torch.ones(rows * tokens, dtype=dtype) for name, dtype in FIELDS.items()}
         self._columns = {name: Ragged(column, offsets) for name, column in values.items()}
 
+    def everything(self, rows: int) -> Batch:
+        """So many samples, under no lease."""
+        return Batch({name: column.slice(0, rows) for name, column in self._columns.items()})
+
     def groups(self, positions: Sequence[int], version: int) -> Batch:
         """The next samples, as groups of these positions, made of this policy version."""
         rows = GROUP * len(positions)
@@ -94,15 +105,17 @@ class _Table:
 
 
 def generate(name: str, pipe: Connection, setting: StepSetting) -> None:
-    """Finish the groups of all leases as they come. Orders: "usage", and None to end."""
+    """Finish the groups of all leases as they come. Orders: "push" them to the driver; "usage"; and None to end."""
     worker = MeasuredWorker(name, setting.roster, setting.listener)
     settings = setting.lease_settings()
     holder = HolderCore(name, 0, setting.owners, settings, home=setting.holders.index(name))
     samples = OutboundSamples(holder, worker.post)
-    table = _Table(max(SLOTS, setting.samples // len(setting.holders)), setting.tokens)
+    table = _Table(max(SLOTS, setting.share), setting.tokens)
     worker.start(samples.on_message, lambda now: samples.send(holder.tick(now)))
     worker.meet(pipe)
-    orders = threading.Thread(target=_answer, args=(pipe, worker), daemon=True)
+    orders = threading.Thread(
+        target=_obey, args=(pipe, worker, table.everything(setting.share), setting.owners), daemon=True
+    )
     orders.start()
     while orders.is_alive():
         with worker.changed:
@@ -116,27 +129,40 @@ def generate(name: str, pipe: Connection, setting: StepSetting) -> None:
     worker.endpoint.close()
 
 
-def _answer(pipe: Connection, worker: MeasuredWorker) -> None:
+def _obey(pipe: Connection, worker: MeasuredWorker, samples: Batch, receivers: tuple[str, ...]) -> None:
     """Tell what has been used whenever it is asked; ends with the orders."""
     with suppress(EOFError):
-        while pipe.recv() is not None:
+        while (order := pipe.recv()) is not None:
+            if order == "push":
+                push_to_driver(worker, samples, receivers)
             with worker.changed:
                 pipe.send(worker.usage())
 
 
 def train(name: str, pipe: Connection, setting: StepSetting) -> None:
-    """Train on the samples of own ledgers. Orders: "step", answered when it is over; "usage"; and None to end."""
+    """Train on the samples of own ledgers. Orders: "step"; "collect" what the driver sends; "usage"; None to end."""
     worker = MeasuredWorker(name, setting.roster, setting.listener)
     number = setting.owners.index(name)
     owner = OwnerCore(name, setting.lease_settings(), range(number, LEDGERS, len(setting.owners)), _prompt_at)
     samples = InboundSamples(owner, worker.post)
-    worker.start(samples.on_message, lambda now: samples.send(owner.tick(now)))
+    dispatched = Dispatched(worker)
+
+    def hear(message: Message, now: float) -> None:
+        if message.kind == DISPATCH:
+            dispatched.hear(message)
+        else:
+            samples.on_message(message, now)
+
+    worker.start(hear, lambda now: samples.send(owner.tick(now)))
     worker.meet(pipe)
     trained = 0
     while (order := pipe.recv()) is not None:
         if order == "step":
             _train_step(worker, owner, samples, trained)
             trained += 1
+        elif order == "collect":
+            for batch in dispatched.batches(setting.share):
+                _read(batch)
         pipe.send(worker.usage())
     worker.endpoint.close()
 
@@ -151,18 +177,23 @@ def _train_step(worker: MeasuredWorker, owner: OwnerCore, samples: InboundSample
             positions = owner.consumable()
             samples.send(owner.take(positions, time.monotonic()))
             groups = samples.pop(positions)
-        _read(groups)
+        for batch in _joined(groups):
+            _read(batch)
 
 
-def _read(groups: Sequence[ArrivedGroup]) -> None:
-    """Every byte once, as the other systems do. Groups that came together lie side by side."""
+def _joined(groups: Sequence[ArrivedGroup]) -> Iterator[Batch]:
+    """Groups that came together lie side by side."""
     arrived: dict[int, list[RowRange]] = {}
     for group in groups:
         arrived.setdefault(id(group.rows.batch), []).append(group.rows)
     for ranges in arrived.values():
-        batch = join(sorted(ranges, key=lambda rows: rows.start))
-        for name in FIELDS:
-            batch.ragged(name).values.sum()
+        yield join(sorted(ranges, key=lambda rows: rows.start))
+
+
+def _read(batch: Batch) -> None:
+    """Every byte once, as the other systems do."""
+    for name in FIELDS:
+        batch.ragged(name).values.sum()
 
 
 def _prompt_at(position: int) -> LeasePrompt:

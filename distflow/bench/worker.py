@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,6 +15,9 @@ from distflow.comm.message import Buffer, Message
 from distflow.comm.outbox import Delivery
 
 WAIT_S = 60.0
+UNDER_WAY_BYTES = 32 << 20
+"""Most bytes pushed to one peer that it has not taken yet: an outbox that is full drops messages."""
+TOOK = "took"
 
 
 class MeasuredWorker:
@@ -25,6 +29,7 @@ class MeasuredWorker:
         """Of payloads that were sent or received."""
         self.endpoint = Endpoint(name, 0, roster, tick_s=0.25, listener=listener)
         self._fault: BaseException | None = None
+        self._under_way: Counter[str] = Counter()
 
     def start(self, on_message: Callable[[Message, float], None], tick: Callable[[float], None]) -> None:
         """Listen; both are called under the lock, with the time."""
@@ -32,7 +37,10 @@ class MeasuredWorker:
         def heard(message: Message) -> None:
             with self.changed:
                 self.bytes += sum(part.nbytes for part in message.payload)
-                on_message(message, time.monotonic())
+                if message.kind == TOOK:
+                    self._under_way[message.sender] -= int(message.body["bytes"])
+                else:
+                    on_message(message, time.monotonic())
                 self.changed.notify_all()
 
         def ticked() -> None:
@@ -50,6 +58,20 @@ class MeasuredWorker:
         """Send, and count."""
         self.bytes += sum(memoryview(part).nbytes for part in payload)
         return self.endpoint.send(to, kind, body, payload)
+
+    def push(self, to: str, kind: str, body: Mapping[str, Any], data: Buffer) -> None:
+        """Under the lock: send as soon as there is room, and expect `took` of the receiver."""
+        self.drain(to, UNDER_WAY_BYTES)
+        self._under_way[to] += memoryview(data).nbytes
+        self.post(to, kind, body, [data])
+
+    def drain(self, to: str, nbytes: int = 0) -> None:
+        """Under the lock: wait until a receiver has taken all but this many bytes."""
+        self.until(lambda: self._under_way[to] <= nbytes)
+
+    def took(self, message: Message) -> None:
+        """Tell the sender of what it has pushed that it is here."""
+        self.post(message.sender, TOOK, {"bytes": sum(part.nbytes for part in message.payload)})
 
     def until(self, ready: Callable[[], bool]) -> None:
         """Under the lock: wait until something is so. Raises what has ended the endpoint."""
