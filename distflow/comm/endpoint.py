@@ -5,7 +5,8 @@ encrypted and only with a key of the run.
 
 One thread owns all sockets. Other threads pass messages to it through the outbox and never block: a peer that is gone
 or slow only fills its own bounded queue (`outbox.py`), where the newest messages are dropped and counted. Every
-protocol above this layer expects loss and repeats what matters.
+protocol above this layer expects loss and repeats what matters. All that waits for a peer when the thread gets to it
+travels as one message (`message.py`); a message to oneself is handed over as it is, and encoded never.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import zmq
 from distflow.comm.addresses import check_address, key_in
 from distflow.comm.curve import leaves_machine, listener_for
 from distflow.comm.keys import NetworkListener
-from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode, encode
-from distflow.comm.outbox import Delivery, Outbox, Posted
+from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode_all, header_of, pack, prefix_of
+from distflow.comm.outbox import SMALL_BYTES, Delivery, Outbox, Posted, bundles
 from distflow.comm.sockets import Sockets
 from distflow.errors import ProtocolError
 from distflow.log import logger
@@ -72,6 +73,7 @@ class Endpoint:
             raise ProtocolError(f"{name!r} is not in the roster, which names {sorted(roster)}")
         self.name = name
         self.incarnation = incarnation
+        self._prefix = prefix_of(name, incarnation)
         self.roster: Mapping[str, str] = dict(roster)
         self.network_address: str | None = None
         """Where peers on other hosts reach this endpoint, once it has started; None without a listener."""
@@ -154,16 +156,23 @@ class Endpoint:
     def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
         """Queue a message for a peer of the roster; the returned Delivery says whether it has left this process.
 
+        Nobody may change the body or the payload afterwards: a message to oneself is the very same objects.
         Raises KeyError for a name that is not in the roster, and ProtocolError for a header that no receiver accepts.
         """
         if to not in self.roster:
             raise KeyError(f"{to!r} is not in the roster, which names {sorted(self.roster)}")
-        return self._post(to, [encode(kind, self.name, self.incarnation, body), *payload])
+        if to == self.name:
+            return self._post_own(kind, body, payload)
+        return self._post(to, [pack(kind, body, len(payload)), *payload])
 
     def reply(self, request: Message, body: Mapping[str, Any]) -> None:
         """Reply over the connection of the request (its sender need not be in the roster)."""
         assert request.route is not None, "only received messages can be replied to"
-        self._post(request.route, [encode(f"{request.kind}.reply", self.name, self.incarnation, body)])
+        kind = f"{request.kind}.reply"
+        if request.route == TO_MYSELF:
+            self._post_own(kind, body, ())
+        else:
+            self._post(request.route, [pack(kind, body)])
 
     def disconnect(self, name: str) -> None:
         """Close the connection to a peer that is gone and drop its queue. The next message opens a new one."""
@@ -194,7 +203,14 @@ class Endpoint:
                 f"{self._max_frame_bytes} (by the largest result of the plan) — let steps write smaller fields, or "
                 "raise data.max_prompt_tokens or max_new_tokens to the real lengths of the samples"
             )
-        delivery = self._outbox.put(to, frames)
+        return self._put(to, frames)
+
+    def _post_own(self, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
+        views = [memoryview(frame) for frame in payload]
+        return self._put(self.name, (), Message(kind, self.name, self.incarnation, body, views, TO_MYSELF))
+
+    def _put(self, to: str | bytes, frames: Sequence[Buffer], own: Message | None = None) -> Delivery:
+        delivery = self._outbox.put(to, frames, own)
         self.traffic.dropped += delivery.dropped
         return delivery
 
@@ -260,59 +276,79 @@ class Endpoint:
             except zmq.Again:
                 return
             try:
-                if len(frames) < 2:
-                    raise ProtocolError("a message without a header")
-                payload = [frame.buffer for frame in frames[2:]]
-                # The first byte of a route is the number of the router that received the message.
-                message = decode(frames[1].buffer, payload, bytes([index]) + bytes(frames[0].buffer))
-                if message.sender == self.name:
-                    # Messages to oneself do not use a socket.
-                    raise ProtocolError(f"another peer calls itself {self.name}")
-                if index and (by := frames[1].get("User-Id")) != message.sender:
-                    raise ProtocolError(f"{message.sender!r} used the key of {by!r}")
+                messages = self._opened(index, frames)
             except ProtocolError as error:
                 # A malformed message from outside must not end the worker: log it, drop it, go on.
                 log.warning("%s dropped a message: %s", self.name, error)
                 self.traffic.dropped += 1
                 continue
-            self.traffic.received += 1
-            self.traffic.bytes_received += sum(len(frame) for frame in frames)
-            self._on_message(message)
+            self.traffic.received += len(messages)
+            self.traffic.bytes_received += sum(map(len, frames))
+            for message in messages:
+                self._on_message(message)
+
+    def _opened(self, index: int, frames: Sequence[zmq.Frame]) -> list[Message]:
+        """The messages in what a router has received; raises ProtocolError if it is malformed or forged."""
+        if len(frames) < 2:
+            raise ProtocolError("a message without a header")
+        # The first byte of a route is the number of the router that received the message.
+        route = bytes([index]) + frames[0].bytes
+        messages = decode_all(frames[1].buffer, [frame.buffer for frame in frames[2:]], route)
+        sender = messages[0].sender
+        if sender == self.name:
+            # Messages to oneself do not use a socket.
+            raise ProtocolError(f"another peer calls itself {self.name}")
+        if index and (by := frames[1].get("User-Id")) != sender:
+            raise ProtocolError(f"{sender!r} used the key of {by!r}")
+        return messages
 
     def _flush(self, sockets: Sockets) -> None:
         """Send what is queued by now; later messages wake this thread again."""
-        for _ in range(len(self._outbox)):
-            posted = self._outbox.take()
-            assert posted is not None, "nobody else takes from the outbox"
-            if not posted.frames:
-                sockets.disconnect(str(posted.to))
-                posted.delivery.hand_over()
-            elif posted.to in (self.name, TO_MYSELF):
-                posted.delivery.hand_over()
-                header, *payload = [memoryview(frame) for frame in posted.frames]
-                self._on_message(decode(header, payload, TO_MYSELF))
-            elif isinstance(posted.to, bytes):
-                self._send(sockets.routers[posted.to[0]], posted, [posted.to[1:]])
-            else:
-                self._send(sockets.to(posted.to, self.roster[posted.to]), posted, [])
-            self._outbox.handed_over(posted)
+        taken = self._outbox.take()
+        try:
+            for bundle in bundles(taken):
+                self._hand_over(sockets, bundle)
+                self._outbox.handed_over(bundle)
+        finally:
+            for posted in taken:
+                # Only after an exception, which ends this thread.
+                if not posted.delivery.settled:
+                    posted.delivery.drop()
 
-    def _send(self, socket: zmq.Socket[bytes] | None, posted: Posted, route: Sequence[bytes]) -> None:
+    def _hand_over(self, sockets: Sockets, bundle: Sequence[Posted]) -> None:
+        first = bundle[0]
+        if first.own is not None:
+            first.delivery.hand_over()
+            self._on_message(first.own)
+        elif not first.frames:
+            sockets.disconnect(str(first.to))
+            first.delivery.hand_over()
+        elif isinstance(first.to, bytes):
+            self._send(sockets.routers[first.to[0]], bundle, [first.to[1:]])
+        else:
+            self._send(sockets.to(first.to, self.roster[first.to]), bundle, [])
+
+    def _send(self, socket: zmq.Socket[bytes] | None, bundle: Sequence[Posted], route: Sequence[bytes]) -> None:
+        header = header_of(self._prefix, [posted.frames[0] for posted in bundle])
+        frames: list[Any] = [*route, header]
+        for posted in bundle:
+            frames += posted.frames[1:]
         trackers: list[zmq.MessageTracker] = []
+        if len(frames) > len(route) + 1 or len(header) >= SMALL_BYTES:
+            # The sender learns when the socket has released it: frame by frame in order, so that the last one tells.
+            last = zmq.Frame(frames[-1], track=True, copy=False, copy_threshold=0)
+            frames[-1], trackers = last, [last.tracker]
         try:
             if socket is None:
                 raise zmq.Again
-            if posted.small:
-                socket.send_multipart([*route, *posted.frames], zmq.NOBLOCK)
-            else:
-                # Shared rather than copied, and tracked: the sender learns when the socket has released it.
-                frames = [zmq.Frame(frame, track=True, copy=False, copy_threshold=0) for frame in posted.frames]
-                socket.send_multipart([*route, *frames], zmq.NOBLOCK, copy=False)
-                trackers = [frame.tracker for frame in frames]
+            # Of a message that is tracked, large frames are shared rather than copied.
+            socket.send_multipart(frames, zmq.NOBLOCK, copy=not trackers)
         except zmq.Again:
-            posted.delivery.drop()
-            self.traffic.dropped += 1
+            for posted in bundle:
+                posted.delivery.drop()
+            self.traffic.dropped += len(bundle)
             return
-        posted.delivery.hand_over(trackers)
-        self.traffic.sent += 1
-        self.traffic.bytes_sent += posted.nbytes
+        for posted in bundle:
+            posted.delivery.hand_over(trackers)
+        self.traffic.sent += len(bundle)
+        self.traffic.bytes_sent += sum([posted.nbytes for posted in bundle])

@@ -4,6 +4,8 @@ A message is *under way* from `put` until the kernel has taken its last byte, or
 way to one peer are bounded: a peer that is gone, stopped or slow costs no more than that. The newest messages are
 dropped, but some room is reserved for small ones.
 
+What waits for one receiver leaves in *bundles*, in order: many messages for the price of one.
+
 Example: results of 2 MiB for a worker that is not there: 32 of them wait, the 33rd is dropped and its Delivery says so,
 a heartbeat is still queued behind them.
 """
@@ -13,19 +15,23 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import zmq
 
-from distflow.comm.message import Buffer
+from distflow.comm.message import MAX_BUNDLED, Buffer, Message
 
 QUEUE_BYTES = 64 << 20
 """Most bytes under way to one peer; a larger message is sent if there is no other."""
 SMALL_BYTES = 64 << 10
-"""Smaller messages without a payload are copied into the socket's buffers, which is faster than sharing them."""
+"""Smaller frames are copied into the socket's buffers, which is faster than sharing them."""
+BUNDLE_BYTES = 1 << 20
+"""Most bytes of several messages that travel as one; larger ones travel alone."""
 SMALL_QUEUE_BYTES = 4 << 20
 """Room for small messages beyond `QUEUE_BYTES`."""
+OWN_BYTES = 512
+"""What a message to oneself counts for beside its payload."""
 
 
 class Delivery:
@@ -43,6 +49,11 @@ class Delivery:
         """Whether it was sent or dropped, so that it takes no memory here any more."""
         return self._trackers is not None and all(tracker.done for tracker in self._trackers)
 
+    @property
+    def settled(self) -> bool:
+        """Whether it was handed to the socket, or dropped."""
+        return self._trackers is not None
+
     def hand_over(self, trackers: Sequence[zmq.MessageTracker] = ()) -> None:
         """The socket has it; `trackers` say when the socket has released it."""
         self._trackers = trackers
@@ -59,23 +70,50 @@ def delivered() -> Delivery:
     return delivery
 
 
-@dataclass(slots=True)
 class Posted:
-    """A message for a peer (by name) or back along a route (bytes). Without frames: end the connection to the peer."""
+    """A message for a peer (by name) or back along a route (bytes): its packed entry, then its payload.
 
-    to: str | bytes
-    frames: Sequence[Buffer]
-    delivery: Delivery
+    Without frames: end the connection to the peer. `own`: a message to oneself, which is handed over as it is.
+    """
 
-    @property
-    def nbytes(self) -> int:
+    __slots__ = ("delivery", "frames", "nbytes", "own", "to")
+
+    def __init__(self, to: str | bytes, frames: Sequence[Buffer], own: Message | None = None) -> None:
+        self.to = to
+        self.frames = frames
+        self.own = own
+        self.delivery = Delivery()
+        self.nbytes = sum([memoryview(frame).nbytes for frame in frames])
         """Size of all frames."""
-        return sum(memoryview(frame).nbytes for frame in self.frames)
+        if own is not None:
+            self.nbytes = OWN_BYTES + sum([frame.nbytes for frame in own.payload])
 
     @property
     def small(self) -> bool:
         """Whether it is only a header, and a short one."""
         return len(self.frames) <= 1 and self.nbytes < SMALL_BYTES
+
+
+def bundles(posted: Iterable[Posted]) -> Iterator[list[Posted]]:
+    """What travels as one: messages to one receiver in order, at most `BUNDLE_BYTES` and `MAX_BUNDLED` of them.
+
+    The end of a connection, and a message to oneself, is a bundle of its own.
+    """
+    waiting: dict[str | bytes, list[Posted]] = {}
+    sizes: dict[str | bytes, int] = {}
+    for one in posted:
+        alone = not one.frames
+        size = sizes.get(one.to, 0) + one.nbytes
+        if one.to in waiting and (alone or size > BUNDLE_BYTES or len(waiting[one.to]) == MAX_BUNDLED):
+            yield waiting.pop(one.to)
+            size = one.nbytes
+        if alone:
+            sizes.pop(one.to, None)
+            yield [one]
+        else:
+            waiting.setdefault(one.to, []).append(one)
+            sizes[one.to] = size
+    yield from waiting.values()
 
 
 @dataclass(slots=True)
@@ -98,7 +136,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queue: deque[Posted] = deque()
+        self._queue: list[Posted] = []
         self._under_way: dict[str | bytes, _UnderWay] = {}
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._awake = False
@@ -111,9 +149,9 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, to: str | bytes, frames: Sequence[Buffer]) -> Delivery:
+    def put(self, to: str | bytes, frames: Sequence[Buffer], own: Message | None = None) -> Delivery:
         """Queue a message, or drop it if there is no room or `refuse` was called."""
-        posted = Posted(to, frames, Delivery())
+        posted = Posted(to, frames, own)
         with self._lock:
             if self._accepts and self._has_room(posted):
                 self._under_way.setdefault(to, _UnderWay()).queued += posted.nbytes
@@ -140,18 +178,21 @@ class Outbox:
         with self._lock:
             self._awake = False
 
-    def take(self) -> Posted | None:
-        """The oldest message; call `handed_over` once it was sent or dropped."""
-        return self._queue.popleft() if self._queue else None
-
-    def handed_over(self, posted: Posted) -> None:
-        """This message was sent or dropped; it counts as under way until it has left."""
+    def take(self) -> list[Posted]:
+        """All that is queued, oldest first; call `handed_over` once they were sent or dropped."""
         with self._lock:
-            under_way = self._under_way.setdefault(posted.to, _UnderWay())
-            under_way.queued -= posted.nbytes
-            if not posted.delivery.left:
-                under_way.held.append((posted.delivery, posted.nbytes))
-                under_way.held_bytes += posted.nbytes
+            taken, self._queue = self._queue, []
+        return taken
+
+    def handed_over(self, bundle: Sequence[Posted]) -> None:
+        """These messages to one receiver were sent or dropped; they count as under way until they have left."""
+        with self._lock:
+            under_way = self._under_way.setdefault(bundle[0].to, _UnderWay())
+            for posted in bundle:
+                under_way.queued -= posted.nbytes
+                if not posted.delivery.left:
+                    under_way.held.append((posted.delivery, posted.nbytes))
+                    under_way.held_bytes += posted.nbytes
 
     def sweep(self) -> None:
         """Forget receivers without messages under way."""
@@ -178,7 +219,7 @@ class Outbox:
             os.write(self._write, b"x")
 
     def _has_room(self, posted: Posted) -> bool:
-        if posted.to not in self._under_way or not posted.frames:
+        if posted.to not in self._under_way or not (posted.frames or posted.own):
             return True
         before = self._under_way[posted.to].let_go()
         limit = QUEUE_BYTES + (SMALL_QUEUE_BYTES if posted.small else 0)

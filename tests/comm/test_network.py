@@ -16,7 +16,7 @@ from distflow.comm.client import Client, ask
 from distflow.comm.curve import Watch, present_key
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import Keys, NetworkListener, make_keys
-from distflow.comm.message import Message, encode
+from distflow.comm.message import Message, encode, prefix_of
 from distflow.errors import ProtocolError
 from tests.polling import WAIT_S, eventually
 
@@ -287,7 +287,7 @@ def test_one_worker_cannot_speak_for_another(
     trainer, stolen = make("trainer/0", keys), make("rollout/1", keys)
     stolen.endpoint.send("trainer/0", "note", {"n": 1})
     assert trainer.next().sender == "rollout/1"
-    stolen.endpoint.name = "agent/0"
+    stolen.endpoint._prefix = prefix_of("agent/0", 0)
     stolen.endpoint.send("trainer/0", "lost", {})
     eventually(lambda: trainer.endpoint.traffic.dropped, "dropped")
     assert "'agent/0' used the key of 'rollout/1'" in caplog.text

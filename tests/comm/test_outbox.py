@@ -11,11 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distflow.comm import outbox
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.message import Message
-from distflow.comm.outbox import Outbox, SentOnce
+from distflow.comm.message import MAX_BUNDLED, Message
+from distflow.comm.outbox import BUNDLE_BYTES, Delivery, Outbox, Posted, SentOnce, bundles
 from distflow.comm.sockets import RECEIVE_LIMIT
 from distflow.errors import ProtocolError
 from tests.polling import WAIT_S, eventually
@@ -116,16 +119,102 @@ def test_the_end_of_a_connection_takes_no_room_and_comes_in_its_turn(monkeypatch
     sent = [box.put("trainer/0", [bytes(5000)]), box.put("trainer/0", []), box.put("trainer/1", [])]
     assert not any(delivery.dropped for delivery in sent)
     box.sweep()
-    for number, delivery in enumerate(sent):
-        posted = box.take()
-        assert posted is not None
+    for number, (delivery, bundle) in enumerate(zip(sent, bundles(box.take()), strict=True)):
+        (posted,) = bundle
         assert posted.delivery is delivery
         posted.delivery.hand_over()
-        box.handed_over(posted)
+        box.handed_over(bundle)
         assert [one.left for one in sent] == [True] * (number + 1) + [False] * (2 - number)
     box.sweep()
     assert not box._under_way
     box.close()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", b"c"]), st.sampled_from([0, 10, 5000, BUNDLE_BYTES, 3 * MIB]))))
+def test_bundles_keep_the_order_of_each_receiver_and_their_bounds(asked: list[tuple[str | bytes, int]]) -> None:
+    posted = [Posted(to, [bytes(size)] if size else []) for to, size in asked]
+    found = list(bundles(posted))
+    for to in ("a", "b", b"c"):
+        assert [one for bundle in found for one in bundle if one.to == to] == [one for one in posted if one.to == to]
+    for bundle in found:
+        assert len({one.to for one in bundle}) == 1
+        if len(bundle) > 1:
+            assert all(one.frames for one in bundle), "the end of a connection comes alone"
+            assert sum(one.nbytes for one in bundle) <= BUNDLE_BYTES
+            assert len(bundle) <= MAX_BUNDLED
+    if all(0 < size <= 5000 for _, size in asked) and sum(size for _, size in asked) <= BUNDLE_BYTES:
+        assert len(found) == len({to for to, _ in asked}), "one message for each receiver"
+
+
+def test_what_waits_for_a_peer_travels_as_one_message_and_each_delivery_is_told(
+    sender: Endpoint, roster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiparts: list[int] = []
+    send = zmq.Socket.send_multipart
+
+    def counted(self: zmq.Socket[bytes], parts: list[object], *args: object, **kwargs: object) -> object:
+        multiparts.append(len(parts))
+        return send(self, parts, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(zmq.Socket, "send_multipart", counted)
+    arrived: list[Message] = []
+    trainer = Endpoint("trainer/0", 0, roster)
+    trainer.start(arrived.append)
+    sent: list[Delivery] = []
+    go_on = threading.Event()
+
+    def queue_all(message: Message) -> None:
+        # On the sender's endpoint thread: nothing is flushed until this returns.
+        parts = [(n, (bytes([n % 256]) * n,) * (n % 3)) for n in range(MAX_BUNDLED + 10)]
+        sent.extend(sender.send("trainer/0", "note", {"n": n}, payload) for n, payload in parts)
+        go_on.set()
+
+    sender._on_message = queue_all
+    sender.send("rollout/0", "go", {})
+    assert go_on.wait(WAIT_S)
+    eventually(lambda: len(arrived) == MAX_BUNDLED + 10)
+    assert len(multiparts) == 2, "as many messages as one may have, and the rest"
+    for n, message in enumerate(arrived):
+        assert (message.kind, message.sender, message.body) == ("note", "rollout/0", {"n": n})
+        assert [bytes(part) for part in message.payload] == [bytes([n % 256]) * n] * (n % 3)
+    eventually(lambda: all(delivery.left and not delivery.dropped for delivery in sent))
+    eventually(lambda: not sender._outbox._under_way)
+    assert sender.traffic.sent == trainer.traffic.received == MAX_BUNDLED + 10
+    trainer.close()
+
+
+def test_a_message_to_oneself_is_never_encoded(sender: Endpoint) -> None:
+    arrived: list[Message] = []
+    sender._on_message = arrived.append
+    body, part = {"n": object()}, bytearray(3)
+    delivery = sender.send("rollout/0", "note", body, [part])
+    eventually(lambda: len(arrived) == 1)
+    assert arrived[0].body is body
+    assert arrived[0].payload[0].obj is part
+    assert delivery.left
+    assert not delivery.dropped
+    sender.reply(arrived[0], {"of": "mine"})
+    eventually(lambda: len(arrived) == 2)
+    assert (arrived[1].kind, arrived[1].sender, arrived[1].body) == ("note.reply", "rollout/0", {"of": "mine"})
+    eventually(lambda: not sender._outbox._under_way)
+
+
+def test_messages_not_yet_sent_are_dropped_when_the_thread_fails(roster: dict[str, str]) -> None:
+    endpoint = Endpoint("rollout/0", 0, roster)
+    faults: list[BaseException] = []
+    sent: list[Delivery] = []
+
+    def fail(message: Message) -> None:
+        if message.body["n"]:
+            raise ValueError("a bug")
+        sent.extend(endpoint.send("rollout/0", "note", {"n": n}) for n in (1, 2, 3))
+
+    endpoint.start(fail, on_fault=faults.append)
+    endpoint.send("rollout/0", "note", {"n": 0})
+    eventually(lambda: bool(faults))
+    eventually(lambda: len(sent) == 3 and all(one.left for one in sent))
+    assert [one.dropped for one in sent] == [False, True, True]
+    endpoint.close()
 
 
 def test_one_copy_is_under_way_at_a_time() -> None:

@@ -172,5 +172,5 @@ def test_a_worker_that_leaves_hands_its_tokens_back_in_messages_of_bounded_size(
 
 
 def test_a_header_that_no_receiver_accepts_is_refused_by_its_sender() -> None:
-    with pytest.raises(ProtocolError, match=r"rollout/0 cannot send a 'note' message with a header of \d+ bytes"):
+    with pytest.raises(ProtocolError, match=r"a 'note' message with a header of \d+ bytes cannot be sent"):
         encode("note", "rollout/0", 0, {"text": "x" * MAX_HEADER_BYTES})

@@ -13,7 +13,7 @@ from typing import Any
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.membership import KINDS as MEMBERSHIP
-from distflow.comm.message import Buffer, decode
+from distflow.comm.message import Buffer, decode, header_of, prefix_of
 from distflow.comm.outbox import Delivery, delivered
 from distflow.config.load import load_recipe, recipe_to_mapping
 from distflow.config.yamlfile import yaml_text
@@ -204,7 +204,8 @@ def _silenced(endpoint: Endpoint) -> list[Sequence[Buffer]]:
     said: list[Sequence[Buffer]] = []
 
     def post(to: str | bytes, frames: Sequence[Buffer]) -> Delivery:
-        said.append(frames)
+        prefix = prefix_of(endpoint.name, endpoint.incarnation)
+        said.append([header_of(prefix, frames[:1]), *frames[1:]] if frames else frames)
         return delivered()
 
     endpoint._post = post  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.comm.message import WIRE_FORMAT, decode
+from distflow.comm.message import WIRE_FORMAT, decode, decode_all, encode
 from distflow.errors import ProtocolError, ReplicaLost
 from distflow.weights.swarm import Reply, Request
 from tests.messages.corpus import FOLDER, Example, examples
@@ -89,20 +89,18 @@ class Bench:
 
 
 def packed(example: Example) -> bytes:
-    header: bytes = msgpack.packb([WIRE_FORMAT, example.kind, example.sender, example.incarnation, example.body])
-    return header
+    return encode(example.kind, example.sender, example.incarnation, example.body, len(example.payload))
 
 
 def wrong(example: Example, rng: random.Random) -> tuple[bytes, tuple[bytes, ...]]:
     """The example with something wrong in its body, its header, or its payload."""
-    fields = [WIRE_FORMAT, example.kind, example.sender, example.incarnation, example.body]
     payload, what = list(example.payload), rng.random()
-    if what < 0.75:
-        fields[4] = mutated(example.body, rng)
-    elif what < 0.82:
-        fields = mutated(fields, rng)
     if payload and rng.random() < 0.3:
         payload = [garbled(frame, rng) for frame in payload] * rng.choice((0, 1, 1, 1, 2))
+    body = mutated(example.body, rng) if what < 0.75 else example.body
+    fields = [WIRE_FORMAT, example.sender, example.incarnation, [[example.kind, body, len(payload)]]]
+    if 0.75 <= what < 0.82:
+        fields = mutated(fields, rng)
     header: bytes = msgpack.packb(fields)
     return garbled(header, rng) if what > 0.88 else header, tuple(payload)
 
@@ -212,7 +210,7 @@ def test_a_message_with_one_mistyped_value_is_refused(what: str, tmp_path: Path)
 
 @given(data=st.binary(max_size=60))
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
-    for read in (decode, Request.unpack, Reply.unpack):
+    for read in (decode, decode_all, Request.unpack, Reply.unpack):
         try:
             read(data)
         except ProtocolError:

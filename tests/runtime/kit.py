@@ -113,7 +113,7 @@ class Wire:
     def post_from(self, sender: str) -> Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], Delivery]:
         def post(to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
             frames = [memoryview(bytes(part)) for part in payload]
-            self.queue.append((to, decode(encode(kind, sender, 0, body), frames)))
+            self.queue.append((to, decode(encode(kind, sender, 0, body, len(frames)), frames)))
             return delivered()
 
         return post

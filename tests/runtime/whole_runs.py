@@ -134,7 +134,8 @@ class MemoryEndpoint:
         pass
 
     def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
-        header, frames = encode(kind, self.name, self.incarnation, body), [bytes(part) for part in payload]
+        frames = [bytes(part) for part in payload]
+        header = encode(kind, self.name, self.incarnation, body, len(frames))
         end = self.network.ends.get(to)
         if end is not None:
             for delay_s in [0.0] if end is self else self.network.copies(self.name, to, kind):
