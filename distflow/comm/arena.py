@@ -38,7 +38,7 @@ class Arena:
     """The blocks of one segment, whose usable part `grow` extends up to `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
-        assert limit > 0 and limit % ALIGN == 0, f"an arena of {limit} bytes; expected a positive multiple of {ALIGN}"
+        assert limit == aligned(limit), f"an arena of {limit} bytes; expected a multiple of {ALIGN}"
         self.limit = limit
         self.size = 0
         """Bytes that can be taken, or are."""
@@ -56,7 +56,8 @@ class Arena:
 
     def grow(self, size: int) -> None:
         """Make the first `size` bytes usable; a multiple of ALIGN, at most `limit`, never less than now."""
-        assert self.size <= size <= self.limit and size % ALIGN == 0, f"{self.size} to {size} of {self.limit} bytes"
+        assert self.size <= size <= self.limit, f"from {self.size} to {size} of {self.limit} bytes"
+        assert size == aligned(size), f"{size} bytes; expected a multiple of {ALIGN}"
         if size > self.size:
             before, self.size = self.size, size
             self._put_back(before, size - before)

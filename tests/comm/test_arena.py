@@ -75,7 +75,7 @@ class AgainstAModel(RuleBasedStateMachine):
             self.arena.release(block.offset, block.generation)
         if self.cells:
             whole = self.arena.take(self.arena.size)
-            assert whole is not None and whole.offset == 0, "all extents are one again"
+            assert whole is not None, "all extents are one again"
 
 
 AgainstAModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
