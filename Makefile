@@ -96,7 +96,10 @@ smollm2: smollm2-venv  ## write the real SmolLM2-135M-Instruct to models/smollm2
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .venv-vllm .venv-trackers .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
-peers-venv:  ## .venv-peers with TRL, for benchmarks/against_peers.py
+peers-venv:  ## .venv-peers with other systems, for `distflow bench` and benchmarks/against_peers.py
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet $(shell grep '^torch==' $(CONSTRAINTS)) numpy
-	.venv-peers/bin/python -m pip install --quiet -c $(CONSTRAINTS) trl datasets
+	.venv-peers/bin/python -m pip install --quiet -c $(CONSTRAINTS) trl datasets ray TransferQueue verl
+	@# Of siirl only its data coordinator runs here, which does without the engines and CUDA packages that it names.
+	.venv-peers/bin/python -m pip install --quiet -c $(CONSTRAINTS) tensordict loguru
+	.venv-peers/bin/python -m pip install --quiet --no-deps siirl

@@ -44,6 +44,7 @@ COMMANDS = {
     "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
     "stop": "Stop a run and verify that nothing is left of it.",
     "doctor": "Check this machine, and look for leftovers of dead runs.",
+    "bench": "Measure the data plane on this machine, beside its limits and other systems.",
 }
 
 BESIDE = {
@@ -58,6 +59,8 @@ BESIDE = {
     "logs": ("worker", "logs"),
 }
 """File and name of commands that stand in the file of another one."""
+ELSEWHERE = {"bench": "distflow.bench.command"}
+"""Modules of commands that do not stand in `launch/commands/`."""
 
 
 class LazyGroup(click.Group):
@@ -72,8 +75,11 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             raise click.UsageError(f"there is no command {cmd_name!r} — {did_you_mean(cmd_name, COMMANDS)}", ctx)
         file, name = BESIDE.get(cmd_name, (cmd_name, "command"))
-        found = getattr(importlib.import_module(f"distflow.launch.commands.{file}"), name)
-        assert isinstance(found, click.Command), f"distflow.launch.commands.{file}.{name} is not a click command"
+        module = f"distflow.launch.commands.{file}"
+        if cmd_name in ELSEWHERE:
+            module, name = ELSEWHERE[cmd_name], cmd_name
+        found = getattr(importlib.import_module(module), name)
+        assert isinstance(found, click.Command), f"{module}.{name} is not a click command"
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

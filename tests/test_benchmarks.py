@@ -1,12 +1,23 @@
-"""Benchmarks of cores alone still run: what they stand in for may have changed."""
+"""Benchmarks still run, at a tiny size: what they stand in for may have changed."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import agents, house
+from distflow.bench import other_systems
+from distflow.bench.hosts import bits_per_second, why_no_hosts
+from distflow.bench.team import MemberFailed, Team
+from distflow.bench.turns import take_turns
+from distflow.errors import UserError
+from distflow.launch import cli
 
 
 def test_the_agents_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,3 +32,96 @@ def test_the_size_of_the_house() -> None:
     rooms = [name for name in known if name.startswith(("distflow.launch", "distflow.runtime"))]
     assert len(rooms) <= 110
     assert max(len(path.read_text().splitlines()) for path in known.values()) <= 400
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Runs one benchmark of `distflow bench` at a tiny size, and returns what it prints."""
+
+    def run(*arguments: str) -> dict[str, Any]:
+        assert cli.run(["bench", *arguments, "--json", "--repetitions", "1"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return run
+
+
+def test_the_step_reaches_its_trainers(bench: Callable[..., dict[str, Any]]) -> None:
+    found = bench("step", "--workers", "4", "--samples", "64", "--tokens", "8")
+    assert found["seconds"] > 0.0
+    assert 1 / 4 <= found["busiest_share"] <= 1 / 2
+    assert "make peers-venv" in found["left_out"]["verl"]
+
+
+def test_rows_are_exchanged_in_turn_with_what_memory_does(bench: Callable[..., dict[str, Any]]) -> None:
+    found = bench("exchange", "--rows", "80", "--row-bytes", "65536")
+    for name in ("put_gb_s", "get_ms", "touch_gb_s", "cpu_s_per_gb", "shm_copy_gb_s", "lane_of_plain_zmq"):
+        assert found[name] > 0.0, name
+    assert list(found["left_out"]) == ["transferqueue"]
+
+
+def test_a_row_is_seen_by_who_waits_for_it(bench: Callable[..., dict[str, Any]]) -> None:
+    found = bench("latency", "--count", "5", "--row-bytes", "64")
+    assert 0.0 < found["visible_p50_ms"] <= found["visible_p99_ms"]
+    assert found["cycles_per_s"] > 0.0
+    assert found["zmq_rtt_ms"] > 0.0
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+from taking_turns import serve
+print("not an answer")
+if "--dies" in sys.argv:
+    raise SystemExit("no such package")
+serve({{"quick": lambda: {{"seconds": 0.5}}, "dead": lambda: sys.exit("it is dead")}}, {{"other": "not here"}})
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "peer.py").write_text(SCRIPT.format(folder=str(other_systems.SCRIPTS)))
+    monkeypatch.setattr(other_systems, "SCRIPTS", tmp_path)
+    return "peer"
+
+
+def test_another_system_takes_turns_and_says_who_is_left_out(script: str) -> None:
+    with other_systems.OtherSystems(script, sys.executable, ["quick", "dead", "other"], {}) as others:
+        assert others.left_out == {"other": "not here"}
+        found = take_turns({"quick": others.turns["quick"]}, 3)
+        assert found["quick"].median("seconds") == 0.5
+        assert len(found["quick"].turns) == 3
+        with pytest.raises(other_systems.OtherSystemFailed, match=r"peer.py ended: .*it is dead"):
+            others.turns["dead"]()
+
+
+def test_a_system_that_is_not_installed_is_left_out_with_the_reason(script: str) -> None:
+    with other_systems.OtherSystems(script, sys.executable, ["quick"], {"dies": 1}) as others:
+        assert others.turns == {}
+        assert others.left_out["quick"].endswith("no such package")
+
+
+def test_a_member_of_a_team_that_ends_is_told() -> None:
+    with Team("distflow.bench.team") as team:
+        team.start("one", _end, None)
+        with pytest.raises(MemberFailed, match="one ended"):
+            team.answers(["one"])
+
+
+def _end(name: str, pipe: Connection, setting: object) -> None:
+    """A member that has nothing to say."""
+
+
+def test_the_step_over_slow_links(bench: Callable[..., dict[str, Any]]) -> None:
+    if (why := why_no_hosts(["tc"])) is not None:
+        pytest.skip(why)
+    found = bench("step", "--links", "200mbit", "--workers", "4", "--samples", "64", "--tokens", "64")
+    assert found["driver_seconds"] > 0.0
+    assert 0.0 < found["link_share"] <= 1.0
+
+
+@pytest.mark.parametrize("rate", ["fast", "200", "mbit", "1.2.3gbit"])
+def test_a_rate_that_tc_would_not_take(rate: str) -> None:
+    with pytest.raises(UserError, match="expected a number and kbit, mbit, gbit"):
+        bits_per_second(rate)
+    assert bits_per_second("200mbit") == 2e8

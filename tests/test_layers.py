@@ -28,8 +28,9 @@ ALLOWED["weights"] = ALLOWED["comm"] | {"comm"}
 ALLOWED["runtime"] = ALLOWED["exchange"] | {"exchange", "weights"}
 ALLOWED["workers"] = ALLOWED["runtime"] | {"runtime"}
 ALLOWED["launch"] = ALLOWED["runtime"] | {"runtime"}
+ALLOWED["bench"] = ALLOWED["runtime"] | {"runtime"}
 ALLOWED["testing"] = ALLOWED["runtime"] | {"runtime", "workers"}
-"""The roof (workers, launch) and the test kit beside it; nobody imports recipes."""
+"""The roof (workers, launch, bench) and the test kit beside it; nobody imports recipes."""
 
 ROOMS: dict[str, set[str]] = {"run": set(), "cluster": {"run"}}
 ROOMS["observe"] = ROOMS["cluster"] | {"cluster"}

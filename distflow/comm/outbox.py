@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ SMALL_QUEUE_BYTES = 4 << 20
 """Room for small messages beyond `QUEUE_BYTES`."""
 OWN_BYTES = 512
 """What a message to oneself counts for beside its payload."""
+LOOK_AT = 32
 
 
 class Delivery:
@@ -258,16 +260,38 @@ class Outbox:
 
 
 class SentOnce:
-    """For messages that are repeated until they are answered: which copies are still under way."""
+    """For messages that are repeated until they are answered: which copies are still under way.
 
-    def __init__(self) -> None:
+    A copy that has left this process may be in buffers of the network for a while: of a slow link these hold seconds.
+    For `settle_s` from when it was first seen to have left, it counts as under way.
+    """
+
+    def __init__(self, settle_s: float = 0.0) -> None:
+        self._settle_s = settle_s
         self._deliveries: dict[str, dict[Hashable, Delivery]] = {}
+        self._left_at: dict[Delivery, float] = {}
+        self._look_at: dict[str, int] = {}
+        """How many copies to one receiver there may be before those that have settled are looked for and forgotten."""
 
     def under_way(self, to: str, key: Hashable) -> bool:
-        """Whether the last copy has not left yet."""
-        return to in self._deliveries and key in self._deliveries[to] and not self._deliveries[to][key].left
+        """Whether the last copy has not left yet, or only just."""
+        return to in self._deliveries and key in self._deliveries[to] and not self._settled(self._deliveries[to][key])
 
     def note(self, to: str, key: Hashable, delivery: Delivery) -> None:
         """Remember that a copy was sent."""
-        others = self._deliveries[to].items() if to in self._deliveries else ()
-        self._deliveries[to] = {other: one for other, one in others if not one.left} | {key: delivery}
+        copies = self._deliveries.setdefault(to, {})
+        if key in copies:
+            self._left_at.pop(copies[key], None)
+        copies[key] = delivery
+        if len(copies) > self._look_at.setdefault(to, LOOK_AT):
+            for settled in [other for other, one in copies.items() if self._settled(one)]:
+                self._left_at.pop(copies.pop(settled), None)
+            self._look_at[to] = 2 * len(copies) + LOOK_AT
+
+    def _settled(self, delivery: Delivery) -> bool:
+        if not delivery.left:
+            return False
+        if delivery.dropped or not self._settle_s:
+            return True
+        now = time.monotonic()
+        return now - self._left_at.setdefault(delivery, now) >= self._settle_s

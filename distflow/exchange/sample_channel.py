@@ -61,7 +61,7 @@ class OutboundSamples:
         self._post = post
         self._local_owner = local_owner
         self._local_accept = local_accept
-        self._sent = SentOnce()
+        self._sent = SentOnce(core.settings.resend_s)
         self._kept: dict[int, RowRange] = {}
         self.kinds = names_of(OWNER_KINDS, core.settings.kind)
         """The messages it takes."""
@@ -205,7 +205,7 @@ class InboundSamples:
         self._later_bytes = later_bytes
         self._asked_for = tuple(asked_for)
         self._post = post
-        self._grants = SentOnce()
+        self._grants = SentOnce(core.settings.resend_s)
         self._stored: dict[int, ArrivedGroup] = {}
         self._arrived: Arrived = lambda lengths: None
         self.kinds = names_of((*HOLDER_KINDS, RESULTS), core.settings.kind)

@@ -1,0 +1,1 @@
+"""Scripts of other systems: run by a Python that has those, never imported by distflow."""
