@@ -33,7 +33,7 @@ def push_to_driver(worker: MeasuredWorker, batch: Batch, receivers: tuple[str, .
             part = batch.slice(first, min(first + each, (number + 1) * share))
             description, buffer = encode_batch(part)
             with worker.changed:
-                worker.push(DRIVER, DISPATCH, {"batch": description, "rows": part.rows, "to": receiver}, buffer)
+                worker.push(DRIVER, DISPATCH, {"batch": description, "rows": part.rows, "to": receiver}, [buffer])
 
 
 def relay(name: str, pipe: Connection, setting: StepSetting) -> None:
@@ -49,7 +49,7 @@ def relay(name: str, pipe: Connection, setting: StepSetting) -> None:
                 worker.until(lambda: bool(waiting))
                 message = waiting.popleft()
                 worker.took(message)
-                worker.push(message.body["to"], DISPATCH, message.body, message.payload[0])
+                worker.push(message.body["to"], DISPATCH, message.body, message.payload)
             left -= message.body["rows"]
         pipe.send(worker.usage())
     worker.endpoint.close()

@@ -1,7 +1,7 @@
 """`distflow bench exchange` and `latency`: rows from one process to another, many at once and one at a time.
 
 `exchange`: `put` lasts from the rows in memory of one process until the other has them; `get` is what the other then
-needs to have each row as a tensor, `touch` the same and reading every byte. `latency`: from one row until a consumer
+needs to have a view of each row, `touch` the same and reading every byte. `latency`: from one row until a consumer
 that waits for it has it; a cycle lasts until the writer knows.
 """
 
@@ -67,7 +67,7 @@ class Pair:
         }
 
     def lane(self) -> Figures:
-        """Bytes over the endpoint, without encoding."""
+        """Bytes over the sockets of an endpoint, as to another host."""
         return {"gb_s": self.setting.nbytes / 1e9 / self.one(WRITER, "raw")["seconds"]}
 
     def plain(self, size: int) -> Figures:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import torch
 import zmq
-from torch import Tensor
 
 from distflow.bench.worker import MeasuredWorker
 from distflow.comm.message import Message
@@ -43,6 +43,11 @@ class RowsSetting:
     def roster(self) -> Mapping[str, str]:
         """Addresses of both."""
         return {name: f"ipc://{self.folder}/{name}" for name in (WRITER, READER)}
+
+    @property
+    def sockets(self) -> Mapping[str, str]:
+        """Addresses of both where all payloads take the sockets."""
+        return {name: f"{address}-sockets" for name, address in self.roster.items()}
 
     @property
     def plain(self) -> str:
@@ -73,7 +78,9 @@ def write(name: str, pipe: Connection, setting: RowsSetting) -> None:
     heard: deque[Message] = deque()
     worker.start(lambda message, now: heard.append(message), lambda now: None)
     worker.meet(pipe)
-    writer = Writer(worker, heard, setting)
+    sockets = MeasuredWorker(name, setting.sockets, segments="")
+    sockets.start(lambda message, now: None, lambda now: None)
+    writer = Writer(worker, sockets, heard, setting)
     serve(
         pipe,
         {
@@ -86,13 +93,17 @@ def write(name: str, pipe: Connection, setting: RowsSetting) -> None:
         },
     )
     worker.endpoint.close()
+    sockets.endpoint.close()
 
 
 class Writer:
     """Puts rows, and measures how fast memory is beside it."""
 
-    def __init__(self, worker: MeasuredWorker, heard: deque[Message], setting: RowsSetting) -> None:
+    def __init__(
+        self, worker: MeasuredWorker, sockets: MeasuredWorker, heard: deque[Message], setting: RowsSetting
+    ) -> None:
         self._worker = worker
+        self._sockets = sockets
         self._heard = heard
         self._setting = setting
         self._table = torch.ones((setting.rows, setting.row_bytes), dtype=torch.uint8)
@@ -102,24 +113,23 @@ class Writer:
         self._read = torch.ones(setting.nbytes // 8, dtype=torch.int64)
 
     def put(self, _: int) -> dict[str, float]:
-        """All rows, until the reader has them."""
+        """All rows, each a payload of its own, until the reader has them."""
+        rows = [row.numpy().data for row in self._table.unbind()]
         began, cpu = time.perf_counter(), time.process_time()
         with self._worker.changed:
             for part in self._setting.parts():
-                batch = Batch({"x": self._table[part.start : part.stop]})
-                description, buffer = encode_batch(batch)
-                self._worker.push(READER, ROWS, {"batch": description}, buffer)
+                self._worker.push(READER, ROWS, {}, rows[part.start : part.stop])
             self._worker.drain(READER)
         return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
 
     def raw(self, _: int) -> dict[str, float]:
-        """The same bytes without any encoding, in chunks of 1 MiB."""
+        """The same bytes over the sockets, in chunks of 1 MiB."""
         data = self._table.view(-1).numpy().data
         began = time.perf_counter()
-        with self._worker.changed:
+        with self._sockets.changed:
             for at in range(0, len(data), CHUNK):
-                self._worker.push(READER, RAW, {}, data[at : at + CHUNK])
-            self._worker.drain(READER)
+                self._sockets.push(READER, RAW, {}, [data[at : at + CHUNK]])
+            self._sockets.drain(READER)
         return {"seconds": time.perf_counter() - began}
 
     def row(self, count: int) -> dict[str, list[float]]:
@@ -181,9 +191,12 @@ def read(name: str, pipe: Connection, setting: RowsSetting) -> None:
     worker = MeasuredWorker(name, setting.roster)
     reader = Reader(worker, setting)
     worker.start(reader.hear, lambda now: None)
+    sockets = MeasuredWorker(name, setting.sockets, segments="")
+    sockets.start(lambda message, now: sockets.took(message), lambda now: None)
     worker.meet(pipe)
     serve(pipe, {"get": reader.get, "row": reader.row, "plain": reader.plain, "echo": reader.echo})
     worker.endpoint.close()
+    sockets.endpoint.close()
 
 
 class Reader:
@@ -206,13 +219,11 @@ class Reader:
         self._worker.took(message)
 
     def get(self, _: int) -> dict[str, float]:
-        """All rows as tensors, and every byte of them once."""
+        """Views of all rows, and every byte of them once."""
         began = time.perf_counter()
         with self._worker.changed:
             arrived, self._arrived = self._arrived, []
-        rows: list[Tensor] = []
-        for message in arrived:
-            rows += decode_batch(message.body["batch"], message.payload[0]).dense("x").unbind()
+        rows = [row for message in arrived for row in message.payload]
         got = time.perf_counter()
         cpu_s, self._cpu_s = time.process_time() - self._cpu_s, time.process_time()
         touch(rows)
@@ -257,10 +268,10 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
     socket.bind(address)
 
 
-def touch(rows: Sequence[Tensor]) -> None:
+def touch(rows: Sequence[memoryview]) -> None:
     """Read every byte once, eight at a time where a row has them."""
     for row in rows:
-        (row.view(torch.int64) if row.numel() % 8 == 0 else row).sum()
+        np.frombuffer(row, np.uint8 if len(row) % 8 else np.int64).sum()
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -21,13 +21,22 @@ TOOK = "took"
 
 
 class MeasuredWorker:
-    """An endpoint whose thread shares one lock with the worker's own, and counts the bytes of payloads."""
+    """An endpoint whose thread shares one lock with the worker's own, and counts the bytes of payloads.
 
-    def __init__(self, name: str, roster: Mapping[str, str], listener: NetworkListener | None = None) -> None:
+    With `segments` it sends through shared memory to those on its host.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        roster: Mapping[str, str],
+        listener: NetworkListener | None = None,
+        segments: str = "distflow-bench-",
+    ) -> None:
         self.changed = threading.Condition()
         self.bytes = 0
         """Of payloads that were sent or received."""
-        self.endpoint = Endpoint(name, 0, roster, tick_s=0.25, listener=listener)
+        self.endpoint = Endpoint(name, 0, roster, tick_s=0.25, listener=listener, segments=segments)
         self._fault: BaseException | None = None
         self._under_way: Counter[str] = Counter()
 
@@ -59,11 +68,11 @@ class MeasuredWorker:
         self.bytes += sum(memoryview(part).nbytes for part in payload)
         return self.endpoint.send(to, kind, body, payload)
 
-    def push(self, to: str, kind: str, body: Mapping[str, Any], data: Buffer) -> None:
+    def push(self, to: str, kind: str, body: Mapping[str, Any], data: Sequence[Buffer]) -> None:
         """Under the lock: send as soon as there is room, and expect `took` of the receiver."""
         self.drain(to, UNDER_WAY_BYTES)
-        self._under_way[to] += memoryview(data).nbytes
-        self.post(to, kind, body, [data])
+        self._under_way[to] += sum(memoryview(part).nbytes for part in data)
+        self.post(to, kind, body, data)
 
     def drain(self, to: str, nbytes: int = 0) -> None:
         """Under the lock: wait until a receiver has taken all but this many bytes."""

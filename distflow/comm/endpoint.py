@@ -6,7 +6,8 @@ encrypted and only with a key of the run.
 One thread owns all sockets. Other threads pass messages to it through the outbox and never block: a peer that is gone
 or slow only fills its own bounded queue (`outbox.py`), where the newest messages are dropped and counted. Every
 protocol above this layer expects loss and repeats what matters. All that waits for a peer when the thread gets to it
-travels as one message (`message.py`); a message to oneself is handed over as it is, and encoded never.
+travels as one message (`message.py`); a message to oneself is handed over as it is, and encoded never. Payloads for a
+peer on the same machine lie in shared memory (`shared_lane.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -24,7 +24,10 @@ from distflow.comm.curve import leaves_machine, listener_for
 from distflow.comm.keys import NetworkListener
 from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode_all, header_of, pack, prefix_of
 from distflow.comm.outbox import SMALL_BYTES, Delivery, Outbox, Posted, bundles
+from distflow.comm.shared_lane import KINDS, SharedLane
+from distflow.comm.shared_sending import LaneUse, SharedPayload
 from distflow.comm.sockets import Sockets
+from distflow.comm.traffic import Traffic
 from distflow.errors import ProtocolError
 from distflow.log import logger
 
@@ -36,19 +39,6 @@ BIND_S = 30.0
 log = logger(__name__)
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Bytes and messages so far, for the status."""
-
-    sent: int = 0
-    received: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    dropped: int = 0
-    refused: int = 0
-    """Connections refused because of their key, by us or by a peer."""
-
-
 class Endpoint:
     """Send to peers by name; receive on a thread of its own.
 
@@ -56,7 +46,7 @@ class Endpoint:
     An exception in either ends the thread and is handed to `on_fault`: nothing is sent or received any more, so it
     must be fatal for the worker. With a `listener` it listens on the network too: peers whose address begins with
     tcp:// are on other hosts. A peer with the address "" has not said where it listens: messages to it are dropped and
-    counted.
+    counted. Names of shared segments begin with `segments`; without it, payloads take the sockets.
     """
 
     def __init__(
@@ -68,6 +58,7 @@ class Endpoint:
         tick_s: float = 0.25,
         listener: NetworkListener | None = None,
         max_frame_bytes: int = MAX_HEADER_BYTES,
+        segments: str = "",
     ) -> None:
         if name not in roster:
             raise ProtocolError(f"{name!r} is not in the roster, which names {sorted(roster)}")
@@ -87,6 +78,7 @@ class Endpoint:
         self.traffic = Traffic()
         self._tick_s = tick_s
         self._outbox = Outbox()
+        self._shared = SharedLane(segments, self._tell, self._on_released, max_frame_bytes)
         self._closing = False
         self._linger_s = 1.0
         self._thread: threading.Thread | None = None
@@ -95,6 +87,11 @@ class Endpoint:
         self._on_fault: Callable[[BaseException], None] = self._say
         for known, address in roster.items():
             self.know(known, address)
+
+    @property
+    def lanes(self) -> dict[str, LaneUse]:
+        """What went through shared memory, by peer."""
+        return self._shared.uses()
 
     @property
     def closing(self) -> bool:
@@ -163,7 +160,15 @@ class Endpoint:
             raise KeyError(f"{to!r} is not in the roster, which names {sorted(self.roster)}")
         if to == self.name:
             return self._post_own(kind, body, payload)
-        return self._post(to, [pack(kind, body, len(payload)), *payload])
+        self._check(payload)
+        shared = self._shared.put(to, payload) if payload and self.roster[to].startswith("ipc://") else None
+        if shared is None:
+            return self._post(to, [pack(kind, body, len(payload)), *payload])
+        try:
+            return self._post(to, [pack(kind, body, shared.references)], shared)
+        except ProtocolError:
+            shared.withdraw()
+            raise
 
     def reply(self, request: Message, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
         """Reply over the connection of the request (its sender need not be in the roster)."""
@@ -176,7 +181,7 @@ class Endpoint:
 
     def disconnect(self, name: str) -> None:
         """Close the connection to a peer that is gone and drop its queue. The next message opens a new one."""
-        self._post(name, [])
+        self._put(name, [])
 
     def close(self, linger_s: float = 1.0) -> None:
         """Flush queued messages for at most `linger_s` seconds and close everything. Later messages are dropped.
@@ -195,24 +200,43 @@ class Endpoint:
             if thread.is_alive():
                 log.warning("endpoint of %s did not close within %.1f s", self.name, linger_s + 2.0)
 
-    def _post(self, to: str | bytes, frames: Sequence[Buffer]) -> Delivery:
-        largest = max((memoryview(frame).nbytes for frame in frames), default=0)
+    def _check(self, frames: Sequence[Buffer]) -> None:
+        largest = max([memoryview(frame).nbytes for frame in frames], default=0)
         if largest > self._max_frame_bytes:
             raise ProtocolError(
                 f"{self.name} cannot send {largest} bytes at once: the workers of this run accept at most "
                 f"{self._max_frame_bytes} (by the largest result of the plan) — let steps write smaller fields, or "
                 "raise data.max_prompt_tokens or max_new_tokens to the real lengths of the samples"
             )
-        return self._put(to, frames)
+
+    def _post(self, to: str | bytes, frames: Sequence[Buffer], shared: SharedPayload | None = None) -> Delivery:
+        self._check(frames[:1])
+        return self._put(to, frames, shared=shared)
 
     def _post_own(self, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
         views = [memoryview(frame) for frame in payload]
         return self._put(self.name, (), Message(kind, self.name, self.incarnation, body, views, TO_MYSELF))
 
-    def _put(self, to: str | bytes, frames: Sequence[Buffer], own: Message | None = None) -> Delivery:
-        delivery = self._outbox.put(to, frames, own)
+    def _put(
+        self,
+        to: str | bytes,
+        frames: Sequence[Buffer],
+        own: Message | None = None,
+        shared: SharedPayload | None = None,
+    ) -> Delivery:
+        delivery = self._outbox.put(to, frames, own, shared)
         self.traffic.dropped += delivery.dropped
         return delivery
+
+    def _tell(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
+        """Send a message of the shared-memory lane."""
+        if to in self.roster:
+            self._post(to, [pack(kind, body)])
+
+    def _on_released(self) -> None:
+        # This thread flushes anyway before it waits.
+        if threading.current_thread() is not self._thread:
+            self._outbox.nudge()
 
     # -- the thread that owns the sockets
 
@@ -235,6 +259,7 @@ class Endpoint:
         finally:
             # Messages of other threads are dropped from here on; the outbox's descriptors are closed.
             self._outbox.close()
+            self._shared.close()
             sockets.close(self._linger_s)
 
     def _say(self, error: BaseException) -> None:
@@ -264,6 +289,7 @@ class Endpoint:
                 self._outbox.sweep()
                 self.traffic.refused += sockets.look()
                 next_tick = time.monotonic() + self._tick_s
+            self._shared.flush()
             self._flush(sockets)
             if self._closing and not self._outbox:
                 return
@@ -285,7 +311,19 @@ class Endpoint:
             self.traffic.received += len(messages)
             self.traffic.bytes_received += sum(map(len, frames))
             for message in messages:
-                self._on_message(message)
+                self._pass_on(message)
+
+    def _pass_on(self, received: Message) -> None:
+        try:
+            message = self._shared.receive(received)
+        except ProtocolError as error:
+            log.warning("%s dropped a %r message of %s: %s", self.name, received.kind, received.sender, error)
+            self.traffic.dropped += 1
+            return
+        if message is not None:
+            if message is not received:
+                self.traffic.bytes_received += sum(map(len, message.payload))
+            self._on_message(message)
 
     def _opened(self, index: int, frames: Sequence[zmq.Frame]) -> list[Message]:
         """The messages in what a router has received; raises ProtocolError if it is malformed or forged."""
@@ -298,6 +336,8 @@ class Endpoint:
         if sender == self.name:
             # Messages to oneself do not use a socket.
             raise ProtocolError(f"another peer calls itself {self.name}")
+        if index and any([message.references or message.kind in KINDS for message in messages]):
+            raise ProtocolError(f"{sender!r} on another host refers to shared memory")
         if index and (by := frames[1].get("User-Id")) != sender:
             raise ProtocolError(f"{sender!r} used the key of {by!r}")
         return messages
@@ -322,6 +362,7 @@ class Endpoint:
             self._on_message(first.own)
         elif not first.frames:
             sockets.disconnect(str(first.to))
+            self._shared.forget(str(first.to))
             first.delivery.hand_over()
         elif isinstance(first.to, bytes):
             self._send(sockets.routers[first.to[0]], bundle, [first.to[1:]])
@@ -351,4 +392,4 @@ class Endpoint:
         for posted in bundle:
             posted.delivery.hand_over(trackers)
         self.traffic.sent += len(bundle)
-        self.traffic.bytes_sent += sum([posted.nbytes for posted in bundle])
+        self.traffic.bytes_sent += sum([posted.carried for posted in bundle])

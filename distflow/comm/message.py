@@ -2,7 +2,8 @@
 
 One multipart message carries everything that waits for a peer at the moment of sending: its header is
 [format, sender, incarnation, entries], each entry [kind, body, number of payload frames] is a message of its own, and
-the payload frames of all entries follow in order.
+the payload frames of all entries follow in order. Of a payload that lies in shared memory, an entry has the references
+(`shared_lane.py`) in place of the number of frames.
 
 Example: [2, "rollout/0", 0, [["results", {…}, 1], ["ask", {…}, 0]]], then one frame: the rows of the results.
 """
@@ -43,11 +44,16 @@ class Message:
     body: Mapping[str, Any]
     payload: Sequence[memoryview] = ()
     route: bytes | None = field(default=None, compare=False)
+    references: bytes = b""
+    """Where the payload lies in shared memory, until it has been found."""
 
 
-def pack(kind: str, body: Mapping[str, Any], payload_frames: int = 0) -> bytes:
-    """One message as an entry of a header. Raises ProtocolError if no receiver would accept it."""
-    packed = _ENCODER.encode((kind, body, payload_frames))
+def pack(kind: str, body: Mapping[str, Any], payload: int | bytes = 0) -> bytes:
+    """One message as an entry of a header; `payload`: how many frames, or the references to what is in shared memory.
+
+    Raises ProtocolError if no receiver would accept it.
+    """
+    packed = _ENCODER.encode((kind, body, payload))
     if len(packed) > MAX_HEADER_BYTES - MAX_PREFIX_BYTES:
         raise ProtocolError(
             f"a {kind!r} message with a header of {len(packed)} bytes cannot be sent: receivers accept at most "
@@ -99,24 +105,26 @@ def decode_all(header: Buffer, payload: Sequence[memoryview] = (), route: bytes 
     messages: list[Message] = []
     at = 0
     for entry in entries:
-        kind, body, count = _checked(entry, sender)
-        messages.append(Message(kind, sender, incarnation, body, payload[at : at + count] if count else (), route))
+        kind, body, references, count = _checked(entry, sender)
+        frames = payload[at : at + count] if count else ()
+        messages.append(Message(kind, sender, incarnation, body, frames, route, references))
         at += count
     if at != len(payload):
         raise ProtocolError(f"messages from {sender} with {len(payload)} payload frames; their header announces {at}")
     return messages
 
 
-def _checked(entry: object, sender: str) -> tuple[str, dict[str, Any], int]:
+def _checked(entry: object, sender: str) -> tuple[str, dict[str, Any], bytes, int]:
     if type(entry) is not list or len(entry) != 3:
         raise ProtocolError(f"an entry from {sender} that is not [kind, body, number of payload frames]")
-    kind, body, count = entry
+    kind, body, payload = entry
+    references, count = (payload, 0) if type(payload) is bytes else (b"", payload)
     well_typed = _is_name(kind) and type(count) is int and 0 <= count < MAX_HEADER_BYTES
     if not well_typed or type(body) is not dict or not all(type(key) is str for key in body):
         raise ProtocolError(
             f"an entry from {sender} with wrong types: kind {shown(kind)}, payload frames {shown(count)}"
         )
-    return kind, body, count
+    return kind, body, references, count
 
 
 def _is_name(value: object) -> bool:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from distflow.comm.message import MAX_BUNDLED, Buffer, Message
+from distflow.comm.shared_sending import SharedPayload
 
 QUEUE_BYTES = 64 << 20
 """Most bytes under way to one peer; a larger message is sent if there is no other."""
@@ -39,16 +40,22 @@ LOOK_AT = 32
 class Delivery:
     """The state of one message, for its sender. Thread-safe."""
 
-    __slots__ = ("_trackers", "dropped")
+    __slots__ = ("_shared", "_trackers", "dropped")
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedPayload | None = None) -> None:
+        self._shared = shared
         self.dropped = False
         """There was no room for it, or its receiver could not be reached."""
         self._trackers: Sequence[zmq.MessageTracker] | None = None
 
     @property
     def left(self) -> bool:
-        """Whether it was sent or dropped, so that it takes no memory here any more."""
+        """Whether it was sent or dropped, so that it takes no memory here any more, in shared memory either."""
+        return self.sent and (self._shared is None or self._shared.released)
+
+    @property
+    def sent(self) -> bool:
+        """Whether the sockets need nothing of it any more."""
         return self._trackers is not None and all(tracker.done for tracker in self._trackers)
 
     @property
@@ -63,6 +70,8 @@ class Delivery:
     def drop(self) -> None:
         """It will not be sent."""
         self.dropped, self._trackers = True, ()
+        if self._shared is not None:
+            self._shared.withdraw()
 
 
 def delivered() -> Delivery:
@@ -78,15 +87,23 @@ class Posted:
     Without frames: end the connection to the peer. `own`: a message to oneself, which is handed over as it is.
     """
 
-    __slots__ = ("delivery", "frames", "nbytes", "own", "to")
+    __slots__ = ("carried", "delivery", "frames", "nbytes", "own", "to")
 
-    def __init__(self, to: str | bytes, frames: Sequence[Buffer], own: Message | None = None) -> None:
+    def __init__(
+        self,
+        to: str | bytes,
+        frames: Sequence[Buffer],
+        own: Message | None = None,
+        shared: SharedPayload | None = None,
+    ) -> None:
         self.to = to
         self.frames = frames
         self.own = own
-        self.delivery = Delivery()
+        self.delivery = Delivery(shared)
         self.nbytes = sum([memoryview(frame).nbytes for frame in frames])
         """Size of all frames."""
+        self.carried = self.nbytes + (0 if shared is None else shared.nbytes)
+        """With what lies in shared memory."""
         if own is not None:
             self.nbytes = OWN_BYTES + sum([frame.nbytes for frame in own.payload])
 
@@ -128,7 +145,7 @@ class _UnderWay:
 
     def let_go(self) -> int:
         """Forget messages that have left, in the order they were sent; returns the bytes still under way."""
-        while self.held and self.held[0][0].left:
+        while self.held and self.held[0][0].sent:
             self.held_bytes -= self.held.popleft()[1]
         return self.queued + self.held_bytes
 
@@ -151,9 +168,15 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, to: str | bytes, frames: Sequence[Buffer], own: Message | None = None) -> Delivery:
+    def put(
+        self,
+        to: str | bytes,
+        frames: Sequence[Buffer],
+        own: Message | None = None,
+        shared: SharedPayload | None = None,
+    ) -> Delivery:
         """Queue a message, or drop it if there is no room or `refuse` was called."""
-        posted = Posted(to, frames, own)
+        posted = Posted(to, frames, own, shared)
         with self._lock:
             if self._accepts and self._has_room(posted):
                 self._under_way.setdefault(to, _UnderWay()).queued += posted.nbytes
@@ -167,6 +190,14 @@ class Outbox:
         """Make `fileno` readable."""
         with self._lock:
             self._wake()
+
+    def nudge(self) -> None:
+        """`wake` without waiting for anybody: not if another thread is at work here, or this one further up."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._wake()
+            finally:
+                self._lock.release()
 
     def refuse(self) -> None:
         """Drop all further messages; those already queued can still be sent."""
@@ -192,7 +223,7 @@ class Outbox:
             under_way = self._under_way.setdefault(bundle[0].to, _UnderWay())
             for posted in bundle:
                 under_way.queued -= posted.nbytes
-                if not posted.delivery.left:
+                if not posted.delivery.sent:
                     under_way.held.append((posted.delivery, posted.nbytes))
                     under_way.held_bytes += posted.nbytes
 

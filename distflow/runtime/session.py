@@ -11,7 +11,6 @@ from functools import partial
 import torch
 
 from distflow.comm.collective import LOOPBACK
-from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
@@ -75,8 +74,7 @@ class Session:
         self._leases = setting.plan.primary in setting.me.generates
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
-        about = (self._name, incarnation, self._hosts.roster)
-        endpoint = Endpoint(*about, listener=self._hosts.listener, max_frame_bytes=frame_bytes(setting.plan))
+        endpoint = self._hosts.endpoint(self._name, incarnation, frame_bytes(setting.plan))
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, setting.peers, process_alive, read_facts), self._board)
         self._disk = Disk()

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from distflow.comm.collective import Rendezvous
-from distflow.comm.endpoint import Traffic
 from distflow.comm.membership import Identity
 from distflow.comm.message import Buffer, Message, decode, encode
 from distflow.comm.outbox import Delivery, delivered
+from distflow.comm.traffic import Traffic
 from distflow.config.load import load_recipe
 from distflow.errors import RunStopped
 from distflow.exchange import call_client, rows_core

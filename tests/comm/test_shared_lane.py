@@ -1,0 +1,353 @@
+"""Payloads in shared memory, between endpoints of one process and of several, with either end killed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.comm import shared_sending
+from distflow.comm.arena import ALIGN
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.message import Message
+from distflow.comm.shared_lane import FREED, LEAST_BYTES, OFFER, SharedLane
+from distflow.comm.shared_segment import SEGMENTS, PeerSegment
+from distflow.errors import ProtocolError
+from tests.comm.lane_processes import (
+    READER,
+    ROW_BYTES,
+    ROWS,
+    WRITER,
+    await_there,
+    prefix,
+    process,
+    roster,
+    row,
+    use_shared,
+)
+from tests.polling import eventually
+
+
+class Ends:
+    """A writer and a reader in one process; `kept` holds the rows that have arrived."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kept: list[Message] = []
+        self.writer = Endpoint(WRITER, 0, roster(folder), tick_s=0.02, segments=prefix(folder))
+        self.reader = Endpoint(READER, 0, roster(folder), tick_s=0.02, segments=prefix(folder))
+
+    def start(self) -> None:
+        self.writer.start(lambda message: None)
+        self.reader.start(self.keep)
+        use_shared(self.writer, READER)
+
+    def keep(self, message: Message) -> None:
+        if message.kind == "rows":
+            self.kept.append(message)
+
+    def close(self) -> None:
+        self.kept.clear()
+        self.writer.close(0.1)
+        self.reader.close(0.1)
+
+    @property
+    def held(self) -> int:
+        return self.writer.lanes[READER].held
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    both = Ends(tmp_path)
+    try:
+        both.start()
+        yield both
+    finally:
+        both.close()
+        assert not leftovers(tmp_path)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return list(SEGMENTS.glob(f"{prefix(folder)}*"))
+
+
+def test_rows_are_read_where_the_writer_put_them(ends: Ends) -> None:
+    rows = [row(n) for n in range(ROWS)] + [b"", b"x"]
+    delivery = ends.writer.send(READER, "rows", {"n": 1}, rows)
+    eventually(lambda: ends.kept)
+    message = ends.kept[0]
+    assert (message.kind, message.sender, message.body, message.references) == ("rows", WRITER, {"n": 1}, b"")
+    assert [bytes(part) for part in message.payload] == rows
+    assert all(part.readonly for part in message.payload)
+    assert ends.held >= ROWS * ROW_BYTES
+    assert not delivery.left, "as long as it takes memory"
+    del message
+    ends.kept.clear()
+    eventually(lambda: not ends.held, "the blocks are released")
+    assert delivery.left
+    assert ends.writer.traffic.bytes_sent > ROWS * ROW_BYTES
+    assert ends.reader.traffic.bytes_received > ROWS * ROW_BYTES
+
+
+def test_small_payloads_take_the_sockets(ends: Ends) -> None:
+    ends.writer.send(READER, "rows", {}, [bytes(LEAST_BYTES - 1)])
+    eventually(lambda: ends.kept)
+    assert ends.writer.lanes[READER].messages == 0
+
+
+def test_a_block_is_held_by_any_slice_of_it(ends: Ends) -> None:
+    ends.writer.send(READER, "rows", {}, [row(n) for n in range(4)])
+    eventually(lambda: ends.kept)
+    piece = ends.kept[0].payload[2][10:20]
+    ends.kept.clear()
+    gc.collect()
+    ends.writer.send(READER, "rows", {}, [row(9)] * 4)
+    eventually(lambda: ends.kept)
+    assert bytes(piece) == row(2)[:10], "not written again"
+    dropped = threading.Thread(target=piece.release)
+    dropped.start()
+    dropped.join()
+    ends.kept.clear()
+    eventually(lambda: not ends.held, "released on another thread")
+
+
+def test_many_rounds_use_the_same_memory_again(ends: Ends) -> None:
+    outgoing = ends.writer._shared._outgoing[READER]
+    for n in range(60):
+        ends.writer.send(READER, "rows", {}, [row(n)] * ROWS)
+        eventually(lambda: ends.kept)
+        assert ends.kept[0].payload[5] == row(n)
+        ends.kept.clear()
+    eventually(lambda: not ends.held)
+    assert outgoing.use.messages == 60
+    assert outgoing.segment.size == shared_sending.STEP_BYTES
+
+
+def test_what_finds_no_room_takes_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_sending, "LIMIT_BYTES", 4 << 20)
+    ends = Ends(tmp_path)
+    try:
+        ends.start()
+        sent = [ends.writer.send(READER, "rows", {"n": n}, [row(n)] * ROWS) for n in range(12)]
+        eventually(lambda: len(ends.kept) == 12)
+        assert [message.body["n"] for message in ends.kept] == list(range(12))
+        assert all(message.payload[3] == row(n) for n, message in enumerate(ends.kept))
+        assert not any(delivery.dropped for delivery in sent)
+        assert ends.writer.lanes[READER].full == 12 - ends.writer.lanes[READER].messages > 0
+        ends.kept.clear()
+        eventually(lambda: not ends.held)
+        ends.writer.send(READER, "rows", {}, [row(1)])
+        eventually(lambda: ends.kept)
+        assert ends.held, "there is room again"
+    finally:
+        ends.close()
+
+
+def test_a_message_that_is_dropped_takes_no_room(ends: Ends) -> None:
+    ends.writer._outbox.refuse()
+    assert ends.writer.send(READER, "rows", {}, [row(1)] * ROWS).dropped
+    assert not ends.held
+
+
+def test_a_peer_that_is_gone_holds_nothing(ends: Ends) -> None:
+    ends.writer.send(READER, "rows", {}, [row(n) for n in range(ROWS)])
+    eventually(lambda: ends.kept)
+    first = ends.kept[0]
+    ends.writer.disconnect(READER)
+    eventually(lambda: READER not in ends.writer.lanes)
+    use_shared(ends.writer, READER)
+    ends.writer.send(READER, "rows", {}, [row(100 + n) for n in range(ROWS)])
+    eventually(lambda: ends.kept[1:])
+    assert first.payload[9] == row(9), "although it was only taken for gone, what it reads does not change"
+    assert ends.kept[-1].payload[9] == row(109)
+
+
+def test_a_reader_that_has_unmapped_a_segment_gets_another(ends: Ends) -> None:
+    ends.reader._shared.forget(WRITER)
+    ends.writer.send(READER, "rows", {}, [row(1)])
+    eventually(lambda: ends.reader.traffic.dropped)
+    eventually(lambda: READER not in ends.writer.lanes)
+    use_shared(ends.writer, READER)
+    ends.writer.send(READER, "rows", {}, [row(2)])
+    eventually(lambda: ends.kept)
+    assert ends.kept[0].payload[0] == row(2)
+
+
+def test_a_reader_killed_with_rows_leaves_their_memory(tmp_path: Path) -> None:
+    writer = Endpoint(WRITER, 0, roster(tmp_path), tick_s=0.02, segments=prefix(tmp_path))
+    writer.start(lambda message: None)
+    try:
+        with process("holds", tmp_path) as reader:
+            use_shared(writer, READER)
+            delivery = writer.send(READER, "rows", {}, [row(n) for n in range(ROWS)])
+            await_there(reader)
+            assert not delivery.left
+            assert not leftovers(tmp_path), "mapped by both, and without a name"
+        writer.disconnect(READER)
+        eventually(lambda: delivery.left)
+        assert READER not in writer.lanes
+    finally:
+        writer.close(0.1)
+
+
+def test_a_writer_killed_in_the_middle_harms_no_reader(tmp_path: Path) -> None:
+    kept: list[Message] = []
+    reader = Endpoint(READER, 0, roster(tmp_path), tick_s=0.02, segments=prefix(tmp_path))
+    reader.start(kept.append)
+    try:
+        with process("writes", tmp_path) as writer:
+            await_there(writer)
+        eventually(lambda: [message for message in kept if message.kind == "rows"])
+        assert not leftovers(tmp_path)
+        reader.disconnect(WRITER)
+        eventually(lambda: not reader._shared._incoming._segments)
+        (rows,) = [message for message in kept if message.kind == "rows"]
+        assert [bytes(part) for part in rows.payload] == [row(n) for n in range(ROWS)]
+        assert reader.traffic.dropped == 0
+    finally:
+        reader.close(0.1)
+
+
+def test_a_forked_process_releases_nothing(ends: Ends) -> None:
+    ends.writer.send(READER, "rows", {}, [row(n) for n in range(ROWS)])
+    eventually(lambda: ends.kept)
+    child = os.fork()
+    if not child:
+        ends.kept.clear()
+        left = len(ends.reader._shared._incoming._released)
+        os._exit(left or int(ends.writer._shared.put(READER, [row(1)]) is not None))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ends.kept[0].payload[3] == row(3)
+    assert ends.held
+
+
+class Lanes:
+    """Two lanes without sockets: what they tell each other is handed over at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.told: list[tuple[str, str, Any]] = []
+        self.lanes: dict[str, SharedLane] = {}
+        for me in (WRITER, READER):
+            self.lanes[me] = SharedLane(prefix(folder), self._teller(me), lambda: None, 1 << 20)
+        assert self.lanes[WRITER].put(READER, [row(1)]) is None, "it is offered first"
+
+    def _teller(self, me: str) -> Any:
+        def tell(to: str, kind: str, body: Any) -> None:
+            self.told.append((me, kind, body))
+            self.lanes[to].receive(Message(kind, me, 0, body))
+
+        return tell
+
+    def numbers(self, *frames: bytes) -> array[int]:
+        payload = self.lanes[WRITER].put(READER, frames)
+        assert payload is not None
+        return array("q", payload.references)
+
+    def read(self, references: bytes) -> list[memoryview]:
+        message = self.lanes[READER].receive(Message("rows", WRITER, 0, {}, (), None, references))
+        assert message is not None
+        return list(message.payload)
+
+
+@pytest.fixture
+def lanes(tmp_path: Path) -> Iterator[Lanes]:
+    both = Lanes(tmp_path)
+    yield both
+    for lane in both.lanes.values():
+        lane.close()
+    assert not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "why"),
+    [
+        (0, 77, "a payload in segment 77 of rollout/0, which is not mapped here"),
+        (1, ALIGN, "a stale reference to generation 1 at offset 64, where generation 72340172838076673 lies"),
+        (1, 1, "a block at offset 1 of a segment"),
+        (1, -ALIGN, "a block at offset -64 of a segment"),
+        (1, 1 << 40, "a block at offset 1099511627776 of a segment"),
+        (2, 2, "a stale reference to generation 2 at offset 0, where generation 1 lies"),
+        (3, 3, "references to a payload that end too early"),
+        (3, 0, "references to a payload that end too early"),
+        (3, -1, "references to a payload that end too early"),
+        (4, -1, "a frame of -1 bytes"),
+        (4, 2 << 20, "a frame of 2097152 bytes in 32768 bytes of a block"),
+        (5, ROW_BYTES + 1, "a frame of 16385 bytes in 16384 bytes of a block"),
+    ],
+)
+def test_wrong_references_are_refused(lanes: Lanes, at: int, value: int, why: str) -> None:
+    numbers = lanes.numbers(row(1), row(2))
+    assert len(numbers) == 6, "segment, offset, generation, frames, and two lengths"
+    numbers[at] = value
+    with pytest.raises(ProtocolError, match=why):
+        lanes.read(numbers.tobytes())
+    assert lanes.told[-1][1] == "lane.unknown"
+
+
+@pytest.mark.parametrize("cut", [1, 8, 24])
+def test_truncated_references_are_refused(lanes: Lanes, cut: int) -> None:
+    whole = lanes.numbers(row(1), row(2)).tobytes()
+    with pytest.raises(ProtocolError, match="end too early|expected a multiple of 8"):
+        lanes.read(whole[:-cut])
+
+
+def test_a_reference_is_good_once(lanes: Lanes) -> None:
+    references = lanes.numbers(row(1)).tobytes()
+    frames = lanes.read(references)
+    with pytest.raises(ProtocolError, match="generation 1 at offset 0, which is read already"):
+        lanes.read(references)
+    assert frames[0] == row(1)
+
+
+def test_a_released_block_is_not_read_again(lanes: Lanes) -> None:
+    references = lanes.numbers(row(1)).tobytes()
+    del lanes.read(references)[:]
+    lanes.lanes[READER].flush()
+    assert lanes.told[-1][1] == FREED
+    with pytest.raises(ProtocolError, match="generation 1 at offset 0, where generation -1 lies"):
+        lanes.read(references)
+
+
+def test_releases_that_are_wrong_are_refused_and_the_others_count(lanes: Lanes) -> None:
+    numbers = lanes.numbers(row(1))
+    body = {"number": numbers[0], "blocks": array("q", [64, 9, 0, 1]).tobytes()}
+    with pytest.raises(ProtocolError, match="stale reference to generation 9 at offset 64: nothing is held there"):
+        lanes.lanes[WRITER].receive(Message(FREED, READER, 0, body))
+    assert lanes.lanes[WRITER].uses()[READER].held == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "why"),
+    [
+        ("distflow-no-such-segment", 1 << 20, "cannot be mapped: No such file"),
+        ("distflow-{folder}-file", 1 << 21, "has 1048576 bytes; 2097152 were announced"),
+        ("distflow-{folder}-link", 1 << 20, "cannot be mapped: Too many levels of symbolic links"),
+    ],
+)
+def test_what_is_no_segment_is_not_mapped(tmp_path: Path, name: str, size: int, why: str) -> None:
+    file, link = (SEGMENTS / f"distflow-{tmp_path.name}-{end}" for end in ("file", "link"))
+    file.write_bytes(bytes(1 << 20))
+    link.symlink_to(file)
+    try:
+        with pytest.raises(ProtocolError, match=why):
+            PeerSegment(name.format(folder=tmp_path.name), size)
+    finally:
+        file.unlink()
+        link.unlink()
+
+
+def test_offers_are_checked_and_a_peer_that_declines_is_left_alone(lanes: Lanes, tmp_path: Path) -> None:
+    for name in ("../etc/passwd", "distflow-a/b", "other"):
+        with pytest.raises(ProtocolError, match=r"malformed lane.offer.*\$\.name"):
+            lanes.lanes[READER].receive(Message(OFFER, WRITER, 0, {"number": 1, "name": name, "size": 64}))
+    number = lanes.numbers(row(1))[0]
+    lanes.lanes[WRITER].receive(Message("lane.declined", READER, 0, {"number": number}))
+    before = len(lanes.told)
+    assert lanes.lanes[WRITER].put(READER, [row(1)]) is None
+    assert len(lanes.told) == before, "nothing is offered again"
