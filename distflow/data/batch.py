@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,9 +73,14 @@ class Ragged:
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Rows `start` ≤ row < `stop`; the values stay a view."""
+        low, high, offsets = self.bounds(start, stop)
+        return Ragged(self.values[low:high], offsets)
+
+    def bounds(self, start: int, stop: int) -> tuple[int, int, Tensor]:
+        """Where the values of rows `start` ≤ row < `stop` begin and end, and their offsets from there."""
         offsets = self.offsets[start : stop + 1]
         low, high = int(offsets[0]), int(offsets[-1])
-        return Ragged(self.values[low:high], offsets - low)
+        return low, high, offsets - low if low else offsets
 
     def select(self, index: Tensor) -> Ragged:
         """Rows in the order of `index` [B'] int64 (copied)."""
@@ -127,6 +133,13 @@ class Batch:
             raise ValueError(f"columns of one batch must have the same number of rows, got {counts}")
         self.columns = dict(columns)
         self.rows = next(iter(counts.values()), 0)
+
+    @classmethod
+    def of_rows(cls, columns: dict[str, Column], rows: int) -> Batch:
+        """Columns that are known to have so many rows, which are not counted again."""
+        batch = cls.__new__(cls)
+        batch.columns, batch.rows = columns, rows
+        return batch
 
     def __len__(self) -> int:
         return self.rows
@@ -195,9 +208,19 @@ class Batch:
 
     def slice(self, start: int, stop: int) -> Batch:
         """Rows `start` ≤ row < `stop`, as views."""
-        return Batch(
-            {n: c.slice(start, stop) if isinstance(c, Ragged) else c[start:stop] for n, c in self.columns.items()}
-        )
+        cut: dict[int, tuple[int, int, Tensor]] = {}
+        columns: dict[str, Column] = {}
+        for name, column in self.columns.items():
+            if not isinstance(column, Ragged):
+                columns[name] = column[start:stop]
+                continue
+            # Columns with a value for each token have the very same offsets: they are cut once, and stay the same.
+            key = id(column.offsets)
+            if key not in cut:
+                cut[key] = column.bounds(start, stop)
+            low, high, offsets = cut[key]
+            columns[name] = Ragged(column.values[low:high], offsets)
+        return Batch(columns)
 
     def select(self, index: Sequence[int] | Tensor) -> Batch:
         """Rows in the order of `index`, copied."""
@@ -223,16 +246,21 @@ class Batch:
         for batch in batches:
             if batch.columns.keys() != names:
                 raise ValueError(f"cannot stack batches with fields {sorted(names)} and {sorted(batch.columns)}")
-        return Batch({name: _concat([batch.columns[name] for batch in batches]) for name in names})
+        joined: dict[tuple[int, ...], Tensor] = {}
+        return Batch({name: _concat([batch.columns[name] for batch in batches], joined) for name in names})
 
 
-def _concat(columns: Sequence[Column]) -> Column:
-    if isinstance(columns[0], Ragged):
-        ragged = [column for column in columns if isinstance(column, Ragged)]
-        lengths = torch.cat([column.offsets.diff() for column in ragged])
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        return Ragged(torch.cat([column.values for column in ragged]), offsets)
-    return torch.cat([column for column in columns if isinstance(column, Tensor)])
+def _concat(columns: Sequence[Column], joined: dict[tuple[int, ...], Tensor]) -> Column:
+    """`joined`: offsets by those that they were made of, since columns of the same rows have the very same."""
+    if not isinstance(columns[0], Ragged):
+        return torch.cat([column for column in columns if isinstance(column, Tensor)])
+    ragged = [column for column in columns if isinstance(column, Ragged)]
+    key = tuple([id(column.offsets) for column in ragged])
+    if key not in joined:
+        ends = [0, *accumulate([int(column.offsets[-1]) for column in ragged])]
+        parts = [column.offsets[1:] + end for column, end in zip(ragged, ends, strict=False)]
+        joined[key] = torch.cat([torch.zeros(1, dtype=torch.int64), *parts])
+    return Ragged(torch.cat([column.values for column in ragged]), joined[key])
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +300,8 @@ def group_ranges(batch: Batch) -> dict[int, RowRange]:
     if not batch.rows:
         return {}
     groups = batch.dense("group").tolist()
-    return {groups[a]: RowRange(batch, a, b) for a, b in pairwise(batch.group_bounds())}
+    begins = [0, *[row for row in range(1, batch.rows) if groups[row] != groups[row - 1]], batch.rows]
+    return {groups[a]: RowRange(batch, a, b) for a, b in pairwise(begins)}
 
 
 def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
@@ -287,7 +316,9 @@ def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
 
 def row_lengths(batch: Batch) -> Tensor:
     """[B] int64: tokens of each row, prompt and response; with those of further models, as far as they are there."""
-    lengths = torch.zeros(batch.rows, dtype=torch.int64)
+    lengths_B = np.zeros(batch.rows, dtype=np.int64)
     for name in ("prompt_ids", "response_ids"):
-        lengths += sum(column.lengths for column in batch.of_all_models(name))
-    return lengths
+        for column in batch.of_all_models(name):
+            offsets = column.offsets.numpy()
+            lengths_B += offsets[1:] - offsets[:-1]
+    return torch.from_numpy(lengths_B)

@@ -149,7 +149,7 @@ def kind_of(message: CallMessage) -> str:
 
 def to_wire(message: CallMessage) -> dict[str, Any]:
     """The message as plain values, ready for msgpack."""
-    body: dict[str, Any] = msgspec.to_builtins(message)
+    body: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
     return body
 
 

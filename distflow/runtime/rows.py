@@ -148,7 +148,7 @@ class OutboundRows:
             key = item.to, item.message.number
             if self._sent.under_way(*key):
                 continue
-            body: dict[str, Any] = msgspec.to_builtins(item.message)
+            body: dict[str, Any] = msgspec.to_builtins(item.message, builtin_types=(bytes,))
             if isinstance(item.message, RowsSent):
                 body["batch"], data = self._rows[key]
                 self._sent.note(*key, self._node.endpoint.send(item.to, kind_of(item.message), body, (data,)))
@@ -256,5 +256,5 @@ class InboundRows:
 
     def _say(self, out: Iterable[OutgoingRows]) -> None:
         for item in out:
-            body: dict[str, Any] = msgspec.to_builtins(item.message)
+            body: dict[str, Any] = msgspec.to_builtins(item.message, builtin_types=(bytes,))
             self._node.send(item.to, kind_of(item.message), body)

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,20 +92,80 @@ def test_a_missing_or_misused_field_is_named() -> None:
 
 def test_bytes_that_do_not_fit_their_description_are_refused() -> None:
     description, buffer = encode_batch(example())
-    with pytest.raises(ProtocolError, match="runs past the end"):
-        decode_batch(description, memoryview(buffer)[:-8])
-    with pytest.raises(ProtocolError, match="whose columns take"):
-        decode_batch(description, memoryview(bytes(buffer) + bytes(8)))
-    with pytest.raises(ProtocolError, match="announces 7 rows but has 5"):
+    for wrong in (memoryview(buffer)[:-8], memoryview(bytes(buffer) + bytes(8)), memoryview(b"")):
+        with pytest.raises(ProtocolError, match=r"a batch of 5 rows in \d+ bytes whose (columns|offsets) take \d+"):
+            decode_batch(description, wrong)
+    with pytest.raises(ProtocolError, match="a batch of 7 rows in|do not divide"):
         decode_batch({**description, "rows": 7}, memoryview(buffer))
     with pytest.raises(ProtocolError, match="malformed batch description"):
         decode_batch({}, memoryview(buffer))
-    with pytest.raises(ProtocolError, match="field 'a' has dtype 'object'; expected one of"):
-        decode_batch({"rows": 1, "columns": [["a", "dense", "object", [1]]]}, memoryview(buffer))
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ([["a", "object", [], -1]], "field 'a' has dtype 'object'; expected one of"),
+        ([["a", "i64", [], -1], ["a", "f32", [], -1]], "a duplicate column"),
+        ([["a", "i64", [], 1]], "offsets numbered .1.; expected 0, 1"),
+        ([["a", "i64", [], -2]], "malformed batch description"),
+        ([["a", "i64", [-1], 0]], "malformed batch description"),
+        ([["a", "i64", [1] * 8, 0]], "malformed batch description"),
+        ([["a", "i64", []]], "malformed batch description"),
+        ([[7, "i64", [], -1]], "malformed batch description"),
+        ([["a", "i64", [1 << 39, 1 << 39], -1]], "whose columns take 2417851639229258349412352"),
+        ([], "a batch of 1 rows in 8 bytes whose columns take 0"),
+    ],
+)
+def test_columns_that_cannot_be_are_refused(columns: list[object], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        decode_batch({"rows": 1, "columns": msgspec.msgpack.encode(columns)}, memoryview(bytearray(8)))
+
+
+@given(st.data())
+def test_a_batch_with_changed_bytes_is_refused_or_read(data: st.DataObject) -> None:
+    description, buffer = encode_batch(example())
+    columns = description["columns"]
+    assert isinstance(columns, bytes)
+    for changed in (described := bytearray(columns), buffer):
+        for _ in range(data.draw(st.integers(0, 2))):
+            changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.sampled_from([0, 0, 0, 1, 8]))
+    try:
+        found = decode_batch(
+            {"rows": description["rows"], "columns": bytes(described)}, memoryview(buffer)[: len(buffer) - cut]
+        )
+    except ProtocolError:
+        return
+    assert found.nbytes >= len(buffer) - cut, "what the columns share counts for each"
+    for column in found.columns.values():
+        if isinstance(column, Ragged):
+            assert len(list(column.rows())) == found.rows == example().rows
+
+
+def test_columns_with_the_same_rows_share_offsets_on_the_wire_and_behind_it() -> None:
+    ids = Ragged.from_rows([[1, 2], [3]], torch.int64)
+    batch = Batch({"ids": ids, "logprobs": ids.like(torch.rand(3)), "mask": ids.like(torch.ones(3, dtype=torch.bool))})
+    description, buffer = encode_batch(batch)
+    assert len(buffer) == 3 * 8 + 3 * (8 + 4 + 1)
+    found = decode_batch(description, memoryview(buffer))
+    assert same(found, batch)
+    for one in (found, found.slice(1, 2), Batch.concat([found, batch.slice(0, 1)])):
+        assert len({id(one.ragged(name).offsets) for name in one.columns}) == 1
+        assert len(encode_batch(one)[1]) == (one.rows + 1) * 8 + len(one.ragged("ids").values) * (8 + 4 + 1)
+
+
+def test_what_is_read_only_is_copied_and_the_rest_is_mapped() -> None:
+    batch = Batch({"ids": torch.arange(4)})
+    description, buffer = encode_batch(batch)
+    mapped = decode_batch(description, memoryview(buffer)).dense("ids")
+    copied = decode_batch(description, memoryview(buffer).toreadonly()).dense("ids")
+    mapped += 1
+    assert torch.frombuffer(buffer, dtype=torch.int64).tolist() == [1, 2, 3, 4]
+    assert copied.tolist() == [0, 1, 2, 3]
 
 
 def test_offsets_that_lie_are_refused() -> None:
     bad = Batch({"ids": Ragged(torch.arange(4), torch.tensor([0, 3, 2]))})
     description, buffer = encode_batch(bad)
-    with pytest.raises(ProtocolError, match="field 'ids': offsets do not divide its 4 values"):
+    with pytest.raises(ProtocolError, match="offsets of a batch do not divide its values"):
         decode_batch(description, memoryview(buffer))

@@ -192,8 +192,9 @@ MISTYPED = {
 
 
 def _with_shape(body: Any, shape: list[int]) -> Any:
-    (name, kind, dtype, _), *others = body["batch"]["columns"]
-    return {**body, "batch": {**body["batch"], "columns": [[name, kind, dtype, shape], *others]}}
+    (name, dtype, _, offsets), *others = msgpack.unpackb(body["batch"]["columns"])
+    columns = msgpack.packb([[name, dtype, shape, offsets], *others])
+    return {**body, "batch": {**body["batch"], "columns": columns}}
 
 
 @pytest.mark.parametrize("what", MISTYPED)

@@ -286,8 +286,8 @@ def test_a_holder_that_takes_leave_frees_its_leases(pair: Pair) -> None:
             [],
             r"results: Expected `object`, got `array` - at `\$.results\[0\]`",
         ),
-        ({"results": [], "batch": {"rows": 0, "columns": []}}, [], "results with 0 payload frames; expected 1"),
-        ({"results": [], "batch": {"rows": 1, "columns": [["x"]]}}, [b"abc"], "column"),
+        ({"results": [], "batch": {"rows": 0, "columns": b"\x90"}}, [], "results with 0 payload frames; expected 1"),
+        ({"results": [], "batch": {"rows": 1, "columns": b"\x91\x91\xa1x"}}, [b"abc"], "column"),
     ],
 )
 def test_malformed_results_are_refused(pair: Pair, body: dict, payload: list[bytes], message: str) -> None:

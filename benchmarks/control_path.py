@@ -1,0 +1,248 @@
+"""CPU time of a group's way from its lease to the training loop, at the owner and at the holder, over real sockets.
+
+    python -m benchmarks.control_path [--against PATH] [--rounds 5] [--groups 600] [--gap-ms 2]
+
+Two processes: an owner of 8 ledgers and a holder that asks, gets leases, and finishes a group of 8 samples every
+`--gap-ms` (nothing is generated). Each is all of a worker that the control path goes through: node, endpoint, lanes,
+lease cores, sample channel, and a loop that waits, takes groups and opens the next step. Figures are µs of CPU time a
+group, after a tenth of the groups as warm-up: of the endpoint's thread, of the loop's thread (the holder's without
+making the samples), and of the whole process (with ZeroMQ's own threads, and at the holder with making the samples).
+
+`--against`: a checkout of another revision, measured in turn with this one; ratios are of the medians. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+GROUP, LEDGERS, EACH = 8, 8, 4
+"""Samples a group, ledgers, and groups that a ledger feeds to a training step."""
+OWNER, HOLDER = "trainer/0", "rollout/0"
+PROMPT_TOKENS = 32
+LIMIT_S = 120.0
+HERE = Path(__file__).resolve().parent.parent
+
+
+def node_of(name: str, peer: str, folder: str) -> Any:
+    """A worker up to its lease messages."""
+    from distflow.comm.endpoint import Endpoint
+    from distflow.comm.membership import Identity, Membership
+    from distflow.runtime.node import Node
+    from distflow.runtime.waits import WaitBoard
+
+    roster = {one: f"ipc://{folder}/{one.replace('/', '-')}" for one in (OWNER, HOLDER)}
+    me = Identity(name, 0, os.getpid(), 0.0, "same", {}, 0)
+    return Node(Endpoint(name, 0, roster), Membership(me, [peer], lambda pid, started: True), WaitBoard())
+
+
+def settings_of() -> Any:
+    """What owner and holder have agreed on."""
+    from distflow.exchange.lease_settings import LeaseSettings
+
+    return LeaseSettings(LEDGERS, EACH, GROUP, 1, 10**6, 1 << 40, lambda tokens: 1 << 20, PROMPT_TOKENS)
+
+
+def meet(node: Any, peer: str) -> None:
+    """Start, and wait until the peer is there."""
+    node.start()
+    with node.board.condition:
+        assert node.board.condition.wait_for(lambda: node.membership.present(peer), LIMIT_S), f"{peer} is not there"
+
+
+class Clocks:
+    """CPU time of the endpoint's thread and of the process so far; a first reading begins the measurement."""
+
+    def __init__(self, node: Any) -> None:
+        thread = node.endpoint._thread
+        self._clock = time.pthread_getcpuclockid(thread.ident)
+        self._began = self._read()
+
+    def _read(self) -> tuple[float, float]:
+        return time.clock_gettime(self._clock), time.process_time()
+
+    def report(self, loop_s: float, groups: int) -> None:
+        """Print µs a group."""
+        endpoint, process = (now - began for now, began in zip(self._read(), self._began, strict=True))
+        spent = {"endpoint": endpoint, "loop": loop_s, "threads": endpoint + loop_s, "process": process}
+        print(json.dumps({what: 1e6 * seconds / groups for what, seconds in spent.items()}), flush=True)
+
+
+def own(folder: str, groups: int) -> None:
+    """The owner's process: takes groups as they arrive, until it has so many."""
+    from distflow.exchange.messages import LeasePrompt
+    from distflow.exchange.owner import OwnerCore
+    from distflow.exchange.sample_channel import InboundSamples
+    from distflow.runtime.node import Lanes
+    from distflow.types import Uid
+
+    node = node_of(OWNER, HOLDER, folder)
+    ids = tuple(range(PROMPT_TOKENS))
+    prompt = lambda position: LeasePrompt(Uid(0, position, position), ids, "x" * 100, "{}")  # noqa: E731
+    core = OwnerCore(OWNER, settings_of(), range(LEDGERS), prompt)
+    lanes = Lanes(node.endpoint)
+    inbound = InboundSamples(core, lanes.post)
+    lanes.register(node, inbound.kinds, inbound.on_message)
+    node.on_tick(lambda now: inbound.send(core.tick(now)))
+    meet(node, HOLDER)
+    warm, taken, condition = groups // 10, 0, node.board.condition
+    clocks, began = Clocks(node), time.thread_time()
+    while taken < groups:
+        with condition:
+            assert condition.wait_for(core.consumable, LIMIT_S), f"no group came; {taken} have"
+            positions = core.consumable()
+            inbound.send(core.take(positions, time.monotonic()))
+            inbound.pop(positions)
+            if core.step_complete():
+                inbound.send(core.advance(core.version + 1, time.monotonic()))
+        before, taken = taken, taken + len(positions)
+        if before < warm <= taken:
+            clocks, began, warm = Clocks(node), time.thread_time(), taken
+    clocks.report(time.thread_time() - began, taken - warm)
+    with condition:
+        inbound.send(core.finish(time.monotonic()))
+        condition.wait_for(lambda: core.all_left, LIMIT_S)
+    node.close(orderly=True)
+
+
+def rows_of(tokens: int) -> Any:
+    """The fields of a group's samples, as the quickstart sends them."""
+    import torch
+
+    from distflow.data.batch import Batch, Ragged
+
+    number = torch.arange(GROUP)
+    ids = Ragged.from_rows([range(tokens)] * GROUP, torch.int64)
+    texts = Ragged.from_texts(["x" * tokens] * GROUP)
+    return Batch(
+        {
+            "uid": torch.zeros(GROUP, 3, dtype=torch.int64),
+            "group": number,
+            "sample": number,
+            "prompt_ids": Ragged.from_rows([range(PROMPT_TOKENS)] * GROUP, torch.int64),
+            "prompt_text": Ragged.from_texts(["x" * 100] * GROUP),
+            "response_ids": ids,
+            "response_mask": ids.like(torch.ones(GROUP * tokens, dtype=torch.bool)),
+            "response_text": texts,
+            "rollout_logprobs": ids.like(torch.zeros(GROUP * tokens)),
+            "policy_versions": Ragged(torch.tensor([[0, 0, 0, tokens]] * GROUP), torch.arange(GROUP + 1)),
+            "finish_reason": torch.ones(GROUP, dtype=torch.int64),
+            "reward": torch.rand(GROUP),
+            "score": torch.rand(GROUP),
+            "rewards/exact": torch.rand(GROUP),
+        }
+    )
+
+
+def hold(folder: str, groups: int, tokens: int, gap_s: float) -> None:
+    """The holder's process: finishes a group at every turn, until the owner needs no more."""
+    import torch
+
+    from distflow.data.batch import Ragged
+    from distflow.exchange.lease_client import HolderCore
+    from distflow.exchange.sample_channel import OutboundSamples
+    from distflow.runtime.node import Lanes
+
+    node = node_of(HOLDER, OWNER, folder)
+    core = HolderCore(HOLDER, 0, [OWNER], settings_of())
+    lanes = Lanes(node.endpoint)
+    outbound = OutboundSamples(core, lanes.post)
+    lanes.register(node, outbound.kinds, outbound.on_message)
+    node.on_tick(lambda now: outbound.send(core.tick(now)))
+    meet(node, OWNER)
+    template, condition, leases = rows_of(tokens), node.board.condition, []
+    warm, sent, spent, clocks, next_at = groups // 10, 0, 0.0, Clocks(node), time.monotonic()
+    while not core.run_finished:
+        began = time.thread_time()
+        with condition:
+            outbound.send(core.want(4 * GROUP - GROUP * len(leases), time.monotonic()))
+            leases += core.take_granted()
+            if not leases:
+                condition.wait(0.05)
+        spent += time.thread_time() - began
+        if not leases:
+            continue
+        time.sleep(max(0.0, next_at - time.monotonic()))
+        next_at = max(next_at + gap_s, time.monotonic())
+        lease = leases.pop(0)
+        versions = Ragged(torch.tensor([[0, lease.min_version, 0, tokens]] * GROUP), torch.arange(GROUP + 1))
+        batch = template.with_columns(
+            group=torch.full((GROUP,), lease.position), policy_versions=versions, response_ids=template["response_ids"]
+        )
+        began = time.thread_time()
+        with condition:
+            outbound.finish(batch, {}, time.monotonic())
+        spent += time.thread_time() - began
+        sent += 1
+        if sent == warm:
+            spent, clocks = 0.0, Clocks(node)
+        if sent == groups:
+            clocks.report(spent, sent - warm)
+    node.close(orderly=True)
+
+
+def once(root: Path, groups: int, tokens: int, gap_ms: float) -> dict[str, float]:
+    """One run of both processes on the code of a checkout."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        processes = {}
+        for side in ("owner", "holder"):
+            options = [side, "--folder", folder, "--groups", groups, "--tokens", tokens, "--gap-ms", gap_ms]
+            command = [sys.executable, str(Path(__file__).resolve()), "--side", *map(str, options)]
+            path = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+            processes[side] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=path, cwd=root)
+        for side, process in processes.items():
+            said, _ = process.communicate(timeout=2 * LIMIT_S)
+            if process.returncode:
+                raise SystemExit(f"the {side}'s process ended with {process.returncode}")
+            found |= {f"{side}_{what}_us": value for what, value in json.loads(said).items()}
+    return found
+
+
+def main() -> int:
+    """All cases, in turn."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=600)
+    parser.add_argument("--gap-ms", type=float, default=2.0)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024])
+    parser.add_argument("--side", choices=("owner", "holder"))
+    parser.add_argument("--folder", default="")
+    options = parser.parse_args()
+    if options.side == "owner":
+        own(options.folder, options.groups)
+        return 0
+    if options.side == "holder":
+        hold(options.folder, options.groups, options.tokens[0], options.gap_ms / 1000)
+        return 0
+    roots = {"here": HERE} | ({} if options.against is None else {"there": options.against.resolve()})
+    report: dict[str, Any] = {}
+    for tokens in options.tokens:
+        times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for number in range(options.rounds):
+            for which in sorted(roots, reverse=bool(number % 2)):
+                for what, value in once(roots[which], options.groups, tokens, options.gap_ms).items():
+                    times[which][what].append(value)
+        medians = {
+            which: {w: round(statistics.median(v), 1) for w, v in found.items()} for which, found in times.items()
+        }
+        if "there" in medians:
+            there, here = medians["there"], medians["here"]
+            medians["ratio"] = {what: round(here[what] / there[what], 3) for what in here}
+        report[f"{GROUP} x {tokens} tokens"] = medians
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
