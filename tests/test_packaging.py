@@ -67,4 +67,6 @@ def test_where_sglang_cannot_be_installed_the_tests_are_made_without_it(tmp_path
 def test_the_public_names_are_listed_without_loading_them() -> None:
     program = "import sys, distflow; print([n for n in dir(distflow) if n[0] != '_'], 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['Batch', 'Ragged', 'Run', 'StepContext', 'launch', 'load_run', 'step'] False"
+    assert (
+        done.stdout.strip() == "['Batch', 'Client', 'Ragged', 'Run', 'StepContext', 'launch', 'load_run', 'step'] False"
+    )

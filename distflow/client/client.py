@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 from msgspec import structs
 
-from distflow.client.reading import Answer, Part, Reading
+from distflow.client.reading import ConsumerReading, OwnerAnswer, Part
 from distflow.comm.client import BackgroundClient, ask
 from distflow.comm.message import Message
 from distflow.data.batch import Batch
@@ -69,7 +69,7 @@ class Samples:
     As a context: acknowledged at its end, given back if that is an exception.
     """
 
-    def __init__(self, client: Client, reading: Reading, parts: Sequence[Part]) -> None:
+    def __init__(self, client: Client, reading: ConsumerReading, parts: Sequence[Part]) -> None:
         self.batch = Batch.concat([part.batch for part in parts])
         """The fields that were asked for, a row for each sample; rows of one group lie side by side."""
         self.missed = reading.missed
@@ -118,7 +118,7 @@ class Client:
         self._path = Path(run) if isinstance(run, str | os.PathLike) else run.path
         self._name = secrets.token_hex(8)
         self._changed = threading.Condition()
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, ConsumerReading] = {}
         self._using: set[str] = set()
         """Consumers that a thread is waiting for samples of."""
         self._numbers = 0
@@ -204,13 +204,13 @@ class Client:
             )
 
     # -- requests
-    def _reading(self, consumer: str, fields: Sequence[str], *, lossless: bool) -> Reading:
+    def _reading(self, consumer: str, fields: Sequence[str], *, lossless: bool) -> ConsumerReading:
         if isinstance(fields, str) or not fields:
             raise UserError(f"fields: expected a list of names such as ['prompt_text', 'reward'], got {fields!r}")
         with self._changed:
             known = self._readings.get(consumer)
             if known is None:
-                known = Reading(self._name, consumer, fields, self._owners, self._number, lossless=lossless)
+                known = ConsumerReading(self._name, consumer, fields, self._owners, self._number, lossless=lossless)
                 self._readings[consumer] = known
             self._refused.pop(consumer, None)
         if (known.fields, known.lossless) != (tuple(fields), lossless):
@@ -224,7 +224,7 @@ class Client:
         self._numbers += 1
         return self._numbers
 
-    def _taken(self, reading: Reading) -> list[Part] | None:
+    def _taken(self, reading: ConsumerReading) -> list[Part] | None:
         if reading.consumer in self._refused:
             # It is not open: it may be asked for in another way.
             del self._readings[reading.consumer]
@@ -349,7 +349,7 @@ class Client:
             batch = decode_batch(answered.batch, message.payload[0])
             part = Part(owner, message.incarnation, answered.number, batch, answered.tokens)
         about = (answered.end, answered.missed)
-        reading.answered(Answer(owner, message.incarnation, answered.number, *about, part))
+        reading.answered(OwnerAnswer(owner, message.incarnation, answered.number, *about, part))
 
     def _on_tick(self) -> None:
         with self._changed:

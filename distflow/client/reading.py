@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OwnerAnswer:
     """What came from an owner."""
 
     owner: str
@@ -59,7 +59,7 @@ class _Owner:
     missed: int = 0
 
 
-class Reading:
+class ConsumerReading:
     """One consumer. `number()` gives the next number of the client's asks."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Reading:
                 found.append((name, owner.asked))
         return found
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: OwnerAnswer) -> None:
         """An answer has arrived, perhaps once more."""
         owner = self._owners[answer.owner]
         if answer.incarnation != owner.incarnation:

@@ -47,7 +47,7 @@ class Offered(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SamplesWanted:
     """What an ask is for. The answer has at least one group, and no more than reach `rows` or `tokens`."""
 
     consumer: str
@@ -78,7 +78,7 @@ class Handed(NamedTuple):
 @dataclass(slots=True)
 class _Client:
     heard_at: float
-    asks: dict[str, tuple[int, Wanted]] = field(default_factory=dict)
+    asks: dict[str, tuple[int, SamplesWanted]] = field(default_factory=dict)
     """The ask that waits, by consumer."""
     last: dict[str, int] = field(default_factory=dict)
     """The number of the newest ask, by consumer."""
@@ -155,7 +155,7 @@ class Consumers:
         return self._serve()
 
     # -- clients
-    def ask(self, client: str, number: int, wanted: Wanted, now: float) -> list[Handed]:
+    def ask(self, client: str, number: int, wanted: SamplesWanted, now: float) -> list[Handed]:
         """A client asks for groups; raises ProtocolError if the consumer was opened for others."""
         consumer = self._open(wanted)
         known = self._heard(client, now)
@@ -247,7 +247,7 @@ class Consumers:
         return found
 
     # -- details
-    def _open(self, wanted: Wanted) -> _Consumer:
+    def _open(self, wanted: SamplesWanted) -> _Consumer:
         fields = frozenset(wanted.fields)
         found = self._consumers.get(wanted.consumer)
         if found is None:
@@ -309,7 +309,7 @@ class Consumers:
             self._clients[answer.client] = self._clients.pop(answer.client)
         return answers
 
-    def _answer(self, consumer: _Consumer, client: str, number: int, wanted: Wanted) -> Handed | None:
+    def _answer(self, consumer: _Consumer, client: str, number: int, wanted: SamplesWanted) -> Handed | None:
         if consumer.ready:
             positions = self._fitting(consumer, wanted)
             for position in positions:
@@ -329,7 +329,7 @@ class Consumers:
         tokens = sum(self.kept[position].tokens for position in positions)
         return Handed(client, number, consumer.name, positions, end, consumer.missed, tokens)
 
-    def _fitting(self, consumer: _Consumer, wanted: Wanted) -> tuple[int, ...]:
+    def _fitting(self, consumer: _Consumer, wanted: SamplesWanted) -> tuple[int, ...]:
         """The next groups, until they reach what is wanted; whole groups, so the last one may go beyond."""
         found: list[int] = []
         rows = tokens = nbytes = 0

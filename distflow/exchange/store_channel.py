@@ -21,7 +21,7 @@ from distflow.data.batch import Batch, Column
 from distflow.data.batch_wire import encode_batch
 from distflow.data.decoding import Form, Whole, read
 from distflow.errors import ProtocolError
-from distflow.exchange.consumers import Consumers, Handed, Offered, Wanted
+from distflow.exchange.consumers import Consumers, Handed, Offered, SamplesWanted
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.types import is_reward_part
 
@@ -42,7 +42,7 @@ Lacking = Callable[[Iterable[str]], str]
 
 
 class Asked(Form, frozen=True):
-    """Body of ASK; see `Wanted`."""
+    """Body of ASK; see `SamplesWanted`."""
 
     client: Text
     number: Whole
@@ -136,7 +136,7 @@ class SampleStore:
             lacking = self._lacking(asked.fields)
             if lacking:
                 raise ProtocolError(lacking)
-            wanted = Wanted(asked.consumer, asked.fields, asked.lossless, asked.rows, asked.tokens, asked.holds)
+            wanted = SamplesWanted(asked.consumer, asked.fields, asked.lossless, asked.rows, asked.tokens, asked.holds)
             self._parts.update(filter(is_reward_part, asked.fields))
             answers = self.consumers.ask(asked.client, asked.number, wanted, now)
         except ProtocolError as error:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from distflow.errors import ProtocolError
-from distflow.exchange.consumers import ANSWER_BYTES, REMEMBERED, Consumers, Handed, Offered, Wanted
+from distflow.exchange.consumers import ANSWER_BYTES, REMEMBERED, Consumers, Handed, Offered, SamplesWanted
 
 LIMIT = 1000
 SILENCE_S = 10.0
@@ -29,8 +29,8 @@ def wanted(
     tokens: int = 0,
     lossless: bool = False,
     holds: bool = False,
-) -> Wanted:
-    return Wanted(consumer, fields, lossless, rows, tokens, holds)
+) -> SamplesWanted:
+    return SamplesWanted(consumer, fields, lossless, rows, tokens, holds)
 
 
 def positions(answers: Iterable[Handed]) -> list[tuple[str, int, tuple[int, ...]]]:
