@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from distflow.comm.keys import Keys, make_keys
 from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
 from distflow.weights.shm import ShmPublisher
@@ -28,11 +27,11 @@ from distflow.weights.swarm_server import SwarmServer
 TIMEOUT_S = 60.0
 
 
-def serve(pipe: Connection, keys: Keys, size: int) -> None:
+def serve(pipe: Connection, size: int) -> None:
     """Publish one version on both kinds of server, listen on a bare socket; serve until the pipe says to end."""
     publisher = ShmPublisher("bench-links", "policy", 0)
     local = publisher.publish(Version(0, 0), [("weights", torch.randn(size // 4))])
-    servers = [SwarmServer("127.0.0.1"), SwarmServer("127.0.0.1", keys)]
+    servers = [SwarmServer("127.0.0.1"), SwarmServer("127.0.0.1", encrypted=True)]
     begun = time.perf_counter()
     manifests = [server.describe(local) for server in servers]
     hashing = 2 * size / (time.perf_counter() - begun)
@@ -63,13 +62,13 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    size, keys = options.megabytes << 20, make_keys()
+    size = options.megabytes << 20
     pipe, other = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(other, keys, size), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(other, size), daemon=True)
     process.start()
     wires, port, hashing = pipe.recv()
     plain, encrypted = map(Manifest.from_wire, wires)
-    readers = SwarmReader(None, TIMEOUT_S), SwarmReader(keys, TIMEOUT_S)
+    readers = [SwarmReader(f"bench-links-{n}", "127.0.0.1", TIMEOUT_S) for n in range(2)]
     buffer = memoryview(bytearray(size))
     links: dict[str, Callable[[], object]] = {
         "raw TCP": lambda: raw(pipe, port, buffer),
@@ -83,6 +82,8 @@ def main() -> None:
             fetch()
             if number:  # the first round only touches the memory
                 rates[name].append(size / (time.perf_counter() - begun))
+    for reader in readers:
+        reader.close()
     pipe.send(False)
     process.join(TIMEOUT_S)
     base = statistics.median(rates["raw TCP"])
