@@ -96,6 +96,8 @@ class SwarmClient:
         job = _Job(manifest, memory, arrived, plan, now, RETRY_S, now + MISSING_S)
         with self._condition:
             self._job = job
+            # A fetch that ended early has hung up itself: the wait before the next attempt is for connections that fail.
+            self._trouble.pop(self.place.address, None)
             links = list(self._links.values())
         try:
             for link in links:
