@@ -357,7 +357,7 @@ class SecurityConfig(Section):
 
     encrypt: Literal["control", "all"] = "control"
     """control: messages and samples between hosts are encrypted, weights only authenticated by their digests;
-    all: weights are encrypted too, which costs about two thirds of their rate. Gradients between training hosts, which
+    all: weights are encrypted too, which costs about a fifth of their rate. Gradients between training hosts, which
     Gloo or NCCL carry, never are: `all` refuses such a run without `trusted_network`."""
     trusted_network: bool = False
     """The training hosts exchange gradients over a network that no one else can read or write: a private one, or an

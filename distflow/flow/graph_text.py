@@ -60,7 +60,7 @@ def lane_of(edge: Edge) -> str:
     """How what an edge carries travels."""
     if edge.source == edge.target:
         return "inproc"
-    return "shm (over zmq to hosts without a training worker)" if edge.kind == "weights" else "zmq"
+    return "shm (over tcp to hosts without a training worker)" if edge.kind == "weights" else "zmq"
 
 
 def waits_of(edge: Edge) -> str:

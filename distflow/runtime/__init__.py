@@ -12,8 +12,11 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 | prompts (exchange/prompt_reader.py)    | data source and tokenizer, ahead     | its own condition: `prompt_at`       |
 | weights (weights/prefetch.py; readers  | fetches and checks a version, then   | its own condition: an announcement,  |
 | on hosts without a publisher)          | wakes the board                      | on the endpoint's thread             |
-| swarm-serve, swarm-describe_offers     | chunks of weights for other hosts;   | a socket: readers; a queue:          |
-| (weights/swarm_server.py; publishers)  | digests of a version                 | `publish`                            |
+| swarm-serve, -requests, -chunks        | chunks of weights for other hosts,   | sockets: readers; a queue: requests  |
+| (weights/chunk_server.py; publishers   | two for each connection              |                                      |
+| and readers)                           |                                      |                                      |
+| swarm-describe (swarm_server.py)       | digests of a version                 | a queue: `publish`                   |
+| swarm-fetch (weights/swarm_link.py)    | receives and checks chunks           | a socket: publisher, other readers   |
 | checkpoint, model folders              | parts and COMMIT; Hugging Face       | a queue: `save`                      |
 | (checkpoint/writer_thread.py)          | folders                              |                                      |
 | copies (workers/second_place.py)       | checkpoints to `run.copy_to`         | a condition: a new checkpoint        |

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from distflow.comm.addresses import run_tag
 from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import DealRule
 from distflow.exchange.intake_core import IntakeCall, IntakeRule
@@ -46,7 +47,7 @@ from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import ShmReader
-from distflow.weights.swarm_reader import SwarmReader
+from distflow.weights.swarm_reader import LOOPBACK, SwarmReader
 from distflow.weights.transport import InprocLink, WeightPublisher, WeightReader
 
 
@@ -117,7 +118,9 @@ def reads(base: Base) -> dict[str, WeightInbox]:
 
 def far_reader(base: Base) -> Stage:
     """A reader of weights from the network."""
-    return Stage(SwarmReader(base.hosts.keys, base.setting.recipe.limits.no_progress_s), base.node.board.wake)
+    hosts, setting = base.hosts, base.setting
+    tag = run_tag(setting.run_dir, hosts.here)
+    return Stage(SwarmReader(tag, hosts.address or LOOPBACK, setting.recipe.limits.no_progress_s), base.node.board.wake)
 
 
 class Outbound(NamedTuple):

@@ -56,7 +56,7 @@ class Announcer:
         self._node = node
         self._server: SwarmServer | None = None
         if hosts.address is not None:
-            self._server = SwarmServer(hosts.address, hosts.keys if setting.recipe.security.encrypt == "all" else None)
+            self._server = SwarmServer(hosts.address, encrypted=setting.recipe.security.encrypt == "all")
         pinned = None if self._server is None else self._server.pinned
         tag = run_tag(setting.run_dir, hosts.here)
         self._publisher = ShmPublisher(tag, model, setting.document.term, pinned)

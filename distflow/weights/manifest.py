@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Annotated, Any
 
 import msgspec
 import xxhash
+from blake3 import blake3
 
 from distflow.data.decoding import MOST, Form, Row, Whole, read, shown
 from distflow.errors import ChecksumError, ProtocolError
@@ -19,6 +21,7 @@ from distflow.weights.swarm import SwarmPlace
 
 CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16
+HASHING_THREADS = 4
 _SEGMENT = re.compile(r"/dev/shm/distflow-[^/\0]{1,200}")
 DTYPE_BYTES = {"torch.float64": 8, "torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 """Types of published tensors, and the bytes of one value."""
@@ -98,11 +101,17 @@ def _check_entry(entry: TensorEntry, manifest: Manifest) -> None:
 
 
 def digest(chunk: bytes | memoryview) -> bytes:
-    """Collision-resistant hash of one chunk: SHA-256, truncated to 128 bits.
+    """Hash of one chunk for which nobody can make another chunk: BLAKE3, 128 bits of it.
 
-    Processors have instructions for it, so it is two to three times as fast as BLAKE2b.
+    With vector instructions it is four to five times as fast as SHA-256. Releases the GIL.
     """
-    return hashlib.sha256(chunk).digest()[:DIGEST_BYTES]
+    return blake3(chunk).digest(length=DIGEST_BYTES)
+
+
+def digests(chunks: Sequence[memoryview]) -> bytes:
+    """The digests of chunks, one after the other, computed on several threads."""
+    with ThreadPoolExecutor(min(HASHING_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        return b"".join(pool.map(digest, chunks))
 
 
 def checksums(data: memoryview) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
-from distflow.flow.sizes import PINNED, PUBLISHED
+from distflow.flow.sizes import FETCHED, PINNED, PUBLISHED
 from distflow.types import Version
 from distflow.weights.manifest import Manifest, TensorEntry, checksums, verify
 from distflow.weights.transport import NamedTensors
@@ -98,16 +98,16 @@ class ShmPublisher:
                 size = tensor.numel() * tensor.element_size()
                 entries.append(TensorEntry(name, str(tensor.dtype), tuple(tensor.shape), at, size))
                 begin = HEADER_BYTES + at if entries[:-1] else 0
-                _reserve(handle, self._paths[0], begin, HEADER_BYTES + at + size + (-size % ALIGN))
+                reserve(handle, self._paths[0], begin, HEADER_BYTES + at + size + (-size % ALIGN))
                 _write(handle, HEADER_BYTES + at, tensor)
                 at += size + (-size % ALIGN)
                 del tensor  # before the next one is gathered
         self._entries, self._size = tuple(entries), at
         for path in self._paths[1:]:
             with _segment(path) as handle:
-                _reserve(handle, path, 0, HEADER_BYTES + at)
+                reserve(handle, path, 0, HEADER_BYTES + at)
         for path in self._paths:
-            segment = _map(path)
+            segment = map_shared(path)
             self._maps.append(segment)
             self._views.append([view for _, view in tensor_views(segment, self._entries, HEADER_BYTES)])
 
@@ -166,7 +166,7 @@ def _segment(path: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _reserve(handle: int, path: Path, begin: int, size: int) -> None:
+def reserve(handle: int, path: Path, begin: int, size: int) -> None:
     """Grow a segment from `begin` to `size` bytes. Without it, a full file system kills the writer with SIGBUS."""
     try:
         # Only the new part: allocating existing bytes again takes as long as writing them.
@@ -177,7 +177,8 @@ def _reserve(handle: int, path: Path, begin: int, size: int) -> None:
         raise UserError(
             f"{path}: no room for weights of {size / 1e6:.1f} MB ({error.strerror}); {SEGMENTS} has "
             f"{free.f_bavail * free.f_frsize / 1e6:.1f} MB free and {PUBLISHED} versions are kept, on several hosts "
-            f"{PUBLISHED + PINNED} — enlarge it, for example with `mount -o remount,size=…G {SEGMENTS}`"
+            f"{PUBLISHED + PINNED}, {FETCHED} where they are fetched — enlarge it, for example with "
+            f"`mount -o remount,size=…G {SEGMENTS}`"
         ) from error
 
 
@@ -188,7 +189,8 @@ def _write(handle: int, at: int, tensor: Tensor) -> None:
         left, at = left[done:], at + done
 
 
-def _map(path: Path) -> mmap.mmap:
+def map_shared(path: Path) -> mmap.mmap:
+    """Map a segment for writing."""
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(handle, 0)

@@ -1,34 +1,49 @@
-"""The link across hosts: chunks of a version are requested one by one and checked against the manifest's digests.
+"""The link across hosts: chunks of a version from whoever holds them, over TCP, each checked by its digest.
 
-The manifest arrives in an encrypted message, so its digests can be trusted; the chunks themselves are not encrypted
-unless the place says so. Request: one frame, [proof, model, term, number, chunk]. Reply: a frame
-[term, number, chunk, there] and the chunk's bytes. The proof is an HMAC over the rest of the request; its key, the
-place's token, is sent only in the encrypted manifest. So an eavesdropper cannot make requests of its own.
+The manifest arrives in an encrypted message, so its digests can be trusted. It also brings the token of the version's
+place: both ends of a connection prove that they know it, by a keyed hash of two random numbers, before anything else is
+said; the token itself never travels here. The chunks are not encrypted unless the place says so; then each is sealed
+with AES-GCM, by a key of that connection alone.
+
+A reader sends an `Opening`, then any number of `ChunkAsk`s, each with its length before it. A holder sends frames: a
+`FRAME` header, then the payload. Both may be sent at any time; the order of the answers is up to the holder.
 """
 
 from __future__ import annotations
 
-import hmac
-from collections import deque
+import struct
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import Annotated, Literal
 
 import msgspec
+from blake3 import blake3
 
-from distflow.comm.addresses import check_address
+from distflow.comm.addresses import Address, check_address
 from distflow.comm.message import unpack
 from distflow.data.decoding import Row, Whole, read, shown
 from distflow.errors import ProtocolError
 from distflow.types import Version
 
-WINDOW = 8
-"""Most chunks that a reader has requested and not received."""
-MAX_REQUEST_BYTES = 4096
-_OPEN, _ENCRYPTED = "swarm", "swarm+curve"
+GREETING = b"distflow weights 1\n"
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+SEAL_BYTES = 16
+LENGTH = struct.Struct("<I")
+"""Bytes of the message that follows."""
+FRAME = struct.Struct("<BIqqq")
+"""What it is (`Says`), bytes of payload, term and number of the version, chunk (else 0)."""
+MAX_ASK_BYTES = 4096
+MOST_AT_ONCE = 64
+"""Chunks in one `ChunkAsk`."""
+MOST_TOLD = 1 << 14
+"""Chunks in one `Says.HAVE`."""
+_OPEN, _ENCRYPTED = "swarm", "swarm+aes"
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmPlace:
-    """The address of a chunk server, as written in a manifest's `place`."""
+    """The address of a publisher's chunk server, as written in a manifest's `place`."""
 
     address: str
     token: bytes
@@ -52,106 +67,107 @@ class SwarmPlace:
             f"weights at {shown(text)}: expected {_OPEN}:tcp://HOST:PORT#TOKEN — run the same code everywhere"
         )
 
+    @property
+    def target(self) -> tuple[str, int]:
+        """Host and port."""
+        return target_of(self.address)
 
-class Request(Row, frozen=True):
-    """A request for one chunk. `proof` shows that the requester knows the place's token."""
 
-    proof: bytes
+def target_of(address: str) -> tuple[str, int]:
+    """Host and port of `tcp://HOST:PORT`, which `check_address` has seen."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+class Says(IntEnum):
+    """What a holder's frame is."""
+
+    CHUNK = 1
+    """The bytes of a chunk."""
+    GONE = 2
+    """This chunk will not come: the holder does not have the version (any more)."""
+    ELSEWHERE = 3
+    """This chunk was given to another reader, from whom it can be had."""
+    DEALT = 4
+    """All chunks have been given out; those that were asked for and not sent will not come."""
+    HAVE = 5
+    """Payload: chunks that the holder has got, 4 bytes each."""
+    PEERS = 6
+    """Payload: msgpack list of the addresses of readers that serve what they have fetched."""
+
+
+class Opening(Row, frozen=True):
+    """The first message of a reader."""
+
+    serves: Address
+    """Where it serves what it has fetched. It also tells readers apart."""
+
+
+class ChunkAsk(Row, frozen=True):
+    """A request of a reader.
+
+    deal: any `count` chunks that nobody else has been given. want: these, unless another present reader has been given
+    them. again: these, whoever has been given them. follow: what the holder has of this version, and gets later.
+    """
+
+    what: Literal["deal", "want", "again", "follow"]
     model: str
     term: Whole
     number: Whole
-    chunk: Whole
-
-    @classmethod
-    def make(cls, token: bytes, model: str, version: Version, chunk: int) -> Request:
-        """Create a request with its proof."""
-        return cls(_proof(token, model, version, chunk), model, *version, chunk)
+    chunks: Annotated[tuple[Whole, ...], msgspec.Meta(max_length=MOST_AT_ONCE)] = ()
+    count: Annotated[int, msgspec.Meta(ge=0, le=MOST_AT_ONCE)] = 0
 
     @property
     def version(self) -> Version:
-        """The version that the chunk is of."""
+        """The version that is asked for."""
         return Version(self.term, self.number)
 
-    def proven(self, token: bytes) -> bool:
-        """Whether the requester knows the token."""
-        return hmac.compare_digest(self.proof, _proof(token, self.model, self.version, self.chunk))
 
-    def pack(self) -> bytes:
-        """For the wire."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Request:
-        """The inverse; raises ProtocolError."""
-        return read(unpack(data, "a request for weights"), cls, "request for weights")
+def pack(message: Opening | ChunkAsk) -> bytes:
+    """For the wire, with its length."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
 
 
-class Reply(Row, frozen=True):
-    """Describes the bytes that follow it. Not `there`: the version was overwritten and no bytes follow."""
-
-    term: Whole
-    number: Whole
-    chunk: Whole
-    there: bool
-
-    @property
-    def version(self) -> Version:
-        """The version that the chunk is of."""
-        return Version(self.term, self.number)
-
-    def pack(self) -> bytes:
-        """For the wire."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Reply:
-        """The inverse; raises ProtocolError."""
-        return read(unpack(data, "a reply with weights"), cls, "reply with weights")
+def read_opening(data: bytes | memoryview) -> Opening:
+    """The inverse without the length; raises ProtocolError."""
+    return read(unpack(data, "an opening for weights"), Opening, "opening for weights")
 
 
-def _proof(token: bytes, model: str, version: Version, chunk: int) -> bytes:
-    return hmac.digest(token, msgspec.msgpack.encode([model, *version, chunk]), "sha256")
+def read_ask(data: bytes | memoryview) -> ChunkAsk:
+    """The inverse without the length; raises ProtocolError."""
+    return read(unpack(data, "a request for weights"), ChunkAsk, "request for weights")
 
 
-class Chunks:
-    """Which chunks of a version are open, requested or received. No socket, no clock."""
+def read_peers(data: bytes | memoryview) -> tuple[str, ...]:
+    """The addresses in a PEERS frame; raises ProtocolError."""
+    return read(unpack(data, "a list of readers"), tuple[Address, ...], "list of readers")
 
-    def __init__(self, count: int, window: int = WINDOW) -> None:
-        self._window = window
-        self._open = deque(range(count))
-        self._asked: set[int] = set()
-        self._wrong: dict[int, int] = {}
-        self.count = count
-        self.arrived = 0
 
-    @property
-    def done(self) -> bool:
-        """Whether all have arrived."""
-        return self.arrived == self.count
+def read_indices(data: bytes | memoryview) -> tuple[int, ...]:
+    """The chunks in a HAVE frame; raises ProtocolError."""
+    if len(data) % LENGTH.size:
+        raise ProtocolError(f"malformed list of chunks: {len(data)} bytes, expected {LENGTH.size} for each")
+    return struct.unpack(f"<{len(data) // LENGTH.size}I", data)
 
-    def ask(self) -> list[int]:
-        """The chunks to request now, so that at most a window is under way."""
-        now = [self._open.popleft() for _ in range(min(self._window - len(self._asked), len(self._open)))]
-        self._asked.update(now)
-        return now
 
-    def expects(self, chunk: int) -> bool:
-        """Whether the chunk was requested and has not arrived."""
-        return chunk in self._asked
+class Secret:
+    """What the holders of a token can compute: proofs for a connection, and the key that its chunks are sealed with."""
 
-    def right(self, chunk: int) -> None:
-        """A chunk arrived with the right bytes."""
-        self._asked.remove(chunk)
-        self.arrived += 1
+    def __init__(self, token: bytes) -> None:
+        self._key = blake3(token, derive_key_context="distflow weights 1 connection").digest()
+        self.name = blake3(b"name", key=self._key).digest(length=8)
+        """Tells a server with several tokens which one it is, and nobody what it is."""
 
-    def wrong(self, chunk: int) -> int:
-        """A chunk arrived with wrong bytes and will be requested again; returns how often that has happened to it."""
-        self._asked.remove(chunk)
-        self._open.appendleft(chunk)
-        self._wrong[chunk] = self._wrong.setdefault(chunk, 0) + 1
-        return self._wrong[chunk]
+    def proof(self, end: Literal["reader", "holder"], nonces: bytes) -> bytes:
+        """Shows that one end knows the token; `nonces`: the holder's, then the reader's."""
+        return blake3(end.encode() + nonces, key=self._key).digest()
 
-    def lost(self) -> None:
-        """Chunks under way will not arrive: the connection was replaced."""
-        self._open.extendleft(sorted(self._asked, reverse=True))
-        self._asked.clear()
+    def seal_key(self, nonces: bytes) -> bytes:
+        """Key of AES-256-GCM for what the holder sends on this connection."""
+        return blake3(b"seal" + nonces, key=self._key).digest()
+
+
+def seal_nonce(count: int) -> bytes:
+    """The nonce of the chunk that was sent as number `count` of its connection."""
+    return count.to_bytes(12, "big")

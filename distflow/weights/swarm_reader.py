@@ -1,4 +1,7 @@
-"""Fetches weights from another host, chunk by chunk, into memory of its own."""
+"""Reads weights from other hosts: one reader of a host fetches a version into shared memory, its neighbours map it.
+
+What a reader has fetched it serves to readers on other hosts.
+"""
 
 from __future__ import annotations
 
@@ -7,206 +10,154 @@ import threading
 import time
 from collections.abc import Callable
 
-import zmq
-
-from distflow.comm.curve import KEY_HINT, Watch, present_key, tune
-from distflow.comm.keys import Keys
-from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
-from distflow.log import logger
+from distflow.errors import NoProgressError, Overtaken, ProtocolError
 from distflow.types import Version
-from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, digest
-from distflow.weights.shm import tensor_views
-from distflow.weights.swarm import WINDOW, Chunks, Reply, Request, SwarmPlace
+from distflow.weights.chunk_server import ChunkServer, HeldVersion, ServerTraffic
+from distflow.weights.host_segments import HostSegments, SharedSegment
+from distflow.weights.manifest import DIGEST_BYTES, Manifest
+from distflow.weights.shm import HEADER_BYTES, tensor_views
+from distflow.weights.swarm import SwarmPlace
+from distflow.weights.swarm_client import FetchRules, SwarmClient
 from distflow.weights.transport import NamedTensors
 
-RETRY_S = 2.0
-"""After this long without a chunk, all open chunks are requested again over a new connection."""
-SLOW_FACTOR = 4.0
-"""On a slow link: the same after this many times as long as the last chunk took."""
-ATTEMPTS = 3
-"""How often one chunk may arrive with wrong bytes."""
-POLL_MS = 100
+LOOK_S = 0.01
+"""How often a reader looks whether its neighbour has fetched the version; a blocking lock could not be interrupted."""
 
-log = logger(__name__)
+LOOPBACK = "127.0.0.1"
+"""Where to serve in a run on one host."""
 
 
 class SwarmReader:
-    """Reads from the server named in a manifest. `keys` are the run's, for servers that encrypt.
+    """Reads one model from the publisher named in a manifest, and from other readers; serves at `host`.
 
-    One thread fetches at a time; the next `fetch` overwrites the tensors of the last. After `no_progress_s` seconds
-    without a chunk it raises NoProgressError; shorter interruptions of the link are recovered from.
+    `tag` names this host's part of the run: readers with the same one share what they fetch. One thread fetches at a
+    time; the next `fetch` may overwrite the tensors of the last. After `no_progress_s` seconds without a chunk it
+    raises NoProgressError; shorter interruptions of the link are recovered from.
     """
 
-    def __init__(self, keys: Keys | None, no_progress_s: float) -> None:
+    def __init__(self, tag: str, host: str, no_progress_s: float) -> None:
         self.chunks = 0
-        """Chunks received so far: the progress that a wait for weights looks at."""
-        self._keys = keys
+        """Chunks received so far, here or by a neighbour: the progress that a wait for weights looks at."""
+        self.fetched = 0
+        """Chunks that this reader has fetched itself."""
+        self._tag = tag
+        self._host = host
         self._no_progress_s = no_progress_s
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._buffer: mmap.mmap | None = None
+        self._segments: HostSegments | None = None
+        self._server: ChunkServer | None = None
+        self._client: SwarmClient | None = None
         self._held: tuple[str, Version] | None = None
-        self._closed = False
+        self._closed = threading.Event()
         self._fetching = threading.Lock()
 
+    @property
+    def traffic(self) -> ServerTraffic:
+        """What was sent to readers on other hosts."""
+        return ServerTraffic() if self._server is None else self._server.traffic
+
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
-        """Views of the announced version, in memory that the next `fetch` reuses.
+        """Views of the announced version, in memory that is unchanged until the next `fetch`.
 
         Raises Overtaken if the version was overwritten, or if no chunk arrives and `superseded()` says that there is a
-        newer one; ChecksumError for a chunk that was wrong ATTEMPTS times; ProtocolError for a manifest of another
-        link; NoProgressError.
+        newer one; ChecksumError for a chunk that was wrong several times; ProtocolError for a manifest of another
+        link; NoProgressError; UserError if shared memory is too small.
         """
         place = SwarmPlace.parse(manifest.place)
         digests = len(manifest.digests) / DIGEST_BYTES
         if digests != manifest.chunks:
             raise ProtocolError(f"{manifest.title}: {digests:g} digests for {manifest.chunks} chunks")
-        self._held = None
-        if self._buffer is None or len(self._buffer) != manifest.size:
-            self._buffer = mmap.mmap(-1, max(manifest.size, 1))
+        rules = FetchRules(self._no_progress_s, self._closed.is_set, superseded)
         with self._fetching:
-            _Fetch(self, manifest, place, superseded).run()
-        self._held = (manifest.model, manifest.version)
-        return tensor_views(self._buffer, manifest.entries, 0)
+            if self._closed.is_set():
+                raise Overtaken(f"{manifest.title}: the reader was closed")
+            self._held = None
+            if self._segments is None:
+                self._segments = HostSegments(self._tag, manifest.model)
+            self._segments.release()
+            memory = self._bring(self._segments, manifest, place, rules)
+            self._held = (manifest.model, manifest.version)
+        return tensor_views(memory, manifest.entries, HEADER_BYTES)
 
     def intact(self, manifest: Manifest) -> bool:
-        """The memory is this reader's own and changes only with the next `fetch`."""
+        """The memory changes only after the next `fetch` begins."""
         return self._held == (manifest.model, manifest.version)
 
     def close(self) -> None:
         """Release everything; a `fetch` under way raises Overtaken shortly after."""
-        self._closed = True
+        self._closed.set()
         with self._fetching:
-            self._context.term()
+            if self._client is not None:
+                self._client.close()
+            if self._server is not None:
+                self._server.close()
+            if self._segments is not None:
+                self._segments.close()
+            self._client = self._server = self._segments = None
 
-    # -- for the fetch under way
+    def _bring(self, segments: HostSegments, manifest: Manifest, place: SwarmPlace, rules: FetchRules) -> mmap.mmap:
+        """Fetch the version, or wait for the neighbour that does."""
+        told, last = segments.told(), time.monotonic()
+        while True:
+            memory = segments.find(manifest)
+            if memory is not None:
+                return memory
+            newest = segments.newest()
+            if newest is not None and newest > manifest.version:
+                raise Overtaken(f"{manifest.title}: this host has a newer version")
+            if segments.begin():
+                try:
+                    return segments.find(manifest) or self._fetch(segments, manifest, place, rules)
+                finally:
+                    segments.end()
+            before, told, now = told, segments.told(), time.monotonic()
+            if told != before:
+                last = now
+                self.chunks += max(0, told[2] - before[2]) if told[:2] == before[:2] else told[2]
+            if rules.closed():
+                raise Overtaken(f"{manifest.title}: the reader was closed")
+            if told[:2] != tuple(manifest.version) and rules.superseded():
+                raise Overtaken(f"{manifest.title}: a neighbour fetches another, and there is a newer version")
+            if now - last > rules.no_progress_s:
+                raise NoProgressError(
+                    f"{manifest.title}: the reader on this host that fetches weights has received nothing for "
+                    f"{now - last:.0f} s — is its process stopped? `distflow status` shows what each worker waits for"
+                )
+            self._closed.wait(LOOK_S)
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
+    def _fetch(self, segments: HostSegments, manifest: Manifest, place: SwarmPlace, rules: FetchRules) -> mmap.mmap:
+        server, client = self._ends(place)
+        segment = segments.writable(manifest)
+        held = HeldVersion(manifest, segment.path)
+        server.hold(held)
 
-    @property
-    def limit_s(self) -> float:
-        """Seconds without a chunk after which a fetch fails."""
-        return self._no_progress_s
+        def arrived(chunk: int) -> None:
+            held.add(chunk)
+            self.chunks += 1
+            self.fetched += 1
+            segments.tell(manifest.version, len(held.order))
+            server.tell()
 
-    def keep(self, chunk: int, data: memoryview) -> None:
-        """Store a chunk whose digest is right."""
-        assert self._buffer is not None, "a fetch has begun and allocated memory"
-        self._buffer[chunk * CHUNK_BYTES : chunk * CHUNK_BYTES + len(data)] = data
-        self.chunks += 1
-
-    def connect(self, place: SwarmPlace) -> tuple[zmq.Socket[bytes], Watch]:
-        """A new connection without open requests."""
-        socket = self._context.socket(zmq.DEALER)
-        tune(socket, place.address)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, 2 * WINDOW)
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * CHUNK_BYTES)
-        if place.encrypted:
-            if self._keys is None:
-                socket.close()
-                raise ProtocolError(f"{place.address} encrypts weights — the reader needs the run's key")
-            present_key(socket, self._keys)
-        watch = Watch(socket)
-        socket.connect(place.address)
-        return socket, watch
-
-
-class _Fetch:
-    """The fetch of one version."""
-
-    def __init__(
-        self, reader: SwarmReader, manifest: Manifest, place: SwarmPlace, superseded: Callable[[], bool]
-    ) -> None:
-        self._reader = reader
-        self._manifest = manifest
-        self._place = place
-        self._superseded = superseded
-        self._chunks = Chunks(manifest.chunks)
-        self._patience_s = RETRY_S
-        self._retry_at = 0.0
-        self._refused = False
-
-    def run(self) -> None:
-        socket, watch = self._reader.connect(self._place)
-        last = time.monotonic()
-        self._retry_at = last + self._patience_s
         try:
-            while not self._chunks.done:
-                if self._reader.closed:
-                    raise Overtaken(f"{self._manifest.title}: the reader was closed")
-                self._ask(socket)
-                if socket.poll(POLL_MS):
-                    if self._take(socket):
-                        now = time.monotonic()
-                        self._patience_s = max(RETRY_S, SLOW_FACTOR * (now - last))
-                        last, self._retry_at = now, now + self._patience_s
-                    continue
-                self._give_up(watch, last)
-                if time.monotonic() >= self._retry_at:
-                    watch.close()
-                    socket.close()
-                    socket, watch = self._again()
-        finally:
-            watch.close()
-            socket.close()
+            data = memoryview(segment.memory)[HEADER_BYTES : HEADER_BYTES + manifest.size]
+            client.fetch(manifest, data, arrived, rules)
+        except BaseException:
+            server.forget(held)
+            segments.abandon(segment)
+            raise
+        return self._whole(segments, segment, held)
 
-    def _ask(self, socket: zmq.Socket[bytes]) -> None:
-        for chunk in self._chunks.ask():
-            request = Request.make(self._place.token, self._manifest.model, self._manifest.version, chunk)
-            socket.send(request.pack(), zmq.NOBLOCK)
+    def _whole(self, segments: HostSegments, segment: SharedSegment, held: HeldVersion) -> mmap.mmap:
+        memory = segments.finish(segment, held.manifest.version)
+        held.whole = True
+        return memory
 
-    def _take(self, socket: zmq.Socket[bytes]) -> bool:
-        """Receive one reply; returns whether it contained a missing chunk."""
-        frames = socket.recv_multipart(copy=False)
-        try:
-            reply = Reply.unpack(frames[0].bytes)
-        except ProtocolError as error:
-            log.warning("%s: dropped a reply: %s", self._place.address, error)
-            return False
-        if reply.version != self._manifest.version or not self._chunks.expects(reply.chunk):
-            return False
-        if not reply.there:
-            raise Overtaken(f"{self._manifest.title}: overwritten by a newer version while it was fetched")
-        data = memoryview(frames[-1].buffer)
-        if digest(data) != self._manifest.digest_of(reply.chunk):
-            self._note_wrong(reply.chunk)
-            return False
-        self._reader.keep(reply.chunk, data)
-        self._chunks.right(reply.chunk)
-        return True
-
-    def _note_wrong(self, chunk: int) -> None:
-        what = (
-            f"{self._manifest.title}: chunk {chunk} of {self._chunks.count} from {self._place.address} does not have "
-            f"the announced digest"
-        )
-        if self._chunks.wrong(chunk) >= ATTEMPTS:
-            raise ChecksumError(f"{what}, {ATTEMPTS} times — the link or the publisher's memory is corrupt")
-        log.warning("%s; requesting it again", what)
-
-    def _give_up(self, watch: Watch, last: float) -> None:
-        """Raise if waiting longer is pointless."""
-        silence = time.monotonic() - last
-        if silence > RETRY_S and self._superseded():
-            raise Overtaken(
-                f"{self._manifest.title}: no chunk from {self._place.address}, and there is a newer version"
-            )
-        if watch.refused() and not self._refused:
-            # Not final: a proxy between the hosts may accept connections for a server that is not back yet.
-            self._refused = True
-            log.warning("%s refused the connection for weight transfer — %s", self._place.address, KEY_HINT)
-        if silence > self._reader.limit_s:
-            why = KEY_HINT if self._refused else "is that host up and its port reachable?"
-            raise NoProgressError(
-                f"{self._manifest.title} from {self._place.address}: no chunk for {silence:.0f} s, "
-                f"{self._chunks.arrived} of {self._chunks.count} arrived — {why}"
-            )
-
-    def _again(self) -> tuple[zmq.Socket[bytes], Watch]:
-        """Open a new connection: the old one may be dead, and its chunks must not arrive twice."""
-        log.info("%s: no chunk from %s, reconnecting", self._manifest.title, self._place.address)
-        self._chunks.lost()
-        self._patience_s *= 2
-        self._retry_at = time.monotonic() + self._patience_s
-        return self._reader.connect(self._place)
+    def _ends(self, place: SwarmPlace) -> tuple[ChunkServer, SwarmClient]:
+        """What serves, and the connections to the swarm of this publisher."""
+        if self._server is None:
+            self._server = ChunkServer(self._host, introduces=False)
+        self._server.admit(place)
+        if self._client is None or self._client.place != place:
+            if self._client is not None:
+                self._client.close()
+            self._client = SwarmClient(place, self._server.address)
+        return self._server, self._client

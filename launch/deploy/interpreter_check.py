@@ -29,6 +29,8 @@ WORKER = (
     "psutil",
     "setproctitle",
     "xxhash",
+    "blake3",
+    "cryptography",
     "numpy",
 )
 """The dependencies of distflow that a worker imports; the command line needs more."""

@@ -16,7 +16,7 @@ from distflow.flow.estimate import PROCESS, divides_gradients, estimate, state_b
 from distflow.flow.gpus import width
 from distflow.flow.memory import group_bytes
 from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
-from distflow.flow.sizes import PINNED, PUBLISHED, ModelSize, model_size
+from distflow.flow.sizes import FETCHED, PINNED, PUBLISHED, ModelSize, model_size
 from distflow.launch.deploy.host_checks import Needs, Threshold, at_least, needs_of_workers
 from distflow.launch.deploy.hostfile import Host, HostsError
 
@@ -232,8 +232,9 @@ def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
     homes = {worker.name.pool for worker in workers}
     published = {model: plan.home_of(model).name in homes for model in plan.generating}
     weights = {model: _weights(plan.recipe.models[model]) for model in published}
-    # Without a publisher on the host, each worker holds the weights that it fetches in memory of its own.
-    fetching = sum(weights[model] for worker in workers for model in worker.generates if not published[model])
+    # Without a publisher on the host, one of its workers fetches the weights into shared memory, for all of them.
+    read = {model for worker in workers for model in worker.generates if not published[model]}
+    fetching = FETCHED * sum(weights[model] for model in read)
     kept = sum(weights[model] for model, here in published.items() if here)
     beside_gpus = fetching + sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers)
     return replace(
@@ -241,7 +242,7 @@ def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
         memory=at_least(fetching + sum(_memory(worker, plan, on_gpu=False) for worker in workers)),
         memory_beside_gpus=at_least(beside_gpus),
         disk=disk_for(plan, placement, host, frozenset(range(len(placement.hosts)))),
-        shm=at_least((PUBLISHED + PINNED) * kept),
+        shm=at_least((PUBLISHED + PINNED) * kept + fetching),
         paths=tuple(dict.fromkeys(path for worker in workers for path in _paths(worker, plan))),
     )
 

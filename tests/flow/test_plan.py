@@ -192,7 +192,7 @@ def test_the_page_draws_pools_edges_and_models() -> None:
         "rollout 2 sample, reward generates with policy",
         "trainer 1 advantage, reference, update home of policy; runs frozen reference",
         "samples (lease): rollout -> trainer over zmq",
-        "policy (weights): trainer -> rollout over shm (over zmq to hosts without a training worker)",
+        "policy (weights): trainer -> rollout over shm (over tcp to hosts without a training worker)",
         "policy trainer rollout",
         "reference none: frozen trainer",
     ):

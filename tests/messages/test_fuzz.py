@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from distflow.comm.message import WIRE_FORMAT, decode, decode_all, encode
 from distflow.errors import ProtocolError, ReplicaLost
-from distflow.weights.swarm import Reply, Request
+from distflow.weights.swarm import read_ask, read_indices, read_opening, read_peers
 from tests.messages.corpus import FOLDER, Example, examples
 from tests.messages.mutations import garbled, mutated
 from tests.messages.receivers import (
@@ -211,7 +211,7 @@ def test_a_message_with_one_mistyped_value_is_refused(what: str, tmp_path: Path)
 
 @given(data=st.binary(max_size=60))
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
-    for read in (decode, decode_all, Request.unpack, Reply.unpack):
+    for read in (decode, decode_all, read_ask, read_opening, read_peers, read_indices):
         try:
             read(data)
         except ProtocolError:

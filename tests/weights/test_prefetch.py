@@ -14,9 +14,8 @@ from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import ShmReader
-from distflow.weights.swarm_reader import SwarmReader
 from tests.polling import WAIT_S, eventually
-from tests.weights.test_swarm import Host, weights
+from tests.weights.swarm_kit import Host, new_reader, weights
 
 
 @pytest.fixture
@@ -185,7 +184,7 @@ def test_an_overtaken_fetch_waits_for_the_next_and_a_fault_is_raised_by_load() -
 
 
 def test_a_staged_swarm_follows_a_quick_publisher_and_closes_in_the_middle(host: Host) -> None:
-    inbox, engine = WeightInbox(Stage(SwarmReader(None, WAIT_S), lambda: None)), FakeEngine()
+    inbox, engine = WeightInbox(Stage(new_reader(), lambda: None)), FakeEngine()
     seen = []
     deadline = time.monotonic() + WAIT_S
     for number in range(100_000):

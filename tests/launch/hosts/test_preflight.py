@@ -181,12 +181,14 @@ def test_hosts_need_what_their_workers_do(tmp_path):
     plan = plan_recipe("quickstart", ["layout.pools.rollout.count=1"])[1]
     generates, trains = needs(plan)
     weights = model_size(plan.recipe.models["policy"]).weights
-    assert generates.memory.fail == PROCESS + 2 * weights, "the engine's, and those that it has fetched"
+    assert generates.memory.fail == PROCESS + 3 * weights, "the engine's, and two versions that it has fetched"
     samples = trains.memory.fail - PROCESS - 4 * weights
     assert 0 < samples < 256 << 20, "beside gradients and two moments"
     beside = (generates.memory_beside_gpus.fail, trains.memory_beside_gpus.fail)
-    assert beside == (PROCESS + 2 * weights, PROCESS + max(weights, samples)), "what is loaded passes through the host"
-    assert (generates.shm.fail, trains.shm.fail) == (0, 4 * weights), "and the version that others are reading"
+    assert beside == (PROCESS + 3 * weights, PROCESS + max(weights, samples)), "what is loaded passes through the host"
+    assert (generates.shm.fail, trains.shm.fail) == (2 * weights, 4 * weights), (
+        "and the version that others are reading"
+    )
     run = plan.recipe.run
     dumps = run.training_steps * 32 * group_bytes(8, plan.recipe.data.max_prompt_tokens, 4)
     assert trains.disk.fail - generates.disk.fail == 3 * 3 * weights + dumps, (

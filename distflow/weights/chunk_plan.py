@@ -1,0 +1,235 @@
+"""Which chunk from whom: the reader's side (`ChunkPlan`) and the publisher's (`ChunkDealer`). No socket, no clock.
+
+The publisher gives each chunk to one reader; the others get it from there, and from everyone who has got it so. Thus it
+sends the model about once, however many read. Whoever lacks a chunk that no present reader was given, or that does not
+come, asks the publisher for it.
+
+Example, two readers of four chunks: A is dealt 0 and 1, B 2 and 3; A then hears that B has 2 and asks B for it, and so
+on. If B is lost before A has 3, A asks the publisher, which sees that B is gone and gives 3 to A.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+WINDOW = 8
+"""Most chunks that a reader has requested on one connection and not received."""
+
+
+class Want(NamedTuple):
+    """What to ask on a connection now, as in `swarm.ChunkAsk`."""
+
+    what: Literal["deal", "want", "again"]
+    chunks: tuple[int, ...] = ()
+    deals: int = 0
+
+
+@dataclass(slots=True)
+class _Source:
+    """A connection to a holder."""
+
+    seed: bool
+    """Whether it is to the publisher, which has all chunks and deals them."""
+    asked: set[int] = field(default_factory=set)
+    deals: int = 0
+    """Chunks that were asked for without saying which, and have not come."""
+    has: set[int] = field(default_factory=set)
+    queue: deque[int] = field(default_factory=deque)
+    """What it has and was not asked for, in the order heard of; may contain what came from elsewhere since."""
+
+    @property
+    def under_way(self) -> int:
+        return len(self.asked) + self.deals
+
+
+class ChunkPlan:
+    """The chunks of one version at one reader: each is open, asked for on one connection, or arrived.
+
+    Connections are named by numbers. After each event, `next` of that connection says what to ask there; after `leave`
+    and `urge`, all of them may have something. Readers with different `start`s ask for missing chunks in other orders,
+    so that each gets some and the others get them there.
+    """
+
+    def __init__(self, count: int, window: int = WINDOW, start: int = 0) -> None:
+        self.count = count
+        self.arrived = 0
+        self._window = window
+        self._start = start
+        self._open = set(range(count))
+        self._sources: dict[int, _Source] = {}
+        self._wrong: dict[tuple[str, int], int] = {}
+        self._all_dealt = False
+        self._missing: deque[int] = deque()
+        """What to ask the publisher for by number, since it was last urged; `_urge` says how."""
+        self._urge: Literal["want", "again"] = "want"
+
+    @property
+    def done(self) -> bool:
+        """Whether all have arrived."""
+        return self.arrived == self.count
+
+    @property
+    def connections(self) -> Set[int]:
+        """Those that take part."""
+        return self._sources.keys()
+
+    def waits_for(self, link: int) -> bool:
+        """Whether something was asked on this connection and has not come."""
+        return link in self._sources and self._sources[link].under_way > 0
+
+    def join(self, link: int, *, seed: bool) -> None:
+        """A connection to the publisher, or to another reader, is there."""
+        self._sources[link] = _Source(seed)
+
+    def leave(self, link: int) -> None:
+        """A connection is gone, and nothing comes on it any more."""
+        source = self._sources.pop(link, None)
+        if source is not None:
+            self._reopen(source.asked)
+            # The publisher will notice as well that a reader is lost, and give its chunks to others.
+            self.urge(again=False)
+
+    def offers(self, link: int, chunks: Iterable[int]) -> None:
+        """The reader at the other end has got these."""
+        source = self._sources[link]
+        new = [chunk for chunk in chunks if chunk < self.count and chunk not in source.has]
+        source.has.update(new)
+        source.queue.extend(new)
+
+    def all_dealt(self, link: int) -> None:
+        """The publisher has nothing left to deal; what was asked for and has not come by now will not come."""
+        self._sources[link].deals = 0
+        self._all_dealt = True
+
+    def refused(self, link: int, chunk: int, *, gone: bool) -> None:
+        """A chunk that was asked for will not come.
+
+        `gone`: the other end does not have the version (any more); else another reader has this chunk.
+        """
+        source = self._sources[link]
+        source.has.discard(chunk)
+        if gone and not source.seed:
+            source.has.clear()
+            source.queue.clear()
+        if chunk in source.asked:
+            source.asked.remove(chunk)
+            self._reopen([chunk])
+
+    def urge(self, *, again: bool) -> None:
+        """Nothing comes: ask the publisher for what no reader has. `again`: whoever it has given it to."""
+        self._urge = "again" if again else "want"
+        missing = sorted(self._open.difference(*(source.has for source in self._sources.values())))
+        self._missing = deque(missing)
+        if missing:
+            self._missing.rotate(-(self._start % len(missing)))
+
+    def next(self, link: int) -> Want | None:
+        """What to ask on this connection now."""
+        source = self._sources[link]
+        free = self._window - source.under_way
+        if free <= 0 or not self._open:
+            return None
+        if not source.seed:
+            return self._take(source, "want", _popped(source.queue, self._open, free))
+        if not self._all_dealt:
+            source.deals += free
+            return Want("deal", deals=free)
+        return self._take(source, self._urge, _popped(self._missing, self._open, free))
+
+    def begin(self, link: int, chunk: int) -> bool:
+        """The bytes of a chunk begin to arrive; returns whether they are to be kept, checked, and reported."""
+        source = self._sources.get(link)
+        if source is None:
+            return False
+        if chunk in source.asked:
+            return True
+        if not source.deals:
+            return False
+        source.deals -= 1
+        if chunk not in self._open:
+            return False
+        self._open.remove(chunk)
+        source.asked.add(chunk)
+        return True
+
+    def right(self, link: int, chunk: int) -> None:
+        """A chunk arrived with the right bytes."""
+        self._sources[link].asked.remove(chunk)
+        self.arrived += 1
+
+    def wrong(self, link: int, chunk: int) -> int:
+        """A chunk arrived with wrong bytes and will be asked for again.
+
+        Returns how often that has happened: to this chunk if it is the publisher's, else to all of this reader's.
+        """
+        source = self._sources[link]
+        source.asked.remove(chunk)
+        self._reopen([chunk])
+        if source.seed:
+            self._missing.append(chunk)
+        whose = ("chunk", chunk) if source.seed else ("reader", link)
+        self._wrong[whose] = self._wrong.setdefault(whose, 0) + 1
+        return self._wrong[whose]
+
+    def _take(self, source: _Source, what: Literal["want", "again"], chunks: Iterable[int]) -> Want | None:
+        taken = tuple(chunks)
+        self._open.difference_update(taken)
+        source.asked.update(taken)
+        return Want(what, taken) if taken else None
+
+    def _reopen(self, chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            self._open.add(chunk)
+            for source in self._sources.values():
+                if chunk in source.has:
+                    source.queue.append(chunk)
+
+
+def _popped(queue: deque[int], open_chunks: Set[int], most: int) -> list[int]:
+    found: list[int] = []
+    while queue and len(found) < most:
+        chunk = queue.popleft()
+        if chunk in open_chunks and chunk not in found:
+            found.append(chunk)
+    return found
+
+
+class ChunkDealer:
+    """To whom the publisher gave the chunks of one version. Readers are named by the addresses at which they serve."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._next = 0
+        self._given: dict[int, str] = {}
+
+    def deal(self, reader: str, count: int) -> list[int]:
+        """Up to `count` chunks that nobody was given."""
+        dealt: list[int] = []
+        while self._next < self._count and len(dealt) < count:
+            if self._next not in self._given:
+                dealt.append(self._next)
+                self._given[self._next] = reader
+            self._next += 1
+        return dealt
+
+    def gives(self, reader: str, chunk: int, present: Set[str], *, again: bool) -> bool:
+        """Whether a reader gets this chunk: not if another one that is `present` was given it, unless `again`."""
+        holder = self._given.get(chunk)
+        if again or holder is None or holder == reader or holder not in present:
+            self._given[chunk] = reader
+            return True
+        return False
+
+
+def ring_peers(own: str, others: Iterable[str]) -> list[str]:
+    """The readers that a reader fetches from: those 1, 2, 4, 8 … places after it in the sorted ring of addresses.
+
+    So each has log₂ R connections, and what one has gets to every other in as many steps.
+    """
+    ring = sorted({own, *others})
+    at = ring.index(own)
+    steps = (1 << power for power in range(len(ring).bit_length()))
+    return [ring[(at + step) % len(ring)] for step in steps if step < len(ring)]

@@ -1,0 +1,376 @@
+"""Serves chunks of weights from shared segments of this host: a publisher's own, or what a reader here has fetched.
+
+One thread accepts connections; each connection has a thread that receives requests and one that sends, by `sendfile`
+straight from the segment where chunks are not encrypted. A slow reader delays nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+
+import msgspec
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from distflow.errors import ProtocolError
+from distflow.log import logger
+from distflow.types import Version
+from distflow.weights.chunk_plan import ChunkDealer
+from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.shm import HEADER, HEADER_BYTES
+from distflow.weights.swarm import (
+    FRAME,
+    LENGTH,
+    MAX_ASK_BYTES,
+    MOST_TOLD,
+    SEAL_BYTES,
+    ChunkAsk,
+    Opening,
+    Says,
+    Secret,
+    SwarmPlace,
+    read_ask,
+    read_opening,
+    seal_nonce,
+)
+from distflow.weights.swarm_socket import Refused, address_of, listen, receive_for, take, welcome
+
+CLOSE_S = 5.0
+MOST_CONNECTIONS = 1024
+MOST_WAITING = 256
+"""Requests of one connection that have not been answered; a reader asks for a window of chunks at a time."""
+MOST_HELD = 8
+"""Versions that are served at a time."""
+
+log = logger(__name__)
+
+
+class HeldVersion:
+    """One version in a segment at `path`: all of it, or what a reader here has fetched so far.
+
+    `dealer` is the publisher's. Once it is whole, the header of the segment says whether it is still there.
+    """
+
+    def __init__(self, manifest: Manifest, path: Path, dealer: ChunkDealer | None = None) -> None:
+        self.manifest = manifest
+        self.dealer = dealer
+        self.order: list[int] = []
+        """The chunks that have been fetched, in the order in which they came."""
+        self.whole = dealer is not None
+        self._got: set[int] = set()
+        # Closed with the last reference: a thread may be sending from it.
+        self.file = path.open("rb", buffering=0)
+        self.memory = mmap(self.file.fileno(), HEADER_BYTES + manifest.size, access=ACCESS_READ)
+
+    def add(self, chunk: int) -> None:
+        """A chunk has arrived and is right."""
+        self._got.add(chunk)
+        self.order.append(chunk)
+
+    def has(self, chunk: int) -> bool:
+        """Whether this chunk is there."""
+        if self.whole:
+            return chunk < self.manifest.chunks and self.intact
+        return chunk in self._got
+
+    @property
+    def intact(self) -> bool:
+        """Whether the segment holds the whole version."""
+        return bool(HEADER.unpack_from(self.memory, 0) == tuple(self.manifest.version))
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        """Offset in the segment, and bytes."""
+        start = chunk * CHUNK_BYTES
+        return HEADER_BYTES + start, min(CHUNK_BYTES, self.manifest.size - start)
+
+    def bytes_of(self, chunk: int) -> memoryview:
+        """A chunk, in place."""
+        start, size = self.span(chunk)
+        return memoryview(self.memory)[start : start + size]
+
+
+@dataclass(slots=True)
+class ServerTraffic:
+    """Counters for the status."""
+
+    chunks: int = 0
+    sent_bytes: int = 0
+    gone: int = 0
+    refused: int = 0
+
+
+class ChunkServer:
+    """Listens on `host` from the start; raises ProtocolError if it cannot.
+
+    Holders of a token that `admit` was told are let in. A publisher's server tells its readers of each other
+    (`introduces`). `on_read` is called when a chunk is about to be sent.
+    """
+
+    def __init__(
+        self, host: str, *, introduces: bool, on_read: Callable[[HeldVersion], None] = lambda held: None
+    ) -> None:
+        self.traffic = ServerTraffic()
+        self.introduces = introduces
+        self.on_read = on_read
+        self.lock = threading.Lock()
+        self._held: dict[tuple[str, Version], HeldVersion] = {}
+        self._known: dict[bytes, Secret] = {}
+        self._sealed: set[bytes] = set()
+        self._connections: list[_Connection] = []
+        self._closing = False
+        self._listener = listen(host)
+        self.address = address_of(self._listener)
+        self._thread = threading.Thread(target=self._accept, name="swarm-serve", daemon=True)
+        self._thread.start()
+
+    def admit(self, place: SwarmPlace) -> None:
+        """Let in who knows the token of this place; with its encryption."""
+        secret = Secret(place.token)
+        with self.lock:
+            self._known[secret.name] = secret
+            if place.encrypted:
+                self._sealed.add(secret.name)
+
+    def hold(self, held: HeldVersion) -> None:
+        """Serve a version from now on; the oldest of too many is forgotten."""
+        with self.lock:
+            self._held[held.manifest.model, held.manifest.version] = held
+            while len(self._held) > MOST_HELD:
+                del self._held[min(self._held, key=lambda key: key[1])]
+        self.tell()
+
+    def forget(self, held: HeldVersion) -> None:
+        """Serve a version no more."""
+        with self.lock:
+            if self._held.get((held.manifest.model, held.manifest.version)) is held:
+                del self._held[held.manifest.model, held.manifest.version]
+
+    def find(self, model: str, version: Version) -> HeldVersion | None:
+        """The version, if it is held."""
+        with self.lock:
+            return self._held.get((model, version))
+
+    def tell(self) -> None:
+        """There is something new: connections tell their readers."""
+        for connection in list(self._connections):
+            connection.wake()
+
+    def seals(self, secret: Secret) -> bool:
+        """Whether what is sent to holders of this secret is encrypted."""
+        return secret.name in self._sealed
+
+    def secrets(self) -> dict[bytes, Secret]:
+        """Those that are let in, by name."""
+        with self.lock:
+            return dict(self._known)
+
+    def present(self) -> set[str]:
+        """The readers that are connected, by the addresses at which they serve."""
+        return {one.reader for one in list(self._connections) if one.reader}
+
+    def left(self, connection: _Connection) -> None:
+        """A connection is over."""
+        with self.lock:
+            if connection in self._connections:
+                self._connections.remove(connection)
+        if self.introduces:
+            self.tell()
+
+    def close(self) -> None:
+        """Stop serving, end all threads."""
+        self._closing = True
+        hang_up(self._listener)
+        with self.lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.close()
+        for thread in (self._thread, *(thread for one in connections for thread in one.threads if thread.ident)):
+            thread.join(CLOSE_S)
+            if thread.is_alive():
+                log.warning("%s did not stop within %g s", thread.name, CLOSE_S)
+        self._held.clear()
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                link, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closing:
+                    log.warning("%s: cannot accept a connection for weights: %s", self.address, error)
+                continue
+            connection = _Connection(self, link)
+            with self.lock:
+                many = self._closing or len(self._connections) >= MOST_CONNECTIONS
+                if not many:
+                    self._connections.append(connection)
+            if many:
+                link.close()
+            else:
+                connection.threads[0].start()
+        self._listener.close()
+
+
+class _Connection:
+    """One reader's connection."""
+
+    def __init__(self, server: ChunkServer, link: socket.socket) -> None:
+        self.reader = ""
+        self._server = server
+        self._link = link
+        self._jobs: queue.SimpleQueue[ChunkAsk | None] = queue.SimpleQueue()
+        self._over = False
+        self._seal: AESGCM | None = None
+        self._sealed = 0
+        self._follows: ChunkAsk | None = None
+        self._told = 0
+        self._peers: set[str] = set()
+        self.threads = [
+            threading.Thread(target=target, name=f"swarm-{name}", daemon=True)
+            for target, name in ((self._receive, "requests"), (self._send, "chunks"))
+        ]
+
+    def wake(self) -> None:
+        """There may be something to tell the reader."""
+        if self._jobs.empty():
+            self._jobs.put(None)
+
+    def close(self) -> None:
+        """Hang up; both threads end."""
+        self._over = True
+        hang_up(self._link)
+        self._jobs.put(None)
+
+    def _receive(self) -> None:
+        try:
+            secret, nonces = welcome(self._link, self._server.secrets())
+            opening = read_opening(self._body())
+            receive_for(self._link, 0)
+            self._begin(secret, nonces, opening)
+            while True:
+                ask = read_ask(self._body())
+                if self._jobs.qsize() > MOST_WAITING:
+                    raise ProtocolError(f"more than {MOST_WAITING} requests at a time")
+                self._jobs.put(ask)
+        except Refused:
+            self._server.traffic.refused += 1
+        except ProtocolError as error:
+            log.warning("hung up on a reader of weights: %s", error)
+        except OSError:
+            # It is gone, or this server is closing.
+            pass
+        finally:
+            self.close()
+            self._server.left(self)
+            if self.threads[1].ident:
+                self.threads[1].join(CLOSE_S)
+            self._link.close()
+
+    def _begin(self, secret: Secret, nonces: bytes, opening: Opening) -> None:
+        if self._server.seals(secret):
+            self._seal = AESGCM(secret.seal_key(nonces))
+        self.reader = opening.serves
+        self.threads[1].start()
+        if self._server.introduces:
+            self._server.tell()
+
+    def _body(self) -> memoryview:
+        (size,) = LENGTH.unpack(take(self._link, LENGTH.size))
+        if size > MAX_ASK_BYTES:
+            raise ProtocolError(f"a request of {size} bytes, expected at most {MAX_ASK_BYTES}")
+        return take(self._link, size)
+
+    def _send(self) -> None:
+        try:
+            while not self._over:
+                job = self._jobs.get()
+                if job is not None:
+                    self._answer(job)
+                self._tell_news()
+        except OSError:
+            # The reader is gone, or this server is closing.
+            pass
+        finally:
+            self.close()
+
+    def _answer(self, ask: ChunkAsk) -> None:
+        held = self._server.find(ask.model, ask.version)
+        if ask.what == "follow":
+            self._follows, self._told = ask, 0
+        elif ask.what == "deal":
+            self._deal(ask, held)
+        else:
+            for chunk in ask.chunks:
+                self._give(ask, held, chunk)
+
+    def _deal(self, ask: ChunkAsk, held: HeldVersion | None) -> None:
+        if held is None or held.dealer is None:
+            self._frame(Says.GONE, ask)
+            return
+        with self._server.lock:
+            chunks = held.dealer.deal(self.reader, ask.count)
+        for chunk in chunks:
+            self._chunk(ask, held, chunk)
+        if len(chunks) < ask.count:
+            self._frame(Says.DEALT, ask)
+
+    def _give(self, ask: ChunkAsk, held: HeldVersion | None, chunk: int) -> None:
+        if held is not None and held.dealer is not None:
+            present = self._server.present()
+            with self._server.lock:
+                gives = held.dealer.gives(self.reader, chunk, present, again=ask.what == "again")
+            if not gives:
+                self._frame(Says.ELSEWHERE, ask, chunk)
+                return
+        self._chunk(ask, held, chunk)
+
+    def _chunk(self, ask: ChunkAsk, held: HeldVersion | None, chunk: int) -> None:
+        if held is None or not held.has(chunk):
+            self._server.traffic.gone += 1
+            self._frame(Says.GONE, ask, chunk)
+            return
+        self._server.on_read(held)
+        start, size = held.span(chunk)
+        if self._seal is not None:
+            header = FRAME.pack(Says.CHUNK, size + SEAL_BYTES, *ask.version, chunk)
+            sealed = self._seal.encrypt(seal_nonce(self._sealed), held.bytes_of(chunk), header)
+            self._sealed += 1
+            self._link.sendall(header, socket.MSG_MORE)
+            self._link.sendall(sealed)
+        else:
+            self._link.sendall(FRAME.pack(Says.CHUNK, size, *ask.version, chunk), socket.MSG_MORE)
+            end = start + size
+            while start < end:
+                start += os.sendfile(self._link.fileno(), held.file.fileno(), start, end - start)
+        with self._server.lock:
+            self._server.traffic.chunks += 1
+            self._server.traffic.sent_bytes += size
+
+    def _tell_news(self) -> None:
+        if self._server.introduces and (peers := self._server.present()) != self._peers:
+            self._peers = peers
+            self._frame(Says.PEERS, None, 0, msgspec.msgpack.encode(sorted(peers)))
+        ask = self._follows
+        held = None if ask is None else self._server.find(ask.model, ask.version)
+        if ask is None or held is None:
+            return
+        while new := held.order[self._told : self._told + MOST_TOLD]:
+            self._told += len(new)
+            self._frame(Says.HAVE, ask, 0, struct.pack(f"<{len(new)}I", *new))
+
+    def _frame(self, says: Says, ask: ChunkAsk | None, chunk: int = 0, payload: bytes = b"") -> None:
+        version = Version(0, 0) if ask is None else ask.version
+        self._link.sendall(FRAME.pack(says, len(payload), *version, chunk) + payload)
+
+
+def hang_up(link: socket.socket) -> None:
+    """End a connection, or listening, also for threads that wait for it."""
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,297 @@
+"""A reader's connections to the publisher and to other readers, and the fetch of a version over them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from distflow.comm.curve import KEY_HINT
+from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
+from distflow.log import logger
+from distflow.types import Version
+from distflow.weights.chunk_plan import ChunkPlan, ring_peers
+from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.swarm import ChunkAsk, Says, SwarmPlace
+from distflow.weights.swarm_link import Landing, SwarmLink
+from distflow.weights.swarm_socket import Refused
+
+CONNECTIONS = 4
+"""To the publisher, and to all other readers together: each has a thread that receives and hashes."""
+RETRY_S = 2.0
+"""After this long without a byte on a connection that owes chunks, it is replaced; without a chunk from anyone, the
+publisher is asked for what it gave to others."""
+SLOW_FACTOR = 4.0
+"""On slow links: the same after this many times as long as the last chunk took."""
+MISSING_S = 0.3
+"""After this long without a chunk, the publisher is asked for those that no present reader was given."""
+RECONNECT_S = 0.2
+ATTEMPTS = 3
+"""How often one chunk of the publisher, or chunks of one reader, may arrive with wrong bytes."""
+TICK_S = 0.1
+CLOSE_S = 5.0
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRules:
+    """When a fetch ends without success."""
+
+    no_progress_s: float
+    closed: Callable[[], bool]
+    superseded: Callable[[], bool]
+
+
+@dataclass(slots=True)
+class _Job:
+    """The fetch under way."""
+
+    manifest: Manifest
+    memory: memoryview
+    arrived: Callable[[int], None]
+    plan: ChunkPlan
+    last: float
+    """When a chunk came last."""
+    patience_s: float
+    urge_at: float
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """What is wrong with an address."""
+
+    retry_at: float = 0.0
+    banned: bool = False
+
+
+class SwarmClient:
+    """Fetches from the swarm around one publisher; `own`: where this reader serves what it has fetched.
+
+    One thread fetches at a time. Connections stay open between fetches: so the publisher knows which readers there are.
+    """
+
+    def __init__(self, place: SwarmPlace, own: str) -> None:
+        self.place = place
+        self._own = own
+        self._condition = threading.Condition()
+        self._links: dict[int, SwarmLink] = {}
+        self._numbers = itertools.count()
+        self._peers: tuple[str, ...] = ()
+        self._trouble: dict[str, _Trouble] = {}
+        self._refused = False
+        self._job: _Job | None = None
+        self._closed = False
+
+    def fetch(self, manifest: Manifest, memory: memoryview, arrived: Callable[[int], None], rules: FetchRules) -> None:
+        """Fill `memory` with the version; `arrived` is called for each chunk that is there and right.
+
+        Raises Overtaken, ChecksumError, NoProgressError; nothing is written to `memory` any more then.
+        """
+        now = time.monotonic()
+        plan = ChunkPlan(manifest.chunks, start=hash(self._own) % max(manifest.chunks, 1))
+        job = _Job(manifest, memory, arrived, plan, now, RETRY_S, now + MISSING_S)
+        with self._condition:
+            self._job = job
+            # A fetch that ended early has hung up itself: only connections that fail wait before the next attempt.
+            self._trouble.pop(self.place.address, None)
+            links = list(self._links.values())
+        try:
+            for link in links:
+                self._join(job, link)
+            while not plan.done:
+                self._connect(job)
+                with self._condition:
+                    self._condition.wait_for(lambda: plan.done or job.error is not None, TICK_S)
+                if not plan.done:
+                    self._look_after(job, rules)
+        finally:
+            with self._condition:
+                self._job = None
+            if not plan.done:
+                self._hang_up()
+
+    def close(self) -> None:
+        """Hang up everywhere."""
+        self._closed = True
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        with self._condition:
+            links = list(self._links.values())
+        for link in links:
+            link.close()
+        for link in links:
+            link.thread.join(CLOSE_S)
+            if link.thread.is_alive():
+                log.warning("%s did not stop within %g s", link.thread.name, CLOSE_S)
+
+    # -- on the fetching thread
+
+    def _connect(self, job: _Job) -> None:
+        """Make the connections that are missing."""
+        now = time.monotonic()
+        with self._condition:
+            there = [link.address for link in self._links.values()]
+            good = [peer for peer in self._peers if peer != self._own and self._usable(peer, now)]
+        peers = ring_peers(self._own, good)
+        each = max(1, CONNECTIONS // max(1, len(peers)))
+        for address, wanted in ((self.place.address, CONNECTIONS), *((peer, each) for peer in peers)):
+            for _ in range(wanted - there.count(address)):
+                if job.plan.done or self._closed or not self._usable(address, now):
+                    break
+                self._connect_to(job, address)
+
+    def _usable(self, address: str, now: float) -> bool:
+        trouble = self._trouble.get(address)
+        return trouble is None or (not trouble.banned and now >= trouble.retry_at)
+
+    def _connect_to(self, job: _Job, address: str) -> None:
+        try:
+            link = SwarmLink(next(self._numbers), address, self.place, self._own, self)
+        except OSError as error:
+            if isinstance(error, Refused) and address == self.place.address and not self._refused:
+                # Not final: a proxy between the hosts may accept connections for a server that is not back yet.
+                self._refused = True
+                log.warning("%s refused the connection for weight transfer — %s", address, KEY_HINT)
+            self._trouble.setdefault(address, _Trouble()).retry_at = time.monotonic() + RECONNECT_S
+            return
+        self._join(job, link)
+
+    def _join(self, job: _Job, link: SwarmLink) -> None:
+        with self._condition:
+            if link.over:
+                return
+            self._links[link.number] = link
+            job.plan.join(link.number, seed=link.seed)
+        if not link.seed:
+            link.ask(ChunkAsk("follow", job.manifest.model, *job.manifest.version))
+        self._pump(job, [link])
+
+    def _pump(self, job: _Job, links: list[SwarmLink]) -> None:
+        """Ask for what can be asked for now."""
+        for link in links:
+            with self._condition:
+                want = job.plan.next(link.number) if link.number in job.plan.connections and self._job is job else None
+            if want is not None:
+                manifest = job.manifest
+                link.ask(ChunkAsk(want.what, manifest.model, *manifest.version, want.chunks, want.deals))
+
+    def _pump_all(self, job: _Job) -> None:
+        with self._condition:
+            links = list(self._links.values())
+        self._pump(job, links)
+
+    def _look_after(self, job: _Job, rules: FetchRules) -> None:
+        """Raise if waiting longer is pointless; replace connections that are stuck; ask elsewhere."""
+        title, now = job.manifest.title, time.monotonic()
+        silence = now - job.last
+        if job.error is not None:
+            raise job.error
+        if rules.closed():
+            raise Overtaken(f"{title}: the reader was closed")
+        if silence > RETRY_S and rules.superseded():
+            raise Overtaken(f"{title}: no chunk from {self.place.address}, and there is a newer version")
+        if silence > rules.no_progress_s:
+            why = KEY_HINT if self._refused else "is that host up and its port reachable?"
+            raise NoProgressError(
+                f"{title} from {self.place.address}: no chunk for {silence:.0f} s, "
+                f"{job.plan.arrived} of {job.plan.count} arrived — {why}"
+            )
+        with self._condition:
+            owing = [link for link in self._links.values() if job.plan.waits_for(link.number)]
+        for link in owing:
+            if now - max(link.heard_at, job.last) > job.patience_s:
+                log.info("%s: nothing comes from %s, connecting anew", title, link.address)
+                link.close()
+        if now >= job.urge_at:
+            with self._condition:
+                again = silence > job.patience_s
+                job.plan.urge(again=again)
+                job.urge_at = now + (job.patience_s if again else MISSING_S)
+                job.patience_s *= 2 if again else 1
+            self._pump_all(job)
+
+    # -- on the connections' threads
+
+    def landing(self, link: SwarmLink, version: Version, chunk: int, size: int) -> Landing | None:
+        """Where a chunk goes that begins to arrive."""
+        with self._condition:
+            job = self._job
+            if job is None or version != job.manifest.version or not job.plan.begin(link.number, chunk):
+                return None
+        start = chunk * CHUNK_BYTES
+        if size != min(CHUNK_BYTES, job.manifest.size - start):
+            raise ProtocolError(f"chunk {chunk} of {job.manifest.title} in {size} bytes")
+        return Landing(job.memory[start : start + size], job.manifest.digest_of(chunk))
+
+    def landed(self, link: SwarmLink, version: Version, chunk: int, *, right: bool) -> None:
+        """A chunk has arrived."""
+        with self._condition:
+            job = self._job
+            if job is None or job.error is not None or version != job.manifest.version:
+                return
+            if right:
+                now = time.monotonic()
+                job.patience_s = max(RETRY_S, SLOW_FACTOR * (now - job.last))
+                job.last, job.urge_at = now, now + MISSING_S
+                job.plan.right(link.number, chunk)
+                job.arrived(chunk)
+                if job.plan.done:
+                    self._condition.notify_all()
+            else:
+                self._note_wrong(job, link, chunk)
+        self._pump(job, [link])
+
+    def _note_wrong(self, job: _Job, link: SwarmLink, chunk: int) -> None:
+        what = (
+            f"{job.manifest.title}: chunk {chunk} of {job.plan.count} from {link.address} does not have the announced "
+            f"digest"
+        )
+        times = job.plan.wrong(link.number, chunk)
+        if times < ATTEMPTS:
+            log.warning("%s; requesting it again", what)
+        elif link.seed:
+            job.error = ChecksumError(f"{what}, {times} times — the link or the publisher's memory is corrupt")
+            self._condition.notify_all()
+        else:
+            log.warning("%s, nor had others from there; fetching from elsewhere", what)
+            self._trouble.setdefault(link.address, _Trouble()).banned = True
+            link.close()
+
+    def heard(self, link: SwarmLink, says: Says, version: Version, chunk: int, chunks: tuple[int, ...]) -> None:
+        """Something about chunks."""
+        with self._condition:
+            job = self._job
+            if job is None or version != job.manifest.version or link.number not in job.plan.connections:
+                return
+            if says is Says.HAVE:
+                job.plan.offers(link.number, chunks)
+            elif says is Says.DEALT:
+                job.plan.all_dealt(link.number)
+            elif says is Says.GONE and link.seed:
+                job.error = Overtaken(f"{job.manifest.title}: overwritten by a newer version while it was fetched")
+                self._condition.notify_all()
+            else:
+                job.plan.refused(link.number, chunk, gone=says is Says.GONE)
+        self._pump(job, [link])
+
+    def met(self, peers: tuple[str, ...]) -> None:
+        """The publisher says which readers there are."""
+        with self._condition:
+            self._peers = peers
+
+    def lost(self, link: SwarmLink) -> None:
+        """A connection is over."""
+        with self._condition:
+            link.over = True
+            self._links.pop(link.number, None)
+            self._trouble.setdefault(link.address, _Trouble()).retry_at = time.monotonic() + RECONNECT_S
+            job = self._job
+            if job is not None:
+                job.plan.leave(link.number)
+        if job is not None:
+            self._pump_all(job)

@@ -1,0 +1,189 @@
+"""One connection of a reader to a holder of weights, with a thread that receives chunks into place and checks them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from distflow.errors import ProtocolError
+from distflow.log import logger
+from distflow.types import Version
+from distflow.weights.chunk_server import hang_up
+from distflow.weights.manifest import CHUNK_BYTES, digest
+from distflow.weights.swarm import (
+    FRAME,
+    MOST_TOLD,
+    SEAL_BYTES,
+    ChunkAsk,
+    Opening,
+    Says,
+    Secret,
+    SwarmPlace,
+    pack,
+    read_indices,
+    read_peers,
+    seal_nonce,
+)
+from distflow.weights.swarm_socket import connect, receive_for
+
+STEP_S = 0.5
+"""How often a waiting thread notes that nothing comes."""
+MOST_PAYLOAD = {
+    Says.CHUNK: CHUNK_BYTES + SEAL_BYTES,
+    Says.GONE: 0,
+    Says.ELSEWHERE: 0,
+    Says.DEALT: 0,
+    Says.HAVE: 4 * MOST_TOLD,
+    Says.PEERS: 1 << 20,
+}
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Where the bytes of one chunk go, and their digest."""
+
+    data: memoryview
+    digest: bytes
+
+
+class Receiver(Protocol):
+    """Who hears what comes on a connection, on that connection's thread."""
+
+    def landing(self, link: SwarmLink, version: Version, chunk: int, size: int) -> Landing | None:
+        """Where a chunk that begins to arrive goes; None: nobody wants it."""
+        ...
+
+    def landed(self, link: SwarmLink, version: Version, chunk: int, *, right: bool) -> None:
+        """A chunk with a landing has arrived."""
+        ...
+
+    def heard(self, link: SwarmLink, says: Says, version: Version, chunk: int, chunks: tuple[int, ...]) -> None:
+        """Anything about chunks but their bytes."""
+        ...
+
+    def met(self, peers: tuple[str, ...]) -> None:
+        """The readers that serve."""
+        ...
+
+    def lost(self, link: SwarmLink) -> None:
+        """The connection is over; nothing more comes, and no landing is written to."""
+        ...
+
+
+class SwarmLink:
+    """Connects in the constructor: raises OSError, Refused for another token. `own`: where this reader serves."""
+
+    def __init__(self, number: int, address: str, place: SwarmPlace, own: str, receiver: Receiver) -> None:
+        self.number = number
+        self.address = address
+        self.seed = address == place.address
+        self.heard_at = time.monotonic()
+        """When bytes came last."""
+        secret = Secret(place.token)
+        self.over = False
+        """Set by the receiver, under its lock, when the connection is lost."""
+        self._socket, nonces = connect(address, secret)
+        self._seal = AESGCM(secret.seal_key(nonces)) if place.encrypted else None
+        self._sealed = 0
+        self._receiver = receiver
+        self._sending = threading.Lock()
+        self._spare: memoryview | None = None
+        receive_for(self._socket, STEP_S)
+        self._socket.sendall(pack(Opening(own)))
+        self.thread = threading.Thread(target=self._run, name="swarm-fetch", daemon=True)
+        self.thread.start()
+
+    def ask(self, ask: ChunkAsk) -> None:
+        """Send a request; if the connection is over, its thread finds out."""
+        try:
+            with self._sending:
+                self._socket.sendall(pack(ask))
+        except OSError:
+            hang_up(self._socket)
+
+    def close(self) -> None:
+        """Hang up; the thread ends."""
+        hang_up(self._socket)
+
+    def _run(self) -> None:
+        header = memoryview(bytearray(FRAME.size))
+        try:
+            while True:
+                self._receive(header)
+                self._take(header)
+        except ProtocolError as error:
+            log.warning("%s: hung up on it: %s", self.address, error)
+        except OSError:
+            # The other end is gone, or this one is closing.
+            pass
+        finally:
+            self._socket.close()
+            self._receiver.lost(self)
+
+    def _take(self, header: memoryview) -> None:
+        kind, size, term, number, chunk = FRAME.unpack(header)
+        try:
+            says = Says(kind)
+        except ValueError as error:
+            raise ProtocolError(f"a frame of kind {kind}") from error
+        if size > MOST_PAYLOAD[says]:
+            raise ProtocolError(f"{says.name} of {size} bytes, expected at most {MOST_PAYLOAD[says]}")
+        version = Version(term, number)
+        if says is Says.CHUNK:
+            self._chunk(bytes(header), version, chunk, size)
+            return
+        body = memoryview(bytearray(size))
+        self._receive(body)
+        if says is Says.PEERS:
+            self._receiver.met(read_peers(body))
+        else:
+            self._receiver.heard(self, says, version, chunk, read_indices(body))
+
+    def _chunk(self, header: bytes, version: Version, chunk: int, size: int) -> None:
+        plain = size if self._seal is None else size - SEAL_BYTES
+        landing = self._receiver.landing(self, version, chunk, plain)
+        number = self._sealed
+        self._sealed += 1
+        if landing is None:
+            self._receive(self._scratch(size))
+            return
+        if self._seal is None:
+            self._receive(landing.data)
+            right = True
+        else:
+            sealed = self._scratch(size)
+            self._receive(sealed)
+            right = self._unseal(self._seal, seal_nonce(number), sealed, header, landing.data)
+        self._receiver.landed(self, version, chunk, right=right and digest(landing.data) == landing.digest)
+
+    def _unseal(self, seal: AESGCM, nonce: bytes, sealed: memoryview, header: bytes, into: memoryview) -> bool:
+        try:
+            seal.decrypt_into(nonce, sealed, header, into)
+        except InvalidTag:
+            return False
+        return True
+
+    def _scratch(self, size: int) -> memoryview:
+        if self._spare is None:
+            self._spare = memoryview(bytearray(CHUNK_BYTES + SEAL_BYTES))
+        return self._spare[:size]
+
+    def _receive(self, into: memoryview) -> None:
+        """Fill `into`, however long it takes; `heard_at` says since when nothing has come."""
+        at = 0
+        while at < len(into):
+            try:
+                found = self._socket.recv_into(into[at:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                continue
+            if not found:
+                raise ConnectionResetError("the other end hung up")
+            at, self.heard_at = at + found, time.monotonic()

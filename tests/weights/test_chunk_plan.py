@@ -1,0 +1,209 @@
+"""Which chunk from whom, simulated: one publisher, several readers, connections that break, bytes that are wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distflow.weights.chunk_plan import ChunkDealer, ChunkPlan, ring_peers
+
+SEED = 0
+"""Number of each reader's connection to the publisher; the others are 1 + the other reader."""
+TURNS = 30_000
+
+
+@dataclass
+class Reader:
+    plan: ChunkPlan
+    right: list[int] = field(default_factory=list)
+    told: dict[int, int] = field(default_factory=dict)
+    """By connection, how much of what the other end has this reader has heard of."""
+    lines: dict[int, deque[tuple[str, int]]] = field(default_factory=dict)
+    """What is under way to it, by connection and in order."""
+    alive: bool = True
+
+
+class Swarm:
+    """Delivers what is under way at random; each delivery may be wrong, or break the connection."""
+
+    def __init__(self, readers: int, chunks: int, window: int, seed: int, trouble: float = 0.0) -> None:
+        self.random = Random(seed)
+        self.trouble = trouble
+        self.dealer = ChunkDealer(chunks)
+        self.sent: list[int] = []
+        """Chunks that the publisher has sent."""
+        self.readers = [Reader(ChunkPlan(chunks, window, start=7 * n)) for n in range(readers)]
+        for number, reader in enumerate(self.readers):
+            for link in (SEED, *(1 + other for other in range(readers) if other != number)):
+                self.connect(reader, link)
+
+    def connect(self, reader: Reader, link: int) -> None:
+        reader.plan.join(link, seed=link == SEED)
+        reader.lines[link], reader.told[link] = deque(), 0
+
+    def disconnect(self, reader: Reader, link: int) -> None:
+        reader.plan.leave(link)
+        reader.lines.pop(link, None)
+
+    def lose(self, number: int) -> None:
+        self.readers[number].alive = False
+        for reader in self.readers:
+            self.disconnect(reader, 1 + number)
+
+    def turn(self, number: int) -> None:
+        """One delivery to a reader, on any of its connections, and what it asks for then."""
+        reader = self.readers[number]
+        link = self.random.choice(list(reader.lines))
+        if link != SEED:
+            has = self.readers[link - 1].right
+            reader.plan.offers(link, has[reader.told[link] :])
+            reader.told[link] = len(has)
+        if reader.lines[link]:
+            self.deliver(reader, link, *reader.lines[link].popleft())
+        if self.random.random() < self.trouble:
+            self.disconnect(reader, link)
+            self.connect(reader, link)
+        self.ask(number, reader, link)
+
+    def deliver(self, reader: Reader, link: int, what: str, chunk: int) -> None:
+        if what == "dealt":
+            reader.plan.all_dealt(link)
+        elif what != "chunk":
+            reader.plan.refused(link, chunk, gone=what == "gone")
+        elif reader.plan.begin(link, chunk):
+            if self.random.random() < self.trouble:
+                assert reader.plan.wrong(link, chunk) > 0
+            else:
+                assert chunk not in reader.right, "what is there is not asked for"
+                reader.plan.right(link, chunk)
+                reader.right.append(chunk)
+
+    def ask(self, number: int, reader: Reader, link: int) -> None:
+        want, line = reader.plan.next(link), reader.lines[link]
+        if want is None:
+            return
+        if want.what == "deal":
+            dealt = self.dealer.deal(str(number), want.deals)
+            self.send(line, dealt)
+            line.extend([("dealt", 0)] * (len(dealt) < want.deals))
+        for chunk in want.chunks:
+            if link != SEED:
+                line.append(("chunk" if chunk in self.readers[link - 1].right else "gone", chunk))
+            elif self.dealer.gives(str(number), chunk, self.present, again=want.what == "again"):
+                self.send(line, [chunk])
+            else:
+                line.append(("elsewhere", chunk))
+
+    def send(self, line: deque[tuple[str, int]], chunks: list[int]) -> None:
+        self.sent += chunks
+        line.extend(("chunk", chunk) for chunk in chunks)
+
+    @property
+    def present(self) -> set[str]:
+        return {str(number) for number, reader in enumerate(self.readers) if reader.alive}
+
+    @property
+    def waiting(self) -> list[int]:
+        return [number for number, reader in enumerate(self.readers) if reader.alive and not reader.plan.done]
+
+
+@given(st.integers(1, 6), st.integers(0, 40), st.integers(1, 9), st.integers(0, 2**32))
+def test_each_chunk_arrives_once_and_the_publisher_sends_it_once(
+    readers: int, chunks: int, window: int, seed: int
+) -> None:
+    swarm = Swarm(readers, chunks, window, seed)
+    for _ in range(TURNS):
+        if not swarm.waiting:
+            break
+        swarm.turn(swarm.random.choice(swarm.waiting))
+    assert all(sorted(reader.right) == list(range(chunks)) for reader in swarm.readers)
+    assert sorted(swarm.sent) == list(range(chunks))
+
+
+@given(st.integers(2, 6), st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32))
+def test_who_is_left_gets_everything_through_cuts_damage_and_death(
+    readers: int, chunks: int, window: int, seed: int
+) -> None:
+    swarm = Swarm(readers, chunks, window, seed, trouble=0.05)
+    doomed = swarm.random.sample(range(readers), swarm.random.randrange(readers))
+    for turn in range(TURNS):
+        if not swarm.waiting:
+            break
+        number = swarm.random.choice(swarm.waiting)
+        swarm.turn(number)
+        if doomed and swarm.random.random() < 0.05:
+            swarm.lose(doomed.pop())
+        if turn % 40 == 39 and swarm.waiting:
+            # For a while nothing came; in the end a reader does not believe that another gets what it was given.
+            swarm.readers[swarm.random.choice(swarm.waiting)].plan.urge(again=turn % 200 == 199)
+    left = [reader for reader in swarm.readers if reader.alive]
+    assert left
+    assert all(sorted(reader.right) == list(range(chunks)) for reader in left)
+
+
+@given(st.integers(2, 6), st.integers(1, 40), st.integers(0, 2**32))
+def test_the_chunks_of_a_lost_reader_are_sent_once_more(readers: int, chunks: int, seed: int) -> None:
+    """Readers that ask for what is missing, but trust each other, make the publisher send only the lost one's share."""
+    swarm = Swarm(readers, chunks, 4, seed)
+    for _ in range(swarm.random.randrange(200)):
+        if swarm.waiting:
+            swarm.turn(swarm.random.choice(swarm.waiting))
+    swarm.lose(0)
+    dealt = [chunk for chunk, reader in swarm.dealer._given.items() if reader == "0"]
+    for turn in range(TURNS):
+        if not swarm.waiting:
+            break
+        number = swarm.random.choice(swarm.waiting)
+        swarm.turn(number)
+        if turn % 40 == 39:
+            swarm.readers[number].plan.urge(again=False)
+    assert all(reader.plan.done for reader in swarm.readers[1:])
+    assert len(swarm.sent) <= chunks + len(dealt)
+
+
+def test_a_late_reader_takes_nothing_from_the_publisher() -> None:
+    swarm = Swarm(2, 20, 4, 0)
+    late = swarm.readers[1]
+    late.alive = False
+    while swarm.waiting:
+        swarm.turn(0)
+    late.alive = True
+    for _ in range(TURNS):
+        if swarm.waiting:
+            swarm.turn(1)
+    assert late.plan.done
+    assert len(swarm.sent) == 20
+
+
+def test_a_chunk_that_is_no_longer_wanted_is_not_kept() -> None:
+    plan = ChunkPlan(2, window=1)
+    plan.join(SEED, seed=True)
+    plan.join(1, seed=False)
+    assert not plan.begin(SEED, 0), "nothing was asked for"
+    assert plan.next(SEED) == ("deal", (), 1)
+    plan.offers(1, [0, 7])
+    assert plan.next(1) == ("want", (0,), 0)
+    assert not plan.begin(SEED, 0), "it is on its way from elsewhere"
+    assert plan.begin(1, 0)
+    plan.right(1, 0)
+    assert (plan.arrived, plan.done) == (1, False)
+
+
+def test_each_reader_fetches_from_log_r_others_and_everything_reaches_everyone() -> None:
+    for count in (1, 2, 3, 4, 12, 100):
+        names = [f"tcp://10.0.0.{number}:1" for number in range(count)]
+        peers = {name: ring_peers(name, names) for name in names}
+        assert all(name not in found and len(found) == len(set(found)) <= 7 for name, found in peers.items())
+        reached = {names[0]}
+        for _ in range(8):
+            reached |= {name for name, found in peers.items() if reached & set(found)}
+        assert len(reached) == count
+
+
+def test_a_reader_asks_the_ring_without_those_that_it_cannot_reach() -> None:
+    assert ring_peers("b", ["a", "c", "d"]) == ["c", "d"]
+    assert ring_peers("b", []) == []

@@ -1,0 +1,98 @@
+"""Weights across hosts, several readers: what the publisher sends, what they give each other, one fetch a host."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from distflow.weights.manifest import Manifest
+from distflow.weights.swarm_reader import SwarmReader
+from tests.polling import WAIT_S
+from tests.weights.swarm_kit import Host, holds, left_of, new_reader, new_tag
+
+SIZE = 6_000_000
+"""Values of the largest tensor: 23 chunks."""
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    made = Host(size=SIZE)
+    yield made
+    made.close()
+
+
+def fetch_together(readers: Sequence[SwarmReader], manifest: Manifest) -> list[Any]:
+    found: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda n=n, reader=reader: found.update({n: reader.fetch(manifest)}))
+        for n, reader in enumerate(readers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    return [found[n] for n in range(len(readers))]
+
+
+@pytest.mark.parametrize("count", [1, 4, 12])
+def test_the_publisher_sends_the_model_once_however_many_hosts_read(host: Host, count: int) -> None:
+    readers = [new_reader() for _ in range(count)]
+    for number in (1, 2):
+        before = host.server.traffic.sent_bytes
+        manifest = host.publish(number)
+        assert all(holds(found, number, SIZE) for found in fetch_together(readers, manifest))
+        assert host.server.traffic.sent_bytes - before <= 1.25 * manifest.size
+    for reader in readers:
+        reader.close()
+
+
+def test_one_of_three_readers_on_a_host_fetches_and_the_others_map_it(host: Host) -> None:
+    tag = new_tag()
+    readers = [new_reader(tag) for _ in range(3)]
+    manifest = host.publish(1)
+    assert all(holds(found, 1, SIZE) for found in fetch_together(readers, manifest))
+    assert sorted(reader.fetched for reader in readers) == [0, 0, manifest.chunks]
+    assert host.server.traffic.sent_bytes == manifest.size
+    readers.pop().close()
+    assert left_of(tag), "those who stay go on using it"
+    for reader in readers:
+        reader.close()
+    assert left_of(tag) == []
+
+
+def test_a_late_reader_is_served_by_the_others(host: Host) -> None:
+    readers = [new_reader() for _ in range(2)]
+    manifest = host.publish(1)
+    fetch_together(readers, manifest)
+    sent = host.server.traffic.chunks
+    late = new_reader()
+    assert holds(late.fetch(manifest), 1, SIZE)
+    assert host.server.traffic.chunks == sent
+    assert sum(reader.traffic.chunks for reader in readers) >= manifest.chunks
+    for reader in (*readers, late):
+        reader.close()
+
+
+def test_without_the_readers_that_were_given_chunks_the_publisher_sends_them_again(host: Host) -> None:
+    first = new_reader()
+    manifest = host.publish(1)
+    first.fetch(manifest)
+    first.close()
+    late = new_reader()
+    assert holds(late.fetch(manifest), 1, SIZE)
+    assert host.server.traffic.sent_bytes == 2 * manifest.size
+    late.close()
+
+
+def test_a_reader_whose_memory_is_corrupt_is_left_and_the_chunk_comes_from_elsewhere(host: Host) -> None:
+    bad, late = new_reader(), new_reader()
+    manifest = host.publish(1)
+    bad.fetch(manifest)
+    assert bad._segments is not None
+    assert bad._segments._used is not None
+    bad._segments._used.memory[100_000] ^= 0xFF
+    assert holds(late.fetch(manifest), 1, SIZE)
+    assert host.server.traffic.chunks == manifest.chunks + 1, "the one chunk that no reader has right"
+    for reader in (bad, late):
+        reader.close()
