@@ -1,0 +1,175 @@
+"""Clients of owners that stand alone: what they get, what becomes of their claims, and whom they are refused by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from distflow.client import Client, StaleRows
+from distflow.comm.keys import make_keys, write_keys
+from distflow.errors import ProtocolError, UserError
+from tests.client.shop import FIELDS, GROUPS, SAMPLES, TOKENS_A_GROUP, Shop, write_record
+from tests.polling import eventually
+
+ROWS = GROUPS * SAMPLES
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def open_shop(tmp_path: Path, closing: ExitStack) -> Callable[..., Shop]:
+    def opened(**options: object) -> Shop:
+        shop = Shop(tmp_path, **options).open()  # type: ignore[arg-type]
+        closing.callback(shop.close)
+        write_record(tmp_path, [shop])
+        return shop
+
+    return opened
+
+
+def first(client: Client, shop: Shop, **wanted: object) -> None:
+    """Ask once in vain, so that the consumer is open, and begin."""
+    with pytest.raises(TimeoutError, match="the run goes on"):
+        client.get(list(FIELDS), consumer="all", timeout=0.1, **wanted)  # type: ignore[arg-type]
+    shop.begin()
+
+
+def positions(client: Client, **wanted: object) -> list[int]:
+    got = client.get(list(FIELDS), consumer="all", timeout=10, **wanted)  # type: ignore[arg-type]
+    assert got is not None
+    with got:
+        return list(dict.fromkeys(got.batch.dense("uid")[:, 2].tolist()))
+
+
+def test_rows_come_in_whole_groups_with_the_fields_that_were_asked_for(
+    tmp_path: Path, open_shop: Callable[..., Shop]
+) -> None:
+    shop = open_shop()
+    with Client(tmp_path) as client:
+        first(client, shop)
+        got = client.get(list(FIELDS), consumer="all", rows=SAMPLES + 1, timeout=10)
+        assert got is not None
+        assert set(got.batch.columns) == set(FIELDS)
+        assert got.batch.texts("response_text")[:2] == ["7", "8"]
+        got.acknowledge()
+        with pytest.raises(UserError, match="acknowledged or given back already"):
+            got.acknowledge()
+        shop.train()
+        assert len(positions(client, tokens=3 * TOKENS_A_GROUP)) >= 3
+
+
+def test_everything_is_read_once_and_the_end_is_told(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
+    shop = open_shop()
+    with Client(tmp_path) as client:
+        first(client, shop)
+        shop.train(20)
+        seen: list[int] = []
+        while (got := client.get(list(FIELDS), consumer="all", rows=3 * ROWS, timeout=10)) is not None:
+            with got:
+                seen += dict.fromkeys(got.batch.dense("uid")[:, 2].tolist())
+        assert seen == list(range(20 * GROUPS))
+        assert client.get(list(FIELDS), consumer="all") is None
+
+
+def test_what_an_exception_leaves_is_given_back(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
+    shop = open_shop()
+    with Client(tmp_path) as client, Client(tmp_path) as other:
+        first(client, shop)
+        got = client.get(list(FIELDS), consumer="all", rows=ROWS, timeout=10)
+        assert got is not None
+        with pytest.raises(KeyError), got:
+            raise KeyError
+        assert positions(other, rows=ROWS) == list(range(GROUPS))
+
+
+def test_what_a_client_that_leaves_had_claimed_goes_to_another(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
+    shop = open_shop()
+    with Client(tmp_path) as client, Client(tmp_path) as other:
+        first(client, shop)
+        got = client.get(list(FIELDS), consumer="all", rows=ROWS, timeout=10)
+        client.close()
+        assert positions(other, rows=ROWS) == list(range(GROUPS))
+        assert got is not None
+
+
+def test_a_lossless_consumer_holds_the_owner_up_until_it_reads(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
+    shop = open_shop(limit_bytes=1)
+    with Client(tmp_path) as client:
+        first(client, shop, lossless=True)
+        shop.train()
+        assert shop.core.held_up() == "all"
+        with pytest.raises(AssertionError, match="held up by 'all'"), shop.lock:
+            assert shop.lock.wait_for(shop.core.set_complete, 0.3), f"held up by {shop.core.held_up()!r}"
+        assert positions(client, rows=ROWS, lossless=True) == list(range(GROUPS))
+        shop.train()
+
+
+def test_claims_of_an_owner_that_restarts_are_stale(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
+    shop = open_shop()
+    with Client(tmp_path) as client:
+        first(client, shop)
+        got = client.get(list(FIELDS), consumer="all", rows=ROWS, timeout=10)
+        assert got is not None
+        shop.endpoint.close()
+        again = open_shop(incarnation=1)
+        with pytest.raises(StaleRows, match="a training worker has restarted"):
+            got.acknowledge()
+        first(client, again)
+        assert positions(client, rows=ROWS) == list(range(GROUPS))
+
+
+def test_a_field_that_samples_lack_is_refused(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
+    open_shop()
+    with Client(tmp_path) as client:
+        with pytest.raises(UserError, match="samples have no field 'rewards'"):
+            client.get(["uid", "rewards"], consumer="all", timeout=10)
+        with pytest.raises(UserError, match="expected a list of names"):
+            client.get("uid", consumer="all")
+        with pytest.raises(TimeoutError):
+            client.get(["uid"], consumer="all", timeout=0.1)
+        with pytest.raises(UserError, match="it cannot change"):
+            client.get(["prompt_text"], consumer="all")
+        client.forget("all")
+        with pytest.raises(TimeoutError):
+            client.get(["prompt_text"], consumer="all", timeout=0.1)
+
+
+def test_malformed_requests_harm_nobody(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
+    shop = open_shop()
+    with Client(tmp_path) as client:
+        first(client, shop)
+        for kind in ("client.ask", "client.settle", "client.alive", "client.leave", "client.forget"):
+            client._wire.send("trainer/0", kind, {"client": 7})
+        eventually(lambda: len(shop.refused) == 5)
+        assert positions(client, rows=ROWS) == list(range(GROUPS))
+
+
+def test_the_run_must_go_on(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
+    shop = open_shop()
+    with pytest.raises(UserError, match="no such file"):
+        Client(tmp_path / "nowhere")
+    structs.replace(write_record(tmp_path, [shop]), state="done").write()
+    with pytest.raises(UserError, match="this run is over"):
+        Client(tmp_path)
+
+
+def test_off_the_host_the_key_of_the_run_is_needed(tmp_path: Path, closing: ExitStack) -> None:
+    keys, copy = make_keys(), tmp_path / "copy"
+    copy.mkdir()
+    shop = Shop(tmp_path, keys=keys).open()
+    closing.callback(shop.close)
+    write_record(copy, [shop], keys)
+    with Client(copy) as client:
+        first(client, shop)
+        assert positions(client, rows=ROWS) == list(range(GROUPS))
+    write_keys(copy / "keys" / "run.key", make_keys())
+    with pytest.raises(ProtocolError, match="refused the connection"):
+        Client(copy, timeout_s=5)
