@@ -11,6 +11,9 @@ import click
 from distflow.bench.turns import Measurement
 
 REPETITIONS = 5
+OPTION_PEERS = click.option(
+    "--peers", metavar="PYTHON", help="Python that has the other systems [.venv-peers/bin/python]"
+)
 
 
 @click.group(name="bench")
@@ -30,7 +33,6 @@ def measuring(function: Callable[..., Measurement]) -> Callable[..., None]:
         click.echo(function(**options).show(as_json))
 
     for option in (
-        click.option("--peers", metavar="PYTHON", help="Python that has the other systems [.venv-peers/bin/python]"),
         click.option("--repetitions", type=click.IntRange(1), default=REPETITIONS, show_default=True),
         click.option("--json", "as_json", is_flag=True, help="one line of JSON"),
     ):
@@ -40,6 +42,7 @@ def measuring(function: Callable[..., Measurement]) -> Callable[..., None]:
 
 @bench.command()
 @measuring
+@OPTION_PEERS
 @click.option("--workers", type=click.IntRange(2), default=8, show_default=True, help="half generate, half train")
 @click.option("--samples", type=click.IntRange(64), default=4096, show_default=True)
 @click.option("--tokens", type=click.IntRange(1), default=1024, show_default=True, help="of each sample")
@@ -62,6 +65,7 @@ def step(
 
 @bench.command()
 @measuring
+@OPTION_PEERS
 @click.option("--rows", type=click.IntRange(1), default=1024, show_default=True)
 @click.option("--row-bytes", type=click.IntRange(8), default=64 << 10, show_default=True)
 def exchange(repetitions: int, peers: str | None, rows: int, row_bytes: int) -> Measurement:
@@ -73,6 +77,7 @@ def exchange(repetitions: int, peers: str | None, rows: int, row_bytes: int) -> 
 
 @bench.command()
 @measuring
+@OPTION_PEERS
 @click.option("--row-bytes", type=click.IntRange(8), default=4 << 10, show_default=True)
 @click.option("--count", type=click.IntRange(2), default=300, show_default=True, help="rows a repetition")
 def latency(repetitions: int, peers: str | None, row_bytes: int, count: int) -> Measurement:
@@ -80,3 +85,13 @@ def latency(repetitions: int, peers: str | None, row_bytes: int, count: int) -> 
     from distflow.bench.rows import measure_latency
 
     return measure_latency(row_bytes, count, repetitions, peers)
+
+
+@bench.command()
+@measuring
+@click.option("--megabytes", type=click.IntRange(1), default=64, show_default=True, help="of the model")
+def weights(repetitions: int, megabytes: int) -> Measurement:
+    """Bring versions of a model to readers on this host and on others."""
+    from distflow.bench.weights import measure
+
+    return measure(megabytes, repetitions)

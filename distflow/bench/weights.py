@@ -1,0 +1,104 @@
+"""`distflow bench weights`: versions of a model to readers on the publisher's host, and to readers on other hosts.
+
+Within the host three readers at once check a version and copy it into parameters of their own; the limit is one copy of
+the model in memory. To other hosts (processes that share no memory with the publisher, over loopback) a version goes by
+the swarm, plain and encrypted; the limit is one bare socket into the same kind of buffer. `uplink_ratio_N` is what the
+publisher itself sends to N hosts that fetch at the same time, in models.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+from distflow.bench import weights_workers
+from distflow.bench.team import Team
+from distflow.bench.turns import Figures, Measurement, Turn, take_turns
+from distflow.bench.weights_workers import WeightsSetting
+
+PUBLISHER = "publisher"
+READERS = ("reader-0", "reader-1", "reader-2")
+UPLINKS = (1, 4, 12)
+WARM_UPS = 3
+"""Publishers and readers keep several segments, whose memory is touched in the first turns."""
+
+
+class Links:
+    """The processes, and one turn of each link."""
+
+    def __init__(self, team: Team, setting: WeightsSetting, hosts: int) -> None:
+        self._team, self._setting = team, setting
+        self.hosts = [f"host-{number}" for number in range(hosts)]
+        self._numbers = count()
+        team.start(PUBLISHER, weights_workers.publish, setting)
+        for name in READERS:
+            team.start(name, weights_workers.read_here, setting)
+        for name in self.hosts:
+            team.start(name, weights_workers.read_afar, setting)
+        team.answers([PUBLISHER, *READERS, *self.hosts])
+
+    def memcpy(self) -> Figures:
+        """One copy of the model."""
+        return {"seconds": self._all(READERS[:1], "memcpy", 0)[0]}
+
+    def shm(self) -> Figures:
+        """Three readers of the publisher's host at once; the slowest counts."""
+        return {"seconds": max(self._all(READERS, "shm", self._publish()["local"]))}
+
+    def raw(self) -> Figures:
+        """One bare socket."""
+        port = self._publish()["port"]
+        self._team.tell([PUBLISHER], ("raw", None))
+        (seconds,) = self._all(self.hosts[:1], "raw", port)
+        self._team.answers([PUBLISHER])
+        return {"gb_s": self._setting.nbytes / 1e9 / seconds}
+
+    def swarm(self, kind: str, hosts: int) -> Figures:
+        """So many hosts at once; the slowest counts."""
+        wire = self._publish()[kind]
+        before = self._all([PUBLISHER], "sent", kind)[0]
+        found = self._all(self.hosts[:hosts], "fetch", (kind, wire))
+        after = self._all([PUBLISHER], "sent", kind)[0]
+        gb = self._setting.nbytes / 1e9
+        cpu_s = after["cpu_s"] - before["cpu_s"] + sum(one["cpu_s"] for one in found)
+        return {
+            "gb_s": gb / max(one["seconds"] for one in found),
+            "uplink": (after["bytes"] - before["bytes"]) / self._setting.nbytes,
+            "cpu_s_per_gb": cpu_s / gb / hosts,
+        }
+
+    def _publish(self) -> Any:
+        return self._all([PUBLISHER], "publish", next(self._numbers))[0]
+
+    def _all(self, names: Sequence[str], order: str, setting: object) -> list[Any]:
+        self._team.tell(names, (order, setting))
+        found = self._team.answers(names)
+        return [found[name] for name in names]
+
+
+def measure(megabytes: int, repetitions: int) -> Measurement:
+    """All links in turn."""
+    measurement = Measurement("weights", repetitions)
+    setting = WeightsSetting(f"bench-{uuid.uuid4().hex[:8]}", megabytes << 20)
+    with Team(weights_workers.__name__) as team:
+        links = Links(team, setting, max(UPLINKS))
+        contestants: dict[str, Turn] = {"memcpy": links.memcpy, "shm": links.shm, "raw": links.raw}
+        contestants |= {f"swarm {hosts}": partial(links.swarm, "plain", hosts) for hosts in UPLINKS}
+        contestants["encrypted"] = partial(links.swarm, "encrypted", 1)
+        found = take_turns(contestants, repetitions, WARM_UPS)
+    figures = measurement.figures
+    measurement.tell("shm_s", found["shm"], of="seconds")
+    measurement.tell("memcpy_s", found["memcpy"], of="seconds")
+    figures["shm_memcpy_ratio"] = figures["shm_s"] / figures["memcpy_s"]
+    measurement.tell("raw_tcp_gb_s", found["raw"], of="gb_s")
+    measurement.tell("swarm_gb_s", found["swarm 1"], of="gb_s")
+    measurement.tell("encrypted_gb_s", found["encrypted"], of="gb_s")
+    measurement.tell("cpu_s_per_gb", found["swarm 1"])
+    figures["swarm_of_raw_tcp"] = figures["swarm_gb_s"] / figures["raw_tcp_gb_s"]
+    figures["encrypted_of_raw_tcp"] = figures["encrypted_gb_s"] / figures["raw_tcp_gb_s"]
+    for hosts in UPLINKS:
+        measurement.tell(f"uplink_ratio_{hosts}", found[f"swarm {hosts}"], of="uplink")
+    return measurement

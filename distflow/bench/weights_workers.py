@@ -1,0 +1,125 @@
+"""The processes of `distflow bench weights`: a publisher, readers on its host, and one for each further host."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distflow.types import Version
+from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.shm import SEGMENTS, ShmPublisher, ShmReader
+from distflow.weights.swarm_reader import SwarmReader
+from distflow.weights.swarm_server import SwarmServer
+from distflow.weights.transport import NamedTensors
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT_S = 60.0
+MODEL = "policy"
+TENSORS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSetting:
+    """`tag` names the segments of this measurement; `nbytes`: of the model."""
+
+    tag: str
+    nbytes: int
+
+
+def _obey(pipe: Connection, orders: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Do what the pipe says, until it says nothing more; first of all say that this process is there."""
+    pipe.send("ready")
+    while (order := pipe.recv()) is not None:
+        name, setting = order
+        pipe.send(orders[name](setting))
+
+
+def publish(name: str, pipe: Connection, setting: WeightsSetting) -> None:
+    """The publisher, and the far end of a bare socket."""
+    servers = {"plain": SwarmServer(LOOPBACK), "encrypted": SwarmServer(LOOPBACK, encrypted=True)}
+    publisher = ShmPublisher(f"{setting.tag}-{name}", MODEL, 0, servers["plain"].pinned)
+    weights = [(f"layer.{n}", torch.randn(setting.nbytes // TENSORS // 4)) for n in range(TENSORS)]
+    data = memoryview(bytearray(setting.nbytes))
+    listener = socket.create_server((LOOPBACK, 0))
+
+    def announce(number: int) -> Mapping[str, Any]:
+        local = publisher.publish(Version(0, number), weights)
+        described = {kind: server.describe(local).to_wire() for kind, server in servers.items()}
+        return {"local": local.to_wire(), "port": listener.getsockname()[1], **described}
+
+    def raw(_: object) -> None:
+        link, _address = listener.accept()
+        with link:
+            link.sendall(data)
+
+    def sent(kind: str) -> Mapping[str, float]:
+        return {"bytes": servers[kind].traffic.sent_bytes, "cpu_s": time.process_time()}
+
+    with ExitStack() as stack:
+        for close in (publisher.close, listener.close, *(server.close for server in servers.values())):
+            stack.callback(close)
+        _obey(pipe, {"publish": announce, "raw": raw, "sent": sent})
+
+
+def read_here(name: str, pipe: Connection, setting: WeightsSetting) -> None:
+    """A reader on the publisher's host: checks a version and copies it into parameters of its own."""
+    reader = ShmReader()
+    own = [torch.zeros(setting.nbytes // TENSORS // 4) for _ in range(TENSORS)]
+    others = [torch.randn_like(tensor) for tensor in own]
+
+    def take(tensors: NamedTensors) -> None:
+        for mine, (_, theirs) in zip(own, tensors, strict=True):
+            mine.copy_(theirs)
+
+    def shm(wire: Any) -> float:
+        began = time.perf_counter()
+        take(reader.fetch(Manifest.from_wire(wire)))
+        return time.perf_counter() - began
+
+    def memcpy(_: object) -> float:
+        began = time.perf_counter()
+        take([("", tensor) for tensor in others])
+        return time.perf_counter() - began
+
+    _obey(pipe, {"shm": shm, "memcpy": memcpy})
+    reader.close()
+
+
+def read_afar(name: str, pipe: Connection, setting: WeightsSetting) -> None:
+    """A reader on a host of its own."""
+    readers = {
+        kind: SwarmReader(f"{setting.tag}-{name}-{kind}", LOOPBACK, TIMEOUT_S) for kind in ("plain", "encrypted")
+    }
+    with open(SEGMENTS / f"distflow-{setting.tag}-{name}-raw", "w+b") as file:
+        Path(file.name).unlink()
+        file.truncate(setting.nbytes)
+        buffer = memoryview(mmap.mmap(file.fileno(), setting.nbytes))
+
+    def fetch(order: tuple[str, Any]) -> Mapping[str, float]:
+        kind, wire = order
+        manifest = Manifest.from_wire(wire)
+        began, cpu = time.perf_counter(), time.process_time()
+        readers[kind].fetch(manifest)
+        return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
+
+    def raw(port: int) -> float:
+        began = time.perf_counter()
+        with socket.create_connection((LOOPBACK, port), timeout=TIMEOUT_S) as link:
+            at = 0
+            while at < len(buffer):
+                at += link.recv_into(buffer[at : at + CHUNK_BYTES])
+        return time.perf_counter() - began
+
+    with ExitStack() as stack:
+        for reader in readers.values():
+            stack.callback(reader.close)
+        _obey(pipe, {"fetch": fetch, "raw": raw})
