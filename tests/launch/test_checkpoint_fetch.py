@@ -51,7 +51,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(file_client, "Client", Client)
+    monkeypatch.setattr(file_client, "RequestClient", Client)
     return folders
 
 

@@ -34,6 +34,8 @@ from distflow.weights.prefetch import Stage
 WITH_CRITIC = ("flow=ppo", "layout=critic", "layout.pools.trainer.count=2")
 WITH_SOLVER = ("flow=self_play", "layout=self_play", "layout.pools.trainer.count=2", "batch.samples_per_prompt=2")
 OVERRIDES = ("layout=async", "layout.pools.trainer.count=2", "layout.partial_rollouts=true", "batch.prompts=16")
+OPEN = frozenset(("status", "stacks", "stop"))
+"""What anyone may ask; the requests of clients have tests of their own (tests/client)."""
 
 
 class Refused(Exception):
@@ -50,14 +52,15 @@ class WorkerReceiver:
         me = self.node.membership.me
         self.node.membership.me = replace(me, digest="digest", digest_parts={"flow": "1"})
         with _nothing_fetched():
-            inbound, ends = self.session._register(build_tokenizer(setting))
+            owned, ends = self.session._register(build_tokenizer(setting))
+        inbound = None if owned is None else owned.inbound
         self._outbound = None if ends is None else ends.own
         self._inbound = inbound
-        if inbound is not None and self.session._replicas is not None:
+        if owned is not None and self.session._replicas is not None:
             batch, streamed = setting.plan.batch, TrainingLimits.of(setting.plan).streamed
             cost = CostRule(batch.tokens_per_microbatch)
             rule = DealRule(batch.prompts, batch.ledgers, cost, streamed=streamed, divided=False)
-            owner = ports.OwnerEnds(inbound, self.session._rows_out, self.session._asking)
+            owner = ports.OwnerEnds(*owned, self.session._rows_out, self.session._asking)
             self._intake = ports.takes(self.session._base, owner, self.session._replicas, rule, None)
             self.session._replicas.contribute("a round", {"stop": False})
         self._tokenizer = build_tokenizer(setting)
@@ -66,7 +69,7 @@ class WorkerReceiver:
     @property
     def kinds(self) -> set[str]:
         """All that it takes."""
-        return MEMBERSHIP | self.node._handlers.keys() | self.node._agent_handlers.keys()
+        return MEMBERSHIP | self.node._handlers.keys() | OPEN | self.node._agent_handlers.keys()
 
     def take(self, header: bytes, payload: tuple[bytes, ...]) -> None:
         """As the endpoint's thread does it; whatever ends that thread is raised here."""

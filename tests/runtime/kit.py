@@ -26,6 +26,7 @@ from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.rollout_core import FinishedGroup
 from distflow.exchange.sample_channel import HOLDER_KINDS, OWNER_KINDS, RESULTS, InboundSamples, OutboundSamples
+from distflow.exchange.store_channel import SampleStore
 from distflow.flow.plan import BatchPlan, StepPlan
 from distflow.flow.step import GENERATED
 from distflow.runtime.checkpoint.commit import Keeping
@@ -183,6 +184,7 @@ class World:
         self.node = make_node(OWNER, [HOLDER], self.folder)
         parts = TrainingParts(
             inbound=self.inbound,
+            store=SampleStore(self.inbound, 1 << 20, lambda fields: "", self.node.endpoint.reply),
             models={"policy": self.backend},
             contexts={"update": self.context},
             trained={"policy": "actor"},

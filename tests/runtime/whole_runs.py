@@ -37,7 +37,7 @@ from distflow.flow.document import Place, document_text, read_worker_document, w
 from distflow.flow.planner import make_plan
 from distflow.flow.script import render_script
 from distflow.launch.run.resume import find_checkpoint
-from distflow.runtime import replicas, session
+from distflow.runtime import node, replicas, session
 from distflow.runtime.assembly import Setting, build_models
 from distflow.runtime.checkpoint.parts import CheckpointReader
 from distflow.runtime.node import identity
@@ -129,6 +129,10 @@ class MemoryEndpoint:
 
     def know(self, name: str, address: str) -> None:
         self.roster[name] = address
+
+    def reply(self, request: Message, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
+        """Nobody from outside asks here."""
+        raise AssertionError(f"a reply to {request.kind}")
 
     def disconnect(self, name: str) -> None:
         pass
@@ -256,7 +260,7 @@ def in_memory() -> Iterator[None]:
         SIGTERM=signal.SIGTERM, SIG_IGN=signal.SIG_IGN, getsignal=lambda number: signal.SIG_IGN
     )
     with (
-        mock.patch.object(session, "Endpoint", MemoryEndpoint),
+        mock.patch.object(node, "Endpoint", MemoryEndpoint),
         mock.patch.object(session, "identity", identified),
         mock.patch.object(session, "process_alive", lambda pid, started: threads[pid].is_alive()),
         mock.patch.object(session, "signal", no_signals),
