@@ -236,16 +236,6 @@ class Consumers:
         """What a consumer reads."""
         return tuple(sorted(self._consumers[name].fields))
 
-    def counts(self) -> dict[str, float]:
-        """For the status: groups kept for each consumer, and those that it has missed."""
-        found: dict[str, float] = {}
-        for one in self._consumers.values():
-            claimed = sum(len(positions) for positions in one.claims.values())
-            found[f"consumer/{one.name}/waiting"] = len(one.ready) + len(one.partial)
-            found[f"consumer/{one.name}/claimed"] = claimed
-            found[f"consumer/{one.name}/missed"] = one.missed
-        return found
-
     # -- details
     def _open(self, wanted: SamplesWanted) -> _Consumer:
         fields = frozenset(wanted.fields)

@@ -91,6 +91,13 @@ class SampleStore:
         self._parts: set[str] = set()
         """Parts of the reward that are asked for: a sample may lack some, which are then NaN."""
         self._inbound = inbound
+        self._handlers = {
+            ASK: self._on_ask,
+            SETTLE: self._on_settle,
+            ALIVE: self._on_alive,
+            LEAVE: self._on_leave,
+            FORGET: self._on_forget,
+        }
         inbound.on_arrival(self._arrived)
         inbound.on_answer(self._answered)
         inbound.on_leaving(self._left)
@@ -99,22 +106,7 @@ class SampleStore:
     def on_message(self, message: Envelope, now: float) -> None:
         """A client's message; raises ProtocolError if it is malformed."""
         held_up = bool(self.consumers.held_up_by)
-        match message.kind:
-            case "client.ask":
-                self._on_ask(message, now)
-            case "client.settle":
-                self._on_settle(message, now)
-            case "client.alive":
-                self.consumers.alive(read(message.body, From, message.kind).client, now)
-                self._reply(message, {}, ())
-            case "client.leave":
-                client = read(message.body, From, message.kind).client
-                self._send(self.consumers.leave(client))
-                self._asks.pop(client, None)
-            case "client.forget":
-                forgotten = read(message.body, Forgotten, message.kind)
-                self._send(self.consumers.forget(forgotten.consumer))
-                self._reply(message, {"number": forgotten.number}, ())
+        self._handlers[message.kind](message, now)
         if held_up and not self.consumers.held_up_by:
             # Asks of generating workers were left unanswered meanwhile.
             self._inbound.send(self._inbound.core.prompts_arrived(now))
@@ -150,6 +142,20 @@ class SampleStore:
         stale, answers = self.consumers.settle(*about, now)
         self._reply(message, {"number": settled.number, "stale": stale}, ())
         self._send(answers)
+
+    def _on_alive(self, message: Envelope, now: float) -> None:
+        self.consumers.alive(read(message.body, From, message.kind).client, now)
+        self._reply(message, {}, ())
+
+    def _on_leave(self, message: Envelope, now: float) -> None:
+        client = read(message.body, From, message.kind).client
+        self._send(self.consumers.leave(client))
+        self._asks.pop(client, None)
+
+    def _on_forget(self, message: Envelope, now: float) -> None:
+        forgotten = read(message.body, Forgotten, message.kind)
+        self._send(self.consumers.forget(forgotten.consumer))
+        self._reply(message, {"number": forgotten.number}, ())
 
     # -- samples
     def _arrived(self, lengths: Mapping[int, Sequence[int]]) -> None:

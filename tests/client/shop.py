@@ -90,7 +90,7 @@ class Shop:
     def begin(self) -> None:
         """Make the samples of the first step, once somebody reads."""
         deadline = time.monotonic() + 10
-        while not self.store.consumers.counts():
+        while not self.store.consumers._consumers:
             assert time.monotonic() < deadline, "nobody has asked for samples"
             time.sleep(0.005)
         with self.lock:
