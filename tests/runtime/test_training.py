@@ -190,7 +190,7 @@ def test_what_was_trained_on_before_the_last_group_came(make: Make, tmp_path: Pa
     world.training.save(t + 1)
     world.settle()
     next(steps)
-    assert lines(tmp_path)[0]["perf/overlap_share"] == 0.25, "the second had come when the first was done, not the others"
+    assert lines(tmp_path)[0]["perf/overlap_share"] == 0.25, "the second came in time, the others did not"
 
 
 def test_what_is_left_below_the_budget_is_the_last_batch(make: Make) -> None:
