@@ -70,6 +70,18 @@ def test_readers_elsewhere_go_on_with_the_next_publisher_too(cast: Cast, tag: st
     assert reader.ask("fetch", far)
 
 
+def test_a_reader_that_is_killed_while_it_compares_the_checksums_for_all_is_replaced(cast: Cast, tag: str) -> None:
+    publisher, lost, other = cast(Publisher, tag, 0, FEW), cast(Generating, FEW), cast(Generating, FEW)
+    near, _ = publisher.ask("publish", 1)
+    for reader in (lost, other):
+        reader.ask("announce", near)
+    lost.tell("stop_in_check")
+    assert lost.answer() == "comparing"
+    other.tell("load")
+    lost.kill()
+    assert other.answer() == (0, 1)
+
+
 def test_hosts_that_fetch_from_a_reader_that_is_killed_finish_and_so_does_its_neighbour(cast: Cast, tag: str) -> None:
     publisher = cast(Publisher, new_tag(), 0, SIZE)
     relay, neighbour = cast(FarReader, tag, SIZE), cast(FarReader, tag, SIZE)

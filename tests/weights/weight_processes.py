@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from distflow.types import Version
+from distflow.weights import shm
 from distflow.weights.host_segments import TURN, HostSegments
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
@@ -168,6 +169,11 @@ class Generating(_Role):
         """The version in the engine, whose tensors are those of that version."""
         self.inbox.load(self)
         return self.serves()
+
+    def stop_in_check(self) -> None:
+        """Load, and stand still while its checksums are compared."""
+        shm.verify = lambda data, sums, what: self.stand_still("comparing")
+        self.load()
 
     def serves(self) -> tuple[int, int] | None:
         version = self.inbox.loaded
