@@ -22,7 +22,7 @@ import zmq
 from distflow.comm.addresses import check_address, key_in
 from distflow.comm.curve import leaves_machine, listener_for
 from distflow.comm.keys import NetworkListener
-from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode_all, header_of, pack, prefix_of
+from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode_all, header_of, pack, prefix_of, size_of
 from distflow.comm.outbox import SMALL_BYTES, Delivery, Outbox, Posted, bundles
 from distflow.comm.shared_lane import KINDS, SharedLane
 from distflow.comm.shared_sending import LaneUse, SharedPayload
@@ -78,7 +78,7 @@ class Endpoint:
         self.traffic = Traffic()
         self._tick_s = tick_s
         self._outbox = Outbox()
-        self._shared = SharedLane(segments, self._tell, self._on_released, max_frame_bytes)
+        self._shared = SharedLane(segments, self._tell, self._outbox.nudge, max_frame_bytes)
         self._closing = False
         self._linger_s = 1.0
         self._thread: threading.Thread | None = None
@@ -160,8 +160,10 @@ class Endpoint:
             raise KeyError(f"{to!r} is not in the roster, which names {sorted(self.roster)}")
         if to == self.name:
             return self._post_own(kind, body, payload)
-        self._check(payload)
-        shared = self._shared.put(to, payload) if payload and self.roster[to].startswith("ipc://") else None
+        shared = None
+        if payload:
+            self._check(max(map(size_of, payload)))
+            shared = self._shared.put(to, payload) if self.roster[to].startswith("ipc://") else None
         if shared is None:
             return self._post(to, [pack(kind, body, len(payload)), *payload])
         try:
@@ -200,17 +202,16 @@ class Endpoint:
             if thread.is_alive():
                 log.warning("endpoint of %s did not close within %.1f s", self.name, linger_s + 2.0)
 
-    def _check(self, frames: Sequence[Buffer]) -> None:
-        largest = max([memoryview(frame).nbytes for frame in frames], default=0)
-        if largest > self._max_frame_bytes:
+    def _check(self, size: int) -> None:
+        if size > self._max_frame_bytes:
             raise ProtocolError(
-                f"{self.name} cannot send {largest} bytes at once: the workers of this run accept at most "
+                f"{self.name} cannot send {size} bytes at once: the workers of this run accept at most "
                 f"{self._max_frame_bytes} (by the largest result of the plan) — let steps write smaller fields, or "
                 "raise data.max_prompt_tokens or max_new_tokens to the real lengths of the samples"
             )
 
     def _post(self, to: str | bytes, frames: Sequence[Buffer], shared: SharedPayload | None = None) -> Delivery:
-        self._check(frames[:1])
+        self._check(len(frames[0]))
         return self._put(to, frames, shared=shared)
 
     def _post_own(self, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
@@ -232,11 +233,6 @@ class Endpoint:
         """Send a message of the shared-memory lane."""
         if to in self.roster:
             self._post(to, [pack(kind, body)])
-
-    def _on_released(self) -> None:
-        # This thread flushes anyway before it waits.
-        if threading.current_thread() is not self._thread:
-            self._outbox.nudge()
 
     # -- the thread that owns the sockets
 
@@ -272,9 +268,11 @@ class Endpoint:
             poller.register(socket, zmq.POLLIN)
         wake = self._outbox.fileno()
         poller.register(wake, zmq.POLLIN)
+        self._outbox.sent_by_this_thread()
         next_tick = time.monotonic() + self._tick_s
         while True:
-            ready = dict(poller.poll(max(0, int((next_tick - time.monotonic()) * 1000))))
+            wait_s = 0.0 if self._outbox else max(0.0, next_tick - time.monotonic())
+            ready = dict(poller.poll(int(wait_s * 1000)))
             if wake in ready:
                 self._outbox.woken()
             if gate is not None and gate.questions in ready:
@@ -297,10 +295,12 @@ class Endpoint:
     def _receive(self, index: int, router: zmq.Socket[bytes]) -> None:
         """Read a bounded number of messages, so that sending and ticking get their turn."""
         for _ in range(100):
-            try:
-                frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            # Asking is cheaper than the exception of a socket that has nothing.
+            if not int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
+            frames = [router.recv(zmq.NOBLOCK, copy=False)]
+            while frames[-1].more:
+                frames.append(router.recv(zmq.NOBLOCK, copy=False))
             try:
                 messages = self._opened(index, frames)
             except ProtocolError as error:
@@ -343,7 +343,7 @@ class Endpoint:
         return messages
 
     def _flush(self, sockets: Sockets) -> None:
-        """Send what is queued by now; later messages wake this thread again."""
+        """Send what is queued by now; later messages end the next wait of this thread."""
         taken = self._outbox.take()
         try:
             for bundle in bundles(taken):
@@ -382,8 +382,10 @@ class Endpoint:
         try:
             if socket is None:
                 raise zmq.Again
-            # Of a message that is tracked, large frames are shared rather than copied.
-            socket.send_multipart(frames, zmq.NOBLOCK, copy=not trackers)
+            for frame in frames[:-1]:
+                # Of a message that is tracked, large frames are shared rather than copied.
+                socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=not trackers)
+            socket.send(frames[-1], zmq.NOBLOCK, copy=not trackers)
         except zmq.Again:
             for posted in bundle:
                 posted.delivery.drop()
