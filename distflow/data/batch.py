@@ -8,6 +8,7 @@ Shapes: B rows, N values of a ragged column over all rows, T longest row of a pa
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -119,6 +120,16 @@ def _rows_of(column: Column) -> int:
     return len(column) if isinstance(column, Ragged) else column.shape[0]
 
 
+class BufferedColumns(Mapping[str, Column]):
+    """Columns that lie in one buffer and are made when they are asked for."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def join(self, ranges: Sequence[RowRange]) -> Batch | None:
+        """The rows of all ranges, the first of which is of these columns; None if they have to be joined by column."""
+
+
 class Batch:
     """Columns of equal row count. Immutable by convention: steps return a new batch from `with_columns`.
 
@@ -131,11 +142,11 @@ class Batch:
         counts = {name: _rows_of(column) for name, column in columns.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"columns of one batch must have the same number of rows, got {counts}")
-        self.columns = dict(columns)
+        self.columns: Mapping[str, Column] = dict(columns)
         self.rows = next(iter(counts.values()), 0)
 
     @classmethod
-    def of_rows(cls, columns: dict[str, Column], rows: int) -> Batch:
+    def of_rows(cls, columns: Mapping[str, Column], rows: int) -> Batch:
         """Columns that are known to have so many rows, which are not counted again."""
         batch = cls.__new__(cls)
         batch.columns, batch.rows = columns, rows
@@ -187,7 +198,7 @@ class Batch:
 
     def of_all_models(self, name: str) -> list[Ragged]:
         """The ragged columns of this name that are there, with and without a prefix."""
-        columns = [column for field, column in self.columns.items() if field.rpartition("/")[2] == name]
+        columns = [self.columns[field] for field in self.columns if field.rpartition("/")[2] == name]
         return [column for column in columns if isinstance(column, Ragged)]
 
     def texts(self, name: str) -> list[str]:
@@ -291,6 +302,9 @@ def join(ranges: Sequence[RowRange]) -> Batch:
             pieces[-1] = RowRange(piece.batch, last.start, piece.stop)
         else:
             pieces.append(piece)
+    columns = pieces[0].batch.columns if len(pieces) > 1 else None
+    if isinstance(columns, BufferedColumns) and (joined := columns.join(pieces)) is not None:
+        return joined
     whole = [piece.batch if piece.stop - piece.start == piece.batch.rows else piece.rows for piece in pieces]
     return Batch.concat(whole)
 
@@ -317,8 +331,8 @@ def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
 def row_lengths(batch: Batch) -> Tensor:
     """[B] int64: tokens of each row, prompt and response; with those of further models, as far as they are there."""
     lengths_B = np.zeros(batch.rows, dtype=np.int64)
-    for name in ("prompt_ids", "response_ids"):
-        for column in batch.of_all_models(name):
-            offsets = column.offsets.numpy()
+    for field in batch.columns:
+        if field.rpartition("/")[2] in ("prompt_ids", "response_ids") and isinstance(batch[field], Ragged):
+            offsets = batch.ragged(field).offsets.numpy()
             lengths_B += offsets[1:] - offsets[:-1]
     return torch.from_numpy(lengths_B)
