@@ -4,9 +4,10 @@
 
 Two processes: an owner of 8 ledgers and a holder that asks, gets leases, and finishes a group of 8 samples every
 `--gap-ms` (nothing is generated). Each is all of a worker that the control path goes through: node, endpoint, lanes,
-lease cores, sample channel, and a loop that waits, takes groups, joins their rows and opens the next step. Figures are µs of CPU time a
-group, after a tenth of the groups as warm-up: of the endpoint's thread, of the loop's thread (the holder's without
-making the samples), and of the whole process (with ZeroMQ's own threads, and at the holder with making the samples).
+lease cores, sample channel, and a loop that waits, takes groups, joins the rows of each step and opens the next one.
+Figures are µs of CPU time a group, after a tenth of the groups as warm-up: of the endpoint's thread, of the loop's
+thread (the holder's without making the samples), and of the whole process (with ZeroMQ's own threads, and at the holder
+with making the samples).
 
 `--against`: a checkout of another revision, measured in turn with this one; ratios are of the medians. Prints JSON.
 """
