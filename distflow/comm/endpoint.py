@@ -46,7 +46,7 @@ class Endpoint:
     An exception in either ends the thread and is handed to `on_fault`: nothing is sent or received any more, so it
     must be fatal for the worker. With a `listener` it listens on the network too: peers whose address begins with
     tcp:// are on other hosts. A peer with the address "" has not said where it listens: messages to it are dropped and
-    counted. Names of shared segments begin with `segments`; without it, payloads take the sockets.
+    counted. `shared_memory`: payloads to peers on this machine lie in shared memory, and take no sockets.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Endpoint:
         tick_s: float = 0.25,
         listener: NetworkListener | None = None,
         max_frame_bytes: int = MAX_HEADER_BYTES,
-        segments: str = "",
+        shared_memory: bool = False,
     ) -> None:
         if name not in roster:
             raise ProtocolError(f"{name!r} is not in the roster, which names {sorted(roster)}")
@@ -78,7 +78,7 @@ class Endpoint:
         self.traffic = Traffic()
         self._tick_s = tick_s
         self._outbox = Outbox()
-        self._shared = SharedLane(segments, self._tell, self._outbox.nudge, max_frame_bytes)
+        self._shared = SharedLane(shared_memory, self._tell, self._outbox.nudge, max_frame_bytes)
         self._closing = False
         self._linger_s = 1.0
         self._thread: threading.Thread | None = None
@@ -197,6 +197,7 @@ class Endpoint:
         thread = self._thread
         if thread is None:
             self._outbox.close()
+            self._shared.close()
         elif thread is not threading.current_thread():
             thread.join(timeout=linger_s + 2.0)
             if thread.is_alive():

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distflow.comm.addresses import Address, run_tag
+from distflow.comm.addresses import Address
 from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import Keys, NetworkListener, key_file, read_keys
@@ -37,7 +37,6 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
-from distflow.weights.shm import segment_prefix
 
 Handler = Callable[[Message], None]
 AGENT_POOL = "agent"
@@ -333,9 +332,8 @@ class Hosts:
 
     def endpoint(self, name: str, incarnation: int, most_bytes: int) -> Endpoint:
         """The endpoint of a worker, which sends to others on its host through shared memory."""
-        segments, listener = segment_prefix(run_tag(self._run_dir, self.here)), self.listener
-        about = (name, incarnation, self.roster)
-        return Endpoint(*about, listener=listener, max_frame_bytes=most_bytes, segments=segments)
+        about, listener = (name, incarnation, self.roster), self.listener
+        return Endpoint(*about, listener=listener, max_frame_bytes=most_bytes, shared_memory=True)
 
     def publishes_here(self, model: str) -> bool:
         """Whether a worker that trains a model is on this host, so that its weights come through shared memory."""

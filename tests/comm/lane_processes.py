@@ -25,17 +25,13 @@ def roster(folder: Path) -> dict[str, str]:
     return {name: f"ipc://{folder}/{name.replace('/', '-')}" for name in (WRITER, READER)}
 
 
-def prefix(folder: Path) -> str:
-    return f"distflow-{folder.name}-"
-
-
 def row(n: int) -> bytes:
     return bytes([n % 251]) * ROW_BYTES
 
 
 def main(role: str, folder: Path) -> None:
     name = READER if role == "holds" else WRITER
-    endpoint = Endpoint(name, 0, roster(folder), segments=prefix(folder))
+    endpoint = Endpoint(name, 0, roster(folder), shared_memory=True)
     kept: list[Message] = []
     arrived = threading.Event()
 
