@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from typing import Any
 
 import zmq
@@ -26,7 +27,7 @@ from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode_all,
 from distflow.comm.outbox import SMALL_BYTES, Delivery, Outbox, Posted, bundles
 from distflow.comm.shared_lane import KINDS, SharedLane
 from distflow.comm.shared_sending import LaneUse, SharedPayload
-from distflow.comm.sockets import Sockets
+from distflow.comm.sockets import Sockets, frames_from, send_frames
 from distflow.comm.traffic import Traffic
 from distflow.errors import ProtocolError
 from distflow.log import logger
@@ -42,11 +43,12 @@ log = logger(__name__)
 class Endpoint:
     """Send to peers by name; receive on a thread of its own.
 
-    `on_message` runs on that thread for every message and must not block; `on_tick` runs there every `tick_s` seconds.
-    An exception in either ends the thread and is handed to `on_fault`: nothing is sent or received any more, so it
-    must be fatal for the worker. With a `listener` it listens on the network too: peers whose address begins with
-    tcp:// are on other hosts. A peer with the address "" has not said where it listens: messages to it are dropped and
-    counted. `shared_memory`: payloads to peers on this machine lie in shared memory, and take no sockets.
+    `on_message` runs on that thread for every message and must not block, `on_handled` once after all that came
+    together, `on_tick` every `tick_s` seconds. An exception in any of them ends the thread and is handed to `on_fault`:
+    nothing is sent or received any more, so it must be fatal for the worker. With a `listener` it listens on the
+    network too: peers whose address begins with tcp:// are on other hosts. A peer with the address "" has not said
+    where it listens: messages to it are dropped and counted. `shared_memory`: payloads to peers on this machine lie in
+    shared memory, and take no sockets.
     """
 
     def __init__(
@@ -84,6 +86,9 @@ class Endpoint:
         self._thread: threading.Thread | None = None
         self._on_message: Callable[[Message], None] = lambda message: None
         self._on_tick: Callable[[], None] = lambda: None
+        self._on_handled: Callable[[], None] = lambda: None
+        self._handled = False
+        """Whether there were messages since `on_handled`."""
         self._on_fault: Callable[[BaseException], None] = self._say
         for known, address in roster.items():
             self.know(known, address)
@@ -103,12 +108,14 @@ class Endpoint:
         on_message: Callable[[Message], None],
         on_tick: Callable[[], None] = lambda: None,
         on_fault: Callable[[BaseException], None] | None = None,
+        on_handled: Callable[[], None] = lambda: None,
     ) -> None:
         """Bind and begin; raises ProtocolError with the address when it cannot be bound.
 
         Without `on_fault` a fault is only logged.
         """
         self._on_message, self._on_tick, self._on_fault = on_message, on_tick, on_fault or self._say
+        self._on_handled = on_handled
         bound = threading.Event()
         failed: list[Exception] = []
         self._thread = threading.Thread(target=self._serve, args=(bound, failed), name="endpoint", daemon=True)
@@ -161,9 +168,9 @@ class Endpoint:
         if to == self.name:
             return self._post_own(kind, body, payload)
         shared = None
-        if payload:
-            self._check(max(map(size_of, payload)))
-            shared = self._shared.put(to, payload) if self.roster[to].startswith("ipc://") else None
+        self._check(max(map(size_of, payload), default=0))
+        if payload and self.roster[to].startswith("ipc://"):
+            shared = self._shared.put(to, payload)
         if shared is None:
             return self._post(to, [pack(kind, body, len(payload)), *payload])
         try:
@@ -183,7 +190,7 @@ class Endpoint:
 
     def disconnect(self, name: str) -> None:
         """Close the connection to a peer that is gone and drop its queue. The next message opens a new one."""
-        self._put(name, [])
+        self._counted(self._outbox.put(name, []))
 
     def close(self, linger_s: float = 1.0) -> None:
         """Flush queued messages for at most `linger_s` seconds and close everything. Later messages are dropped.
@@ -213,20 +220,13 @@ class Endpoint:
 
     def _post(self, to: str | bytes, frames: Sequence[Buffer], shared: SharedPayload | None = None) -> Delivery:
         self._check(len(frames[0]))
-        return self._put(to, frames, shared=shared)
+        return self._counted(self._outbox.put(to, frames, shared=shared))
 
     def _post_own(self, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
-        views = [memoryview(frame) for frame in payload]
-        return self._put(self.name, (), Message(kind, self.name, self.incarnation, body, views, TO_MYSELF))
+        own = Message(kind, self.name, self.incarnation, body, [memoryview(frame) for frame in payload], TO_MYSELF)
+        return self._counted(self._outbox.put(self.name, (), own))
 
-    def _put(
-        self,
-        to: str | bytes,
-        frames: Sequence[Buffer],
-        own: Message | None = None,
-        shared: SharedPayload | None = None,
-    ) -> Delivery:
-        delivery = self._outbox.put(to, frames, own, shared)
+    def _counted(self, delivery: Delivery) -> Delivery:
         self.traffic.dropped += delivery.dropped
         return delivery
 
@@ -273,7 +273,7 @@ class Endpoint:
         next_tick = time.monotonic() + self._tick_s
         while True:
             wait_s = 0.0 if self._outbox else max(0.0, next_tick - time.monotonic())
-            ready = dict(poller.poll(int(wait_s * 1000)))
+            ready = dict(poller.poll(ceil(wait_s * 1000)))
             if wake in ready:
                 self._outbox.woken()
             if gate is not None and gate.questions in ready:
@@ -296,12 +296,9 @@ class Endpoint:
     def _receive(self, index: int, router: zmq.Socket[bytes]) -> None:
         """Read a bounded number of messages, so that sending and ticking get their turn."""
         for _ in range(100):
-            # Asking is cheaper than the exception of a socket that has nothing.
-            if not int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            frames = frames_from(router)
+            if not frames:
                 return
-            frames = [router.recv(zmq.NOBLOCK, copy=False)]
-            while frames[-1].more:
-                frames.append(router.recv(zmq.NOBLOCK, copy=False))
             try:
                 messages = self._opened(index, frames)
             except ProtocolError as error:
@@ -324,7 +321,11 @@ class Endpoint:
         if message is not None:
             if message is not received:
                 self.traffic.bytes_received += sum(map(len, message.payload))
-            self._on_message(message)
+            self._hand_on(message)
+
+    def _hand_on(self, message: Message) -> None:
+        self._handled = True
+        self._on_message(message)
 
     def _opened(self, index: int, frames: Sequence[zmq.Frame]) -> list[Message]:
         """The messages in what a router has received; raises ProtocolError if it is malformed or forged."""
@@ -355,12 +356,15 @@ class Endpoint:
                 # Only after an exception, which ends this thread.
                 if not posted.delivery.settled:
                     posted.delivery.drop()
+        if self._handled:
+            self._handled = False
+            self._on_handled()
 
     def _hand_over(self, sockets: Sockets, bundle: Sequence[Posted]) -> None:
         first = bundle[0]
         if first.own is not None:
             first.delivery.hand_over()
-            self._on_message(first.own)
+            self._hand_on(first.own)
         elif not first.frames:
             sockets.disconnect(str(first.to))
             self._shared.forget(str(first.to))
@@ -383,10 +387,8 @@ class Endpoint:
         try:
             if socket is None:
                 raise zmq.Again
-            for frame in frames[:-1]:
-                # Of a message that is tracked, large frames are shared rather than copied.
-                socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=not trackers)
-            socket.send(frames[-1], zmq.NOBLOCK, copy=not trackers)
+            # Of a message that is tracked, large frames are shared rather than copied.
+            send_frames(socket, frames, copy=not trackers)
         except zmq.Again:
             for posted in bundle:
                 posted.delivery.drop()
