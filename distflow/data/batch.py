@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -126,6 +127,10 @@ class BufferedColumns(Mapping[str, Column]):
     __slots__ = ()
 
     @abstractmethod
+    def offsets(self, name: str) -> npt.NDArray[np.int64] | None:
+        """[B + 1]: where the rows of a ragged column begin and end; None for a dense one."""
+
+    @abstractmethod
     def join(self, ranges: Sequence[RowRange]) -> Batch | None:
         """The rows of all ranges, the first of which is of these columns; None if they have to be joined by column."""
 
@@ -172,7 +177,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+        return sum([tensor.nbytes for tensor in self._tensors()])
 
     def _tensors(self) -> Iterator[Tensor]:
         for column in self.columns.values():
@@ -195,6 +200,13 @@ class Batch:
         if not isinstance(column, Ragged):
             raise TypeError(f"field {name!r} is dense, one entry a row; use batch.dense({name!r})")
         return column
+
+    def offsets(self, name: str) -> npt.NDArray[np.int64] | None:
+        """[B + 1]: where the rows of a ragged column begin and end; None for a dense one."""
+        if isinstance(self.columns, BufferedColumns):
+            return self.columns.offsets(name)
+        column = self[name]
+        return column.offsets.numpy() if isinstance(column, Ragged) else None
 
     def of_all_models(self, name: str) -> list[Ragged]:
         """The ragged columns of this name that are there, with and without a prefix."""
@@ -330,9 +342,7 @@ def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
 
 def row_lengths(batch: Batch) -> Tensor:
     """[B] int64: tokens of each row, prompt and response; with those of further models, as far as they are there."""
-    lengths_B = np.zeros(batch.rows, dtype=np.int64)
-    for field in batch.columns:
-        if field.rpartition("/")[2] in ("prompt_ids", "response_ids") and isinstance(batch[field], Ragged):
-            offsets = batch.ragged(field).offsets.numpy()
-            lengths_B += offsets[1:] - offsets[:-1]
-    return torch.from_numpy(lengths_B)
+    names = [name for name in batch.columns if name.rpartition("/")[2] in ("prompt_ids", "response_ids")]
+    found = [offsets for name in names if (offsets := batch.offsets(name)) is not None]
+    ends_B = sum(found[1:], found[0]) if found else np.zeros(batch.rows + 1, dtype=np.int64)
+    return torch.from_numpy(ends_B[1:] - ends_B[:-1])

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -134,6 +134,11 @@ class _Mapped(BufferedColumns):
     def __contains__(self, name: object) -> bool:
         return name in self._layout.places
 
+    def offsets(self, name: str) -> npt.NDArray[np.int64] | None:
+        """[B + 1]: where the rows of a ragged column begin and end; None for a dense one."""
+        number = self._layout.places[name].offsets
+        return None if number < 0 else self._offsets[number]
+
     def join(self, ranges: Sequence[RowRange]) -> Batch | None:
         """The rows of all ranges in one buffer; None if their batches do not lie in buffers of the same layout."""
         parts = [(piece.batch.columns, piece.start, piece.stop) for piece in ranges]
@@ -180,9 +185,9 @@ class _Mapped(BufferedColumns):
 def encode_batch(batch: Batch) -> tuple[dict[str, object], bytearray]:
     """Description (plain values) and buffer. Raises ProtocolError for a dtype without a wire name."""
     numbers: dict[int, int] = {}
-    offsets: list[Tensor] = []
-    parts: dict[torch.dtype, list[Tensor]] = {}
-    columns: list[tuple[str, torch.dtype, torch.Size, int]] = []
+    offsets: list[Any] = []
+    parts: dict[torch.dtype, list[Any]] = {}
+    columns: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
     for name, column in batch.columns.items():
         values, number = column, -1
         if isinstance(column, Ragged):
@@ -190,20 +195,14 @@ def encode_batch(batch: Batch) -> tuple[dict[str, object], bytearray]:
             # Columns with a value for each token have the very same offsets: they travel once.
             number = numbers.setdefault(id(column.offsets), len(offsets))
             if number == len(offsets):
-                offsets.append(column.offsets)
+                offsets.append(_raw(column.offsets))
         assert isinstance(values, Tensor), "a column is dense or ragged"
-        columns.append((name, values.dtype, values.shape[1:], number))
-        parts.setdefault(values.dtype, []).append(_flat(values))
+        raw = _raw(values)
+        columns.append((name, values.dtype, raw.shape[1:], number))
+        parts.setdefault(values.dtype, []).append(raw)
     described = _described(tuple(columns))
-    blocks = [(torch.int64, offsets), *((dtype, parts[dtype]) for dtype in _NAMES if dtype in parts)]
-    counts = [sum([part.numel() for part in block]) for _, block in blocks]
-    buffer = bytearray(sum([count * dtype.itemsize for count, (dtype, _) in zip(counts, blocks, strict=True)]))
-    at = 0
-    for count, (dtype, block) in zip(counts, blocks, strict=True):
-        if count:
-            torch.cat(block, out=torch.frombuffer(buffer, dtype=dtype, count=count, offset=at))
-            at += count * dtype.itemsize
-    return {"rows": batch.rows, "columns": described}, buffer
+    blocks = [raw for dtype in _NAMES for raw in parts.get(dtype, ())]
+    return {"rows": batch.rows, "columns": described}, bytearray().join([*offsets, *blocks])
 
 
 @decoder
@@ -226,21 +225,21 @@ def decode_batch(description: object, buffer: memoryview) -> Batch:
 _EMPTY = {dtype: torch.empty(0, dtype=dtype) for dtype in _NAMES}
 
 
-def _flat(values: Tensor) -> Tensor:
-    if values.requires_grad:
-        values = values.detach()
-    if not values.is_cpu:
-        values = values.cpu()
-    return values if values.dim() == 1 else values.reshape(-1)
+def _raw(values: Tensor) -> npt.NDArray[Any]:
+    """The numbers of a tensor, side by side; where they are already, they are not copied."""
+    if values.dtype is torch.bfloat16:
+        values = values.view(torch.int16)
+    found = values.numpy() if values.is_cpu and not values.requires_grad else values.numpy(force=True)
+    return found if found.flags.c_contiguous else np.ascontiguousarray(found)
 
 
 @lru_cache(_REMEMBERED)
-def _described(columns: tuple[tuple[str, torch.dtype, torch.Size, int], ...]) -> bytes:
+def _described(columns: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]) -> bytes:
     """Name, type, shape of an entry and number of the offsets of each column, for the wire."""
     for name, dtype, _, _ in columns:
         if dtype not in _NAMES:
             raise ProtocolError(f"field {name!r} has dtype {dtype}; expected one of {sorted(_DTYPES)}")
-    rows = [_Described(name, _NAMES[dtype], tuple(shape), number) for name, dtype, shape, number in columns]
+    rows = [_Described(name, _NAMES[dtype], shape, number) for name, dtype, shape, number in columns]
     return msgspec.msgpack.encode(rows)
 
 
