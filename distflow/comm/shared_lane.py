@@ -24,7 +24,7 @@ from typing import Any
 from distflow.comm.message import Buffer, Message
 from distflow.comm.shared_reading import IncomingSegments, SegmentOffer, numbers_in
 from distflow.comm.shared_segment import MOST_BYTES
-from distflow.comm.shared_sending import WORKER_BYTES, LaneUse, OutgoingSegment, Room, SharedPayload
+from distflow.comm.shared_sending import WORKER_BYTES, OutgoingSegment, Room, SegmentUse, SharedPayload
 from distflow.data.decoding import MOST, Form, Whole, read
 from distflow.errors import ProtocolError
 from distflow.log import logger
@@ -68,7 +68,7 @@ class SharedLane:
         """Peers that cannot map a segment of this process."""
         self._incoming = IncomingSegments(wake, most_bytes)
 
-    def uses(self) -> dict[str, LaneUse]:
+    def uses(self) -> dict[str, SegmentUse]:
         """What was sent to each peer."""
         with self._lock:
             return {name: outgoing.use for name, outgoing in self._outgoing.items()}

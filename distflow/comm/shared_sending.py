@@ -28,7 +28,7 @@ HEADER_BYTES = ALIGN
 
 
 @dataclass(slots=True)
-class LaneUse:
+class SegmentUse:
     """What one peer's segment carries, for the status."""
 
     messages: int = 0
@@ -95,7 +95,7 @@ class OutgoingSegment:
         """Differs from that of any other segment, those of an earlier process of this worker among them."""
         self.segment = OwnSegment(LIMIT_BYTES)
         self.offered_at = 0.0
-        self.use = LaneUse()
+        self.use = SegmentUse()
         self._arena = Arena(LIMIT_BYTES)
         self._room = room
         self._payloads: dict[int, SharedPayload] = {}

@@ -30,6 +30,7 @@ from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, M
 from distflow.comm.message import Buffer, Message
 from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.processes import resident_mb, started_at
+from distflow.comm.traffic import INPROC
 from distflow.data.decoding import Form, Name, read
 from distflow.errors import ProtocolError, RecipeMismatch
 from distflow.flow.plan import leaders_of, publisher_for
@@ -222,12 +223,11 @@ class Node:
             "name": self.endpoint.name,
             "pid": os.getpid(),
             "host": os.uname().nodename,
-            "state": self.facts["state"],
-            "step": self.facts["step"],
-            "version": self.facts["version"],
+            **{fact: self.facts[fact] for fact in ("state", "step", "version")},
             "waiting_for": wait.describe(time.monotonic()) if wait else None,
             "waits": self.board.waits(),
             "traffic": asdict(self.endpoint.traffic),
+            "segments": {name: asdict(use) for name, use in self.endpoint.segments.items()},
             "memory_mb": resident_mb(),
             "counts": dict(self.counts()),
             "checkpointed": self.checkpointed,
@@ -287,6 +287,7 @@ class Lanes:
         if to != me:
             return self._endpoint.send(to, kind, body, payload)
         self._queue.append(Message(kind, me, self._endpoint.incarnation, body, [memoryview(part) for part in payload]))
+        self._endpoint.traffic.count(INPROC, 1, sum([part.nbytes for part in self._queue[-1].payload]))
         if self._draining:
             return delivered()
         self._draining = True

@@ -62,7 +62,7 @@ def write(endpoint: Endpoint) -> None:
 def use_shared(endpoint: Endpoint, to: str) -> None:
     """Send until the peer has mapped the segment; "first" is the kind of what it gets before."""
     endpoint.send(to, "first", {}, [bytes(ROW_BYTES)])
-    eventually(lambda: to in endpoint.lanes and endpoint.lanes[to].mapped, f"{to} maps the segment")
+    eventually(lambda: to in endpoint.segments and endpoint.segments[to].mapped, f"{to} maps the segment")
 
 
 @contextmanager

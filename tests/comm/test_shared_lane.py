@@ -18,6 +18,7 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
 from distflow.comm.shared_lane import FREED, LEAST_BYTES, OFFER, SharedLane
 from distflow.comm.shared_segment import OwnSegment, PeerSegment
+from distflow.comm.traffic import LaneTraffic
 from distflow.errors import ProtocolError
 from tests.comm.lane_processes import (
     READER,
@@ -58,7 +59,7 @@ class Ends:
 
     @property
     def held(self) -> int:
-        return self.writer.lanes[READER].held
+        return self.writer.segments[READER].held
 
 
 @pytest.fixture
@@ -99,14 +100,16 @@ def test_rows_are_read_where_the_writer_put_them(ends: Ends) -> None:
     ends.kept.clear()
     eventually(lambda: not ends.held, "the blocks are released")
     assert delivery.left
-    assert ends.writer.traffic.bytes_sent > ROWS * ROW_BYTES
+    traffic = ends.writer.traffic
+    assert traffic.lanes["shm"] == LaneTraffic(1, ROWS * ROW_BYTES + 1)
+    assert traffic.lanes["zmq"].bytes == traffic.bytes_sent - traffic.lanes["shm"].bytes
     assert ends.reader.traffic.bytes_received > ROWS * ROW_BYTES
 
 
 def test_small_payloads_take_the_sockets(ends: Ends) -> None:
     ends.writer.send(READER, "rows", {}, [bytes(LEAST_BYTES - 1)])
     eventually(lambda: ends.kept)
-    assert ends.writer.lanes[READER].messages == 0
+    assert ends.writer.segments[READER].messages == 0
 
 
 def test_a_block_is_held_by_any_slice_of_it(ends: Ends) -> None:
@@ -147,7 +150,7 @@ def test_what_finds_no_room_takes_the_sockets(tmp_path: Path, monkeypatch: pytes
         assert [message.body["n"] for message in ends.kept] == list(range(12))
         assert all(message.payload[3] == row(n) for n, message in enumerate(ends.kept))
         assert not any(delivery.dropped for delivery in sent)
-        assert ends.writer.lanes[READER].full == 12 - ends.writer.lanes[READER].messages > 0
+        assert ends.writer.segments[READER].full == 12 - ends.writer.segments[READER].messages > 0
         ends.kept.clear()
         eventually(lambda: not ends.held)
         ends.writer.send(READER, "rows", {}, [row(1)])
@@ -168,7 +171,7 @@ def test_a_peer_that_is_gone_holds_nothing(ends: Ends) -> None:
     eventually(lambda: ends.kept)
     first = ends.kept[0]
     ends.writer.disconnect(READER)
-    eventually(lambda: READER not in ends.writer.lanes)
+    eventually(lambda: READER not in ends.writer.segments)
     use_shared(ends.writer, READER)
     ends.writer.send(READER, "rows", {}, [row(100 + n) for n in range(ROWS)])
     eventually(lambda: ends.kept[1:])
@@ -180,7 +183,7 @@ def test_a_reader_that_has_unmapped_a_segment_gets_another(ends: Ends) -> None:
     ends.reader._shared.forget(WRITER)
     ends.writer.send(READER, "rows", {}, [row(1)])
     eventually(lambda: ends.reader.traffic.dropped)
-    eventually(lambda: READER not in ends.writer.lanes)
+    eventually(lambda: READER not in ends.writer.segments)
     use_shared(ends.writer, READER)
     ends.writer.send(READER, "rows", {}, [row(2)])
     eventually(lambda: ends.kept)
@@ -198,7 +201,7 @@ def test_a_reader_killed_with_rows_leaves_their_memory(tmp_path: Path) -> None:
             assert not delivery.left
         writer.disconnect(READER)
         eventually(lambda: delivery.left)
-        assert READER not in writer.lanes
+        assert READER not in writer.segments
     finally:
         writer.close(0.1)
 
@@ -379,12 +382,12 @@ def test_all_segments_of_a_worker_take_only_so_much(tmp_path: Path, monkeypatch:
             use_shared(writer, name)
             writer.send(name, "rows", {}, [row(1)])
             eventually(lambda count=count: len(kept) == count)
-        assert [writer.lanes[name].full for name in names] == [0, 0, 1], "the third took the sockets"
+        assert [writer.segments[name].full for name in names] == [0, 0, 1], "the third took the sockets"
         writer.disconnect("rollout/1")
-        eventually(lambda: "rollout/1" not in writer.lanes)
+        eventually(lambda: "rollout/1" not in writer.segments)
         writer.send("rollout/3", "rows", {}, [row(1)])
         eventually(lambda: len(kept) == 4)
-        assert writer.lanes["rollout/3"].messages == 1, "there is room again"
+        assert writer.segments["rollout/3"].messages == 1, "there is room again"
     finally:
         kept.clear()
         for end in ends.values():
