@@ -75,6 +75,21 @@ class Handed(NamedTuple):
     """Of the groups, prompts and responses together."""
 
 
+class ConsumerCounts(NamedTuple):
+    """How far a consumer is at one owner."""
+
+    name: str
+    lossless: bool
+    unread: int
+    """Groups that nobody has claimed, whether or not they have all their fields."""
+    claimed: int
+    """Groups that clients have and have not acknowledged."""
+    missed: int
+    clients: int
+    """Those that have asked for its groups and are alive."""
+    kept_bytes: int
+
+
 @dataclass(slots=True)
 class _Client:
     heard_at: float
@@ -231,6 +246,22 @@ class Consumers:
         """Consumers that have not read everything and have clients, and those that lose nothing."""
         busy = {name for client in self._clients.values() for name in client.last}
         return [one.name for one in self._consumers.values() if one.nbytes and (one.lossless or one.name in busy)]
+
+    def counts(self) -> list[ConsumerCounts]:
+        """How far each consumer is."""
+        clients = Counter(name for client in self._clients.values() for name in client.last)
+        return [
+            ConsumerCounts(
+                name=one.name,
+                lossless=one.lossless,
+                unread=len(one.ready) + len(one.partial),
+                claimed=sum(map(len, one.claims.values())),
+                missed=one.missed,
+                clients=clients[one.name],
+                kept_bytes=one.nbytes,
+            )
+            for one in self._consumers.values()
+        ]
 
     def fields_of(self, name: str) -> tuple[str, ...]:
         """What a consumer reads."""

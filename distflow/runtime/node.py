@@ -67,6 +67,8 @@ class Node:
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
         self.counts: Callable[[], Mapping[str, float]] = dict
         """Counters of this worker by metric name: shown by `status`, and sent to peers with each heartbeat."""
+        self.told: dict[str, Callable[[], object]] = {}
+        """What else `status` shows of this worker, by key."""
         self._handlers: dict[str, Handler] = {}
         self._requests: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
         self._agent_handlers: dict[str, Handler] = {}
@@ -176,11 +178,9 @@ class Node:
             if message.kind in GREETINGS:
                 self._find(message.sender)
             self._apply(out, events)
-            return
-        if is_agent(message.sender) and message.kind in self._agent_handlers:
+        elif is_agent(message.sender) and message.kind in self._agent_handlers:
             self._agent_handlers[message.kind](message)
-            return
-        if message.kind in self._requests:
+        elif message.kind in self._requests:
             self._requests[message.kind](message)
         elif message.kind in self._handlers and self._accepts(message, now):
             self._handlers[message.kind](message)
@@ -232,7 +232,7 @@ class Node:
             "counts": dict(self.counts()),
             "checkpointed": self.checkpointed,
         }
-        self.endpoint.reply(message, row)
+        self.endpoint.reply(message, row | {key: tell() for key, tell in self.told.items()})
 
     def _stacks(self, message: Message) -> None:
         self.endpoint.reply(message, {"waits": self.board.waits(), "threads": thread_stacks()})

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ANSWER_S = 2.0
 TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB", "sent by lane, MB")
+COUNTED = ("unread", "claimed", "missed", "kept_bytes")
+"""Of a consumer, what adds up over the owners."""
 WIDTH = 200
 """Width of a table written to a pipe or a file."""
 
@@ -64,7 +66,7 @@ class Seen:
         record, graph = self.record, self.graph
         waits = [wait.as_json() for wait in graph.waits]
         told = {"run": record.name, "state": record.state, "lost": self.lost, "workers": self.rows, "waits": waits}
-        told |= {"verdict": graph.verdict(), **_progress(record)}
+        told |= {"verdict": graph.verdict(), "consumers": _consumers(self.rows), **_progress(record)}
         lost_hosts = [record.hosts[number].name for number in record.silent]
         return told | ({"silent_hosts": lost_hosts} if record.hosts else {})
 
@@ -103,10 +105,31 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
         )
     yield from filter(None, [without_agents(record), counted_rewards(rows)])
     yield from (*tracker_troubles(rows), *copy_troubles(rows))
+    yield from map(_consumer_line, _consumers(rows))
     yield from graph.lines()
     lost_records = dropped(rows)
     if lost_records:
         yield f"the disk of {record.run_dir} was full{lost_records}"
+
+
+def _consumers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How far each consumer of samples outside the run is, at all owners together."""
+    found: dict[str, dict[str, Any]] = {}
+    for own in (one for row in rows for one in row.get("consumers", ())):
+        known = found.setdefault(own["name"], {**own, **dict.fromkeys(COUNTED, 0), "clients": 0})
+        known |= {name: known[name] + own[name] for name in COUNTED}
+        # Each client asks every owner.
+        known["clients"] = max(known["clients"], own["clients"])
+    return list(found.values())
+
+
+def _consumer_line(one: dict[str, Any]) -> str:
+    clients = "1 client" if one["clients"] == 1 else f"{one['clients']} clients"
+    kind = "lossless consumer" if one["lossless"] else "consumer"
+    return (
+        f"{kind} {one['name']!r} outside the run, {clients}: {one['unread']} groups unread, {one['claimed']} claimed, "
+        f"{one['missed']} missed, {one['kept_bytes'] / 1e6:.1f} MB kept"
+    )
 
 
 def _steps(record: RunRecord) -> list[dict[str, float]]:

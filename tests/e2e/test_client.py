@@ -1,8 +1,9 @@
-"""Clients that read the samples of a real run: what the page on it shows, and what is read when a client is killed."""
+"""Clients of a real run: what the page shows, whom the run waits for, what is read when somebody is killed."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import distflow
+from distflow.client import Client, Samples, StaleRows
 from distflow.errors import UserError
-from tests.e2e.runs import PACED, PROMPTS, SAMPLES, Run
+from tests.e2e.runs import PACED, PROMPTS, SAMPLES, Launch, Run, cli
 from tests.polling import eventually
 from tests.test_docs import ROOT, files_in
 
@@ -70,3 +72,74 @@ def test_every_group_is_read_once_although_a_client_is_killed(tmp_path: Path) ->
     trained = {int(line["uid"][2]) for line in run.dumps() if line["step"] == STEPS}
     assert len(trained) == PROMPTS
     assert trained <= set(used), f"{SAMPLES} samples each"
+
+
+def claimed(client: Client, **wanted: object) -> Samples | None:
+    return client.get(["uid"], consumer="all", lossless=True, timeout=60, **wanted)  # type: ignore[arg-type]
+
+
+def positions(samples: Samples) -> set[int]:
+    return set(samples.batch.dense("uid")[:, 2].tolist())
+
+
+def status(run: Run, *more: str) -> str:
+    return cli("status", run.name, "--runs-dir", str(run.folder.parent), *more).stdout
+
+
+def held_up(run: Run) -> bool:
+    return "consumer 'all' outside the run to read samples" in status(run)
+
+
+def test_the_run_waits_for_a_lossless_consumer_until_it_reads_or_is_forgotten(launch: Launch) -> None:
+    steps, many = 20, 32
+    run = launch(
+        "quickstart",
+        "limits.consumer_mb=1",
+        f"batch.prompts={many}",
+        f"batch.samples_per_prompt={many}",
+        f"run.training_steps={steps}",
+    )
+    run.until(lambda: (run.folder / "run.json").exists(), "run.json")
+    with Client(run.folder) as client:
+        first = claimed(client, rows=1)
+        assert first is not None
+        run.until(lambda: held_up(run), "the wait for the consumer")
+        trained = run.steps_done()
+        assert trained < steps - 1
+        (counted,) = json.loads(status(run, "--json"))["consumers"]
+        assert counted["name"] == "all"
+        assert (counted["lossless"], counted["clients"], counted["missed"]) == (True, 1, 0)
+        assert counted["claimed"] == len(positions(first))
+        assert counted["kept_bytes"] >= 1 << 20
+        assert f"{counted['unread']} groups unread" in status(run)
+        first.acknowledge()
+        seen = positions(first)
+        while len(seen) < (trained + 2) * many:
+            some = claimed(client)
+            assert some is not None
+            with some:
+                seen |= positions(some)
+        assert min(seen) == 0
+        run.until(lambda: held_up(run), "the wait for the consumer, which reads no more")
+        assert trained < run.steps_done() < steps
+        client.forget("all")
+        assert run.wait() == 0, run.output
+
+
+def test_claims_end_with_the_trainer_and_everything_is_seen_again(launch: Launch) -> None:
+    run = launch("quickstart", *PACED, "layout.pools.trainer.count=2", f"run.training_steps={STEPS // 2}")
+    run.until(lambda: (run.folder / "run.json").exists(), "run.json")
+    with Client(run.folder) as client:
+        first = claimed(client, rows=1)
+        assert first is not None
+        run.until(lambda: run.steps_done() >= 4, "the second training step of two")
+        os.kill(run.pid_of("trainer/0"), signal.SIGKILL)
+        run.until(lambda: run.record()["term"] == 1 and run.pids_of("trainer/0"), "the next term")
+        with pytest.raises(StaleRows, match="a training worker has restarted"):
+            first.acknowledge()
+        seen: set[int] = set()
+        while (some := claimed(client, rows=64)) is not None:
+            with some:
+                seen |= positions(some)
+        assert run.wait() == 0, run.output
+    assert seen >= set(range(STEPS // 2 * PROMPTS)), "no checkpoint had been written: all began anew"

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from distflow.errors import ProtocolError
-from distflow.exchange.consumers import ANSWER_BYTES, REMEMBERED, Consumers, Handed, Offered, SamplesWanted
+from distflow.exchange.consumers import (
+    ANSWER_BYTES,
+    REMEMBERED,
+    ConsumerCounts,
+    Consumers,
+    Handed,
+    Offered,
+    SamplesWanted,
+)
 
 LIMIT = 1000
 SILENCE_S = 10.0
@@ -162,6 +170,19 @@ def test_a_lossless_consumer_holds_up_until_it_has_read(store: Consumers) -> Non
     assert store.held_up_by == "reader"
     store.settle("a", "reader", [2], [], 0.0)
     assert store.held_up_by == ""
+
+
+def test_counts_tell_how_far_each_consumer_is(store: Consumers) -> None:
+    store.ask("a", 1, wanted(rows=8), 0.0)
+    store.ask("b", 1, wanted("other", ("text", "ref"), lossless=True), 0.0)
+    store.arrived({n: group(400) for n in range(4)})
+    assert store.counts() == [
+        ConsumerCounts("reader", lossless=False, unread=1, claimed=1, missed=2, clients=1, kept_bytes=800),
+        ConsumerCounts("other", lossless=True, unread=4, claimed=0, missed=0, clients=1, kept_bytes=1600),
+    ]
+    store.leave("a")
+    reader = store.counts()[0]
+    assert (reader.unread, reader.claimed, reader.clients) == (2, 0, 0)
 
 
 def test_a_group_is_ready_when_all_fields_are_there(store: Consumers) -> None:
