@@ -39,6 +39,7 @@ from distflow.runtime.protocols import Backend, BackendSpec, EngineSpec
 from distflow.runtime.weight_publisher import Canaries
 from distflow.types import Version
 from distflow.weights.canary import canary_rows
+from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import SEGMENTS, ShmPublisher, ShmReader, segment_prefix
@@ -135,7 +136,7 @@ def watch(
     """Load and score what the replicas publish. Returns by how much changes differed at most, and a version's bytes."""
     spec = EngineSpec(model.model_dump(), "cpu", SLOTS, LONGEST, 0, {})
     engine = resolve(ENGINES[args.engine])(spec)
-    inbox = WeightInbox(ShmReader())
+    inbox = WeightInbox(InPlace(ShmReader()))
     first: list[torch.Tensor] = []
     worst, size = 0.0, 0
     try:

@@ -43,6 +43,7 @@ from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.validation import Validation, val_settings
 from distflow.runtime.weight_publisher import Announcer, Publishing, build_canaries, build_inboxes
 from distflow.types import LeaseKind, Version, WorkerName
+from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
@@ -106,12 +107,12 @@ def validates(base: Base, tokenizer: Tokenizer) -> Validation | None:
 def reads(base: Base) -> dict[str, WeightInbox]:
     """The reader's ends of the weights, by model: from this process, from this host's memory or from the network."""
     stage = partial(far_reader, base)
-    readers: dict[str, WeightReader | Stage] = {}
+    readers: dict[str, WeightReader] = {}
     for model in base.setting.me.generates:
         if model in base.links:
-            readers[model] = base.links[model]
+            readers[model] = InPlace(base.links[model])
         else:
-            readers[model] = ShmReader() if base.hosts.publishes_here(model) else stage()
+            readers[model] = InPlace(ShmReader()) if base.hosts.publishes_here(model) else stage()
     val = base.setting.plan.val if base.setting.only_validates else None
     return build_inboxes(base.node, readers, stage, () if val is None else val.versions)
 

@@ -31,7 +31,6 @@ from distflow.runtime.protocols import Backend
 from distflow.types import Version, WorkerName
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
-from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import ShmPublisher
 from distflow.weights.swarm_server import SwarmServer
@@ -232,7 +231,7 @@ def build_canaries(setting: Setting, model: str) -> Canaries:
 
 
 def build_inboxes(
-    node: Node, readers: Mapping[str, WeightReader | Stage], far: Callable[[], Stage], only: Sequence[int] = ()
+    node: Node, readers: Mapping[str, WeightReader], far: Callable[[], WeightReader], only: Sequence[int] = ()
 ) -> dict[str, WeightInbox]:
     """Receive announcements of weights, by model. `far` makes a reader for weights from the network; `only`: the
     versions that are wanted, all if there are none.

@@ -18,6 +18,7 @@ from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
 from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
 from distflow.testing.lease_scenario import Crash, Leave, Pause, Record, Scenario, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
+from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 
@@ -150,7 +151,7 @@ class LeaseWorker:
         self.incarnation += 1
         self.alive, self.judging, self.fetched = True, False, False
         self.term = self.network.term
-        self.inbox = WeightInbox(Memory())
+        self.inbox = WeightInbox(InPlace(Memory()))
         self.inbox.begin_term(self.term, self.network.begins)
         self.inbox.announce(_manifest(Version(self.term, self.network.version)))
         self.inbox.load(self)

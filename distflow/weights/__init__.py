@@ -1,1 +1,1 @@
-"""Policy weights by version: `publish` on the training side, `fetch` on the generating side, behind `WeightLink`."""
+"""Weights by version: `publish` on the training side, `refresh` on the generating side, over links (`transport`)."""

@@ -9,8 +9,9 @@ from typing import Protocol
 
 from distflow.errors import Overtaken
 from distflow.log import logger
+from distflow.types import Version
 from distflow.weights.manifest import Manifest
-from distflow.weights.transport import NamedTensors
+from distflow.weights.transport import NamedTensors, Updatable
 
 CLOSE_S = 5.0
 
@@ -24,7 +25,10 @@ class StagedReader(Protocol):
     """Chunks received so far."""
 
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
-        """As in WeightReader; may raise Overtaken if `superseded()` is true and no chunk arrives."""
+        """The announced tensors, checked, unchanged until the next `fetch`.
+
+        Raises Overtaken if the version is gone, also if `superseded()` is true and no chunk arrives.
+        """
         ...
 
     def close(self) -> None:
@@ -33,7 +37,7 @@ class StagedReader(Protocol):
 
 
 class Stage:
-    """Holds one version at a time: the newest known when its fetch began. Thread-safe.
+    """A WeightReader that holds one version at a time: the newest known when its fetch began. Thread-safe.
 
     A version that is ready is used even if a newer one was announced meanwhile; the newer one is fetched afterwards,
     into the same memory. So there is progress even if versions are published faster than they can be fetched.
@@ -52,6 +56,7 @@ class Stage:
         self._in_use = False
         self._begins: Mapping[int, int] = {}
         self._closed = False
+        self.overtaken: Version | None = None
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
@@ -64,6 +69,22 @@ class Stage:
     def waiting(self) -> bool:
         """Whether a version or an error is ready."""
         return self._ready is not None
+
+    def reads(self, manifest: Manifest) -> bool:
+        """Whether it is to be fetched over the network."""
+        return bool(manifest.digests)
+
+    def refresh(self, engine: Updatable) -> Manifest | None:
+        """Put what is ready into the engine; None if it was forgotten. Raises what the fetch raised."""
+        taken = self.take()
+        if taken is None:
+            return None
+        manifest, tensors = taken
+        engine.begin_update(manifest.version)
+        engine.update(tensors)
+        engine.end_update()
+        self.release()
+        return manifest
 
     def offer(self, manifest: Manifest) -> None:
         """Fetch this version next, instead of any other whose fetch has not begun."""
@@ -78,7 +99,7 @@ class Stage:
                 self._wanted = manifest
             self._condition.notify_all()
 
-    def begin_term(self, begins: Mapping[int, int]) -> None:
+    def begin_term(self, term: int, begins: Mapping[int, int]) -> None:
         """Forget versions that do not survive, whether ready, being fetched or wanted."""
         with self._condition:
             self._begins = dict(begins)
@@ -121,6 +142,7 @@ class Stage:
                 self._fetched(manifest, self._reader.fetch(manifest, partial(self._superseded, manifest)))
             except Overtaken as error:
                 log.info("%s", error)
+                self.overtaken = manifest.version
             except Exception as error:
                 # Raised on the worker's main thread, by `take`.
                 self._fetched(manifest, error)

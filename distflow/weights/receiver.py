@@ -3,48 +3,28 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor
-
-from distflow.errors import ChecksumError, Overtaken, WorkerFailed
+from distflow.errors import WorkerFailed
 from distflow.log import logger
 from distflow.types import Version
 from distflow.weights.canary import Scoring
 from distflow.weights.manifest import Manifest
-from distflow.weights.prefetch import Stage
-from distflow.weights.transport import WeightReader
+from distflow.weights.transport import Updatable, WeightReader
 
 log = logger(__name__)
-
-
-class Updatable(Protocol):
-    """The part of an engine that takes weights."""
-
-    def begin_update(self, version: Version) -> None:
-        """Stop sampling; if the version is the one in use, discard what was sampled with it."""
-        ...
-
-    def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these tensors in."""
-        ...
-
-    def end_update(self) -> None:
-        """Resume sampling with the new version."""
-        ...
 
 
 class WeightInbox:
     """The newest announcement of one model. `announce` and `newest` are called under the worker's lock.
 
-    Weights come from a WeightReader while the engine is paused or, over slower links, from a Stage. If the publisher of
-    this host is gone for good, weights come from another host over the network: `far` creates the stage for them.
+    If the publisher of this host is gone for good, weights come from another host over the network: `far` creates the
+    reader for them.
     With `only`, versions (rising) that alone are wanted, others are passed over, except where one of these was missed.
     """
 
     def __init__(
-        self, reader: WeightReader | Stage, far: Callable[[], Stage] | None = None, only: Sequence[int] = ()
+        self, reader: WeightReader, far: Callable[[], WeightReader] | None = None, only: Sequence[int] = ()
     ) -> None:
         self._reader = reader
         self._far = far
@@ -53,7 +33,6 @@ class WeightInbox:
         self._wanted: Manifest | None = None
         """The announced version to load: the newest, unless only some are wanted."""
         self._begins: Mapping[int, int] = {}
-        self._overtaken: Version | None = None
         self._suspected: Version | None = None
         """A loaded version with which the engine's log-probs differed from the trainer's."""
         self._told = False
@@ -73,24 +52,20 @@ class WeightInbox:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is a newer version than the loaded one that is not known to be overwritten."""
-        if isinstance(self._reader, Stage):
-            return self._reader.waiting
-        if self._wanted is None or self._wanted.version == self._overtaken:
-            return False
-        return self.loaded is None or self._wanted.version > self.loaded
+        """Whether there is a version to load."""
+        return self._reader.waiting
 
     @property
     def chunks(self) -> int:
         """Chunks received over the network so far."""
-        return self._reader.chunks if isinstance(self._reader, Stage) else 0
+        return self._reader.chunks
 
     def announce(self, manifest: Manifest) -> None:
         """Record an announcement; it may be repeated, late, or of a version that did not survive a new term."""
         known = self.newest or self.loaded
         if manifest.version.survives(self._begins) and (known is None or manifest.version > known):
             self._newest = manifest
-            if manifest.digests and self._far is not None and not isinstance(self._reader, Stage):
+            if self._far is not None and not self._reader.reads(manifest):
                 self._reader = self._far()
             self._choose()
 
@@ -104,13 +79,10 @@ class WeightInbox:
             self._newest = None
         if self._wanted is not None and not self._wanted.version.survives(begins):
             self._wanted = None
-        if isinstance(self._reader, Stage):
-            self._reader.begin_term(begins)
-        else:
-            self._reader.begin_term(term)
+        self._reader.begin_term(term, begins)
 
     def load(self, engine: Updatable) -> None:
-        """Load the newest version, or the staged one, and compare the engine's log-probs of its canary.
+        """Load what is waiting, and compare the engine's log-probs of its canary.
 
         If that version was overwritten while it was read, the engine stays paused: a newer announcement is on its way,
         and `waiting` is false until it arrives. A version with wrong bytes or different log-probs is fetched once more;
@@ -118,48 +90,25 @@ class WeightInbox:
         """
         # `begin_term` may run meanwhile: it forgets a version first, then reads `loaded`; here the order is reversed.
         self.loaded = self.difference = None
-        manifest = self._bring(engine)
-        if manifest is not None and self._agrees(engine, manifest):
-            self.loaded, self._suspected = manifest.version, None
-        elif manifest is not None and not isinstance(self._reader, Stage):
-            self.load(engine)
-
-    def _bring(self, engine: Updatable) -> Manifest | None:
-        """The version now in the engine; None if it was overwritten, or forgotten because a new term began."""
-        manifest, reader = self._wanted, self._reader
-        if isinstance(reader, Stage):
-            taken = reader.take()
-            if taken is None:
-                return None
-            manifest, tensors = taken
-            engine.begin_update(manifest.version)
-            engine.update(tensors)
-            engine.end_update()
-            reader.release()
-            return manifest
+        manifest = self._reader.refresh(engine)
         if manifest is None:
-            return None
-        engine.begin_update(manifest.version)
-        try:
-            self._copy_right(engine, reader, manifest)
-        except Overtaken as error:
-            log.info("%s", error)
-            self._overtaken = manifest.version
-            self._choose()
-            return None
-        engine.end_update()
-        return manifest
+            if self._wanted is not None and self._wanted.version == self._reader.overtaken:
+                self._choose()
+        elif self._agrees(engine, manifest):
+            self.loaded, self._suspected = manifest.version, None
+        elif self._reader.waiting:
+            self.load(engine)
 
     def _choose(self) -> None:
         """Choose what to load next, after an announcement, and when a version was overtaken."""
         newest = self._newest
-        if newest is None or not self._wants(newest.version):
+        if newest is None or newest.version == self._reader.overtaken or not self._wants(newest.version):
             return
         self._wanted = newest
         if not newest.version.survives(self._begins):
             # A term has begun meanwhile.
             self._wanted = None
-        elif isinstance(self._reader, Stage):
+        else:
             self._reader.offer(newest)
 
     def _wants(self, version: Version) -> bool:
@@ -167,7 +116,7 @@ class WeightInbox:
         if not self._only or version.number in self._only:
             return True
         kept = self._wanted
-        if kept is not None and kept.version != self._overtaken:
+        if kept is not None and kept.version != self._reader.overtaken:
             had = kept.version.number
         else:
             had = -1 if self.loaded is None else self.loaded.number
@@ -205,23 +154,8 @@ class WeightInbox:
         self._suspected = manifest.version
         # A free-running engine has continued with these weights meanwhile; from here on none does.
         engine.begin_update(manifest.version)
-        if isinstance(self._reader, Stage):
-            self._reader.again(manifest)
+        self._reader.again(manifest)
         return False
-
-    def _copy_right(self, engine: Updatable, reader: WeightReader, manifest: Manifest) -> None:
-        try:
-            self._copy(engine, reader, manifest)
-        except Overtaken:
-            raise
-        except ChecksumError as error:
-            log.warning("fetching weights again: %s", error)
-            self._copy(engine, reader, manifest)
-
-    def _copy(self, engine: Updatable, reader: WeightReader, manifest: Manifest) -> None:
-        engine.update(reader.fetch(manifest))
-        if not reader.intact(manifest):
-            raise Overtaken(f"version {tuple(manifest.version)} was overwritten while it was copied")
 
     def close(self) -> None:
         """Close the link."""

@@ -1,12 +1,15 @@
 """The two ends of a weight link, and the link inside one process (colocated layouts).
 
-An adapter (shared memory, collective, swarm) is a publisher and a reader. Inside one process the engine copies straight
-from the trainer's parameters.
+A link is a WeightPublisher and a WeightReader. Which one leads from a worker to another is decided in
+`distflow/runtime/ports.py`: inside one process the engine copies straight from the trainer's parameters (`InprocLink`,
+read by `in_place.InPlace`), on one host from a shared segment (`shm.ShmPublisher`, `shm.ShmReader`, read in the same
+way), and from other hosts a version is staged first (`swarm_server.SwarmServer`, `swarm_reader.SwarmReader`, read by
+`prefetch.Stage`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -30,23 +33,61 @@ class WeightPublisher(Protocol):
         ...
 
 
+class Updatable(Protocol):
+    """The part of an engine that takes weights."""
+
+    def begin_update(self, version: Version) -> None:
+        """Stop sampling; if the version is the one in use, discard what was sampled with it."""
+        ...
+
+    def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy these tensors in."""
+        ...
+
+    def end_update(self) -> None:
+        """Resume sampling with the new version."""
+        ...
+
+
 class WeightReader(Protocol):
-    """The generating side."""
+    """The generating side: `refresh` when a version is `waiting`. `offer` and `begin_term` may come on any thread."""
 
-    def fetch(self, manifest: Manifest) -> NamedTensors:
-        """The announced tensors, checked. Raises ChecksumError if they differ from what was announced, Overtaken (a
-        ChecksumError) if they were overwritten.
+    @property
+    def chunks(self) -> int:
+        """Chunks that have come over a network so far: progress."""
+        ...
 
-        They may be views of memory that the publisher will reuse: copy them, then call `intact`.
+    @property
+    def waiting(self) -> bool:
+        """Whether a version, or the error of its transfer, is ready for `refresh`."""
+        ...
+
+    @property
+    def overtaken(self) -> Version | None:
+        """The last version that was gone when it was wanted."""
+        ...
+
+    def reads(self, manifest: Manifest) -> bool:
+        """Whether this link leads to where the version is."""
+        ...
+
+    def offer(self, manifest: Manifest) -> None:
+        """Bring this version next, instead of any that has not begun to come."""
+        ...
+
+    def refresh(self, engine: Updatable) -> Manifest | None:
+        """Put what is ready into the engine; returns what that was, None if it is gone.
+
+        Raises ChecksumError if it is not what was announced, and whatever ended its transfer.
         """
         ...
 
-    def intact(self, manifest: Manifest) -> bool:
-        """Whether the tensors were still unchanged after they were copied."""
+    def again(self, manifest: Manifest) -> None:
+        """Bring this version once more, unless a newer one is on its way."""
         ...
 
-    def begin_term(self, term: int) -> None:
-        """Fetch nothing of earlier terms any more. Thread-safe."""
+    def begin_term(self, term: int, begins: Mapping[int, int]) -> None:
+        """Training has restarted: forget versions that do not survive it. `begins`: training steps by term."""
         ...
 
     def close(self) -> None:
@@ -55,7 +96,7 @@ class WeightReader(Protocol):
 
 
 class InprocLink:
-    """Publisher and reader in one. Only the newest version can be fetched: older parameters no longer exist.
+    """A publisher, and what `InPlace` reads. Only the newest version can be fetched: older parameters no longer exist.
 
     Published tensors are kept alive by the references here, even after the trainer has been moved off the device.
     """

@@ -157,12 +157,13 @@ def test_a_backend_leaves_the_gpu_and_trains_on_as_if_it_had_not(dtype: str, all
 def test_both_sides_take_turns_on_a_gpu(allocated: Callable[[], int]) -> None:
     """As in the runtime: new weights go from device to device, and only then are the trainer's offloaded."""
     from distflow.runtime.metrics import MetricStore
+    from distflow.weights.in_place import InPlace
     from distflow.weights.receiver import WeightInbox
     from distflow.weights.transport import InprocLink
 
     engine, backend = make_engine("cuda:0"), make_backend("cuda:0")
     link = InprocLink("policy")
-    inbox = WeightInbox(link)
+    inbox = WeightInbox(InPlace(link))
     turns = OffloadTurns(engine, {"policy": backend}, link, inbox, MetricStore(), renewed=True)
     for number in range(3):
         inbox.announce(link.publish(Version(0, number), backend.named_shards()))

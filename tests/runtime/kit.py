@@ -48,6 +48,7 @@ from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import Canaries, Publishing
 from distflow.testing.fakes import FakeBackend, FakeEngine
 from distflow.types import Uid, Version, WorkerName
+from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
@@ -156,7 +157,7 @@ class World:
         assert "ack" in OWNER_KINDS
         self.engine = engine or FakeEngine()
         self.link = InprocLink("policy")
-        self.inbox = WeightInbox(self.link)
+        self.inbox = WeightInbox(InPlace(self.link))
         self.backend = FakeBackend()
         self.metrics = MetricStore()
         self.context = StepContext("update", metrics=self.metrics, models={"policy": self.backend}, model="policy")

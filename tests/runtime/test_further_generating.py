@@ -20,6 +20,7 @@ from distflow.runtime.further_generating import build_further
 from distflow.runtime.steps import StepRunner
 from distflow.testing.fakes import SHAPES, FakeEngine
 from distflow.types import Version
+from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 from tests.exchange.test_lease_client import lease
@@ -79,7 +80,7 @@ class Solver:
         contexts = build_contexts(setting, session._metrics, {}, {}, tokenizer)
         step = StepRunner("solver_rollout/0", setting.me.steps, contexts).generate_step("solve")
         (plan,) = setting.plan.further_generation
-        self.engine, self.inbox = FakeEngine(slots=G), WeightInbox(Reader())  # type: ignore[arg-type]
+        self.engine, self.inbox = FakeEngine(slots=G), WeightInbox(InPlace(Reader()))  # type: ignore[arg-type]
         about = (setting, step, plan, self.engine, self.inbox, tokenizer, self.node, session._metrics)
         self.further = build_further(*about)
         self.further.on_version(self.answering.version)

@@ -15,6 +15,7 @@ from msgspec import structs
 from distflow.errors import ProtocolError, WorkerFailed
 from distflow.types import Version
 from distflow.weights.canary import TOKENS, Canary, Scoring, canary_rows
+from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
@@ -61,7 +62,7 @@ def announced(number: int, canary: Canary | None = CANARY) -> Manifest:
 
 def inbox_with(number: int = 0) -> tuple[WeightInbox, InprocLink]:
     link = InprocLink("policy")
-    inbox = WeightInbox(link)
+    inbox = WeightInbox(InPlace(link))
     inbox.announce(structs.replace(link.publish(Version(0, number), [("w", torch.ones(1))]), canary=CANARY))
     return inbox, link
 

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from distflow.errors import ChecksumError, Overtaken
 from distflow.types import Version
+from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
@@ -134,7 +135,7 @@ def test_weights_of_an_abandoned_lineage_are_not_loaded_once_a_term_begins() -> 
 
 def test_a_term_that_begins_just_before_the_load_leaves_the_engine_alone() -> None:
     reader, engine = SlowReader(), FakeEngine()
-    for link in (ShmReader(), Stage(reader, lambda: None)):
+    for link in (InPlace(ShmReader()), Stage(reader, lambda: None)):
         inbox = WeightInbox(link)
         inbox.announce(announced(4))
         reader.may_end.release()
@@ -201,7 +202,7 @@ def test_a_staged_swarm_follows_a_quick_publisher_and_closes_in_the_middle(host:
 
 def test_when_the_publisher_here_is_gone_for_good_weights_come_over_the_network() -> None:
     reader, engine = SlowReader(), FakeEngine()
-    inbox = WeightInbox(ShmReader(), lambda: Stage(reader, lambda: None))
+    inbox = WeightInbox(InPlace(ShmReader()), lambda: Stage(reader, lambda: None))
     inbox.announce(announced(1))
     assert reader.begun == []
     inbox.announce(structs.replace(announced(2), place="tcp://10.0.0.2:1", digests=b"x" * 16))

@@ -13,6 +13,7 @@ from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.types import Version
 from distflow.weights import shm
+from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest, verify
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import SEGMENTS, AnnouncedSegment, ShmPublisher, ShmReader
@@ -197,7 +198,7 @@ def mapped(name: str) -> list[str]:
 def test_a_reader_lets_go_of_former_terms() -> None:
     """Else each of them would stay in shared memory for as long as the reader lives."""
     name = f"test-{uuid.uuid4().hex[:8]}"
-    inbox, engine = WeightInbox(ShmReader()), FakeEngine()
+    inbox, engine = WeightInbox(InPlace(ShmReader())), FakeEngine()
     for term in range(3):
         publisher = ShmPublisher(name, "policy", term)
         for number in range(PUBLISHED):
@@ -220,7 +221,7 @@ def test_a_term_that_begins_while_weights_are_copied_takes_them_away(publisher: 
             super().update(tensors)
             inbox.begin_term(1, {1: 0})
 
-    inbox, engine = WeightInbox(ShmReader()), Interrupted()
+    inbox, engine = WeightInbox(InPlace(ShmReader())), Interrupted()
     inbox.announce(publisher.publish(Version(0, 1), weights(1)))
     for _ in range(2):
         inbox.load(engine)
@@ -255,7 +256,7 @@ def test_malformed_announcements_are_refused(publisher: ShmPublisher, change: di
 
 
 def test_the_inbox_loads_the_newest_and_ignores_late_announcements(publisher: ShmPublisher) -> None:
-    inbox, engine = WeightInbox(ShmReader()), FakeEngine()
+    inbox, engine = WeightInbox(InPlace(ShmReader())), FakeEngine()
     first, second = (publisher.publish(Version(0, n), weights(n)) for n in (0, 1))
     inbox.announce(second)
     inbox.announce(first)
@@ -268,7 +269,7 @@ def test_the_inbox_loads_the_newest_and_ignores_late_announcements(publisher: Sh
 
 
 def test_an_inbox_for_some_versions_passes_over_the_others(publisher: ShmPublisher) -> None:
-    inbox, engine = WeightInbox(ShmReader(), only=(2, 4)), FakeEngine()
+    inbox, engine = WeightInbox(InPlace(ShmReader()), only=(2, 4)), FakeEngine()
     for number in range(3):
         inbox.announce(publisher.publish(Version(0, number), weights(number)))
         assert inbox.waiting == (number == 2)
@@ -282,7 +283,7 @@ def test_an_inbox_for_some_versions_passes_over_the_others(publisher: ShmPublish
 
 
 def test_an_inbox_that_has_missed_a_version_takes_the_newest_there_is(publisher: ShmPublisher) -> None:
-    inbox, engine = WeightInbox(ShmReader(), only=(2,)), FakeEngine()
+    inbox, engine = WeightInbox(InPlace(ShmReader()), only=(2,)), FakeEngine()
     for number in range(2, 3 + PUBLISHED):
         inbox.announce(publisher.publish(Version(0, number), weights(number)))
     inbox.load(engine)
@@ -290,13 +291,13 @@ def test_an_inbox_that_has_missed_a_version_takes_the_newest_there_is(publisher:
     assert inbox.waiting
     inbox.load(engine)
     assert inbox.loaded == Version(0, 2 + PUBLISHED)
-    late = WeightInbox(ShmReader(), only=(2,))
+    late = WeightInbox(InPlace(ShmReader()), only=(2,))
     late.announce(publisher.publish(Version(0, 9), weights(9)))
     assert late.waiting, "version 2 was announced before it came"
 
 
 def test_an_overtaken_version_leaves_the_engine_torn_until_the_next(publisher: ShmPublisher) -> None:
-    inbox, engine = WeightInbox(ShmReader()), FakeEngine()
+    inbox, engine = WeightInbox(InPlace(ShmReader())), FakeEngine()
     manifests = [publisher.publish(Version(0, n), weights(n)) for n in range(PUBLISHED + 1)]
     inbox.announce(manifests[0])
     inbox.load(engine)
@@ -314,7 +315,7 @@ def test_a_reader_that_is_overtaken_in_the_middle_takes_the_next_version(
     moment: str, publisher: ShmPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The publisher never waits for a reader: it overwrites what is just being summed or copied."""
-    inbox, engine, numbers = WeightInbox(ShmReader()), FakeEngine(), iter(range(2 * PUBLISHED))
+    inbox, engine, numbers = WeightInbox(InPlace(ShmReader())), FakeEngine(), iter(range(2 * PUBLISHED))
 
     def overtake() -> None:
         monkeypatch.undo()

@@ -19,6 +19,7 @@ import torch
 from distflow.types import Version
 from distflow.weights import shm
 from distflow.weights.host_segments import TURN, HostSegments
+from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import SEGMENTS, ShmPublisher, ShmReader, segment_prefix
@@ -158,7 +159,7 @@ class Generating(_Role):
     def __init__(self, pipe: Connection, size: int) -> None:
         super().__init__(pipe)
         self.size = size
-        self.inbox = WeightInbox(ShmReader())
+        self.inbox = WeightInbox(InPlace(ShmReader()))
         self.tensors: dict[str, torch.Tensor] = {}
         self.torn = True
 
