@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -52,13 +53,17 @@ def left_of(tag: str) -> list[str]:
 class Host:
     """One training host: a publisher, and a server beside it."""
 
-    def __init__(self, *, encrypted: bool = False, term: int = 0, size: int = 1_000_000) -> None:
+    def __init__(
+        self, *, encrypted: bool = False, term: int = 0, size: int = 1_000_000, keyframe_every: int = 1
+    ) -> None:
         self.term, self.size = term, size
-        self.server = SwarmServer("127.0.0.1", encrypted=encrypted)
+        self.server = SwarmServer("127.0.0.1", encrypted=encrypted, keyframe_every=keyframe_every)
         self.publisher = ShmPublisher(new_tag(), "policy", term, self.server.pinned)
 
-    def publish(self, number: int) -> Manifest:
-        local = self.publisher.publish(Version(self.term, number), weights(number, self.size))
+    def publish(self, number: int, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> Manifest:
+        """Publish these tensors, by default `weights(number)`."""
+        found = weights(number, self.size) if tensors is None else tensors
+        local = self.publisher.publish(Version(self.term, number), found)
         return Manifest.from_wire(self.server.describe(local).to_wire())
 
     def close(self) -> None:
