@@ -25,6 +25,11 @@ HASHING_THREADS = 4
 _SEGMENT = re.compile(r"/dev/shm/distflow-[^/\0]{1,200}")
 DTYPE_BYTES = {"torch.float64": 8, "torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 """Types of published tensors, and the bytes of one value."""
+FP8 = "torch.float8_e4m3fn"
+"""The type of a tensor that was rounded for the network (distflow/weights/rounding.py)."""
+BLOCK = 128
+"""Values of such a tensor that share a scale, of one byte."""
+_PRECISIONS = {FP8: "fp8", **{dtype: dtype.removeprefix("torch.") for dtype in DTYPE_BYTES}}
 
 
 class TensorEntry(Row, frozen=True):
@@ -70,6 +75,11 @@ class Manifest(Form, frozen=True):
         """The version in words, for messages."""
         since = f", changes since version {self.base}" if self.base >= 0 else ""
         return f"weights of {self.model!r}, term {self.version.term}, version {self.version.number}{since}"
+
+    @property
+    def precisions(self) -> set[str]:
+        """The types that values were rounded to on their way, as `Canary.tolerance` takes them."""
+        return {_PRECISIONS[entry.dtype] for entry in self.entries}
 
     @property
     def content(self) -> Content:
@@ -147,9 +157,11 @@ def _check_entry(entry: TensorEntry, manifest: Manifest) -> None:
     what = f"{manifest.title}: tensor {shown(entry.name)}"
     if entry.start + entry.size > manifest.size:
         raise ProtocolError(f"{what} lies outside {manifest.size} bytes")
-    if entry.dtype not in DTYPE_BYTES:
-        raise ProtocolError(f"{what} has dtype {shown(entry.dtype)}; expected one of {', '.join(DTYPE_BYTES)}")
-    if prod(entry.shape) * DTYPE_BYTES[entry.dtype] != entry.size:
+    if entry.dtype not in _PRECISIONS:
+        raise ProtocolError(f"{what} has dtype {shown(entry.dtype)}; expected one of {', '.join(_PRECISIONS)}")
+    count = prod(entry.shape)
+    size = count + -(-count // BLOCK) if entry.dtype == FP8 else count * DTYPE_BYTES[entry.dtype]
+    if size != entry.size:
         raise ProtocolError(f"{what} of shape {entry.shape} in {entry.size} bytes")
 
 

@@ -18,6 +18,7 @@ from distflow.weights.chunk_server import ChunkServer, HeldVersion, ServerTraffi
 from distflow.weights.delta_fetch import DeltaFetch, make
 from distflow.weights.host_segments import HostSegments, SharedSegment
 from distflow.weights.manifest import DIGEST_BYTES, Manifest
+from distflow.weights.rounding import restored
 from distflow.weights.shm import HEADER_BYTES, tensor_views
 from distflow.weights.swarm import SwarmPlace
 from distflow.weights.swarm_client import FetchRules, SwarmClient
@@ -82,7 +83,7 @@ class SwarmReader:
             self._segments.release()
             memory = self._bring(self._segments, manifest, place, rules)
             self._held = (manifest.model, manifest.version)
-        return tensor_views(memory, manifest.entries, HEADER_BYTES)
+        return restored(tensor_views(memory, manifest.entries, HEADER_BYTES), manifest.entries)
 
     def intact(self, manifest: Manifest) -> bool:
         """The memory changes only after the next `fetch` begins."""

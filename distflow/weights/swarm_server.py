@@ -18,6 +18,7 @@ from distflow.weights.chunk_plan import ChunkDealer
 from distflow.weights.chunk_server import CLOSE_S, ChunkServer, HeldVersion, ServerTraffic
 from distflow.weights.delta_chain import DeltaChain
 from distflow.weights.manifest import Manifest, digests
+from distflow.weights.rounded_publisher import RoundedPublisher
 from distflow.weights.shm import open_segment
 from distflow.weights.swarm import SwarmPlace
 
@@ -30,17 +31,21 @@ log = logger(__name__)
 class SwarmServer:
     """Listens on `host` from the start, on threads of its own; `encrypted`: chunks are sealed.
 
-    Versions are also served as what has changed since the one before, except every `keyframe_every`th (1: each).
+    Versions are also served as what has changed since the one before, except every `keyframe_every`th (1: each). With
+    `rounding` they are rounded before.
     Raises ProtocolError if it cannot listen.
     """
 
-    def __init__(self, host: str, *, encrypted: bool = False, keyframe_every: int = 1) -> None:
+    def __init__(
+        self, host: str, *, encrypted: bool = False, keyframe_every: int = 1, rounding: RoundedPublisher | None = None
+    ) -> None:
         self._pin: tuple[Path, float] | None = None
         self._lock = threading.Lock()
         self._held: list[HeldVersion] = []
         self._server = ChunkServer(host, introduces=True, on_read=self._pin_for)
         self.place = SwarmPlace(self._server.address, secrets.token_bytes(16), encrypted)
         self._server.admit(self.place)
+        self._rounding = rounding
         self._chain = DeltaChain(self._server, keyframe_every)
         self._offers: queue.SimpleQueue[tuple[Manifest, Callable[[Manifest], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._describe_offers, name="swarm-describe", daemon=True)
@@ -58,7 +63,10 @@ class SwarmServer:
         released.
         Raises Overtaken if the version is overwritten meanwhile.
         """
-        open_segment(manifest).close()
+        if self._rounding is not None:
+            manifest = self._rounding.publish(manifest, self.pinned)
+        else:
+            open_segment(manifest).close()
         held = HeldVersion(manifest, Path(manifest.place), ChunkDealer(manifest.chunks))
         found = digests([held.bytes_of(chunk) for chunk in range(manifest.chunks)])
         if not held.intact:
@@ -90,6 +98,8 @@ class SwarmServer:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             log.warning("%s did not stop within %g s", self._thread.name, CLOSE_S)
+        elif self._rounding is not None:
+            self._rounding.close()
 
     def _pin_for(self, held: HeldVersion) -> None:
         place, now = Path(held.manifest.place), time.monotonic()

@@ -15,6 +15,8 @@ import torch
 
 from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.rounded_publisher import RoundedPublisher
+from distflow.weights.rounding import Rounding
 from distflow.weights.shm import HEADER_BYTES, SEGMENTS, ShmPublisher, segment_prefix
 from distflow.weights.swarm import SwarmPlace
 from distflow.weights.swarm_reader import SwarmReader
@@ -54,11 +56,18 @@ class Host:
     """One training host: a publisher, and a server beside it."""
 
     def __init__(
-        self, *, encrypted: bool = False, term: int = 0, size: int = 1_000_000, keyframe_every: int = 1
+        self,
+        *,
+        encrypted: bool = False,
+        term: int = 0,
+        size: int = 1_000_000,
+        keyframe_every: int = 1,
+        to: Rounding | None = None,
     ) -> None:
-        self.term, self.size = term, size
-        self.server = SwarmServer("127.0.0.1", encrypted=encrypted, keyframe_every=keyframe_every)
-        self.publisher = ShmPublisher(new_tag(), "policy", term, self.server.pinned)
+        self.term, self.size, self.tag = term, size, new_tag()
+        rounding = None if to is None else RoundedPublisher(self.tag, to)
+        self.server = SwarmServer("127.0.0.1", encrypted=encrypted, keyframe_every=keyframe_every, rounding=rounding)
+        self.publisher = ShmPublisher(self.tag, "policy", term, self.server.pinned)
 
     def publish(self, number: int, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> Manifest:
         """Publish these tensors, by default `weights(number)`."""

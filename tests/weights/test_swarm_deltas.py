@@ -9,12 +9,14 @@ import pytest
 import torch
 from msgspec import structs
 
-from distflow.errors import ProtocolError
+from distflow.errors import Overtaken, ProtocolError
+from distflow.flow.sizes import PUBLISHED
 from distflow.types import Version
 from distflow.weights.chunk_server import HeldVersion
 from distflow.weights.delta_chain import DeltaMemory
 from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
-from distflow.weights.shm import HEADER_BYTES
+from distflow.weights.rounding import Rounding
+from distflow.weights.shm import HEADER_BYTES, ShmReader
 from distflow.weights.swarm_reader import SwarmReader
 from tests.weights.swarm_kit import Host, left_of, new_reader, new_tag
 from tests.weights.test_swarm_readers import fetch_together
@@ -238,3 +240,38 @@ def test_only_deltas_that_lead_from_what_a_host_has_count(host: Host) -> None:
     assert [delta.base for delta in manifest.chain_from(Version(0, 2))] == [2, 3]
     for had in (None, Version(0, 0), Version(0, 4), Version(1, 2)):
         assert manifest.chain_from(had) == ()
+
+
+MATRIX, NORM = torch.randn(1000, 3001), torch.randn(3001)
+
+
+@pytest.mark.parametrize(("to", "share", "off"), [("bf16", 0.5, 1 / 256), ("fp8", 0.2525, 1 / 16)])
+def test_rounded_versions_cross_as_what_has_changed_too(to: Rounding, share: float, off: float) -> None:
+    host, reader = Host(keyframe_every=100, to=to), new_reader()
+    for number in range(1, 7):
+        matrix = MATRIX.clone()
+        matrix[:number] = 1.0
+        manifest = host.publish(number, [("matrix", matrix), ("norm", NORM)])
+        assert manifest.size == pytest.approx(share * 4 * (MATRIX.numel() + NORM.numel()), rel=0.01)
+        before = host.server.traffic.sent_bytes
+        found = dict(reader.fetch(manifest))
+        assert list(found) == ["matrix", "norm"]
+        assert bool(((found["matrix"].float() - matrix).abs() <= torch.clamp(matrix.abs() * off, 2e-4)).all())
+        assert torch.equal(found["norm"], NORM.bfloat16())
+        assert host.server.traffic.sent_bytes - before <= (manifest.size if number == 1 else 0.01 * manifest.size)
+        assert reader.intact(manifest)
+    near = host.publisher.publish(Version(0, 7), [("matrix", MATRIX), ("norm", NORM)])
+    assert torch.equal(ShmReader().fetch(near)[0][1], MATRIX), "within the host nothing is rounded"
+    reader.close()
+    host.close()
+    assert left_of(host.tag) == []
+
+
+def test_a_version_that_is_overwritten_while_it_is_rounded_is_not_announced() -> None:
+    host = Host(to="fp8")
+    first = host.publisher.publish(Version(0, 0), [("matrix", MATRIX)])
+    for number in range(1, PUBLISHED + 2):
+        host.publisher.publish(Version(0, number), [("matrix", MATRIX)])
+    with pytest.raises(Overtaken, match="version 0: overwritten by a newer version before it was rounded"):
+        host.server.describe(first)
+    host.close()
