@@ -207,6 +207,15 @@ def library_ports(plan: Plan) -> list[Library]:
     return found
 
 
+def _encoding(plan: Plan) -> str:
+    """How weights cross hosts (`weights.encoding`)."""
+    given = plan.recipe.weights
+    rounded = f"rounded to {given.encoding}, " if given.encoding in ("bf16", "fp8") else ""
+    if given.encoding == "full":
+        return "each version in full"
+    return f"{rounded}only what has changed, every {given.keyframe_every} versions all"
+
+
 def network_lines(plan: Plan) -> list[str]:
     """Lines for the page of a plan."""
     lines = []
@@ -215,7 +224,7 @@ def network_lines(plan: Plan) -> list[str]:
         lines.append(f"ports without the run's key: {library.name} of {', '.join(library.workers)}, at {where}")
     everything = plan.recipe.security.encrypt == "all"
     weights = "encrypted" if everything else "in the clear, checked by digests (security.encrypt: all encrypts them)"
-    lines.append(f"between hosts: control messages and samples encrypted; weights {weights}")
+    lines.append(f"between hosts: control messages and samples encrypted; weights {weights}; {_encoding(plan)}")
     if any(pool.homes and pool.count > 1 for pool in plan.pools):
         lines.append("between hosts: gradients in the clear, unauthenticated; keep training hosts in a private network")
     return lines
