@@ -59,7 +59,7 @@ class Announcer:
         self._server: SwarmServer | None = None
         tag = run_tag(setting.run_dir, hosts.here)
         if hosts.address is not None:
-            self._server = _server_for(setting, model, hosts.address, tag)
+            self._server = _server_for(setting, model, hosts.address, tag, node.board.fault)
         pinned = None if self._server is None else self._server.pinned
         self._publisher = ShmPublisher(tag, model, setting.document.term, pinned)
         self._newest: Manifest | None = None
@@ -134,7 +134,9 @@ class Announcer:
         return near, far
 
 
-def _server_for(setting: Setting, model: str, address: str, tag: str) -> SwarmServer:
+def _server_for(
+    setting: Setting, model: str, address: str, tag: str, on_fault: Callable[[BaseException], None]
+) -> SwarmServer:
     """What serves a model to other hosts, encoded and encrypted as the recipe says."""
     recipe = setting.plan.recipe
     encoding, dtype = recipe.weights.encoding, recipe.models[model].dtype
@@ -146,6 +148,7 @@ def _server_for(setting: Setting, model: str, address: str, tag: str) -> SwarmSe
         encrypted=recipe.security.encrypt == "all",
         keyframe_every=1 if encoding == "full" else recipe.weights.keyframe_every,
         rounding=rounding,
+        on_fault=on_fault,
     )
 
 

@@ -44,6 +44,8 @@ from distflow.weights.swarm import (
 from distflow.weights.swarm_socket import Refused, address_of, listen, receive_for, take, welcome
 
 CLOSE_S = 5.0
+ACCEPT_PAUSE_S = 0.5
+"""After a connection could not be accepted: without file descriptors, say, the next attempt fails at once, too."""
 MOST_CONNECTIONS = 1024
 MOST_WAITING = 256
 """Requests of one connection that have not been answered; a reader asks for a window of chunks at a time."""
@@ -125,7 +127,7 @@ class ChunkServer:
         self._known: dict[bytes, Secret] = {}
         self._sealed: set[bytes] = set()
         self._connections: list[_Connection] = []
-        self._closing = False
+        self._closing = threading.Event()
         self._listener = listen(host)
         self.address = address_of(self._listener)
         self._thread = threading.Thread(target=self._accept, name="swarm-serve", daemon=True)
@@ -153,6 +155,11 @@ class ChunkServer:
         with self.lock:
             if self._held.get((held.manifest.model, held.manifest.content)) is held:
                 del self._held[held.manifest.model, held.manifest.content]
+
+    def forget_terms_before(self, term: int) -> None:
+        """Serve no version of earlier terms any more: their segments have no names, only who maps them keeps them."""
+        with self.lock:
+            self._held = {key: held for key, held in self._held.items() if held.manifest.version.term >= term}
 
     def find(self, ask: ChunkAsk) -> HeldVersion | None:
         """What is asked for, if it is held."""
@@ -187,7 +194,7 @@ class ChunkServer:
 
     def close(self) -> None:
         """Stop serving, end all threads."""
-        self._closing = True
+        self._closing.set()
         hang_up(self._listener)
         with self.lock:
             connections = list(self._connections)
@@ -200,16 +207,20 @@ class ChunkServer:
         self._held.clear()
 
     def _accept(self) -> None:
-        while not self._closing:
+        told = False
+        while not self._closing.is_set():
             try:
                 link, _ = self._listener.accept()
             except OSError as error:
-                if not self._closing:
-                    log.warning("%s: cannot accept a connection for weights: %s", self.address, error)
+                if not (told or self._closing.is_set()):
+                    log.warning("%s: cannot accept connections for weights for now: %s", self.address, error)
+                told = True
+                self._closing.wait(ACCEPT_PAUSE_S)
                 continue
+            told = False
             connection = _Connection(self, link)
             with self.lock:
-                many = self._closing or len(self._connections) >= MOST_CONNECTIONS
+                many = self._closing.is_set() or len(self._connections) >= MOST_CONNECTIONS
                 if not many:
                     self._connections.append(connection)
             if many:
@@ -353,7 +364,10 @@ class _Connection:
             self._link.sendall(FRAME.pack(Says.CHUNK, size, *ask.content, chunk), socket.MSG_MORE)
             end = start + size
             while start < end:
-                start += os.sendfile(self._link.fileno(), held.file.fileno(), start, end - start)
+                sent = os.sendfile(self._link.fileno(), held.file.fileno(), start, end - start)
+                if not sent:
+                    raise OSError(f"{held.manifest.place} was cut short")
+                start += sent
         with self._server.lock:
             self._server.traffic.chunks += 1
             self._server.traffic.sent_bytes += size

@@ -5,7 +5,8 @@ Readers agree by locks on files, which the kernel releases when a process ends, 
 - `…-swarm`: each reader holds it, shared; the last one to leave removes everything.
 - `…-swarm-turn`: held by the reader that fetches. The file says how far it is, for those who wait.
 - `…-swarm-t<term>-<n>`, a segment: held exclusively while it is written, shared by each reader that uses it. One that
-  nobody holds is written next, unless it is the newest whole one, which is kept for readers on other hosts.
+  nobody holds is written next, unless it is the newest whole one, which is kept for readers on other hosts. There are
+  FETCHED of them, unless a reader does not let go of an older one.
 
 A segment begins like a publisher's, with its version, or term −1 until all of its chunks have arrived and been checked.
 """
@@ -19,6 +20,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from distflow.flow.sizes import FETCHED
 from distflow.log import logger
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
@@ -133,21 +135,24 @@ class HostSegments:
         """What the reader whose turn it is, or was, has told: term, number, chunks arrived."""
         return TURN.unpack(os.pread(self._turn, TURN.size, 0).ljust(TURN.size, b"\0"))
 
-    def writable(self, manifest: Manifest) -> SharedSegment:
+    def writable(self, manifest: Manifest, *, further: bool = False) -> SharedSegment | None:
         """A segment for a version that will be fetched, torn until `finish`. For the reader whose turn it is.
 
-        Those of earlier terms are removed. Raises UserError if there is no room.
+        None: all are in use, and FETCHED is enough unless `further`. Those of earlier terms are removed. Raises
+        UserError if there is no room.
         """
         size, term = HEADER_BYTES + manifest.size, manifest.version.term
-        newest = self.newest()
+        newest, used = self.newest(), 0
         for segment in self._segments():
             if segment.path.name.startswith(f"{self._stem}-t{term}-") and len(segment.memory) == size:
                 if (segment.version != newest or newest is None) and segment.lock(fcntl.LOCK_EX):
                     segment.mark(Version(-1, 0))
                     return segment
+                used += 1
             elif segment.version < manifest.version:
                 segment.path.unlink(missing_ok=True)
-        return self._create(term, size)
+                self._open.pop(segment.path, None)
+        return None if used >= FETCHED and not further else self._create(term, size)
 
     def finish(self, segment: SharedSegment, version: Version) -> mmap.mmap:
         """All of it has arrived: neighbours may map it, and this reader uses it."""

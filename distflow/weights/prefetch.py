@@ -25,10 +25,18 @@ class StagedReader(Protocol):
     """Chunks received so far."""
 
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
-        """The announced tensors, checked, unchanged until the next `fetch`.
+        """The announced tensors, checked; they may be overwritten unless `hold` says otherwise.
 
         Raises Overtaken if the version is gone, also if `superseded()` is true and no chunk arrives.
         """
+        ...
+
+    def hold(self, manifest: Manifest) -> bool:
+        """Whether what was fetched last is still there; it stays until `release` then."""
+        ...
+
+    def release(self) -> None:
+        """What was held may be overwritten."""
         ...
 
     def close(self) -> None:
@@ -110,18 +118,25 @@ class Stage:
             self._condition.notify_all()
 
     def take(self) -> tuple[Manifest, NamedTensors] | None:
-        """What is ready, unchanged until `release`; None if it was forgotten. Raises what the fetch raised."""
+        """What is ready, unchanged until `release`; None if it is gone. Raises what the fetch raised."""
         with self._condition:
             if self._ready is None:
                 return None
             manifest, found = self._ready
             if isinstance(found, Exception):
                 raise found
-            self._ready, self._in_use = None, True
+            self._ready = None
+            self._in_use = self._reader.hold(manifest)
+            if not self._in_use:
+                # It was not taken for long, and neighbours needed the memory for a newer one, which is here now.
+                self._wanted = self._wanted or manifest
+                self._condition.notify_all()
+                return None
             return manifest, found
 
     def release(self) -> None:
         """The tensors have been copied; their memory may be reused."""
+        self._reader.release()
         with self._condition:
             self._in_use = False
             self._condition.notify_all()

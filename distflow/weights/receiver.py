@@ -29,6 +29,8 @@ class WeightInbox:
         self._reader = reader
         self._far = far
         self._only = only
+        self._former: list[WeightReader] = []
+        """Replaced ones that may still be in use, and keep removed segments mapped until they are closed."""
         self._newest: Manifest | None = None
         self._wanted: Manifest | None = None
         """The announced version to load: the newest, unless only some are wanted."""
@@ -66,6 +68,7 @@ class WeightInbox:
         if manifest.version.survives(self._begins) and (known is None or manifest.version > known):
             self._newest = manifest
             if self._far is not None and not self._reader.reads(manifest):
+                self._former.append(self._reader)
                 self._reader = self._far()
             self._choose()
 
@@ -88,6 +91,7 @@ class WeightInbox:
         and `waiting` is false until it arrives. A version with wrong bytes or different log-probs is fetched once more;
         the second time raises ChecksumError or WorkerFailed.
         """
+        self._close_former()
         # `begin_term` may run meanwhile: it forgets a version first, then reads `loaded`; here the order is reversed.
         self.loaded = self.difference = None
         manifest = self._reader.refresh(engine)
@@ -161,4 +165,9 @@ class WeightInbox:
 
     def close(self) -> None:
         """Close the link."""
+        self._close_former()
         self._reader.close()
+
+    def _close_former(self) -> None:
+        while self._former:
+            self._former.pop().close()

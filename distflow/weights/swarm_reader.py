@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
-from distflow.types import Version
 from distflow.weights.chunk_server import ChunkServer, HeldVersion, ServerTraffic
 from distflow.weights.delta_fetch import DeltaFetch, make
 from distflow.weights.host_segments import HostSegments, SharedSegment
@@ -27,6 +26,9 @@ from distflow.weights.transport import NamedTensors
 LOOK_S = 0.01
 """How often a reader looks whether its neighbour has fetched the version; a blocking lock could not be interrupted."""
 
+IN_USE_S = 30.0
+"""How long to wait for a neighbour that copies an older version, before one more segment is made beside it."""
+
 LOOPBACK = "127.0.0.1"
 """Where to serve in a run on one host."""
 
@@ -37,8 +39,8 @@ class SwarmReader:
     """Reads one model from the publisher named in a manifest, and from other readers; serves at `host`.
 
     `tag` names this host's part of the run: readers with the same one share what they fetch. One thread fetches at a
-    time; the next `fetch` may overwrite the tensors of the last. After `no_progress_s` seconds without a chunk it
-    raises NoProgressError; shorter interruptions of the link are recovered from.
+    time. After `no_progress_s` seconds without a chunk it raises NoProgressError; shorter interruptions of the link are
+    recovered from.
     """
 
     def __init__(self, tag: str, host: str, no_progress_s: float) -> None:
@@ -53,7 +55,6 @@ class SwarmReader:
         self._server: ChunkServer | None = None
         self._client: SwarmClient | None = None
         self._deltas: DeltaFetch | None = None
-        self._held: tuple[str, Version] | None = None
         self._closed = threading.Event()
         self._fetching = threading.Lock()
 
@@ -63,7 +64,7 @@ class SwarmReader:
         return ServerTraffic() if self._server is None else self._server.traffic
 
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
-        """Views of the announced version, in memory that is unchanged until the next `fetch`.
+        """Views of the announced version, in memory that others may need for newer ones: `hold` it before use.
 
         Raises Overtaken if the version was overwritten, or if no chunk arrives and `superseded()` says that there is a
         newer one; ChecksumError for a chunk that was wrong several times; ProtocolError for a manifest of another
@@ -77,17 +78,25 @@ class SwarmReader:
         with self._fetching:
             if self._closed.is_set():
                 raise Overtaken(f"{manifest.title}: the reader was closed")
-            self._held = None
             if self._segments is None:
                 self._segments = HostSegments(self._tag, manifest.model)
+            if self._server is not None:
+                self._server.forget_terms_before(manifest.version.term)
             self._segments.release()
             memory = self._bring(self._segments, manifest, place, rules)
-            self._held = (manifest.model, manifest.version)
+            self._segments.release()
         return restored(tensor_views(memory, manifest.entries, HEADER_BYTES), manifest.entries)
 
-    def intact(self, manifest: Manifest) -> bool:
-        """The memory changes only after the next `fetch` begins."""
-        return self._held == (manifest.model, manifest.version)
+    def hold(self, manifest: Manifest) -> bool:
+        """Whether what was fetched last is still there. If so, it stays until `release` or the next `fetch`."""
+        with self._fetching:
+            return self._segments is not None and self._segments.find(manifest) is not None
+
+    def release(self) -> None:
+        """What was held may be overwritten."""
+        with self._fetching:
+            if self._segments is not None:
+                self._segments.release()
 
     def close(self) -> None:
         """Release everything; a `fetch` under way raises Overtaken shortly after."""
@@ -113,7 +122,10 @@ class SwarmReader:
                 raise Overtaken(f"{manifest.title}: this host has a newer version")
             if segments.begin():
                 try:
-                    return segments.find(manifest) or self._fetch(segments, manifest, place, rules)
+                    further = time.monotonic() - last > IN_USE_S
+                    memory = segments.find(manifest) or self._fetch(segments, manifest, place, rules, further)
+                    if memory is not None:
+                        return memory
                 finally:
                     segments.end()
             before, told, now = told, segments.told(), time.monotonic()
@@ -131,12 +143,17 @@ class SwarmReader:
                 )
             self._closed.wait(LOOK_S)
 
-    def _fetch(self, segments: HostSegments, manifest: Manifest, place: SwarmPlace, rules: FetchRules) -> mmap.mmap:
+    def _fetch(
+        self, segments: HostSegments, manifest: Manifest, place: SwarmPlace, rules: FetchRules, further: bool
+    ) -> mmap.mmap | None:
+        """Fetch the version into a segment that is not in use, or a further one; None: there is none now."""
         server, client, deltas = self._ends(place)
         deltas.keep_for(manifest)
         base = segments.base_of(manifest)
         try:
-            segment = segments.writable(manifest)
+            segment = segments.writable(manifest, further=further)
+            if segment is None:
+                return None
             held = HeldVersion(manifest, segment.path)
             server.hold(held)
             before = self.chunks

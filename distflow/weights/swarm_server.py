@@ -28,17 +28,28 @@ PIN_S = 3.0
 log = logger(__name__)
 
 
+def _tell(error: BaseException) -> None:
+    log.error("no versions for other hosts any more: %s", error)
+
+
 class SwarmServer:
     """Listens on `host` from the start, on threads of its own; `encrypted`: chunks are sealed.
 
     Versions are also served as what has changed since the one before, except every `keyframe_every`th (1: each). With
-    `rounding` they are rounded before.
+    `rounding` they are rounded before. `on_fault` is called on a thread here with what it cannot go on after.
     Raises ProtocolError if it cannot listen.
     """
 
     def __init__(
-        self, host: str, *, encrypted: bool = False, keyframe_every: int = 1, rounding: RoundedPublisher | None = None
+        self,
+        host: str,
+        *,
+        encrypted: bool = False,
+        keyframe_every: int = 1,
+        rounding: RoundedPublisher | None = None,
+        on_fault: Callable[[BaseException], None] = _tell,
     ) -> None:
+        self._on_fault = on_fault
         self._pin: tuple[Path, float] | None = None
         self._lock = threading.Lock()
         self._held: list[HeldVersion] = []
@@ -117,3 +128,7 @@ class SwarmServer:
                 announce(self.describe(manifest))
             except Overtaken as error:
                 log.info("%s", error)
+            except Exception as error:
+                # Readers on other hosts would wait for ever, and never know why.
+                self._on_fault(error)
+                return

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +52,12 @@ def left_of(tag: str) -> list[str]:
     return [path.name for path in SEGMENTS.glob(f"{segment_prefix(tag)}*")]
 
 
+def newest_memory(reader: SwarmReader) -> Any:
+    """The memory of the newest version on a reader's host, to damage it."""
+    assert reader._segments is not None
+    return max(reader._segments._segments(), key=lambda segment: segment.version).memory
+
+
 class Host:
     """One training host: a publisher, and a server beside it."""
 
@@ -63,10 +69,13 @@ class Host:
         size: int = 1_000_000,
         keyframe_every: int = 1,
         to: Rounding | None = None,
+        on_fault: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.term, self.size, self.tag = term, size, new_tag()
         rounding = None if to is None else RoundedPublisher(self.tag, to)
-        self.server = SwarmServer("127.0.0.1", encrypted=encrypted, keyframe_every=keyframe_every, rounding=rounding)
+        self.server = SwarmServer(
+            "127.0.0.1", encrypted=encrypted, keyframe_every=keyframe_every, rounding=rounding, on_fault=on_fault
+        )
         self.publisher = ShmPublisher(self.tag, "policy", term, self.server.pinned)
 
     def publish(self, number: int, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> Manifest:

@@ -50,6 +50,8 @@ class SlowReader:
         self.begun: list[int] = []
         self.may_end = threading.Semaphore(0)
         self.ends_with: Exception | None = None
+        self.gone = False
+        self.released = 0
 
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> Any:
         self.begun.append(manifest.version.number)
@@ -57,6 +59,13 @@ class SlowReader:
         if self.ends_with is not None:
             raise self.ends_with
         return weights(manifest.version.number, 4)
+
+    def hold(self, manifest: Manifest) -> bool:
+        held, self.gone = not self.gone, False
+        return held
+
+    def release(self) -> None:
+        self.released += 1
 
     def close(self) -> None:
         self.may_end.release()
@@ -103,6 +112,24 @@ def test_what_lies_ready_is_not_overwritten_before_it_is_loaded() -> None:
     inbox.load(engine)
     eventually(lambda: inbox.waiting, "the next")
     assert reader.begun == [1, 2]
+    inbox.close()
+
+
+def test_what_lies_ready_for_long_may_have_to_be_fetched_again() -> None:
+    """Others needed its memory: the engine goes on with what it has until the newest one is there."""
+    reader = SlowReader()
+    inbox, engine = WeightInbox(Stage(reader, lambda: None)), FakeEngine()
+    inbox.announce(announced(1))
+    reader.may_end.release()
+    eventually(lambda: inbox.waiting, "ready")
+    inbox.announce(announced(2))
+    reader.gone = True
+    inbox.load(engine)
+    assert engine.events == []
+    reader.may_end.release()
+    eventually(lambda: inbox.waiting, "the newest")
+    inbox.load(engine)
+    assert (reader.begun, inbox.loaded, reader.released) == ([1, 2], Version(0, 2), 1)
     inbox.close()
 
 

@@ -1,10 +1,13 @@
 """Weights across hosts, one publisher and one reader: real sockets on loopback, real shared segments."""
 
+import os
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from msgspec import structs
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.flow.sizes import PUBLISHED
 from distflow.types import Version
-from distflow.weights import swarm_client
+from distflow.weights import chunk_server, swarm_client
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
 from distflow.weights.shm import HEADER_BYTES, AnnouncedSegment, ShmReader
 from distflow.weights.swarm import ChunkAsk, Opening, Secret, SwarmPlace, pack, read_ask, read_opening
@@ -45,12 +48,12 @@ def test_a_reader_on_another_host_gets_the_tensors_bit_for_bit(host: Host) -> No
     manifest = host.publish(5)
     found = reader.fetch(manifest)
     assert holds(found, 5)
-    assert reader.intact(manifest)
+    assert reader.hold(manifest)
     assert reader.chunks == manifest.chunks == 4
     assert manifest.checksums == (), "what another host checks is the digests"
     assert holds(reader.fetch(host.publish(6)), 6)
-    assert not reader.intact(manifest)
     assert holds(reader.fetch(host.publish(7)), 7)
+    assert not reader.hold(manifest), "its memory has been used for the last one"
     assert len([name for name in left_of(tag) if "-t0-" in name]) == 2, "memory is used again, in turn"
     assert host.server.traffic.sent_bytes == 3 * manifest.size
     reader.close()
@@ -100,6 +103,40 @@ def test_a_version_that_is_overwritten_while_it_is_hashed_is_not_announced(host:
         host.publisher.publish(Version(0, number), weights(number))
     with pytest.raises(Overtaken, match="overwritten by a newer version before it was hashed"):
         host.server.describe(first)
+
+
+def test_what_ends_the_thread_that_describes_versions_is_told() -> None:
+    """Here shared memory has gone; readers on other hosts would wait for ever."""
+    faults: list[BaseException] = []
+    host = Host(on_fault=faults.append)
+    local = host.publisher.publish(Version(0, 1), weights(1))
+    Path(local.place).write_bytes(b"")
+    host.server.offer(local, lambda described: None)
+    eventually(lambda: faults, "the fault")
+    assert "is smaller than the announced" in str(faults[0])
+    host.close()
+
+
+def test_a_host_without_file_descriptors_is_told_once_and_serves_again(
+    host: Host, reader: SwarmReader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(chunk_server, "ACCEPT_PAUSE_S", 0.05)
+    manifest = host.publish(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    link = socket.socket()
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        address, port = SwarmPlace.parse(manifest.place).address.removeprefix("tcp://").split(":")
+        link.connect((address, int(port)))
+        eventually(lambda: "cannot accept connections" in caplog.text, "the warning")
+        threading.Event().wait(0.3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        link.close()
+    assert caplog.text.count("cannot accept connections") == 1
+    assert holds(reader.fetch(manifest), 1)
 
 
 def test_what_is_being_read_is_not_overwritten_however_fast_versions_come(host: Host, reader: SwarmReader) -> None:

@@ -18,7 +18,7 @@ from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
 from distflow.weights.rounding import Rounding
 from distflow.weights.shm import HEADER_BYTES, ShmReader
 from distflow.weights.swarm_reader import SwarmReader
-from tests.weights.swarm_kit import Host, left_of, new_reader, new_tag
+from tests.weights.swarm_kit import Host, left_of, new_reader, new_tag, newest_memory
 from tests.weights.test_swarm_readers import fetch_together
 
 VALUES = 3_000_000
@@ -89,7 +89,7 @@ def test_a_host_that_has_the_version_before_takes_what_has_changed(encrypted: bo
         manifest = publish(host, number)
         assert [(delta.base, delta.number) for delta in manifest.deltas] == [(n, n + 1) for n in range(1, number)]
         assert sent_for(host, reader, manifest) == manifest.deltas[-1].size < 0.02 * manifest.size
-        assert reader.intact(manifest)
+        assert reader.hold(manifest)
     reader.close()
     host.close()
     assert left_of(tag) == []
@@ -203,9 +203,7 @@ def test_a_delta_that_is_garbage_is_refused_and_the_version_taken_in_full(host: 
 def test_chunks_that_do_not_come_right_are_fetched_alone(host: Host, reader: SwarmReader) -> None:
     """The older version has changed under the reader: a bit of its memory has flipped."""
     reader.fetch(publish(host, 1))
-    assert reader._segments is not None
-    assert reader._segments._used is not None
-    reader._segments._used.memory[HEADER_BYTES + 2 * CHUNK_BYTES + 5] ^= 1
+    newest_memory(reader)[HEADER_BYTES + 2 * CHUNK_BYTES + 5] ^= 1
     manifest = publish(host, 2)
     assert sent_for(host, reader, manifest) == manifest.deltas[-1].size + CHUNK_BYTES
 
@@ -259,7 +257,7 @@ def test_rounded_versions_cross_as_what_has_changed_too(to: Rounding, share: flo
         assert bool(((found["matrix"].float() - matrix).abs() <= torch.clamp(matrix.abs() * off, 2e-4)).all())
         assert torch.equal(found["norm"], NORM.bfloat16())
         assert host.server.traffic.sent_bytes - before <= (manifest.size if number == 1 else 0.01 * manifest.size)
-        assert reader.intact(manifest)
+        assert reader.hold(manifest)
     near = host.publisher.publish(Version(0, 7), [("matrix", MATRIX), ("norm", NORM)])
     assert torch.equal(ShmReader().fetch(near)[0][1], MATRIX), "within the host nothing is rounded"
     reader.close()

@@ -2,14 +2,16 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distflow.flow.sizes import FETCHED
 from distflow.weights.manifest import Manifest
 from distflow.weights.swarm_reader import SwarmReader
 from tests.polling import WAIT_S
-from tests.weights.swarm_kit import Host, holds, left_of, new_reader, new_tag
+from tests.weights.swarm_kit import Host, holds, left_of, new_reader, new_tag, newest_memory
 
 SIZE = 6_000_000
 """Values of the largest tensor: 23 chunks."""
@@ -61,6 +63,49 @@ def test_one_of_three_readers_on_a_host_fetches_and_the_others_map_it(host: Host
     assert left_of(tag) == []
 
 
+def test_readers_that_are_behind_keep_no_memory_of_a_host(host: Host) -> None:
+    """Each has fetched another version, and two have not used theirs when the third goes on."""
+    tag = new_tag()
+    readers = [new_reader(tag) for _ in range(3)]
+    manifests = [host.publish(number) for number in (1, 2, 3)]
+    for reader, manifest in zip(readers, manifests, strict=True):
+        reader.fetch(manifest)
+    assert len([name for name in left_of(tag) if "-t0-" in name]) == FETCHED
+    assert [reader.hold(manifest) for reader, manifest in zip(readers, manifests, strict=True)] == [False, True, True]
+    # Both segments are in use now: the next version waits for one of them.
+    found: list[Any] = []
+    newest = host.publish(4)
+    thread = threading.Thread(target=lambda: found.append(readers[0].fetch(newest)))
+    thread.start()
+    thread.join(0.2)
+    assert found == []
+    readers[1].release()
+    thread.join(WAIT_S)
+    assert holds(found[0], 4, SIZE)
+    assert len([name for name in left_of(tag) if "-t0-" in name]) == FETCHED
+    for reader in readers:
+        reader.close()
+
+
+def test_nothing_of_an_earlier_term_stays_mapped(host: Host) -> None:
+    tag = new_tag()
+    readers = [new_reader(tag) for _ in range(2)]
+    for number in (1, 2, 3):
+        manifest = host.publish(number)
+        for reader in readers if number % 2 else readers[::-1]:
+            reader.fetch(manifest)
+    later = Host(size=SIZE, term=1)
+    manifest = later.publish(4)
+    for reader in readers:
+        reader.fetch(manifest)
+    del reader
+    gone = [line for line in Path("/proc/self/maps").read_text().splitlines() if tag in line and "(deleted)" in line]
+    assert gone == []
+    for reader in readers:
+        reader.close()
+    later.close()
+
+
 def test_a_late_reader_is_served_by_the_others(host: Host) -> None:
     readers = [new_reader() for _ in range(2)]
     manifest = host.publish(1)
@@ -89,9 +134,7 @@ def test_a_reader_whose_memory_is_corrupt_is_left_and_the_chunk_comes_from_elsew
     bad, late = new_reader(), new_reader()
     manifest = host.publish(1)
     bad.fetch(manifest)
-    assert bad._segments is not None
-    assert bad._segments._used is not None
-    bad._segments._used.memory[100_000] ^= 0xFF
+    newest_memory(bad)[100_000] ^= 0xFF
     assert holds(late.fetch(manifest), 1, SIZE)
     assert host.server.traffic.chunks == manifest.chunks + 1, "the one chunk that no reader has right"
     for reader in (bad, late):

@@ -26,7 +26,7 @@ from distflow.weights.shm import SEGMENTS, ShmPublisher, ShmReader, segment_pref
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
 from tests.polling import WAIT_S
-from tests.weights.swarm_kit import holds, weights
+from tests.weights.swarm_kit import holds, newest_memory, weights
 
 LOOPBACK = "127.0.0.1"
 END_S = 5.0
@@ -141,9 +141,7 @@ class FarReader(_Role):
 
     def flip(self, at: int) -> None:
         """Damage what this reader has and serves."""
-        assert self.reader._segments is not None
-        assert self.reader._segments._used is not None
-        self.reader._segments._used.memory[at] ^= 0xFF
+        newest_memory(self.reader)[at] ^= 0xFF
 
     def counts(self) -> tuple[int, int]:
         """Chunks that it fetched itself, and that it sent to others."""
