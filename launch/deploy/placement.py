@@ -238,12 +238,13 @@ def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
     weights = {model: _weights(plan.recipe.models[model]) for model in published}
     # Without a publisher on the host, one of its workers fetches the weights into shared memory, for all of them.
     read = {model for worker in workers for model in worker.generates if not published[model]}
-    fetching = FETCHED * sum(weights[model] for model in read)
+    shm = FETCHED * sum(weights[model] for model in read)
     own = [model for model, here in published.items() if here]
-    kept = sum(weights[model] for model in own)
-    rounded = sum(_rounded(plan.recipe, model) for model in own) if len(placement.hosts) > 1 else 0
-    beside = fetching
-    if len(placement.hosts) > 1 and plan.recipe.weights.encoding != "full":
+    several = len(placement.hosts) > 1
+    versions = PUBLISHED + (PINNED if several else 0)
+    shm += versions * sum(weights[model] + (_rounded(plan.recipe, model) if several else 0) for model in own)
+    beside = shm  # which is memory, too
+    if several and plan.recipe.weights.encoding != "full":
         # Deltas are kept for other hosts, where they were made and where they were fetched; not in /dev/shm.
         beside += int(CHAINED * sum(weights[model] for model in {*own, *read}))
     beside_gpus = beside + sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers)
@@ -252,7 +253,7 @@ def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
         memory=at_least(beside + sum(_memory(worker, plan, on_gpu=False) for worker in workers)),
         memory_beside_gpus=at_least(beside_gpus),
         disk=disk_for(plan, placement, host, frozenset(range(len(placement.hosts)))),
-        shm=at_least((PUBLISHED + PINNED) * (kept + rounded) + fetching),
+        shm=at_least(shm),
         paths=tuple(dict.fromkeys(path for worker in workers for path in _paths(worker, plan))),
     )
 

@@ -108,9 +108,11 @@ def test_a_host_with_a_critic_alone_publishes_nothing_and_its_readers_share_what
     beside = plan_recipe("quickstart", ["flow=ppo", "layout=critic"])[1]
     together = needs_of(beside, place_workers(beside, parse_hosts("a slots=8", "hosts")), 0)
     fetched = policy.memory.fail + critic.memory.fail - together.memory.fail
-    assert fetched == 2 * weights + weights // 2 * 2, "and half a version of deltas on each of the two"
+    assert fetched == (2 + 1) * weights + weights // 2 * 2, (
+        "the version that others are reading is published too, and half a version of deltas is kept on each of the two"
+    )
     full = plan_recipe("quickstart", [*two, "weights.encoding=full"])[1]
-    assert sum(needs_of(full, placement, host).memory.fail for host in (0, 1)) == together.memory.fail + 2 * weights
+    assert sum(needs_of(full, placement, host).memory.fail for host in (0, 1)) == together.memory.fail + 3 * weights
 
 
 def test_a_host_that_rounds_weights_for_others_needs_room_for_the_rounded_ones_too() -> None:
