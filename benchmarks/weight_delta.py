@@ -42,7 +42,7 @@ from distflow.types import Version
 from distflow.weights.delta import encode
 from distflow.weights.delta_fetch import make
 from distflow.weights.manifest import CHUNK_BYTES, HASHING_THREADS, Manifest
-from distflow.weights.shm import HEADER_BYTES, SEGMENTS, ShmPublisher, open_segment, segment_prefix
+from distflow.weights.shm import HEADER_BYTES, SEGMENTS, AnnouncedSegment, ShmPublisher, segment_prefix
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
 
@@ -92,7 +92,8 @@ def train(name: str, pipe: Connection, setting: Setting) -> None:
 
 def codec(former: Manifest, local: Manifest) -> Mapping[str, float]:
     """GB/s of a version's bytes: copied, encoded, and made of the older one; and the share of values that changed."""
-    base, new = (memoryview(open_segment(one))[HEADER_BYTES:] for one in (former, local))
+    segments = [AnnouncedSegment(one) for one in (former, local)]
+    base, new = (memoryview(segment.memory)[HEADER_BYTES:] for segment in segments)
     into = memoryview(np.empty(len(new), np.uint8))
     spans = [slice(at, at + CHUNK_BYTES) for at in range(0, len(new), CHUNK_BYTES)]
 

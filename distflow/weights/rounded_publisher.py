@@ -9,7 +9,7 @@ from msgspec import structs
 from distflow.errors import Overtaken
 from distflow.weights.manifest import FP8, Manifest, TensorEntry
 from distflow.weights.rounding import Rounding, rounded
-from distflow.weights.shm import HEADER, HEADER_BYTES, ShmPublisher, open_segment, tensor_views
+from distflow.weights.shm import HEADER_BYTES, AnnouncedSegment, ShmPublisher, tensor_views
 
 
 class RoundedPublisher:
@@ -26,12 +26,12 @@ class RoundedPublisher:
         Raises Overtaken if it is overwritten meanwhile, UserError if shared memory is too small.
         """
         version = manifest.version
-        memory = open_segment(manifest)
+        segment = AnnouncedSegment(manifest)
         if self._publisher is None:
             self._publisher = ShmPublisher(self._tag, f"{manifest.model}.{self._to}", version.term, pinned)
-        tensors = tensor_views(memory, manifest.entries, HEADER_BYTES)
+        tensors = tensor_views(segment.memory, manifest.entries, HEADER_BYTES)
         made = self._publisher.publish(version, rounded(tensors, self._to))
-        if HEADER.unpack_from(memory, 0) != tuple(version):
+        if not segment.holds(manifest):
             raise Overtaken(f"{manifest.title}: overwritten by a newer version before it was rounded")
         entries = tuple(
             TensorEntry(own.name, FP8, own.shape, new.start, new.size) if new.dtype == "torch.uint8" else new

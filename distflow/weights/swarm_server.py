@@ -19,7 +19,7 @@ from distflow.weights.chunk_server import CLOSE_S, ChunkServer, HeldVersion, Ser
 from distflow.weights.delta_chain import DeltaChain
 from distflow.weights.manifest import Manifest, digests
 from distflow.weights.rounded_publisher import RoundedPublisher
-from distflow.weights.shm import open_segment
+from distflow.weights.shm import AnnouncedSegment
 from distflow.weights.swarm import SwarmPlace
 
 PIN_S = 3.0
@@ -63,10 +63,9 @@ class SwarmServer:
         released.
         Raises Overtaken if the version is overwritten meanwhile.
         """
+        AnnouncedSegment(manifest)
         if self._rounding is not None:
             manifest = self._rounding.publish(manifest, self.pinned)
-        else:
-            open_segment(manifest).close()
         held = HeldVersion(manifest, Path(manifest.place), ChunkDealer(manifest.chunks))
         found = digests([held.bytes_of(chunk) for chunk in range(manifest.chunks)])
         if not held.intact:
