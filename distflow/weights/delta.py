@@ -30,7 +30,10 @@ from distflow.weights.manifest import CHUNK_BYTES, HASHING_THREADS
 
 _COUNT = struct.Struct("<I")
 _WORD = np.dtype("<u2")
-_LANES = 4
+_PROBED = 16
+"""So many chunks at least tell whether a delta is worth while."""
+_LANES_LOG2 = 2
+_LANES = 1 << _LANES_LOG2
 """Words that are compared at once."""
 
 Words = NDArray[np.uint16]
@@ -59,11 +62,15 @@ def encode(new: memoryview, base: memoryview, most: int) -> bytes | None:
     """
     assert len(new) == len(base), "versions of one layout"
     chunks = [(new[at : at + CHUNK_BYTES], base[at : at + CHUNK_BYTES]) for at in range(0, len(new), CHUNK_BYTES)]
+    probed = chunks[:: max(1, len(chunks) // _PROBED)]
+    if sum(_fewest_bytes(*pair) for pair in probed) * len(new) > most * sum(len(pair[0]) for pair in probed):
+        # So it is with every version of a float32 model, which is not to wait for this each time.
+        return None
     parts: list[bytes] = []
     size = _COUNT.size * len(chunks)
     threads = min(HASHING_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads) as pool:
-        # In turns, so that it ends soon where almost all has changed.
+        # In turns, so that it ends as soon as there is too much.
         for turn in range(0, len(chunks), 4 * threads):
             found = list(pool.map(lambda pair: encode_part(*pair), chunks[turn : turn + 4 * threads]))
             parts += found
@@ -84,6 +91,13 @@ def parts_of(delta: memoryview, size: int) -> list[memoryview]:
         raise ProtocolError(f"a delta of {len(delta)} bytes whose parts have {begin + sum(sizes)}")
     ends = np.cumsum((begin, *sizes)).tolist()
     return [delta[start:end] for start, end in pairwise(ends)]
+
+
+def _fewest_bytes(new: memoryview, base: memoryview) -> int:
+    """Of what has changed in a chunk, without where."""
+    words = len(new) // 2
+    ours, theirs = (np.frombuffer(data, _WORD, words) for data in (new, base))
+    return _WORD.itemsize * int(np.count_nonzero(ours != theirs))
 
 
 def encode_part(new: memoryview, base: memoryview) -> bytes:
@@ -143,10 +157,10 @@ def _changed(new: memoryview, base: memoryview) -> Positions:
     ours, theirs = (np.frombuffer(data, _WORD, words) for data in (new, base))
     wide = words // _LANES * _LANES
     # Most of a step's chunk is as it was: 64 bits at a time find the few places to look at.
-    near = np.flatnonzero(ours[:wide].view(np.uint64) != theirs[:wide].view(np.uint64))
-    lanes = ours[:wide].reshape(-1, _LANES)[near] != theirs[:wide].reshape(-1, _LANES)[near]
-    inside = np.flatnonzero(lanes)
-    at = near[inside // _LANES] * _LANES + inside % _LANES
+    ours_wide, theirs_wide = ours[:wide].view(np.uint64), theirs[:wide].view(np.uint64)
+    near = np.flatnonzero(ours_wide != theirs_wide)
+    inside = np.flatnonzero((ours_wide[near] ^ theirs_wide[near]).view(_WORD) != 0)
+    at = (near[inside >> _LANES_LOG2] << _LANES_LOG2) + (inside & (_LANES - 1))
     rest = wide + np.flatnonzero(ours[wide:] != theirs[wide:])
     return np.concatenate((at, rest)) if len(rest) else at
 

@@ -154,8 +154,7 @@ def test_the_coarser_type_says_how_much_may_differ() -> None:
 def test_weights_that_were_rounded_on_their_way_may_differ_by_more(dtype: str, may_differ: float, rounded: str) -> None:
     entries = (TensorEntry("w", dtype, (1,), 0, 4), TensorEntry("v", "torch.float32", (1,), 4, 4))
     for off, agrees in ((0.9 * may_differ, True), (1.1 * may_differ, False)):
-        link = InprocLink("policy")
-        inbox, engine = WeightInbox(InPlace(link)), ScoringEngine(off, off)
+        (inbox, link), engine = inbox_with(), ScoringEngine(off, off)
         near = link.publish(Version(0, 1), [("w", torch.ones(1))])
         inbox.announce(structs.replace(near, canary=CANARY, entries=entries))
         if agrees:

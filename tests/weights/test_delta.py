@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.errors import ProtocolError
+from distflow.weights import delta
 from distflow.weights.delta import Kind, apply_part, encode, encode_part, parts_of
 from distflow.weights.manifest import CHUNK_BYTES
 
@@ -75,9 +76,9 @@ def test_a_delta_of_many_chunks(size: int) -> None:
     base = random.integers(0, 256, size, np.uint8)
     new = base.copy()
     new[::1000] += 1
-    delta = encode(memoryview(new.tobytes()), memoryview(base.tobytes()), size + 100)
-    assert delta is not None
-    parts = parts_of(memoryview(delta), size)
+    found = encode(memoryview(new.tobytes()), memoryview(base.tobytes()), size + 100)
+    assert found is not None
+    parts = parts_of(memoryview(found), size)
     made = bytearray(base.tobytes())
     for number, part in enumerate(parts):
         apply_part(part, memoryview(made)[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
@@ -85,10 +86,14 @@ def test_a_delta_of_many_chunks(size: int) -> None:
     assert len(parts) == -(-size // CHUNK_BYTES)
 
 
-def test_no_delta_where_it_would_be_too_large() -> None:
+def test_no_delta_where_it_would_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     base = bytes(40 * CHUNK_BYTES)
-    new = b"\1" * len(base)
-    assert encode(memoryview(new), memoryview(base), len(base) // 2) is None
+    uneven = bytearray(base)
+    uneven[: 4 * CHUNK_BYTES] = b"\1" * (4 * CHUNK_BYTES)
+    assert encode(memoryview(uneven), memoryview(base), len(base) // 8) is not None
+    assert encode(memoryview(uneven), memoryview(base), len(base) // 11) is None
+    monkeypatch.setattr(delta, "encode_part", lambda *_: pytest.fail("a few chunks tell that it is not worth while"))
+    assert encode(memoryview(b"\1" * len(base)), memoryview(base), len(base) // 2) is None
 
 
 @given(pairs(), st.integers(0, 2**32), st.binary(max_size=60))
