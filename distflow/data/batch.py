@@ -177,15 +177,10 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        return sum([tensor.nbytes for tensor in self._tensors()])
-
-    def _tensors(self) -> Iterator[Tensor]:
+        total = 0
         for column in self.columns.values():
-            if isinstance(column, Ragged):
-                yield column.values
-                yield column.offsets
-            else:
-                yield column
+            total += column.values.nbytes + column.offsets.nbytes if isinstance(column, Ragged) else column.nbytes
+        return total
 
     def dense(self, name: str) -> Tensor:
         """A column with one entry a row; raises TypeError when it is ragged."""
@@ -340,9 +335,18 @@ def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
     return [RowRange(batches[id(piece.batch)], piece.start, piece.stop) for piece in ranges]
 
 
+_TOKENS = ("prompt_ids", "response_ids")
+
+
 def row_lengths(batch: Batch) -> Tensor:
     """[B] int64: tokens of each row, prompt and response; with those of further models, as far as they are there."""
-    names = [name for name in batch.columns if name.rpartition("/")[2] in ("prompt_ids", "response_ids")]
+    return torch.from_numpy(tokens_of_rows(batch))
+
+
+def tokens_of_rows(batch: Batch) -> npt.NDArray[np.int64]:
+    """`row_lengths` for who needs no tensor."""
+    names = [name for name in batch.columns if name.endswith("_ids") and name.rpartition("/")[2] in _TOKENS]
     found = [offsets for name in names if (offsets := batch.offsets(name)) is not None]
     ends_B = sum(found[1:], found[0]) if found else np.zeros(batch.rows + 1, dtype=np.int64)
-    return torch.from_numpy(ends_B[1:] - ends_B[:-1])
+    lengths_B: npt.NDArray[np.int64] = ends_B[1:] - ends_B[:-1]
+    return lengths_B

@@ -280,6 +280,6 @@ def _offsets(layout: _Layout, rows: int, buffer: memoryview) -> npt.NDArray[np.i
     if not count:
         return np.zeros((0, rows + 1), dtype=np.int64)
     found = np.frombuffer(buffer, dtype=np.int64, count=count).reshape(layout.offsets, rows + 1)
-    if found[:, 0].any() or (found[:, 1:] < found[:, :-1]).any():
+    if any(found[:, 0].tolist()) or (found[:, 1:] < found[:, :-1]).any():
         raise ProtocolError("the offsets of a batch do not divide its values into rows: expected 0 ≤ … ≤ their number")
     return found

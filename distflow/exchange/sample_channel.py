@@ -20,7 +20,7 @@ from msgspec import structs
 from distflow.comm.message import Body, Buffer
 from distflow.comm.message import Message as Envelope
 from distflow.comm.outbox import Delivery, SentOnce
-from distflow.data.batch import Batch, Column, Ragged, RowRange, group_ranges, join, row_lengths
+from distflow.data.batch import Batch, Column, Ragged, RowRange, group_ranges, join, row_lengths, tokens_of_rows
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import Form, decoder, read
 from distflow.data.samples import group_scores
@@ -108,6 +108,8 @@ class OutboundSamples:
 
     def _by_columns(self, results: Sequence[Result]) -> Iterable[list[Result]]:
         """Results that can share a batch: repeated ones may come from steps that wrote different fields."""
+        if len(results) == 1:
+            return [list(results)]
         alike: dict[frozenset[str], list[Result]] = {}
         for result in results:
             fields = frozenset() if result.dropped else frozenset(self._kept[result.position].batch.columns)
@@ -326,4 +328,4 @@ def _by_group(batch: Batch, asked_for: Sequence[str]) -> tuple[dict[int, RowRang
     group = batch["group"]
     if isinstance(group, Ragged) or group.dtype != torch.int64 or group.dim() != 1:
         raise ProtocolError("a batch of samples whose field 'group' is not one int64 a row")
-    return group_ranges(batch), row_lengths(batch).tolist()
+    return group_ranges(batch), tokens_of_rows(batch).tolist()
