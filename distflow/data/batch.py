@@ -131,6 +131,10 @@ class BufferedColumns(Mapping[str, Column]):
         """[B + 1]: where the rows of a ragged column begin and end; None for a dense one."""
 
     @abstractmethod
+    def integers(self, name: str) -> list[int] | None:
+        """A column of one int64 a row as Python numbers; None for any other column."""
+
+    @abstractmethod
     def join(self, ranges: Sequence[RowRange]) -> Batch | None:
         """The rows of all ranges, the first of which is of these columns; None if they have to be joined by column."""
 
@@ -202,6 +206,16 @@ class Batch:
             return self.columns.offsets(name)
         column = self[name]
         return column.offsets.numpy() if isinstance(column, Ragged) else None
+
+    def integers(self, name: str) -> list[int] | None:
+        """A column of one int64 a row as Python numbers; None for any other column."""
+        if isinstance(self.columns, BufferedColumns):
+            return self.columns.integers(name)
+        column = self[name]
+        if isinstance(column, Ragged) or column.dtype != torch.int64 or column.dim() != 1:
+            return None
+        found: list[int] = column.tolist()
+        return found
 
     def of_all_models(self, name: str) -> list[Ragged]:
         """The ragged columns of this name that are there, with and without a prefix."""
@@ -320,7 +334,7 @@ def group_ranges(batch: Batch) -> dict[int, RowRange]:
     """The rows of each group, by the group's prompt position."""
     if not batch.rows:
         return {}
-    groups = batch.dense("group").tolist()
+    groups = batch.integers("group") or batch.dense("group").tolist()
     begins = [0, *[row for row in range(1, batch.rows) if groups[row] != groups[row - 1]], batch.rows]
     return {groups[a]: RowRange(batch, a, b) for a, b in pairwise(begins)}
 
