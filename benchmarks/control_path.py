@@ -15,6 +15,7 @@ with making the samples).
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import statistics
@@ -43,7 +44,10 @@ def node_of(name: str, peer: str, folder: str) -> Any:
 
     roster = {one: f"ipc://{folder}/{one.replace('/', '-')}" for one in (OWNER, HOLDER)}
     me = Identity(name, 0, os.getpid(), 0.0, "same", {}, 0)
-    return Node(Endpoint(name, 0, roster), Membership(me, [peer], lambda pid, started: True), WaitBoard())
+    # As a worker has it; earlier revisions do not know it.
+    known = "shared_memory" in inspect.signature(Endpoint).parameters
+    endpoint = Endpoint(name, 0, roster, **({"shared_memory": True} if known else {}))
+    return Node(endpoint, Membership(me, [peer], lambda pid, started: True), WaitBoard())
 
 
 def settings_of() -> Any:

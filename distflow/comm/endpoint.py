@@ -335,7 +335,7 @@ class Endpoint:
 
     def _flush(self, sockets: Sockets) -> None:
         """Send what is queued by now; later messages end the next wait of this thread."""
-        taken = self._outbox.take()
+        taken = self._outbox.take() if self._outbox else []
         try:
             for bundle in bundles(taken):
                 self._hand_over(sockets, bundle)
@@ -377,8 +377,7 @@ class Endpoint:
         try:
             if socket is None:
                 raise zmq.Again
-            # Of a message that is tracked, large frames are shared rather than copied.
-            send_frames(socket, frames, copy=not trackers)
+            send_frames(socket, frames)
         except zmq.Again:
             for posted in bundle:
                 posted.delivery.drop()

@@ -11,7 +11,6 @@ Example: [2, "rollout/0", 0, [["results", {…}, 1], ["ask", {…}, 0]]], then o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -36,8 +35,7 @@ Body = Mapping[str, Any] | msgspec.Struct
 """What is said in a message: plain values by name, or a form (`decoding.py`) of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True):
     """A received message. `sender` and `incarnation` identify the peer; `route` is where a reply goes."""
 
     kind: str
@@ -46,7 +44,7 @@ class Message:
     body: Any
     """Plain values by name; of a message to oneself the very object that was sent."""
     payload: Sequence[memoryview] = ()
-    route: bytes | None = field(default=None, compare=False)
+    route: bytes | None = None
     references: bytes = b""
     """Where the payload lies in shared memory, until it has been found."""
 

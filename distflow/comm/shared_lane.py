@@ -18,8 +18,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from distflow.comm.message import Buffer, Message
 from distflow.comm.shared_reading import IncomingSegments, SegmentOffer, numbers_in
@@ -101,7 +102,7 @@ class SharedLane:
             number = int.from_bytes(message.references[:8], "little") % MOST
             self._tell(message.sender, UNKNOWN, {"number": number})
             raise
-        return replace(message, payload=payload, references=b"")
+        return structs.replace(message, payload=payload, references=b"")
 
     def flush(self) -> None:
         """Tell each sender what was released since the last time."""

@@ -13,6 +13,8 @@ from zmq.utils import z85
 from distflow.comm.addresses import place_of
 from distflow.comm.curve import KEY_HINT, Gate, Watch, bind_network, leaves_machine, listener_for, present_key, tune
 from distflow.comm.keys import NetworkListener
+from distflow.comm.message import size_of
+from distflow.comm.outbox import SMALL_BYTES
 from distflow.log import logger
 
 SEND_LIMIT = 1_000
@@ -55,11 +57,11 @@ def frames_from(router: zmq.Socket[bytes]) -> list[zmq.Frame]:
     return frames
 
 
-def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any], *, copy: bool) -> None:
-    """Send one message; raises zmq.Again if the socket takes no more."""
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> None:
+    """Send one message; large frames are shared rather than copied. Raises zmq.Again if the socket takes no more."""
     for frame in frames[:-1]:
-        socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=copy)
-    socket.send(frames[-1], zmq.NOBLOCK, copy=copy)
+        socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=size_of(frame) < SMALL_BYTES)
+    socket.send(frames[-1], zmq.NOBLOCK)
 
 
 class Sockets:

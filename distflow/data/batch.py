@@ -131,6 +131,10 @@ class BufferedColumns(Mapping[str, Column]):
         """[B + 1]: where the rows of a ragged column begin and end; None for a dense one."""
 
     @abstractmethod
+    def integers(self, name: str) -> list[int] | None:
+        """A column of one int64 a row as Python numbers; None for any other column."""
+
+    @abstractmethod
     def join(self, ranges: Sequence[RowRange]) -> Batch | None:
         """The rows of all ranges, the first of which is of these columns; None if they have to be joined by column."""
 
@@ -177,15 +181,10 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        return sum([tensor.nbytes for tensor in self._tensors()])
-
-    def _tensors(self) -> Iterator[Tensor]:
+        total = 0
         for column in self.columns.values():
-            if isinstance(column, Ragged):
-                yield column.values
-                yield column.offsets
-            else:
-                yield column
+            total += column.values.nbytes + column.offsets.nbytes if isinstance(column, Ragged) else column.nbytes
+        return total
 
     def dense(self, name: str) -> Tensor:
         """A column with one entry a row; raises TypeError when it is ragged."""
@@ -207,6 +206,16 @@ class Batch:
             return self.columns.offsets(name)
         column = self[name]
         return column.offsets.numpy() if isinstance(column, Ragged) else None
+
+    def integers(self, name: str) -> list[int] | None:
+        """A column of one int64 a row as Python numbers; None for any other column."""
+        if isinstance(self.columns, BufferedColumns):
+            return self.columns.integers(name)
+        column = self[name]
+        if isinstance(column, Ragged) or column.dtype != torch.int64 or column.dim() != 1:
+            return None
+        found: list[int] = column.tolist()
+        return found
 
     def of_all_models(self, name: str) -> list[Ragged]:
         """The ragged columns of this name that are there, with and without a prefix."""
@@ -325,7 +334,7 @@ def group_ranges(batch: Batch) -> dict[int, RowRange]:
     """The rows of each group, by the group's prompt position."""
     if not batch.rows:
         return {}
-    groups = batch.dense("group").tolist()
+    groups = batch.integers("group") or batch.dense("group").tolist()
     begins = [0, *[row for row in range(1, batch.rows) if groups[row] != groups[row - 1]], batch.rows]
     return {groups[a]: RowRange(batch, a, b) for a, b in pairwise(begins)}
 
@@ -340,9 +349,18 @@ def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
     return [RowRange(batches[id(piece.batch)], piece.start, piece.stop) for piece in ranges]
 
 
+_TOKENS = ("prompt_ids", "response_ids")
+
+
 def row_lengths(batch: Batch) -> Tensor:
     """[B] int64: tokens of each row, prompt and response; with those of further models, as far as they are there."""
-    names = [name for name in batch.columns if name.rpartition("/")[2] in ("prompt_ids", "response_ids")]
+    return torch.from_numpy(tokens_of_rows(batch))
+
+
+def tokens_of_rows(batch: Batch) -> npt.NDArray[np.int64]:
+    """`row_lengths` for who needs no tensor."""
+    names = [name for name in batch.columns if name.endswith("_ids") and name.rpartition("/")[2] in _TOKENS]
     found = [offsets for name in names if (offsets := batch.offsets(name)) is not None]
     ends_B = sum(found[1:], found[0]) if found else np.zeros(batch.rows + 1, dtype=np.int64)
-    return torch.from_numpy(ends_B[1:] - ends_B[:-1])
+    lengths_B: npt.NDArray[np.int64] = ends_B[1:] - ends_B[:-1]
+    return lengths_B

@@ -141,6 +141,14 @@ class _Mapped(BufferedColumns):
         number = self._layout.places[name].offsets
         return None if number < 0 else self._offsets[number]
 
+    def integers(self, name: str) -> list[int] | None:
+        """A column of one int64 a row as Python numbers; None for any other column."""
+        dtype, shape, _, nbytes, number = self._layout.places[name]
+        if dtype is not torch.int64 or shape or number >= 0:
+            return None
+        begin = self._starts[name]
+        return self._buffer[begin : begin + self._rows * nbytes].cast("q").tolist()
+
     def join(self, ranges: Sequence[RowRange]) -> Batch | None:
         """The rows of all ranges in one buffer; None if their batches do not lie in buffers of the same layout."""
         parts = [(piece.batch.columns, piece.start, piece.stop) for piece in ranges]
@@ -280,6 +288,6 @@ def _offsets(layout: _Layout, rows: int, buffer: memoryview) -> npt.NDArray[np.i
     if not count:
         return np.zeros((0, rows + 1), dtype=np.int64)
     found = np.frombuffer(buffer, dtype=np.int64, count=count).reshape(layout.offsets, rows + 1)
-    if found[:, 0].any() or (found[:, 1:] < found[:, :-1]).any():
+    if any(found[:, 0].tolist()) or (found[:, 1:] < found[:, :-1]).any():
         raise ProtocolError("the offsets of a batch do not divide its values into rows: expected 0 ≤ … ≤ their number")
     return found

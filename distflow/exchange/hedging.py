@@ -11,7 +11,7 @@ Only the heaps, which find the longest leased group first, grow with the number 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
 from distflow.exchange.entry import Entry
@@ -87,8 +87,10 @@ class Copies:
         """Copies for nearly idle workers."""
         return self._deal((self._started, self._unstarted), peers.idle)
 
-    def _deal(self, heaps: Iterable[_ByAge], peers: Iterable[Peer]) -> list[PendingGrant]:
+    def _deal(self, heaps: Sequence[_ByAge], peers: Iterable[Peer]) -> list[PendingGrant]:
         """One copy of each entry for a worker that does not hold it, evenly distributed, longest leased first."""
+        if all([heap.due() is None for heap in heaps]):
+            return []
         takers = _Takers(peers, self._settings.message_bytes)
         seen: set[int] = set()
         left: list[Entry] = []

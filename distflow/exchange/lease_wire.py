@@ -123,6 +123,7 @@ class _HandBackHead(Form, frozen=True):
     bulk: bytes
 
 
+_WITH_PIECES = (_ProgressHead, _HandBackHead)
 _FORMS: Mapping[str, type[Any]] = {
     "ask": Ask,
     "progress": _ProgressHead,
@@ -167,9 +168,10 @@ def from_wire(kind: str, body: object, payload: Sequence[memoryview] = ()) -> Me
 
 def said_by(message: Message) -> str:
     """The worker that a lease message names as its sender."""
-    if isinstance(message, Ask | Progress | HandBack):
+    # Tuples: a union would be made with each call.
+    if isinstance(message, (Ask, Progress, HandBack)):
         return message.report.worker
-    return message.worker if isinstance(message, Result | Bye) else message.owner
+    return message.worker if isinstance(message, (Result, Bye)) else message.owner
 
 
 @decoder
@@ -222,8 +224,9 @@ def _message(head: Any, payload: Sequence[memoryview]) -> Any:
         bulk = _Bulk(head.bulk, payload, prompts * TOKEN_BYTES + begun * (TOKEN_BYTES + LOGPROB_BYTES))
         leases = tuple([_lease(lease, bulk) for lease in head.leases])
         return Grant(head.owner, head.term, head.incarnation, head.number, head.ask, leases)
-    if not isinstance(head, _ProgressHead | _HandBackHead):
-        _Bulk(b"", payload, 0)
+    if not isinstance(head, _WITH_PIECES):
+        if payload:
+            _Bulk(b"", payload, 0)
         return head
     bulk = _Bulk(head.bulk, payload, sum(piece.tokens for piece in head.pieces) * (TOKEN_BYTES + LOGPROB_BYTES))
     pieces = tuple([_piece(piece, bulk) for piece in head.pieces])

@@ -14,13 +14,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from msgspec import structs
 
 from distflow.comm.message import Body, Buffer
 from distflow.comm.message import Message as Envelope
 from distflow.comm.outbox import Delivery, SentOnce
-from distflow.data.batch import Batch, Column, Ragged, RowRange, group_ranges, join, row_lengths
+from distflow.data.batch import Batch, Column, RowRange, group_ranges, join, row_lengths, tokens_of_rows
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import Form, decoder, read
 from distflow.data.samples import group_scores
@@ -62,6 +61,9 @@ class OutboundSamples:
         self._local_accept = local_accept
         self._sent = SentOnce(core.settings.resend_s)
         self._kept: dict[int, RowRange] = {}
+        self._names = dict(
+            zip((*HOLDER_KINDS, RESULTS), names_of((*HOLDER_KINDS, RESULTS), core.settings.kind), strict=True)
+        )
         self.kinds = names_of(OWNER_KINDS, core.settings.kind)
         """The messages it takes."""
 
@@ -98,7 +100,7 @@ class OutboundSamples:
             if isinstance(item.message, Result):
                 results.setdefault(item.to, []).append(item.message)
                 continue
-            delivery = self._post(item.to, self._name(kind_of(item.message)), *to_wire(item.message))
+            delivery = self._post(item.to, self._names[kind_of(item.message)], *to_wire(item.message))
             if key is not None:
                 self._sent.note(item.to, key, delivery)
         for owner, found in results.items():
@@ -108,6 +110,8 @@ class OutboundSamples:
 
     def _by_columns(self, results: Sequence[Result]) -> Iterable[list[Result]]:
         """Results that can share a batch: repeated ones may come from steps that wrote different fields."""
+        if len(results) == 1:
+            return [list(results)]
         alike: dict[frozenset[str], list[Result]] = {}
         for result in results:
             fields = frozenset() if result.dropped else frozenset(self._kept[result.position].batch.columns)
@@ -122,14 +126,11 @@ class OutboundSamples:
             return
         described, buffer = (None, None) if batch is None else encode_batch(batch)
         payload = () if buffer is None else (buffer,)
-        delivery = self._post(owner, self._name(RESULTS), _Results(tuple(results), described), payload)
+        delivery = self._post(owner, self._names[RESULTS], _Results(tuple(results), described), payload)
         if delivery.dropped:
             self.core.not_sent(result.position for result in results)
         for result in results:
             self._sent.note(owner, result.position, delivery)
-
-    def _name(self, kind: str) -> str:
-        return names_of([kind], self.core.settings.kind)[0]
 
 
 def _key(message: Message) -> Hashable:
@@ -207,6 +208,7 @@ class InboundSamples:
         self._arrived: list[Arrived] = []
         self._answered: list[Callable[[int, Iterable[str]], None]] = []
         self._leaving: list[Callable[[Sequence[int]], None]] = []
+        self._names = dict(zip(OWNER_KINDS, names_of(OWNER_KINDS, core.settings.kind), strict=True))
         self.kinds = names_of((*HOLDER_KINDS, RESULTS), core.settings.kind)
         """The messages it takes."""
 
@@ -287,8 +289,7 @@ class InboundSamples:
             message = item.message
             if isinstance(message, Grant) and self._grants.under_way(item.to, message.number):
                 continue
-            (name,) = names_of([kind_of(message)], self.core.settings.kind)
-            delivery = self._post(item.to, name, *to_wire(message))
+            delivery = self._post(item.to, self._names[kind_of(message)], *to_wire(message))
             if isinstance(message, Grant):
                 self._grants.note(item.to, message.number, delivery)
 
@@ -323,7 +324,6 @@ def _by_group(batch: Batch, asked_for: Sequence[str]) -> tuple[dict[int, RowRang
     missing = [name for name in ("group", *asked_for) if name not in batch]
     if missing:
         raise ProtocolError(f"a batch of samples without field {missing[0]!r}")
-    group = batch["group"]
-    if isinstance(group, Ragged) or group.dtype != torch.int64 or group.dim() != 1:
+    if batch.integers("group") is None:
         raise ProtocolError("a batch of samples whose field 'group' is not one int64 a row")
-    return group_ranges(batch), row_lengths(batch).tolist()
+    return group_ranges(batch), tokens_of_rows(batch).tolist()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch, Ragged
@@ -171,7 +172,7 @@ def test_groups_that_cannot_be_read_go_back_and_are_trained_on_by_their_owner(
     busy, idle = trainers
     mine, theirs = busy.begin(0), idle.begin(0)
     on_groups, on_return, returns = idle.node._handlers[GROUPS], busy.node._handlers[RETURNED], []
-    idle.node.on(GROUPS, lambda message: on_groups(replace(message, payload=[])))
+    idle.node.on(GROUPS, lambda message: on_groups(structs.replace(message, payload=[])))
     busy.node.on(RETURNED, lambda message: returns.append(on_return(message)))
     busy.arrive(*mine)
     idle.arrive(*theirs)
