@@ -18,6 +18,7 @@ _WAITS: Mapping[EdgeKind, str] = {
 }
 _TAKES_TURNS: Mapping[EdgeKind, str] = {
     "lease": "each of {source}, before it trains, until every owner has its groups of the training step",
+    "client": "{source} for clients outside the run",
     "weights": "nobody",
 }
 """Of edges whose two ends are one pool."""
@@ -58,6 +59,8 @@ def edge_lines(plan: Plan) -> list[str]:
 
 def lane_of(edge: Edge) -> str:
     """How what an edge carries travels."""
+    if edge.kind == "client":
+        return "zmq"
     if edge.source == edge.target:
         return "inproc"
     return "shm (over tcp to hosts without a training worker)" if edge.kind == "weights" else "zmq"

@@ -28,10 +28,10 @@ from distflow.exchange.owner import OwnerCore
 from distflow.exchange.prompt_reader import PromptReader
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import KINDS as STORE_KINDS
-from distflow.exchange.store_channel import OWNERS, SampleStore
+from distflow.exchange.store_channel import OWNERS, ClientStep, SampleStore
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, group_bytes
-from distflow.flow.plan import Plan
+from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.resolve import check_step, resolve
 from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.log import logger
@@ -177,10 +177,11 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     """Let clients outside the run read the samples that arrive here (docs/service.md), and say who the owners are."""
     plan = setting.plan
     fields = {*plan.edge(SAMPLES).fields} if plan.reads is None else {*plan.reads.writes}
-    edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
+    edges = [plan.edge(port.edge) for end in ("asks", "collects") for port in setting.me.port(end)]
     fields.update(field for edge in edges if edge.when in ("on arrival", "in window") for field in edge.back)
     limit = setting.recipe.limits.consumer_mb * MIB
-    store = SampleStore(inbound, limit, partial(_lacking, sorted(fields)), node.endpoint.reply)
+    steps = [_client_step(step) for step in plan.steps if step.role == "client"]
+    store = SampleStore(inbound, limit, partial(_lacking, sorted(fields)), node.endpoint.reply, steps)
     for kind in STORE_KINDS:
         node.on_request(kind, lambda message: store.on_message(message, time.monotonic()))
     node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))
@@ -188,6 +189,12 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     node.on_tick(store.tick)
     node.on_close(store.close)
     return Owned(inbound, store)
+
+
+def _client_step(step: StepPlan) -> ClientStep:
+    function = resolve(step.call)
+    check_step(function, step)
+    return ClientStep(step.name, step.reads, partial(function, **step.settings))
 
 
 def _lacking(known: Sequence[str], fields: Iterable[str]) -> str:

@@ -241,7 +241,7 @@ class Session:
         if self._replicas is not None:
             held = HeldModels(self._models, contexts, self._rounds, self._turns, tokenizer)
             self._training = self._make_training(owned, self._replicas, held, steps)
-        asked = [*self._further, *(port.edge for port in setting.me.port("asks"))]
+        asked = [*self._further, *(port.edge for port in setting.me.ports if port.end in ("asks", "collects"))]
         serving = None if self._trains else self._serving
         return Worker(setting.me.name, steps, asked, self._generating, self._training, serving)
 

@@ -109,6 +109,7 @@ class Training:
         self._receiving = Receiving(
             parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.run, parts.rounds
         )
+        parts.store.writes_to(parts.intake.written)
         core = parts.inbound.core
         saved = SavingParts(
             home=WorkerName.parse(parts.replicas.me).pool,

@@ -15,7 +15,7 @@ import pytest
 import distflow
 from distflow.client import Client, Samples, StaleRows
 from distflow.errors import UserError
-from tests.e2e.runs import PACED, PROMPTS, SAMPLES, Launch, Run, cli
+from tests.e2e.runs import PACED, PROMPTS, SAMPLES, Launch, Run, check_trained_once, cli
 from tests.polling import eventually
 from tests.test_docs import ROOT, files_in
 
@@ -23,9 +23,16 @@ STEPS = 60
 READER = Path(__file__).with_name("reading_client.py")
 
 
-def readers(folder: Path) -> Iterator[subprocess.Popen[str]]:
+LABELLER = Path(__file__).with_name("labelling_client.py")
+LABELLED = (
+    "flow.steps.reward={call: 'distflow.workers.clients:by_client', "
+    "with: {reads: [uid, prompt_text, response_text], writes: {reward: number}}}"
+)
+
+
+def programs(folder: Path, program: Path = READER) -> Iterator[subprocess.Popen[str]]:
     """Two that have imported what they need, and wait for the run; the first one hangs with what it has claimed."""
-    command = [sys.executable, str(READER), str(folder)]
+    command = [sys.executable, str(program), str(folder)]
     started = [subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True) for more in (["--hang"], [])]
     for process in started:
         assert next_line(process) == "ready"
@@ -53,7 +60,7 @@ def test_the_program_that_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_every_group_is_read_once_although_a_client_is_killed(tmp_path: Path) -> None:
-    hangs, reads = readers(tmp_path / "read")
+    hangs, reads = programs(tmp_path / "read")
     run = Run(tmp_path, "read", ["quickstart", *PACED, f"run.training_steps={STEPS}", "layout.pools.trainer.count=2"])
     try:
         held = json.loads(next_line(hangs))
@@ -143,3 +150,44 @@ def test_claims_end_with_the_trainer_and_everything_is_seen_again(launch: Launch
                 seen |= positions(some)
         assert run.wait() == 0, run.output
     assert seen >= set(range(STEPS // 2 * PROMPTS)), "no checkpoint had been written: all began anew"
+
+
+def rewarded(run: Run, steps: int) -> None:
+    """Every sample was trained on once, with the reward that a labeller has written."""
+    check_trained_once(run, steps)
+    assert all(line["reward"] == len(line["response"]) / 4 for line in run.dumps())
+
+
+def test_the_labeller_that_is_shown(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = launch("labelled", *PACED, "run.training_steps=10", name="labelled")
+    monkeypatch.chdir(tmp_path)
+    run.until(lambda: (run.folder / "run.json").exists(), "run.json")
+    run.until(lambda: "a client outside the run to write 'reward'" in status(run), "the wait for a labeller")
+    exec(compile(files_in(ROOT / "docs" / "service.md")["labeller.py"], "labeller.py", "exec"), {})
+    assert run.wait() == 0, run.output
+    check_trained_once(run, 10)
+    assert {line["reward"] for line in run.dumps()} <= {0.0, 1.0}
+
+
+def test_samples_are_written_once_although_a_labeller_and_the_trainers_are_killed(
+    tmp_path: Path, launch: Launch
+) -> None:
+    hangs, labels = programs(tmp_path / "runs" / "written", LABELLER)
+    two = ["layout.pools.trainer.count=2", "run.save_every=3", "run.training_steps=20"]
+    run = launch("quickstart", *PACED, LABELLED, *two, name="written")
+    try:
+        held = json.loads(next_line(hangs))
+        hangs.send_signal(signal.SIGKILL)
+        run.until(lambda: run.steps_done() >= 10, "the fifth training step of two")
+        os.kill(run.pid_of("trainer/1"), signal.SIGKILL)
+        out, _ = labels.communicate(timeout=90)
+        assert run.wait() == 0, run.output
+    finally:
+        for process in (hangs, labels):
+            process.kill()
+            process.wait()
+    written = {position for line in out.splitlines() for position in json.loads(line)}
+    assert held
+    assert set(held) <= written, "what the first had claimed was written by the other one"
+    assert run.record()["term"] == 1
+    rewarded(run, 20)

@@ -216,6 +216,21 @@ def test_a_forgotten_consumer_keeps_nothing_and_its_readers_hear_of_it(store: Co
     assert store.ask("d", 1, wanted(), 0.0) == [], "it may be opened in another way"
 
 
+def test_a_consumer_that_the_owner_waits_for_gets_every_group_and_stays(store: Consumers) -> None:
+    store.open("labels", ("text", "task"))
+    store.arrived({0: group(fields=("text", "task"))})
+    assert store.unread() == ["labels"]
+    (answer,) = store.ask("a", 1, wanted("labels", ("text",)), 0.0)
+    assert answer.positions == store.claimed("a", "labels", 1) == (0,)
+    assert store.claimed("b", "labels", 1) == store.claimed("a", "other", 1) == ()
+    with pytest.raises(ProtocolError, match=r"step 'labels' shows clients \['task', 'text'\], and not \['ref'\]"):
+        store.ask("b", 1, wanted("labels", ("ref", "text")), 0.0)
+    with pytest.raises(ProtocolError, match="waits for what clients write"):
+        store.forget("labels")
+    assert store.settle("a", "labels", [1], [], 0.0) == ([], [])
+    assert store.claimed("a", "labels", 1) == ()
+
+
 def test_the_end_is_told_when_nothing_is_left(store: Consumers) -> None:
     store.ask("a", 1, wanted(rows=8), 0.0)
     store.ask("b", 1, wanted(rows=8), 0.0)
