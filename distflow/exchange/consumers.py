@@ -175,6 +175,20 @@ class Consumers:
         """Open a consumer for what clients are to write: it gets every group, and is closed by nobody."""
         self._consumers[name] = _Consumer(name, frozenset(fields), lossless=True, owned=True)
 
+    def lossless(self) -> dict[str, list[int]]:
+        """The groups that consumers which lose nothing have yet to acknowledge, as far as these have all fields."""
+        return {
+            one.name: [*(p for claim in one.claims.values() for p in claim), *one.ready]
+            for one in self._consumers.values()
+            if one.lossless and not one.owned
+        }
+
+    def restore(self, name: str, fields: Iterable[str], groups: Mapping[int, Offered]) -> None:
+        """Open a consumer that loses nothing with what it had yet to acknowledge when its owner ended."""
+        consumer = self._consumers.setdefault(name, _Consumer(name, frozenset(fields), lossless=True))
+        for position, group in groups.items():
+            self._add(consumer, position, group)
+
     # -- clients
     def ask(self, client: str, number: int, wanted: SamplesWanted, now: float) -> list[Handed]:
         """A client asks for groups; raises ProtocolError if the consumer was opened for others."""

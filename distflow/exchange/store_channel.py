@@ -25,6 +25,7 @@ from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import Form, Whole, read
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.consumers import Consumers, Handed, Offered, SamplesWanted
+from distflow.exchange.kept_samples import KeptConsumer, KeptSamples, trained_by
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.types import TOKENS, is_reward_part
 
@@ -146,6 +147,25 @@ class SampleStore:
         """Hand on what clients write."""
         self._write = write
 
+    def kept(self, ledgers: Mapping[str, Any]) -> KeptSamples:
+        """What goes with the checkpoint of these ledgers."""
+        trained = trained_by(ledgers)
+        found = [
+            KeptConsumer(name, self.consumers.fields_of(name), tuple(filter(trained, positions)))
+            for name, positions in self.consumers.lossless().items()
+        ]
+        positions = dict.fromkeys(position for one in found for position in one.positions)
+        return KeptSamples(found, {p: (self._held[p], self.consumers.kept[p].tokens) for p in positions})
+
+    def restore(self, kept: KeptSamples, own: Callable[[int], bool]) -> None:
+        """Go on with what went with a checkpoint, as far as its positions are of the ledgers here."""
+        self._held |= {position: group for position, (group, _) in kept.groups.items() if own(position)}
+        for one in kept.consumers:
+            groups = {p: _offered(*kept.groups[p], ()) for p in one.positions if own(p)}
+            if one.name not in self._steps:
+                self.consumers.restore(one.name, one.fields, groups)
+        self._prune()
+
     def on_message(self, message: Envelope, now: float) -> None:
         """A client's message; raises ProtocolError if it is malformed."""
         held_up = bool(self.consumers.held_up_by)
@@ -249,13 +269,10 @@ class SampleStore:
 
     # -- samples
     def _arrived(self, lengths: Mapping[int, Sequence[int]]) -> None:
-        offered = {}
-        for position, of_rows in lengths.items():
-            group = self._inbound.peek(position)
-            rows = group.rows
-            share = rows.batch.nbytes * (rows.stop - rows.start) // max(1, rows.batch.rows)
-            fields = frozenset((*rows.batch.columns, *group.more, *self._parts))
-            offered[position] = Offered(rows.stop - rows.start, sum(of_rows), share, fields)
+        offered = {
+            position: _offered(self._inbound.peek(position), sum(of_rows), self._parts)
+            for position, of_rows in lengths.items()
+        }
         answers = self.consumers.arrived(offered)
         for position in offered:
             if position in self.consumers.kept:
@@ -290,6 +307,14 @@ class SampleStore:
     def _prune(self) -> None:
         for position in [position for position in self._held if position not in self.consumers.kept]:
             del self._held[position]
+
+
+def _offered(group: ArrivedGroup, tokens: int, parts: Iterable[str]) -> Offered:
+    """A group as consumers see it; `parts`: of the reward, which it may lack."""
+    rows = group.rows
+    share = rows.batch.nbytes * (rows.stop - rows.start) // max(1, rows.batch.rows)
+    fields = frozenset((*rows.batch.columns, *group.more, *parts))
+    return Offered(rows.stop - rows.start, tokens, share, fields)
 
 
 def _only(group: ArrivedGroup, fields: Iterable[str]) -> Batch:

@@ -20,6 +20,7 @@ from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings
 from distflow.data.responses import Reading
 from distflow.errors import DistflowError, NoProgressError, Problem, RunStopped, UserError, did_you_mean
+from distflow.exchange.kept_samples import KeptSamples
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Lease, LeasePrompt
@@ -182,6 +183,9 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     limit = setting.recipe.limits.consumer_mb * MIB
     steps = [_client_step(step) for step in plan.steps if step.role == "client"]
     store = SampleStore(inbound, limit, partial(_lacking, sorted(fields)), node.endpoint.reply, steps)
+    ledgers = frozenset(setting.standing.ledgers)
+    for data in () if setting.resumed is None else setting.resumed.unread():
+        store.restore(KeptSamples.decode(data), lambda position: position % plan.batch.ledgers in ledgers)
     for kind in STORE_KINDS:
         node.on_request(kind, lambda message: store.on_message(message, time.monotonic()))
     node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))

@@ -121,6 +121,7 @@ class Training:
             commits=parts.commits,
             record=self._record,
             flush=parts.dumps.flush,
+            unread=parts.store.kept,
             difficulty=core.settings.difficulty if parts.replicas.rank == 0 else None,
             validated=lambda: dict(self._validated().get(limits.run.keep_best or "", {})),
         )

@@ -12,6 +12,7 @@ from msgspec import structs
 from distflow.client import Client, StaleRows
 from distflow.comm.keys import make_keys, write_keys
 from distflow.errors import ProtocolError, UserError
+from distflow.exchange.kept_samples import KeptSamples
 from tests.client.shop import FIELDS, GROUPS, SAMPLES, TOKENS_A_GROUP, Shop, write_record
 from tests.polling import eventually
 
@@ -124,6 +125,29 @@ def test_claims_of_an_owner_that_restarts_are_stale(tmp_path: Path, open_shop: C
             got.acknowledge()
         first(client, again)
         assert positions(client, rows=ROWS) == list(range(GROUPS))
+
+
+def test_an_owner_that_restarts_goes_on_with_what_its_checkpoint_holds(
+    tmp_path: Path, open_shop: Callable[..., Shop]
+) -> None:
+    shop = open_shop()
+    with Client(tmp_path) as client:
+        first(client, shop, lossless=True)
+        assert positions(client, rows=ROWS, lossless=True) == [0, 1, 2, 3]
+        shop.train()
+        held = client.get(list(FIELDS), consumer="all", rows=ROWS, lossless=True, timeout=10)
+        assert held is not None
+        shop.train()
+        with shop.lock:
+            saved = shop.store.kept(shop.core.snapshot()).encode()
+        shop.endpoint.close()
+        again = Shop(tmp_path, incarnation=1)
+        again.store.restore(KeptSamples.decode(saved), lambda position: position != 6)
+        write_record(tmp_path, [again.open()])
+        with pytest.raises(StaleRows):
+            held.acknowledge()
+        assert positions(client, rows=3 * SAMPLES, lossless=True) == [4, 5, 7], "6 is another owner's; 8 comes again"
+        again.close()
 
 
 def test_a_field_that_samples_lack_is_refused(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:

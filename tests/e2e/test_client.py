@@ -134,12 +134,13 @@ def test_the_run_waits_for_a_lossless_consumer_until_it_reads_or_is_forgotten(la
 
 
 def test_claims_end_with_the_trainer_and_everything_is_seen_again(launch: Launch) -> None:
-    run = launch("quickstart", *PACED, "layout.pools.trainer.count=2", f"run.training_steps={STEPS // 2}")
+    two = ["layout.pools.trainer.count=2", "run.save_every=2", f"run.training_steps={STEPS // 2}"]
+    run = launch("quickstart", *PACED, *two)
     run.until(lambda: (run.folder / "run.json").exists(), "run.json")
     with Client(run.folder) as client:
         first = claimed(client, rows=1)
         assert first is not None
-        run.until(lambda: run.steps_done() >= 4, "the second training step of two")
+        run.until(lambda: run.saved() and run.saved()[-1] >= 4, "a checkpoint of what it has not read")
         os.kill(run.pid_of("trainer/0"), signal.SIGKILL)
         run.until(lambda: run.record()["term"] == 1 and run.pids_of("trainer/0"), "the next term")
         with pytest.raises(StaleRows, match="a training worker has restarted"):
@@ -149,7 +150,28 @@ def test_claims_end_with_the_trainer_and_everything_is_seen_again(launch: Launch
             with some:
                 seen |= positions(some)
         assert run.wait() == 0, run.output
-    assert seen >= set(range(STEPS // 2 * PROMPTS)), "no checkpoint had been written: all began anew"
+    assert seen == set(range(STEPS // 2 * PROMPTS)), "what the checkpoint counts is not generated again, but is kept"
+
+
+def test_what_a_lossless_consumer_has_not_read_survives_a_stop(launch: Launch) -> None:
+    settings = ["quickstart", *PACED, "run.training_steps=12"]
+    first = launch(*settings, "run.stop_after=6", name="stopped")
+    first.until(lambda: (first.folder / "run.json").exists(), "run.json")
+    with Client(first.folder) as client:
+        some = claimed(client, rows=1)
+        assert some is not None
+        some.acknowledge()
+        seen = positions(some)
+        assert first.wait() == 0, first.output
+    again = launch("--resume", "run.stop_after=null", "limits.drain_s=60", name="stopped")
+    again.until(lambda: again.record()["state"] == "running", "the run again")
+    with Client(again.folder) as client:
+        while (some := claimed(client, rows=64)) is not None:
+            with some:
+                assert not positions(some) & seen
+                seen |= positions(some)
+        assert again.wait() == 0, again.output
+    assert seen == set(range(12 * PROMPTS))
 
 
 def rewarded(run: Run, steps: int) -> None:

@@ -231,6 +231,20 @@ def test_a_consumer_that_the_owner_waits_for_gets_every_group_and_stays(store: C
     assert store.claimed("a", "labels", 1) == ()
 
 
+def test_a_lossless_consumer_goes_on_with_what_it_had_to_acknowledge(store: Consumers) -> None:
+    store.ask("a", 1, wanted(rows=8, lossless=True), 0.0)
+    store.ask("b", 1, wanted("other"), 0.0)
+    store.open("labels", ("text",))
+    store.arrived({n: group(400) for n in range(3)})
+    assert store.lossless() == {"reader": [0, 1, 2]}
+    again = Consumers(LIMIT, SILENCE_S)
+    again.restore("reader", ("text",), {n: group(400) for n in (0, 2)})
+    assert (again.unread(), again.held_up_by) == (["reader"], "")
+    assert again.arrived({1: group(400)}) == []
+    assert again.held_up_by == "reader"
+    assert positions(again.ask("b", 1, wanted(lossless=True), 0.0)) == [("b", 1, (0, 2, 1))]
+
+
 def test_the_end_is_told_when_nothing_is_left(store: Consumers) -> None:
     store.ask("a", 1, wanted(rows=8), 0.0)
     store.ask("b", 1, wanted(rows=8), 0.0)
