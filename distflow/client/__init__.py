@@ -2,5 +2,6 @@
 
 from distflow.client.client import Client
 from distflow.client.samples import Samples, StaleRows
+from distflow.client.weights import Weights, WeightSubscription
 
-__all__ = ["Client", "Samples", "StaleRows"]
+__all__ = ["Client", "Samples", "StaleRows", "WeightSubscription", "Weights"]

@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -18,14 +18,14 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 from msgspec import structs
 
-from distflow.client.reading import ConsumerReading, OwnerAnswer, Part
+from distflow.client.reading import AnswerBody, ConsumerReading, OwnerAnswer, Part
 from distflow.client.samples import Samples, StaleRows
+from distflow.client.weights import Ready, WeightSubscription
 from distflow.comm.client import BackgroundClient, ask
 from distflow.comm.message import Buffer, Message
 from distflow.data.batch import Batch
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.errors import NoProgressError, ProtocolError, UserError, WorkerFailed
-from distflow.exchange.consumers import End
 from distflow.exchange.store_channel import (
     ALIVE,
     ALIVE_S,
@@ -42,8 +42,12 @@ from distflow.exchange.store_channel import (
 )
 from distflow.launch.observe.run_client import ANSWER_S, ask_any_agent, keys_of
 from distflow.launch.run.record import FINAL, RunRecord, read_record
+from distflow.weights.manifest import Manifest
 
 CHECK_EVERY_S = 0.5
+REPEAT_S = 2.0
+"""After so long without a reply weights are asked for again: their publisher may have been restarted."""
+IPC = "ipc://"
 SILENT_S = 5.0
 """After so long without a word of an owner the run itself is looked at: it may be over."""
 T = TypeVar("T")
@@ -130,6 +134,18 @@ class Client:
                 self._using.discard(consumer)
         return Samples(self, reading, parts) if parts else None
 
+    def subscribe_weights(self, model: str = "policy") -> WeightSubscription:
+        """The newest version of a model, and each one after it, on the host of a training worker; nobody waits for
+        this client. Raises UserError on another host.
+        """
+        trains = [worker.name for worker in self._record.workers if worker.trains]
+        near = {name: place for name in trains if (place := self._record.roster.get(name, "")).startswith(IPC)}
+        if not near:
+            raise UserError(f"{self._record.name}: no training worker is on this host — run this client where one is")
+        for name, address in near.items():
+            self._wire.know(name, address)
+        return WeightSubscription(model, self._name, tuple(near), self._ask_all)
+
     def forget(self, consumer: str) -> None:
         """Close a consumer for all its clients: the run keeps nothing for it any longer, nor waits for it."""
         for owner in self._owners:
@@ -170,6 +186,35 @@ class Client:
                 f"consumer {consumer!r}: these samples are not this client's any more — it was silent for too long, or "
                 "a training worker has restarted; they go to a client of this consumer again"
             )
+
+    # -- used by WeightSubscription
+    def _ask_all(
+        self,
+        names: Sequence[str],
+        kind: str,
+        body: Callable[[int], msgspec.Struct],
+        timeout: float | None,
+        ready: Ready,
+    ) -> Manifest | None:
+        """Ask these workers, again and again, until their replies are what is awaited; None: the run is over."""
+        replies: dict[int, dict[str, Any]] = {}
+        sent = [0.0]
+
+        def heard() -> Manifest | None:
+            if time.monotonic() - sent[0] >= REPEAT_S:
+                sent[0] = time.monotonic()
+                for number in numbers.keys() - replies.keys():
+                    self._wire.send(numbers[number], kind, msgspec.to_builtins(body(number)))
+            replies.update({number: self._replies.pop(number) for number in numbers if number in self._replies})
+            return ready(replies.values())
+
+        with self._changed:
+            numbers = {self._number(): name for name in names}
+            self._awaited.update(numbers)
+            try:
+                return self._until(heard, "weights", timeout, None)
+            finally:
+                self._awaited.difference_update(numbers)
 
     # -- requests
     def _reading(self, consumer: str, fields: Sequence[str], *, lossless: bool) -> ConsumerReading:
@@ -298,20 +343,21 @@ class Client:
     # -- on the thread of the connection
     def _on_reply(self, owner: str, message: Message) -> None:
         with self._changed:
-            self._heard[owner] = time.monotonic()
             body = message.body
             number = body.get("number")
             if message.kind == f"{ASK}.reply":
                 self._on_answer(owner, message)
             elif isinstance(number, int) and number in self._awaited:
                 self._replies[number] = dict(body)
-            for reading in self._readings.values():
-                reading.heard(owner, message.incarnation)
+            if owner in self._heard:
+                self._heard[owner] = time.monotonic()
+                for reading in self._readings.values():
+                    reading.heard(owner, message.incarnation)
             self._ask()
             self._changed.notify_all()
 
     def _on_answer(self, owner: str, message: Message) -> None:
-        answered = msgspec.convert(message.body, _Answered)
+        answered = msgspec.convert(message.body, AnswerBody)
         if answered.error:
             self._refused[answered.consumer] = answered.error
             return
@@ -338,18 +384,6 @@ class Client:
         with self._changed:
             self._fault = error if isinstance(error, ProtocolError) else _broken(error)
             self._changed.notify_all()
-
-
-class _Answered(msgspec.Struct, frozen=True):
-    """An answer to an ask."""
-
-    number: int
-    consumer: str = ""
-    end: End = ""
-    missed: int = 0
-    tokens: int = 0
-    batch: Mapping[str, Any] | None = None
-    error: str = ""
 
 
 def _broken(error: Exception) -> ProtocolError:

@@ -272,6 +272,7 @@ class Session:
         self, owned: Owned | None, replicas: Replicas, held: HeldModels, steps: StepRunner
     ) -> Training | FurtherTraining:
         publishing = ports.publishes(self._base, held, self._inboxes)
+        publishing.serve_clients(self._node)
         if owned is not None:
             ends = ports.OwnerEnds(*owned, self._rows_out, self._asking, self._validation)
             return ports.trains(self._base, ends, replicas, held, publishing, steps)

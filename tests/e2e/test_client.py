@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import distflow
 from distflow.client import Client, Samples, StaleRows
@@ -141,8 +144,10 @@ def test_claims_end_with_the_trainer_and_everything_is_seen_again(launch: Launch
         first = claimed(client, rows=1)
         assert first is not None
         run.until(lambda: run.saved() and run.saved()[-1] >= 4, "a checkpoint of what it has not read")
-        os.kill(run.pid_of("trainer/0"), signal.SIGKILL)
-        run.until(lambda: run.record()["term"] == 1 and run.pids_of("trainer/0"), "the next term")
+        former = {name: run.pid_of(name) for name in ("trainer/0", "trainer/1")}
+        os.kill(former["trainer/0"], signal.SIGKILL)
+        again = lambda name: any(pid != former[name] for pid in run.pids_of(name))  # noqa: E731
+        run.until(lambda: all(map(again, former)) and former["trainer/1"] not in run.pids_of("trainer/1"), "both again")
         with pytest.raises(StaleRows, match="a training worker has restarted"):
             first.acknowledge()
         seen: set[int] = set()
@@ -213,3 +218,34 @@ def test_samples_are_written_once_although_a_labeller_and_the_trainers_are_kille
     assert set(held) <= written, "what the first had claimed was written by the other one"
     assert run.record()["term"] == 1
     rewarded(run, 20)
+
+
+def test_versions_of_the_policy_are_taken_whoever_dies(launch: Launch, tmp_path: Path) -> None:
+    folder, program = tmp_path / "runs" / "versions", Path(__file__).with_name("weights_client.py")
+    other = subprocess.Popen([sys.executable, str(program), str(folder)], stdout=subprocess.PIPE, text=True)
+    assert next_line(other) == "ready"
+    run = launch("quickstart", *PACED, "run.save_every=5", f"run.training_steps={STEPS}", name="versions")
+    try:
+        taken = [int(next_line(other)) for _ in range(3)]
+        other.send_signal(signal.SIGKILL)
+        with Client(run.folder) as client:
+            subscription = client.subscribe_weights()
+            late = next(subscription)
+            run.until(run.saved, "a checkpoint")
+            os.kill(run.pid_of("trainer/0"), signal.SIGKILL)
+            later = list(subscription)
+    finally:
+        other.kill()
+        other.wait()
+    assert run.wait() == 0, run.output
+    assert taken == sorted(set(taken))
+    assert late.version >= taken[-1], "the newest there is"
+    numbers = [weights.version for weights in later]
+    assert numbers
+    assert sum(now <= before for before, now in pairwise(numbers)) <= 1, "only where training began again"
+    assert run.record()["term"] == 1
+    if numbers[-1] == STEPS:
+        (part,) = (run.folder / "checkpoints" / f"step_{STEPS:06d}").glob("model-policy-*.safetensors")
+        saved = load_file(part)
+        assert all(torch.equal(tensor, saved[f"model.{name}"]) for name, tensor in later[-1].tensors.items())
+    assert run.leftovers() == []
