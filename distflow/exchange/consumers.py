@@ -175,13 +175,15 @@ class Consumers:
         """Open a consumer for what clients are to write: it gets every group, and is closed by nobody."""
         self._consumers[name] = _Consumer(name, frozenset(fields), lossless=True, owned=True)
 
-    def lossless(self) -> dict[str, list[int]]:
-        """The groups that consumers which lose nothing have yet to acknowledge, as far as these have all fields."""
-        return {
-            one.name: [*(p for claim in one.claims.values() for p in claim), *one.ready]
-            for one in self._consumers.values()
-            if one.lossless and not one.owned
-        }
+    def lossless(self) -> dict[str, tuple[str, ...]]:
+        """What consumers of clients' own that lose nothing read, by name."""
+        found = (one for one in self._consumers.values() if one.lossless and not one.owned)
+        return {one.name: self.fields_of(one.name) for one in found}
+
+    def unacknowledged(self, name: str) -> list[int]:
+        """The groups that have all fields of a consumer and that its clients have yet to acknowledge."""
+        one = self._consumers[name]
+        return [*(position for claim in one.claims.values() for position in claim), *one.ready]
 
     def restore(self, name: str, fields: Iterable[str], groups: Mapping[int, Offered]) -> None:
         """Open a consumer that loses nothing with what it had yet to acknowledge when its owner ended."""

@@ -128,6 +128,8 @@ class SampleStore:
         self._inbound = inbound
         self._steps = {step.name: step for step in steps}
         self._write: Write | None = None
+        self.note: Callable[[Mapping[str, Sequence[str]]], None] = lambda listed: None
+        """Gets what lossless consumers read, by name, whenever there is another one, or one less."""
         for step in steps:
             self.consumers.open(step.name, step.reads)
         self._handlers = {
@@ -151,11 +153,17 @@ class SampleStore:
         """What goes with the checkpoint of these ledgers."""
         trained = trained_by(ledgers)
         found = [
-            KeptConsumer(name, self.consumers.fields_of(name), tuple(filter(trained, positions)))
-            for name, positions in self.consumers.lossless().items()
+            KeptConsumer(name, fields, tuple(filter(trained, self.consumers.unacknowledged(name))))
+            for name, fields in self.consumers.lossless().items()
         ]
         positions = dict.fromkeys(position for one in found for position in one.positions)
         return KeptSamples(found, {p: (self._held[p], self.consumers.kept[p].tokens) for p in positions})
+
+    def open_again(self, listed: Mapping[str, Sequence[str]]) -> None:
+        """Open lossless consumers that were there before this owner was restarted: they get all that arrives."""
+        for name, fields in listed.items():
+            if name not in self._steps:
+                self.consumers.restore(name, fields, {})
 
     def restore(self, kept: KeptSamples, own: Callable[[int], bool]) -> None:
         """Go on with what went with a checkpoint, as far as its positions are of the ledgers here."""
@@ -168,8 +176,10 @@ class SampleStore:
 
     def on_message(self, message: Envelope, now: float) -> None:
         """A client's message; raises ProtocolError if it is malformed."""
-        held_up = bool(self.consumers.held_up_by)
+        held_up, listed = bool(self.consumers.held_up_by), self.consumers.lossless()
         self._handlers[message.kind](message, now)
+        if self.consumers.lossless() != listed:
+            self.note(self.consumers.lossless())
         if held_up and not self.consumers.held_up_by:
             # Asks of generating workers were left unanswered meanwhile.
             self._inbound.send(self._inbound.core.prompts_arrived(now))

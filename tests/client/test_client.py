@@ -150,6 +150,29 @@ def test_an_owner_that_restarts_goes_on_with_what_its_checkpoint_holds(
         again.close()
 
 
+def test_lossless_consumers_are_listed_for_the_owner_that_follows(
+    tmp_path: Path, open_shop: Callable[..., Shop]
+) -> None:
+    shop, noted = open_shop(), []
+    shop.store.note = lambda listed: noted.append(dict(listed))
+    with Client(tmp_path) as client:
+        for name, lossless in (("all", True), ("some", False)):
+            with pytest.raises(TimeoutError):
+                client.get(["uid"], consumer=name, lossless=lossless, timeout=0.1)
+        shop.endpoint.close()
+        again = Shop(tmp_path, incarnation=1)
+        again.store.open_again(noted[-1])
+        again.begin()
+        write_record(tmp_path, [again.open()])
+        again.store.note = lambda listed: noted.append(dict(listed))
+        got = client.get(["uid"], consumer="all", rows=ROWS, lossless=True, timeout=10)
+        assert got is not None
+        assert sorted(set(got.batch.dense("uid")[:, 2].tolist())) == list(range(GROUPS)), "made before anybody asked"
+        client.forget("all")
+        again.close()
+    assert noted == [{"all": ("uid",)}, {}]
+
+
 def test_a_field_that_samples_lack_is_refused(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
     open_shop()
     with Client(tmp_path) as client:

@@ -159,8 +159,8 @@ def test_claims_end_with_the_trainer_and_everything_is_seen_again(launch: Launch
 
 
 def test_what_a_lossless_consumer_has_not_read_survives_a_stop(launch: Launch) -> None:
-    settings = ["quickstart", *PACED, "run.training_steps=12"]
-    first = launch(*settings, "run.stop_after=6", name="stopped")
+    settings, name = ["quickstart", *PACED, "run.training_steps=12"], f"stopped-{os.getpid()}"
+    first = launch(*settings, "run.stop_after=6", name=name)
     first.until(lambda: (first.folder / "run.json").exists(), "run.json")
     with Client(first.folder) as client:
         some = claimed(client, rows=1)
@@ -168,7 +168,7 @@ def test_what_a_lossless_consumer_has_not_read_survives_a_stop(launch: Launch) -
         some.acknowledge()
         seen = positions(some)
         assert first.wait() == 0, first.output
-    again = launch("--resume", "run.stop_after=null", "limits.drain_s=60", name="stopped")
+    again = launch("--resume", "run.stop_after=null", "limits.drain_s=60", name=name)
     again.until(lambda: again.record()["state"] == "running", "the run again")
     with Client(again.folder) as client:
         while (some := claimed(client, rows=64)) is not None:
@@ -186,8 +186,10 @@ def rewarded(run: Run, steps: int) -> None:
 
 
 def test_the_labeller_that_is_shown(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = launch("labelled", *PACED, "run.training_steps=10", name="labelled")
+    run = launch("labelled", *PACED, "run.training_steps=10")
     monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir(exist_ok=True)
+    Path("runs/labelled").symlink_to(run.folder)
     run.until(lambda: (run.folder / "run.json").exists(), "run.json")
     run.until(lambda: "a client outside the run to write 'reward'" in status(run), "the wait for a labeller")
     exec(compile(files_in(ROOT / "docs" / "service.md")["labeller.py"], "labeller.py", "exec"), {})
@@ -199,9 +201,10 @@ def test_the_labeller_that_is_shown(launch: Launch, tmp_path: Path, monkeypatch:
 def test_samples_are_written_once_although_a_labeller_and_the_trainers_are_killed(
     tmp_path: Path, launch: Launch
 ) -> None:
-    hangs, labels = programs(tmp_path / "runs" / "written", LABELLER)
+    name = f"written-{os.getpid()}"
+    hangs, labels = programs(tmp_path / "runs" / name, LABELLER)
     two = ["layout.pools.trainer.count=2", "run.save_every=3", "run.training_steps=20"]
-    run = launch("quickstart", *PACED, LABELLED, *two, name="written")
+    run = launch("quickstart", *PACED, LABELLED, *two, name=name)
     try:
         held = json.loads(next_line(hangs))
         hangs.send_signal(signal.SIGKILL)
@@ -221,10 +224,11 @@ def test_samples_are_written_once_although_a_labeller_and_the_trainers_are_kille
 
 
 def test_versions_of_the_policy_are_taken_whoever_dies(launch: Launch, tmp_path: Path) -> None:
-    folder, program = tmp_path / "runs" / "versions", Path(__file__).with_name("weights_client.py")
+    name = f"versions-{os.getpid()}"
+    folder, program = tmp_path / "runs" / name, Path(__file__).with_name("weights_client.py")
     other = subprocess.Popen([sys.executable, str(program), str(folder)], stdout=subprocess.PIPE, text=True)
     assert next_line(other) == "ready"
-    run = launch("quickstart", *PACED, "run.save_every=5", f"run.training_steps={STEPS}", name="versions")
+    run = launch("quickstart", *PACED, "run.save_every=5", f"run.training_steps={STEPS}", name=name)
     try:
         taken = [int(next_line(other)) for _ in range(3)]
         other.send_signal(signal.SIGKILL)

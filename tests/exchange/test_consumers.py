@@ -236,7 +236,8 @@ def test_a_lossless_consumer_goes_on_with_what_it_had_to_acknowledge(store: Cons
     store.ask("b", 1, wanted("other"), 0.0)
     store.open("labels", ("text",))
     store.arrived({n: group(400) for n in range(3)})
-    assert store.lossless() == {"reader": [0, 1, 2]}
+    assert store.lossless() == {"reader": ("text",)}
+    assert store.unacknowledged("reader") == [0, 1, 2]
     again = Consumers(LIMIT, SILENCE_S)
     again.restore("reader", ("text",), {n: group(400) for n in (0, 2)})
     assert (again.unread(), again.held_up_by) == (["reader"], "")
