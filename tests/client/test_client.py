@@ -13,6 +13,7 @@ from distflow.client import Client, StaleRows
 from distflow.comm.keys import make_keys, write_keys
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.kept_samples import KeptSamples
+from distflow.exchange.store_channel import KINDS
 from tests.client.shop import FIELDS, GROUPS, SAMPLES, TOKENS_A_GROUP, Shop, write_record
 from tests.polling import eventually
 
@@ -193,9 +194,9 @@ def test_malformed_requests_harm_nobody(tmp_path: Path, open_shop: Callable[...,
     shop = open_shop()
     with Client(tmp_path) as client:
         first(client, shop)
-        for kind in ("client.ask", "client.settle", "client.alive", "client.leave", "client.forget"):
+        for kind in KINDS:
             client._wire.send("trainer/0", kind, {"client": 7})
-        eventually(lambda: len(shop.refused) == 5)
+        eventually(lambda: len(shop.refused) == len(KINDS))
         assert positions(client, rows=ROWS) == list(range(GROUPS))
 
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from distflow.client import Client, Samples, StaleRows
+from distflow.comm.keys import make_keys
 from distflow.data.batch import Batch, Ragged
+from distflow.data.batch_wire import encode_batch
 from distflow.errors import UserError
 from distflow.exchange.store_channel import PUT
 from tests.client.shop import GROUPS, SAMPLES, Shop, write_record
@@ -160,6 +162,36 @@ def test_an_owner_that_restarts_offers_its_samples_again(tmp_path: Path, shop: S
         again.begin()
         claimed(client).put(**GOOD)
         assert len(again.written) == GROUPS
+
+
+def test_malformed_fields_harm_nobody(tmp_path: Path, shop: Shop) -> None:
+    with Client(tmp_path) as client:
+        got = claimed(client)
+        claim = got._parts[0].number
+        described, buffer = encode_batch(Batch({"reward": torch.ones(ROWS)}))
+        good = {"client": client._name, "step": "labels", "claim": claim, "batch": described}
+        wrong: list[tuple[dict[str, Any], tuple[bytes, ...]]] = [
+            (good, ()),
+            (good, (bytes(buffer), b"more")),
+            (good, (bytes(buffer)[:-1],)),
+            ({**good, "batch": {"rows": ROWS}}, (bytes(buffer),)),
+            ({**good, "batch": {**described, "rows": 1 << 50}}, (bytes(buffer),)),
+        ]
+        for number, (body, payload) in enumerate(wrong):
+            client._wire.send("trainer/0", PUT, {**body, "number": 1000 + number}, payload)
+        got.put(**GOOD)
+        assert len(shop.written) == GROUPS
+
+
+def test_off_the_host_too(tmp_path: Path, closing: ExitStack) -> None:
+    keys = make_keys()
+    shop = Shop(tmp_path, writes=KINDS, keys=keys).open()
+    closing.callback(shop.close)
+    write_record(tmp_path, [shop], keys)
+    shop.begin()
+    with Client(tmp_path) as client:
+        claimed(client).put(**GOOD)
+    assert len(shop.written) == GROUPS
 
 
 def test_other_consumers_write_nothing_and_steps_show_what_the_recipe_says(tmp_path: Path, closing: ExitStack) -> None:
