@@ -82,7 +82,9 @@ def read_here(name: str, pipe: Connection, setting: WeightsSetting) -> None:
 
     def shm(wire: Any) -> float:
         began = time.perf_counter()
-        take(reader.fetch(Manifest.from_wire(wire)))
+        manifest = Manifest.from_wire(wire)
+        take(reader.fetch(manifest))
+        assert reader.intact(manifest)
         return time.perf_counter() - began
 
     def memcpy(_: object) -> float:

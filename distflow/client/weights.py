@@ -64,9 +64,10 @@ class WeightSubscription:
                 return None
             try:
                 tensors = {name: view.clone() for name, view in self._reader.fetch(manifest)}
+                whole = self._reader.intact(manifest)
             except Overtaken:
                 continue
-            if self._reader.intact(manifest):
+            if whole:
                 self._had = manifest.version
                 return Weights(self._model, manifest.version.number, tensors)
         raise ChecksumError(f"{self._model}: {MOST_TRIES} versions in a row were overwritten while they were read")

@@ -24,7 +24,7 @@ from distflow.types import Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.shm import HEADER, HEADER_BYTES, SEGMENTS, map_shared, reserve, segment_prefix
 
-_TURN = struct.Struct("<qqq")
+TURN = struct.Struct("<qqq")
 """Term and number of the version that is fetched, chunks of it that have arrived."""
 
 log = logger(__name__)
@@ -117,11 +117,11 @@ class HostSegments:
 
     def tell(self, version: Version, arrived: int) -> None:
         """Say how far the fetch is."""
-        os.pwrite(self._turn, _TURN.pack(*version, arrived), 0)
+        os.pwrite(self._turn, TURN.pack(*version, arrived), 0)
 
     def told(self) -> tuple[int, ...]:
         """What the reader whose turn it is, or was, has told: term, number, chunks arrived."""
-        return _TURN.unpack(os.pread(self._turn, _TURN.size, 0).ljust(_TURN.size, b"\0"))
+        return TURN.unpack(os.pread(self._turn, TURN.size, 0).ljust(TURN.size, b"\0"))
 
     def writable(self, manifest: Manifest) -> SharedSegment:
         """A segment for a version that will be fetched, torn until `finish`. For the reader whose turn it is.

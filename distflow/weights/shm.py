@@ -1,23 +1,30 @@
 """The link on one host: a version is copied once into a shared segment, which every reader maps and reads in place.
 
 PUBLISHED segments are used in turn, so a version stays readable until PUBLISHED − 1 newer ones were published. The
-first bytes of a segment name its version; a reader that was too slow finds another version (or a wrong checksum) and
-takes the newest one instead. The publisher never waits. With readers on other hosts one more version is kept, the one
-that they are reading: it is not overwritten, so that they make progress even if versions are published faster than
-they can be read.
+first bytes of a segment name its version; a reader that was too slow finds another version and takes the newest one
+instead. The publisher never waits. With readers on other hosts one more version is kept, the one that they are reading:
+it is not overwritten, so that they make progress even if versions are published faster than they can be read.
+
+What a reader has copied is whole if the segment named the same version before and after. The checksums are for what
+this cannot tell: damage between the publisher's sums and the readers, which is the same for all of them. So one reader
+of the host compares them and notes it behind the segment's version; the others copy meanwhile and look for its note
+before they use what they have. The kernel takes the lock from one that dies, and the next compares.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
@@ -29,7 +36,17 @@ from distflow.weights.transport import NamedTensors
 ALIGN = 64
 HEADER = struct.Struct("<qq")
 """Term and number of the version in a segment; term −1 while it is being written."""
+CHECKED = struct.Struct("<qqQ")
+"""Behind the header, written by readers: the version whose bytes had the announced checksums, and a sum of those sums.
+
+Two may write it at once, of two versions; whatever comes of that names no version with the sums of another.
+"""
 HEADER_BYTES = 64
+CHECK_S = 1.0
+CHECK_BYTES_S = 1 << 30
+"""How long a reader waits for another one's comparison: so many seconds, and at this pace. One that was stopped in the
+middle of it holds nobody up."""
+LOOK_S = 0.0005
 SEGMENTS = Path("/dev/shm")
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
@@ -112,11 +129,70 @@ class ShmPublisher:
             self._views.append([view for _, view in tensor_views(segment, self._entries, HEADER_BYTES)])
 
 
+class AnnouncedSegment:
+    """A publisher's segment as a reader has it open. Closed with the last reference.
+
+    Opening it raises ProtocolError for another path, ChecksumError if it is too small. If it is gone, its publisher has
+    ended, and the next one announces other weights: Overtaken.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        path = Path(manifest.place)
+        if path.parent != SEGMENTS or not path.name.startswith("distflow-"):
+            raise ProtocolError(f"{manifest.title}: {path} is not a shared segment of a run")
+        try:
+            self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError as error:
+            raise Overtaken(f"{manifest.title}: {path} is gone; its publisher has ended") from error
+        try:
+            # A private mapping sees the publisher's writes but cannot change them.
+            self.memory = mmap.mmap(self._handle, HEADER_BYTES + manifest.size, access=mmap.ACCESS_COPY)
+        except ValueError as error:
+            os.close(self._handle)
+            raise ChecksumError(
+                f"{manifest.title}: {path} is smaller than the announced {manifest.size} bytes"
+            ) from error
+
+    def __del__(self) -> None:
+        if hasattr(self, "memory"):
+            os.close(self._handle)
+
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether the segment holds this version now."""
+        return HEADER.unpack_from(self.memory, 0) == tuple(manifest.version)
+
+    def checked(self, note: bytes) -> bool:
+        """Whether a reader has noted that it found the announced checksums; `note` is what it writes."""
+        return os.pread(self._handle, CHECKED.size, HEADER.size) == note
+
+    def begin_check(self) -> bool:
+        """Take the turn to compare, if nobody has it."""
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def check(self, manifest: Manifest, note: bytes) -> None:
+        """Compare the checksums, note that they are right and give the turn back; raises ChecksumError."""
+        try:
+            if not self.checked(note):
+                verify(memoryview(self.memory)[HEADER_BYTES:], manifest.checksums, manifest.title)
+                os.pwrite(self._handle, note, HEADER.size)
+        finally:
+            fcntl.flock(self._handle, fcntl.LOCK_UN)
+
+
+def _note(manifest: Manifest) -> bytes:
+    sums = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(manifest.checksums)}Q", *manifest.checksums))
+    return CHECKED.pack(*manifest.version, sums)
+
+
 class ShmReader:
     """Maps segments as they are announced. `begin_term` may be called on another thread, even during a `fetch`."""
 
     def __init__(self) -> None:
-        self._maps: dict[str, mmap.mmap] = {}
+        self._open: dict[str, AnnouncedSegment] = {}
         self._term: int | None = None
         self._lock = threading.Lock()
 
@@ -125,34 +201,46 @@ class ShmReader:
         corrupt."""
         self.begin_term(manifest.version.term)
         with self._lock:
-            segment = self._maps.get(manifest.place)
+            segment = self._open.get(manifest.place)
             if segment is None and manifest.version.term == self._term:
-                segment = self._maps[manifest.place] = open_segment(manifest)
-        if segment is None or not self.intact(manifest):
+                segment = self._open[manifest.place] = AnnouncedSegment(manifest)
+        if segment is None or not segment.holds(manifest):
             raise Overtaken(f"{manifest.title}: overwritten by a newer version")
-        try:
-            verify(memoryview(segment)[HEADER_BYTES:], manifest.checksums, manifest.title)
-        except ChecksumError as error:
-            if self.intact(manifest):
-                raise
-            raise Overtaken(f"{manifest.title}: overwritten by a newer version while it was read") from error
-        return tensor_views(segment, manifest.entries, HEADER_BYTES)
+        note = _note(manifest)
+        if not segment.checked(note) and segment.begin_check():
+            self._check(segment, manifest, note)
+        return tensor_views(segment.memory, manifest.entries, HEADER_BYTES)
 
     def intact(self, manifest: Manifest) -> bool:
-        """Whether the segment still holds this version and no later term has begun."""
-        segment = self._maps.get(manifest.place)
-        return segment is not None and HEADER.unpack_from(segment, 0) == tuple(manifest.version)
+        """Whether the segment still holds this version and no later term has begun. Raises ChecksumError if what was
+        copied is corrupt."""
+        segment, note = self._open.get(manifest.place), _note(manifest)
+        waits_until = time.monotonic() + CHECK_S + manifest.size / CHECK_BYTES_S
+        while segment is not None and segment.holds(manifest) and not segment.checked(note):
+            if segment.begin_check() or time.monotonic() > waits_until:
+                self._check(segment, manifest, note)
+            else:
+                time.sleep(LOOK_S)
+        return segment is not None and self._open.get(manifest.place) is segment and segment.holds(manifest)
 
     def begin_term(self, term: int) -> None:
         """Unmap segments of earlier terms: although removed, they occupy memory as long as they are mapped."""
         with self._lock:
             if self._term is None or term > self._term:
                 self._term = term
-                self._maps.clear()
+                self._open.clear()
 
     def close(self) -> None:
         """Release the segments; each is unmapped when its last view is gone."""
-        self._maps.clear()
+        self._open.clear()
+
+    def _check(self, segment: AnnouncedSegment, manifest: Manifest, note: bytes) -> None:
+        try:
+            segment.check(manifest, note)
+        except ChecksumError as error:
+            if segment.holds(manifest):
+                raise
+            raise Overtaken(f"{manifest.title}: overwritten by a newer version while it was read") from error
 
 
 @contextmanager
@@ -194,28 +282,6 @@ def map_shared(path: Path) -> mmap.mmap:
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(handle, 0)
-    finally:
-        os.close(handle)
-
-
-def open_segment(manifest: Manifest) -> mmap.mmap:
-    """Map an announced segment.
-
-    Raises ProtocolError for another path, ChecksumError if it is too small. If it is gone, its publisher has ended, and
-    the next one announces other weights: Overtaken.
-    """
-    path = Path(manifest.place)
-    if path.parent != SEGMENTS or not path.name.startswith("distflow-"):
-        raise ProtocolError(f"{manifest.title}: {path} is not a shared segment of a run")
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError as error:
-        raise Overtaken(f"{manifest.title}: {path} is gone; its publisher has ended") from error
-    try:
-        # A private mapping sees the publisher's writes but cannot change them.
-        return mmap.mmap(handle, HEADER_BYTES + manifest.size, access=mmap.ACCESS_COPY)
-    except ValueError as error:
-        raise ChecksumError(f"{manifest.title}: {path} is smaller than the announced {manifest.size} bytes") from error
     finally:
         os.close(handle)
 

@@ -17,7 +17,7 @@ from distflow.log import logger
 from distflow.weights.chunk_plan import ChunkDealer
 from distflow.weights.chunk_server import CLOSE_S, ChunkServer, HeldVersion, ServerTraffic
 from distflow.weights.manifest import Manifest, digests
-from distflow.weights.shm import open_segment
+from distflow.weights.shm import AnnouncedSegment
 from distflow.weights.swarm import SwarmPlace
 
 PIN_S = 3.0
@@ -54,7 +54,7 @@ class SwarmServer:
         `manifest` is what ShmPublisher returned. Hashes all bytes, on several threads with the GIL released.
         Raises Overtaken if the version is overwritten meanwhile.
         """
-        open_segment(manifest).close()
+        AnnouncedSegment(manifest)
         held = HeldVersion(manifest, Path(manifest.place), ChunkDealer(manifest.chunks))
         found = digests([held.bytes_of(chunk) for chunk in range(manifest.chunks)])
         if not held.intact:

@@ -45,6 +45,11 @@ class WorkerPlacement:
         """Names of the workers on one host."""
         return [name for name, place in self.places.items() if place.host == host]
 
+    @property
+    def host_of(self) -> dict[str, int]:
+        """The host of each worker, by name."""
+        return {name: place.host for name, place in self.places.items()}
+
 
 def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     """Spread each pool round-robin over its allowed hosts; raises HostsError if slots or hosts are lacking.
@@ -96,8 +101,7 @@ def device_of(worker: WorkerPlan, place: WorkerSlot, gpus: int) -> str:
 
 def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
     """One line per host: number, name, workers, and the source of weights if not shared memory; then notes."""
-    host_of = {name: place.host for name, place in placement.places.items()}
-    read = [(model, leaders_of(plan.home_of(model).members, host_of)) for model in plan.generating]
+    read = [(model, leaders_of(plan.home_of(model).members, placement.host_of)) for model in plan.generating]
     lines = []
     for number, host in enumerate(placement.hosts):
         workers = [_shown(plan, name, placement.places[name]) for name in placement.on(number)]

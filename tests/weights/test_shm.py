@@ -1,8 +1,10 @@
 import os
+import threading
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from distflow.types import Version
 from distflow.weights import shm
 from distflow.weights.manifest import Manifest, verify
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.shm import SEGMENTS, ShmPublisher, ShmReader
+from distflow.weights.shm import SEGMENTS, AnnouncedSegment, ShmPublisher, ShmReader
+from tests.polling import WAIT_S
 
 
 def weights(number: float) -> list[tuple[str, torch.Tensor]]:
@@ -98,6 +101,78 @@ def test_a_flipped_bit_is_found(publisher: ShmPublisher) -> None:
         file.write(b"\x77")
     with pytest.raises(ChecksumError, match="weights of 'policy', term 0, version 1: chunk 0 of 1 has checksum"):
         ShmReader().fetch(manifest)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was compared with its checksums since then."""
+    compared: list[str] = []
+
+    def note(data: memoryview, expected: Sequence[int], what: str) -> None:
+        compared.append(what)
+        verify(data, expected, what)
+
+    monkeypatch.setattr(shm, "verify", note)
+    return compared
+
+
+def test_one_reader_of_a_host_compares_the_checksums_for_all(
+    publisher: ShmPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared, readers = counted(monkeypatch), [ShmReader() for _ in range(3)]
+    for number in range(PUBLISHED + 1):
+        manifest = publisher.publish(Version(0, number), weights(number))
+        for reader in readers:
+            assert float(dict(reader.fetch(manifest))["embed"][0, 0]) == number
+            assert reader.intact(manifest)
+        assert len(compared) == number + 1, "what was noted of the version before in this segment says nothing"
+
+
+def test_readers_copy_while_one_compares_and_trust_nothing_before_it_is_done(
+    publisher: ShmPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = publisher.publish(Version(0, 1), weights(1))
+    compares, go_on = threading.Event(), threading.Event()
+
+    def compare(*arguments: Any) -> None:
+        compares.set()
+        assert go_on.wait(WAIT_S)
+        verify(*arguments)
+
+    monkeypatch.setattr(shm, "verify", compare)
+    slow, fast, found = ShmReader(), ShmReader(), list[bool]()
+    first = threading.Thread(target=slow.fetch, args=(manifest,))
+    first.start()
+    assert compares.wait(WAIT_S)
+    fast.fetch(manifest)
+    second = threading.Thread(target=lambda: found.append(fast.intact(manifest)))
+    second.start()
+    second.join(0.05)
+    assert second.is_alive()
+    go_on.set()
+    for thread in (first, second):
+        thread.join(WAIT_S)
+    assert found == [True]
+
+
+def test_damage_is_found_by_readers_that_have_copied_it_already(
+    publisher: ShmPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has compared, since the one whose turn it was stands still: the others do it themselves after a while."""
+    monkeypatch.setattr(shm, "CHECK_S", 0.05)
+    manifest = publisher.publish(Version(0, 1), weights(1))
+    stuck, reader = AnnouncedSegment(manifest), ShmReader()
+    assert stuck.begin_check()
+    reader.fetch(manifest)
+    assert reader.intact(manifest)
+    damaged = publisher.publish(Version(0, 2), weights(2))
+    with Path(damaged.place).open("r+b") as file:
+        file.seek(shm.HEADER_BYTES + 3)
+        file.write(b"\x77")
+    stuck = AnnouncedSegment(damaged)
+    assert stuck.begin_check()
+    reader.fetch(damaged)
+    with pytest.raises(ChecksumError, match="version 2: chunk 0 of 1 has checksum"):
+        reader.intact(damaged)
 
 
 def test_segments_are_named_after_the_run_and_leave_with_the_publisher() -> None:

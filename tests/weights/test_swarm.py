@@ -16,7 +16,7 @@ from distflow.flow.sizes import PUBLISHED
 from distflow.types import Version
 from distflow.weights import swarm_client
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
-from distflow.weights.shm import HEADER_BYTES, ShmReader, open_segment
+from distflow.weights.shm import HEADER_BYTES, AnnouncedSegment, ShmReader
 from distflow.weights.swarm import ChunkAsk, Opening, Secret, SwarmPlace, pack, read_ask, read_opening
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
@@ -229,7 +229,7 @@ def test_manifests_of_other_links_are_refused(host: Host, reader: SwarmReader) -
 
 def test_digests_are_of_the_bytes_that_were_published(host: Host) -> None:
     local = host.publisher.publish(Version(0, 1), weights(1))
-    data = bytes(open_segment(local))[HEADER_BYTES:]
+    data = bytes(AnnouncedSegment(local).memory)[HEADER_BYTES:]
     assert host.server.describe(local).digests == b"".join(
         digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)
     )

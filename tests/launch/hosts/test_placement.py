@@ -175,6 +175,8 @@ def test_plan_shows_the_placement_and_says_that_one_host_takes_no_notice(tmp_pat
     out = capsys.readouterr().out
     assert "0  a  2 of 2 slots  rollout/0, rollout/1; weights over the network, from trainer/0\n" in out
     assert "1  b  1 of 1 slots  trainer/0\n" in out
+    assert "samples (lease): rollout -> trainer over zmq\n" in out
+    assert "policy (weights): trainer -> rollout over tcp\n" in out
     assert run(["plan", "quickstart", pinned]) == 0
     assert "pool 'trainer' is pinned to the hosts b: ignored in a run on one host" in capsys.readouterr().out
 
