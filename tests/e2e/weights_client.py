@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import distflow
+import distflow.client
 
 print("ready", flush=True)
 deadline = time.monotonic() + 60
