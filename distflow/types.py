@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-Role = Literal["generate", "read", "score", "forward", "train"]
+Role = Literal["generate", "read", "score", "forward", "client", "train"]
 Scope = Literal["sample", "group", "batch"]
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
@@ -47,7 +47,7 @@ Scores = tuple[float, ...]
 """What the samples of a group scored."""
 IDENTITY = ("uid", "group", "sample", SEQUENCE, DROP_REASON)
 """Fields that a step with a `prefix` knows by the names that they have in the flow."""
-ROLES: tuple[Role, ...] = ("generate", "read", "score", "forward", "train")
+ROLES: tuple[Role, ...] = ("generate", "read", "score", "forward", "client", "train")
 SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
 
 LeaseKind = Literal["train", "val"]

@@ -1,5 +1,7 @@
-"""`distflow.Client`: a program outside a run reads its samples while it goes on (docs/service.md)."""
+"""`distflow.Client`: a program outside a run reads its samples, and writes fields of them (docs/service.md)."""
 
-from distflow.client.client import Client, Samples, StaleRows
+from distflow.client.client import Client
+from distflow.client.samples import Samples, StaleRows
+from distflow.client.weights import Weights, WeightSubscription
 
-__all__ = ["Client", "Samples", "StaleRows"]
+__all__ = ["Client", "Samples", "StaleRows", "WeightSubscription", "Weights"]

@@ -10,22 +10,22 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 from msgspec import structs
 
-from distflow.client.reading import ConsumerReading, OwnerAnswer, Part
+from distflow.client.reading import AnswerBody, ConsumerReading, OwnerAnswer, Part
+from distflow.client.samples import Samples, StaleRows
+from distflow.client.weights import Ready, WeightSubscription
 from distflow.comm.client import BackgroundClient, ask
-from distflow.comm.message import Message
+from distflow.comm.message import Buffer, Message
 from distflow.data.batch import Batch
-from distflow.data.batch_wire import decode_batch
-from distflow.errors import DistflowError, NoProgressError, ProtocolError, UserError, WorkerFailed
-from distflow.exchange.consumers import End
+from distflow.data.batch_wire import decode_batch, encode_batch
+from distflow.errors import NoProgressError, ProtocolError, UserError, WorkerFailed
 from distflow.exchange.store_channel import (
     ALIVE,
     ALIVE_S,
@@ -33,15 +33,21 @@ from distflow.exchange.store_channel import (
     FORGET,
     LEAVE,
     OWNERS,
+    PUT,
     SETTLE,
     Forgotten,
     From,
     Settled,
+    Written,
 )
 from distflow.launch.observe.run_client import ANSWER_S, ask_any_agent, keys_of
 from distflow.launch.run.record import FINAL, RunRecord, read_record
+from distflow.weights.manifest import Manifest
 
 CHECK_EVERY_S = 0.5
+REPEAT_S = 2.0
+"""After so long without a reply weights are asked for again: their publisher may have been restarted."""
+IPC = "ipc://"
 SILENT_S = 5.0
 """After so long without a word of an owner the run itself is looked at: it may be over."""
 T = TypeVar("T")
@@ -54,56 +60,6 @@ class HasPath(Protocol):
     def path(self) -> Path:
         """The run folder."""
         ...
-
-
-class StaleRows(DistflowError):
-    """Samples that are not this client's any more: it was silent for too long, or their owner has restarted.
-
-    They have gone, or will go, to a client of the same consumer again.
-    """
-
-
-class Samples:
-    """Whole groups, claimed for this client until it acknowledges them or gives them back.
-
-    As a context: acknowledged at its end, given back if that is an exception.
-    """
-
-    def __init__(self, client: Client, reading: ConsumerReading, parts: Sequence[Part]) -> None:
-        self.batch = Batch.concat([part.batch for part in parts])
-        """The fields that were asked for, a row for each sample; rows of one group lie side by side."""
-        self.missed = reading.missed
-        """Groups that this consumer has lost so far because it fell behind; always 0 if it is lossless."""
-        self._client = client
-        self._consumer = reading.consumer
-        self._parts = tuple(parts)
-        self._settled = False
-
-    def acknowledge(self) -> None:
-        """They are used. Raises StaleRows if some were not this client's any more: they were or will be seen twice."""
-        self._settle(used=True)
-
-    def give_back(self) -> None:
-        """They are not used: another client of this consumer, or this one, gets them again."""
-        self._settle(used=False)
-
-    def __len__(self) -> int:
-        return self.batch.rows
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self._settled:
-            self._settle(used=kind is None)
-
-    def _settle(self, *, used: bool) -> None:
-        if self._settled:
-            raise UserError("these samples were acknowledged or given back already: ask for others with Client.get")
-        self._settled = True
-        self._client._settle(self._consumer, self._parts, used=used)
 
 
 class Client:
@@ -157,8 +113,10 @@ class Client:
         Without either: whatever has arrived. Fewer at the end of the run; None once all has been read, or the run is
         stopped. `consumer`: a name whose clients share what arrives after its first `get`; each of them asks for the
         same fields. A `lossless` one gets every group: when it has `limits.consumer_mb` unread, the run waits for it.
-        Others lose the oldest. Raises UserError for fields that samples do not have, TimeoutError after `timeout`
-        seconds, WorkerFailed if the run has failed, and NoProgressError if nothing of it answers.
+        Others lose the oldest. A step that clients write is a consumer by its name: it gets every group, and samples
+        are done once its fields are written with `samples.put`. Raises UserError for fields that samples do not have,
+        TimeoutError after `timeout` seconds, WorkerFailed if the run has failed, and NoProgressError if nothing of it
+        answers.
         """
         reading = self._reading(consumer, fields, lossless=lossless)
         with self._changed:
@@ -176,6 +134,18 @@ class Client:
                 self._using.discard(consumer)
         return Samples(self, reading, parts) if parts else None
 
+    def subscribe_weights(self, model: str = "policy") -> WeightSubscription:
+        """The newest version of a model, and each one after it, on the host of a training worker; nobody waits for
+        this client. Raises UserError on another host.
+        """
+        trains = [worker.name for worker in self._record.workers if worker.trains]
+        near = {name: place for name in trains if (place := self._record.roster.get(name, "")).startswith(IPC)}
+        if not near:
+            raise UserError(f"{self._record.name}: no training worker is on this host — run this client where one is")
+        for name, address in near.items():
+            self._wire.know(name, address)
+        return WeightSubscription(model, self._name, tuple(near), self._ask_all)
+
     def forget(self, consumer: str) -> None:
         """Close a consumer for all its clients: the run keeps nothing for it any longer, nor waits for it."""
         for owner in self._owners:
@@ -190,6 +160,17 @@ class Client:
         self._wire.close()
 
     # -- used by Samples
+    def _put(self, step: str, parts: Sequence[Part], fields: Batch) -> None:
+        """Write the fields of a step for all these rows. Raises UserError if an owner refuses them."""
+        stale, start = 0, 0
+        for part in parts:
+            stop = start + part.batch.rows
+            described, buffer = encode_batch(fields.slice(start, stop))
+            written = Written(self._name, 0, step, part.number, described)
+            answer = self._request(part.owner, PUT, partial(structs.replace, written), (buffer,))
+            stale, start = stale + len(answer["stale"]), stop
+        self._check_stale(step, stale)
+
     def _settle(self, consumer: str, parts: Sequence[Part], *, used: bool) -> None:
         stale = 0
         for owner in dict.fromkeys(part.owner for part in parts):
@@ -197,11 +178,43 @@ class Client:
             settled = Settled(self._name, 0, consumer, numbers if used else (), () if used else numbers)
             answer = self._request(owner, SETTLE, partial(structs.replace, settled))
             stale += len(answer["stale"])
+        self._check_stale(consumer, stale)
+
+    def _check_stale(self, consumer: str, stale: int) -> None:
         if stale:
             raise StaleRows(
                 f"consumer {consumer!r}: these samples are not this client's any more — it was silent for too long, or "
                 "a training worker has restarted; they go to a client of this consumer again"
             )
+
+    # -- used by WeightSubscription
+    def _ask_all(
+        self,
+        names: Sequence[str],
+        kind: str,
+        body: Callable[[int], msgspec.Struct],
+        timeout: float | None,
+        ready: Ready,
+    ) -> Manifest | None:
+        """Ask these workers, again and again, until their replies are what is awaited; None: the run is over."""
+        replies: dict[int, dict[str, Any]] = {}
+        sent = [0.0]
+
+        def heard() -> Manifest | None:
+            if time.monotonic() - sent[0] >= REPEAT_S:
+                sent[0] = time.monotonic()
+                for number in numbers.keys() - replies.keys():
+                    self._wire.send(numbers[number], kind, msgspec.to_builtins(body(number)))
+            replies.update({number: self._replies.pop(number) for number in numbers if number in self._replies})
+            return ready(replies.values())
+
+        with self._changed:
+            numbers = {self._number(): name for name in names}
+            self._awaited.update(numbers)
+            try:
+                return self._until(heard, "weights", timeout, None)
+            finally:
+                self._awaited.difference_update(numbers)
 
     # -- requests
     def _reading(self, consumer: str, fields: Sequence[str], *, lossless: bool) -> ConsumerReading:
@@ -238,8 +251,10 @@ class Client:
             for owner, asked in self._readings[name].asks(now):
                 self._wire.send(owner, ASK, msgspec.to_builtins(asked))
 
-    def _request(self, owner: str, kind: str, body: Callable[..., msgspec.Struct]) -> dict[str, Any]:
-        """Send a request until its reply comes."""
+    def _request(
+        self, owner: str, kind: str, body: Callable[..., msgspec.Struct], payload: Sequence[Buffer] = ()
+    ) -> dict[str, Any]:
+        """Send a request until its reply comes; raises UserError if that is a refusal."""
         with self._changed:
             number = self._number()
             self._awaited.add(number)
@@ -248,13 +263,17 @@ class Client:
             def replied() -> dict[str, Any] | None:
                 if number not in self._replies and time.monotonic() - sent[0] >= 1.0:
                     sent[0] = time.monotonic()
-                    self._wire.send(owner, kind, msgspec.to_builtins(body(number=number)))
+                    plain = msgspec.to_builtins(body(number=number), builtin_types=(bytes,))
+                    self._wire.send(owner, kind, plain, payload)
                 return self._replies.pop(number, None)
 
             try:
-                return self._until(replied, f"{owner} to confirm", None, {"stale": []})
+                reply: dict[str, Any] = self._until(replied, f"{owner} to confirm", None, {"stale": []})
             finally:
                 self._awaited.discard(number)
+        if "error" in reply:
+            raise UserError(str(reply["error"]))
+        return reply
 
     def _until(self, ready: Callable[[], T | None], what: str, timeout: float | None, over: T) -> T:
         """Wait under the condition; `over`: what to return once the run has ended in order."""
@@ -324,20 +343,21 @@ class Client:
     # -- on the thread of the connection
     def _on_reply(self, owner: str, message: Message) -> None:
         with self._changed:
-            self._heard[owner] = time.monotonic()
             body = message.body
             number = body.get("number")
             if message.kind == f"{ASK}.reply":
                 self._on_answer(owner, message)
             elif isinstance(number, int) and number in self._awaited:
                 self._replies[number] = dict(body)
-            for reading in self._readings.values():
-                reading.heard(owner, message.incarnation)
+            if owner in self._heard:
+                self._heard[owner] = time.monotonic()
+                for reading in self._readings.values():
+                    reading.heard(owner, message.incarnation)
             self._ask()
             self._changed.notify_all()
 
     def _on_answer(self, owner: str, message: Message) -> None:
-        answered = msgspec.convert(message.body, _Answered)
+        answered = msgspec.convert(message.body, AnswerBody)
         if answered.error:
             self._refused[answered.consumer] = answered.error
             return
@@ -364,18 +384,6 @@ class Client:
         with self._changed:
             self._fault = error if isinstance(error, ProtocolError) else _broken(error)
             self._changed.notify_all()
-
-
-class _Answered(msgspec.Struct, frozen=True):
-    """An answer to an ask."""
-
-    number: int
-    consumer: str = ""
-    end: End = ""
-    missed: int = 0
-    tokens: int = 0
-    batch: Mapping[str, Any] | None = None
-    error: str = ""
 
 
 def _broken(error: Exception) -> ProtocolError:

@@ -13,8 +13,11 @@ Example (owners a, b; 8 rows are wanted):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from distflow.data.batch import Batch
 from distflow.exchange.consumers import End
@@ -35,6 +38,18 @@ class Part:
     batch: Batch
     tokens: int
     """Of prompts and responses."""
+
+
+class AnswerBody(msgspec.Struct, frozen=True):
+    """An answer to an ask, as it travels."""
+
+    number: int
+    consumer: str = ""
+    end: End = ""
+    missed: int = 0
+    tokens: int = 0
+    batch: Mapping[str, Any] | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

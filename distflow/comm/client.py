@@ -100,9 +100,9 @@ class BackgroundClient:
         """Set the address of a worker; the connection to a former one is closed with the next request."""
         self._addresses = {**self._addresses, name: address}
 
-    def send(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
+    def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
         """Queue a request. It may be lost, as any message: repeat it until the reply comes."""
-        self._outbox.put(to, [pack(kind, body)])
+        self._outbox.put(to, [pack(kind, body, len(payload)), *payload])
 
     def close(self) -> None:
         """Send what is queued, for at most a second, and close all connections."""
@@ -162,7 +162,7 @@ class BackgroundClient:
                 connections.pop(name).close()
             if name not in connections and address:
                 connections[name] = _connect(context, address, self._keys)
-            sent = name in connections and _send(connections[name].socket, [posted.frames[0] for posted in bundle])
+            sent = name in connections and _send(connections[name].socket, [posted.frames for posted in bundle])
             for posted in bundle:
                 if sent:
                     posted.delivery.hand_over()
@@ -219,9 +219,10 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys |
     return _Connection(address, socket, watch)
 
 
-def _send(socket: zmq.Socket[bytes], entries: Sequence[Buffer]) -> bool:
+def _send(socket: zmq.Socket[bytes], messages: Sequence[Sequence[Buffer]]) -> bool:
+    header = header_of(prefix_of(CLIENT, 0), [frames[0] for frames in messages])
     try:
-        socket.send(header_of(prefix_of(CLIENT, 0), entries), zmq.NOBLOCK)
+        socket.send_multipart([header, *(part for frames in messages for part in frames[1:])], zmq.NOBLOCK)
     except zmq.Again:
         return False
     return True

@@ -106,6 +106,8 @@ class _Consumer:
     name: str
     fields: frozenset[str]
     lossless: bool
+    owned: bool = False
+    """Opened by the owner, which waits for what is written about each group."""
     ready: OrderedDict[int, None] = field(default_factory=OrderedDict)
     partial: dict[int, None] = field(default_factory=dict)
     """Groups that lack a field."""
@@ -169,6 +171,26 @@ class Consumers:
         self._finished = self._closed = True
         return self._serve()
 
+    def open(self, name: str, fields: Iterable[str]) -> None:
+        """Open a consumer for what clients are to write: it gets every group, and is closed by nobody."""
+        self._consumers[name] = _Consumer(name, frozenset(fields), lossless=True, owned=True)
+
+    def lossless(self) -> dict[str, tuple[str, ...]]:
+        """What consumers of clients' own that lose nothing read, by name."""
+        found = (one for one in self._consumers.values() if one.lossless and not one.owned)
+        return {one.name: self.fields_of(one.name) for one in found}
+
+    def unacknowledged(self, name: str) -> list[int]:
+        """The groups that have all fields of a consumer and that its clients have yet to acknowledge."""
+        one = self._consumers[name]
+        return [*(position for claim in one.claims.values() for position in claim), *one.ready]
+
+    def restore(self, name: str, fields: Iterable[str], groups: Mapping[int, Offered]) -> None:
+        """Open a consumer that loses nothing with what it had yet to acknowledge when its owner ended."""
+        consumer = self._consumers.setdefault(name, _Consumer(name, frozenset(fields), lossless=True))
+        for position, group in groups.items():
+            self._add(consumer, position, group)
+
     # -- clients
     def ask(self, client: str, number: int, wanted: SamplesWanted, now: float) -> list[Handed]:
         """A client asks for groups; raises ProtocolError if the consumer was opened for others."""
@@ -204,6 +226,11 @@ class Consumers:
                 self._take_back(consumer, (client, number))
         return stale, self._serve()
 
+    def claimed(self, client: str, name: str, number: int) -> tuple[int, ...]:
+        """The groups of a claim; none if it is not this client's (any more)."""
+        consumer = self._consumers.get(name)
+        return () if consumer is None else consumer.claims.get((client, number), ())
+
     def alive(self, client: str, now: float) -> None:
         """A sign of life of a client, if it is known."""
         if client in self._clients:
@@ -219,7 +246,9 @@ class Consumers:
         return self._serve()
 
     def forget(self, name: str) -> list[Handed]:
-        """Close a consumer: nothing is kept for it any longer."""
+        """Close a consumer: nothing is kept for it any longer. Raises ProtocolError for one of the owner's own."""
+        if name in self._consumers and self._consumers[name].owned:
+            raise ProtocolError(f"consumer {name!r} is a step of the flow, which waits for what clients write")
         consumer = self._consumers.pop(name, None)
         if consumer is None:
             return []
@@ -277,7 +306,14 @@ class Consumers:
                     f"there are {MOST_CONSUMERS} consumers already — close one that is not read any more"
                 )
             found = self._consumers[wanted.consumer] = _Consumer(wanted.consumer, fields, wanted.lossless)
-        if (found.fields, found.lossless) != (fields, wanted.lossless):
+        if found.owned:
+            if not fields <= found.fields:
+                more = sorted(fields - found.fields)
+                raise ProtocolError(
+                    f"step {found.name!r} shows clients {sorted(found.fields)}, and not {more}: add what they need to "
+                    "its `reads` in the recipe"
+                )
+        elif (found.fields, found.lossless) != (fields, wanted.lossless):
             how = "lossless" if found.lossless else "not lossless"
             raise ProtocolError(
                 f"consumer {found.name!r} reads {sorted(found.fields)}, {how}: all its clients have to ask for the "

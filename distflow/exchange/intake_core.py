@@ -37,6 +37,8 @@ class IntakeCall:
     in_window: bool = False
     here: bool = False
     """This replica computes it itself while it waits for samples."""
+    outside: bool = False
+    """Clients outside the run come for it by themselves."""
 
 
 class Take(NamedTuple):
@@ -94,7 +96,7 @@ class IntakeCore:
         """Of all groups that have arrived and are not taken or kept by others; handed over ones among them."""
         self._lacking: dict[int, set[str]] = {}
         """Calls without an answer, by position."""
-        self._unasked: dict[str, set[int]] = {call.edge: set() for call in rule.calls}
+        self._unasked: dict[str, set[int]] = {call.edge: set() for call in rule.calls if not call.outside}
         self._given: set[int] = set()
         self._returned: list[int] = []
         self._stolen: list[int] = []
@@ -112,9 +114,9 @@ class IntakeCore:
         """Results were accepted; `groups` are those that were stored."""
         assert not self._lengths.keys() & groups.keys(), f"of {sorted(groups)} some have arrived before"
         self._lengths.update(groups)
-        if self._unasked:
+        if self._rule.calls:
             for position in groups:
-                self._lacking[position] = set(self._unasked)
+                self._lacking[position] = {call.edge for call in self._rule.calls}
             for unasked in self._unasked.values():
                 unasked.update(groups)
         return self._offer()
@@ -124,7 +126,7 @@ class IntakeCore:
         wanted: list[tuple[str, int]] = []
         window: set[int] | None = None
         for call in self._rule.calls:
-            if call.here:
+            if call.here or call.outside:
                 continue
             unasked = self._unasked[call.edge]
             if call.in_window and unasked:
@@ -140,8 +142,7 @@ class IntakeCore:
         They fill a micro-batch, or are the last of the step.
         """
         for call in self._rule.calls:
-            unasked = self._unasked[call.edge]
-            if not (call.here and unasked):
+            if not call.here or not (unasked := self._unasked[call.edge]):
                 continue
             there = [position for position in self._owner.consumable() if position in unasked]
             enough = sum(padded(self._lengths[position]) for position in there) >= self._rule.budget
@@ -159,6 +160,15 @@ class IntakeCore:
             return []
         del self._lacking[position]
         return self._offer()
+
+    def outside(self) -> tuple[str, int] | None:
+        """A step that clients outside the run have yet to write, and for how many groups of the open step."""
+        for call in self._rule.calls:
+            if call.outside:
+                count = sum(call.edge in self._lacking.get(position, ()) for position in self._owner.consumable())
+                if count:
+                    return call.edge, count
+        return None
 
     # -- the training loop
     def begin(self, step: int) -> list[Sending]:

@@ -2,6 +2,8 @@
 
 A client asks an owner (`ASK`); the answer comes when there is something, over the connection of the ask. Afterwards the
 client says that it is done with what it got, or gives it back (`SETTLE`); in between, that it is alive (`ALIVE`).
+Where the flow has a step that clients write, they are done with what they got once they have written it (`PUT`): the
+claim decides whose fields count, so they are written once.
 Everything is numbered by the client and may be repeated. `Consumers` decides who gets what; this file has the rows.
 
 All methods run on the endpoint's thread under the worker's lock.
@@ -10,7 +12,8 @@ All methods run on the endpoint's thread under the worker's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from itertools import accumulate, pairwise
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -18,15 +21,17 @@ import torch
 from distflow.comm.message import Buffer
 from distflow.comm.message import Message as Envelope
 from distflow.data.batch import Batch, Column
-from distflow.data.batch_wire import encode_batch
+from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import Form, Whole, read
-from distflow.errors import ProtocolError
+from distflow.errors import ProtocolError, UserError
 from distflow.exchange.consumers import Consumers, Handed, Offered, SamplesWanted
+from distflow.exchange.kept_samples import KeptConsumer, KeptSamples, trained_by
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
-from distflow.types import is_reward_part
+from distflow.types import TOKENS, is_reward_part
 
-ASK, SETTLE, ALIVE, LEAVE, FORGET = "client.ask", "client.settle", "client.alive", "client.leave", "client.forget"
-KINDS = (ASK, SETTLE, ALIVE, LEAVE, FORGET)
+ASK, SETTLE, PUT = "client.ask", "client.settle", "client.put"
+ALIVE, LEAVE, FORGET = "client.alive", "client.leave", "client.forget"
+KINDS = (ASK, SETTLE, PUT, ALIVE, LEAVE, FORGET)
 OWNERS = "client.owners"
 """Whom to ask; every worker can tell."""
 SILENCE_S = 10.0
@@ -37,6 +42,10 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Field = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Numbers = Annotated[tuple[Whole, ...], msgspec.Meta(max_length=1 << 12)]
 Reply = Callable[[Envelope, Mapping[str, Any], Sequence[Buffer]], None]
+Accept = Callable[[Batch], Batch]
+"""What clients have written for rows, beside their response tokens, in the form that samples have; raises UserError."""
+Write = Callable[[str, int, Batch], None]
+"""Takes the fields of a step for the group of a position."""
 Lacking = Callable[[Iterable[str]], str]
 """Why these fields cannot be read, with what can be done; "": they can."""
 
@@ -64,6 +73,25 @@ class Settled(Form, frozen=True):
     returned: Numbers = ()
 
 
+class Written(Form, frozen=True):
+    """Body of PUT; `batch` describes the fields that are written for the rows of one claim, in their order."""
+
+    client: Text
+    number: Whole
+    step: Text
+    claim: Whole
+    """The number of the ask."""
+    batch: Any
+
+
+class ClientStep(NamedTuple):
+    """A step of the flow that clients write. It is a consumer of the same name."""
+
+    name: str
+    reads: tuple[str, ...]
+    accept: Accept
+
+
 class From(Form, frozen=True):
     """Body of ALIVE and LEAVE."""
 
@@ -79,9 +107,16 @@ class Forgotten(Form, frozen=True):
 
 
 class SampleStore:
-    """The samples of `inbound` for clients; each consumer keeps at most `limit_bytes` or so."""
+    """The samples of `inbound` for clients, who write `steps`; each consumer keeps at most `limit_bytes` or so."""
 
-    def __init__(self, inbound: InboundSamples, limit_bytes: int, lacking: Lacking, reply: Reply) -> None:
+    def __init__(
+        self,
+        inbound: InboundSamples,
+        limit_bytes: int,
+        lacking: Lacking,
+        reply: Reply,
+        steps: Sequence[ClientStep] = (),
+    ) -> None:
         self.consumers = Consumers(limit_bytes, SILENCE_S)
         self._held: dict[int, ArrivedGroup] = {}
         self._lacking = lacking
@@ -91,9 +126,16 @@ class SampleStore:
         self._parts: set[str] = set()
         """Parts of the reward that are asked for: a sample may lack some, which are then NaN."""
         self._inbound = inbound
+        self._steps = {step.name: step for step in steps}
+        self._write: Write | None = None
+        self.note: Callable[[Mapping[str, Sequence[str]]], None] = lambda listed: None
+        """Gets what lossless consumers read, by name, whenever there is another one, or one less."""
+        for step in steps:
+            self.consumers.open(step.name, step.reads)
         self._handlers = {
             ASK: self._on_ask,
             SETTLE: self._on_settle,
+            PUT: self._on_put,
             ALIVE: self._on_alive,
             LEAVE: self._on_leave,
             FORGET: self._on_forget,
@@ -103,10 +145,41 @@ class SampleStore:
         inbound.on_leaving(self._left)
         inbound.core.held_up = lambda: self.consumers.held_up_by
 
+    def writes_to(self, write: Write) -> None:
+        """Hand on what clients write."""
+        self._write = write
+
+    def kept(self, ledgers: Mapping[str, Any]) -> KeptSamples:
+        """What goes with the checkpoint of these ledgers."""
+        trained = trained_by(ledgers)
+        found = [
+            KeptConsumer(name, fields, tuple(filter(trained, self.consumers.unacknowledged(name))))
+            for name, fields in self.consumers.lossless().items()
+        ]
+        positions = dict.fromkeys(position for one in found for position in one.positions)
+        return KeptSamples(found, {p: (self._held[p], self.consumers.kept[p].tokens) for p in positions})
+
+    def open_again(self, listed: Mapping[str, Sequence[str]]) -> None:
+        """Open lossless consumers that were there before this owner was restarted: they get all that arrives."""
+        for name, fields in listed.items():
+            if name not in self._steps:
+                self.consumers.restore(name, fields, {})
+
+    def restore(self, kept: KeptSamples, own: Callable[[int], bool]) -> None:
+        """Go on with what went with a checkpoint, as far as its positions are of the ledgers here."""
+        self._held |= {position: group for position, (group, _) in kept.groups.items() if own(position)}
+        for one in kept.consumers:
+            groups = {p: _offered(*kept.groups[p], ()) for p in one.positions if own(p)}
+            if one.name not in self._steps:
+                self.consumers.restore(one.name, one.fields, groups)
+        self._prune()
+
     def on_message(self, message: Envelope, now: float) -> None:
         """A client's message; raises ProtocolError if it is malformed."""
-        held_up = bool(self.consumers.held_up_by)
+        held_up, listed = bool(self.consumers.held_up_by), self.consumers.lossless()
         self._handlers[message.kind](message, now)
+        if self.consumers.lossless() != listed:
+            self.note(self.consumers.lossless())
         if held_up and not self.consumers.held_up_by:
             # Asks of generating workers were left unanswered meanwhile.
             self._inbound.send(self._inbound.core.prompts_arrived(now))
@@ -138,10 +211,53 @@ class SampleStore:
 
     def _on_settle(self, message: Envelope, now: float) -> None:
         settled = read(message.body, Settled, message.kind)
+        if settled.used and settled.consumer in self._steps:
+            error = f"the samples of step {settled.consumer!r} are done once its fields are written: samples.put(…)"
+            self._reply(message, {"number": settled.number, "error": error}, ())
+            return
         about = (settled.client, settled.consumer, settled.used, settled.returned)
         stale, answers = self.consumers.settle(*about, now)
         self._reply(message, {"number": settled.number, "stale": stale}, ())
         self._send(answers)
+
+    def _on_put(self, message: Envelope, now: float) -> None:
+        put = read(message.body, Written, message.kind)
+        try:
+            fields = self._fields(put, message)
+        except (ProtocolError, UserError) as error:
+            self._reply(message, {"number": put.number, "error": str(error)}, ())
+            return
+        stale, answers = self.consumers.settle(put.client, put.step, (put.claim,), (), now)
+        self._reply(message, {"number": put.number, "stale": stale}, ())
+        for position, batch in fields.items():
+            assert self._write is not None, "set before samples arrive"
+            self._write(put.step, position, batch)
+        self._send(answers)
+
+    def _fields(self, put: Written, message: Envelope) -> dict[int, Batch]:
+        """The fields of each group of a claim; none if the claim is not this client's (any more)."""
+        step = self._steps.get(put.step)
+        if step is None:
+            known = ", ".join(self._steps) or "none"
+            raise ProtocolError(f"the flow has no step {put.step!r} that clients write; it has {known}")
+        if len(message.payload) != 1:
+            raise ProtocolError(f"fields in {len(message.payload)} payload frames; expected 1")
+        given = decode_batch(put.batch, message.payload[0])
+        groups = [self._held[position] for position in self.consumers.claimed(put.client, put.step, put.claim)]
+        if not groups:
+            return {}
+        sizes = [group.rows.stop - group.rows.start for group in groups]
+        if given.rows != sum(sizes):
+            raise ProtocolError(f"{given.rows} values for {sum(sizes)} samples of step {put.step!r}")
+        if TOKENS in given:
+            raise ProtocolError(f"field {TOKENS!r} is not written by clients")
+        tokens = Batch.concat([_only(group, [TOKENS]) for group in groups])
+        fields = step.accept(given.with_columns(**tokens.columns))
+        ends = list(accumulate(sizes))
+        return {
+            group.position: fields.slice(start, stop)
+            for group, (start, stop) in zip(groups, pairwise([0, *ends]), strict=True)
+        }
 
     def _on_alive(self, message: Envelope, now: float) -> None:
         self.consumers.alive(read(message.body, From, message.kind).client, now)
@@ -154,18 +270,19 @@ class SampleStore:
 
     def _on_forget(self, message: Envelope, now: float) -> None:
         forgotten = read(message.body, Forgotten, message.kind)
-        self._send(self.consumers.forget(forgotten.consumer))
+        try:
+            self._send(self.consumers.forget(forgotten.consumer))
+        except ProtocolError as error:
+            self._reply(message, {"number": forgotten.number, "error": str(error)}, ())
+            return
         self._reply(message, {"number": forgotten.number}, ())
 
     # -- samples
     def _arrived(self, lengths: Mapping[int, Sequence[int]]) -> None:
-        offered = {}
-        for position, of_rows in lengths.items():
-            group = self._inbound.peek(position)
-            rows = group.rows
-            share = rows.batch.nbytes * (rows.stop - rows.start) // max(1, rows.batch.rows)
-            fields = frozenset((*rows.batch.columns, *group.more, *self._parts))
-            offered[position] = Offered(rows.stop - rows.start, sum(of_rows), share, fields)
+        offered = {
+            position: _offered(self._inbound.peek(position), sum(of_rows), self._parts)
+            for position, of_rows in lengths.items()
+        }
         answers = self.consumers.arrived(offered)
         for position in offered:
             if position in self.consumers.kept:
@@ -200,6 +317,14 @@ class SampleStore:
     def _prune(self) -> None:
         for position in [position for position in self._held if position not in self.consumers.kept]:
             del self._held[position]
+
+
+def _offered(group: ArrivedGroup, tokens: int, parts: Iterable[str]) -> Offered:
+    """A group as consumers see it; `parts`: of the reward, which it may lack."""
+    rows = group.rows
+    share = rows.batch.nbytes * (rows.stop - rows.start) // max(1, rows.batch.rows)
+    fields = frozenset((*rows.batch.columns, *group.more, *parts))
+    return Offered(rows.stop - rows.start, tokens, share, fields)
 
 
 def _only(group: ArrivedGroup, fields: Iterable[str]) -> Batch:

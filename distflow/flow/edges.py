@@ -11,14 +11,16 @@ from distflow.flow.graph import StepNode
 from distflow.flow.step import SEQUENCES
 from distflow.types import DROP_REASON, IDENTITY, is_reward_part, prefixed
 
-EdgeKind = Literal["lease", "call", "rows", "weights"]
-"""lease: prompts there, groups back; call: one step for some rows; rows: what a further model is trained on; weights:
-versions of a model."""
-End = Literal["holds", "owns", "asks", "answers", "sends", "receives", "publishes", "reads"]
-"""What a worker is at one end of an edge: of leases, calls, rows and weights, first its source and then its target."""
+EdgeKind = Literal["lease", "call", "client", "rows", "weights"]
+"""lease: prompts there, groups back; call: one step for some rows; client: the same, by programs outside the run; rows:
+what a further model is trained on; weights: versions of a model."""
+End = Literal["holds", "owns", "asks", "answers", "collects", "sends", "receives", "publishes", "reads"]
+"""What a worker is at one end of an edge: of leases, calls, rows and weights, first its source and then its target.
+What clients write is collected by the owners, to whom both ends belong."""
 ENDS: Mapping[EdgeKind, tuple[End, End]] = {
     "lease": ("holds", "owns"),
     "call": ("asks", "answers"),
+    "client": ("collects", "collects"),
     "rows": ("sends", "receives"),
     "weights": ("publishes", "reads"),
 }
@@ -86,7 +88,7 @@ def dump_fields(run: RunConfig, steps: Sequence[StepNode]) -> tuple[str, ...]:
         return ()
     wanted = run.dump_fields
     if wanted is None:
-        own = (node for node in steps if not node.declaration.call.startswith(_OURS))
+        own = (node for node in steps if node.role == "client" or not node.declaration.call.startswith(_OURS))
         wanted = [field for node in own for field in node.writes if field not in _GENERATED]
     further = of_further_models((name for name in DUMPED if name not in _NOT_SHOWN), steps)
     kept = [name for name in (*further, *wanted) if not _always(name)]

@@ -10,7 +10,7 @@ from distflow.config.plugins import SUPPLIERS
 from distflow.config.schema import FlowConfig, StepConfig
 from distflow.errors import PluginError, Problem, Problems, did_you_mean, nearest
 from distflow.flow.chosen_function import ChosenFunction, chosen_function
-from distflow.flow.step import SEVERAL_UPDATES, reads_of, writes_of
+from distflow.flow.step import SEVERAL_UPDATES, named_fields, reads_of, writes_of
 from distflow.flow.step_declaration import StepDeclaration, read_declaration
 from distflow.flow.step_settings import complaints, merged
 from distflow.types import prefixed, written
@@ -36,7 +36,8 @@ class StepNode:
     @property
     def writes(self) -> tuple[str, ...]:
         """Fields it writes."""
-        return writes_of(self.declaration.spec, self.prefix)
+        spec = self.declaration.spec
+        return (*writes_of(spec, self.prefix), *named_fields(spec, self.settings).writes)
 
     @property
     def may_write(self) -> tuple[str, ...]:
@@ -123,7 +124,7 @@ def read_step(
         config.model,
         declaration,
         settings,
-        (*reads_of(spec, prefix), *conditions),
+        (*reads_of(spec, prefix), *named_fields(spec, settings).reads, *conditions),
         conditions,
         tuple(prefixed(field, prefix) for field in (*spec.reads_if_there, *_asked_for(function))),
         prefix,

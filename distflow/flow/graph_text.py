@@ -19,6 +19,7 @@ _WAITS: Mapping[EdgeKind, str] = {
 }
 _TAKES_TURNS: Mapping[EdgeKind, str] = {
     "lease": "each of {source}, before it trains, until every owner has its groups of the training step",
+    "client": "{source} for clients outside the run",
     "weights": "nobody",
 }
 """Of edges whose two ends are one pool."""

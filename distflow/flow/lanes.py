@@ -21,6 +21,8 @@ ONE_HOST: Mapping[str, int] = {}
 
 def lanes_of(plan: Plan, edge: Edge, host_of: Mapping[str, int] = ONE_HOST) -> tuple[LaneName, ...]:
     """The lanes that an edge takes between its workers; `host_of` by name, those it lacks are on host 0."""
+    if edge.kind == "client":
+        return ("zmq",)
     pools = {pool.name: pool.members for pool in plan.pools}
     sources, targets = pools[edge.source], pools[edge.target]
     sources_on, targets_on = _by_host(sources, host_of), _by_host(targets, host_of)

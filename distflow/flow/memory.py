@@ -54,7 +54,7 @@ def later_bytes(recipe: Recipe, structure: Structure) -> int:
     here as well.
     """
     home = structure.home.name
-    calls = [edge for edge in wire(structure) if edge.kind == "call" and edge.source == home]
+    calls = [edge for edge in wire(structure) if edge.kind in ("call", "client") and edge.source == home]
     fields = {name for edge in calls if edge.when in ("on arrival", "in window") for name in edge.back}
     if not structure.streams(recipe):
         fields |= {name for node in structure.after_custody for name in node.writes}

@@ -40,6 +40,7 @@ text { font: 12px ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Helvetica
 .behind { paint-order: stroke; stroke: #ffffff; stroke-width: 4px; stroke-linejoin: round; }
 .line { fill: none; stroke-width: 1.8; }
 .lease { stroke: #2f6fd0; } .call { stroke: #8250c8; } .rows { stroke: #218a55; } .weights { stroke: #d9822b; }
+.client { stroke: #c2416b; } .head-client { fill: #c2416b; }
 .weights, .back { stroke-dasharray: 6 4; }
 .head-lease { fill: #2f6fd0; } .head-call { fill: #8250c8; } .head-rows { fill: #218a55; }
 .head-weights { fill: #d9822b; }
@@ -55,6 +56,7 @@ text { font: 12px ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Helvetica
 _KINDS: Mapping[EdgeKind, str] = {
     "lease": "groups of its leases",
     "call": "asks for a step",
+    "client": "written by clients",
     "rows": "rows to train on",
     "weights": "weights",
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from distflow.errors import PluginError, UserError, did_you_mean, nearest
 from distflow.flow.file_import import import_file
-from distflow.flow.step import ATTRIBUTE, StepSpec, reads_of, writes_of
+from distflow.flow.step import ATTRIBUTE, StepSpec, named_fields, reads_of, writes_of
 from distflow.types import prefixed
 
 if TYPE_CHECKING:
@@ -47,8 +47,10 @@ def check_step(function: object, plan: StepPlan) -> None:
     spec: StepSpec = getattr(function, ATTRIBUTE)
     reads = reads_of(spec, plan.prefix)
     conditional = {prefixed(field, plan.prefix) for fields in spec.reads_when.values() for field in fields}
-    same = (spec.role, spec.scope, writes_of(spec, plan.prefix)) == (plan.role, plan.scope, plan.writes)
-    further = set(plan.reads) - set(reads) - conditional
+    named = named_fields(spec, plan.settings)
+    writes = (*writes_of(spec, plan.prefix), *named.writes)
+    same = (spec.role, spec.scope, writes) == (plan.role, plan.scope, plan.writes)
+    further = set(plan.reads) - set(reads) - conditional - set(named.reads)
     # A function that the settings choose may read any further field.
     if not same or set(reads) - set(plan.reads) or (further and not spec.arguments):
         raise PluginError(
@@ -60,7 +62,11 @@ def check_step(function: object, plan: StepPlan) -> None:
     check_call(plan.call, function, positional, tuple(plan.settings))
 
 
-_POSITIONAL: Mapping[str, Sequence[str]] = {"generate": ("episode", "generate", "ctx"), "read": ("row",)}
+_POSITIONAL: Mapping[str, Sequence[str]] = {
+    "generate": ("episode", "generate", "ctx"),
+    "read": ("row",),
+    "client": ("batch",),
+}
 """Arguments of steps that are not given a batch."""
 
 

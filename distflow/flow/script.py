@@ -96,11 +96,11 @@ def _training(plan: Plan, pool: PoolPlan) -> list[str]:
     steps = [step for step in plan.steps if step.name in pool.steps and step.name not in before]
     batches = f'w.read("{plan.origin.name}", t)' if lease is None else f'w.receive("{lease.name}", t)'
     for edge in plan.edges:
-        if edge.kind == "call" and edge.source == pool.name and edge.when != "before custody":
+        if edge.kind in ("call", "client") and edge.source == pool.name and edge.when != "before custody":
             batches = f'w.ask("{edge.name}", {batches})'
     for name in plan.on_arrival:
         batches = f'w.each("{name}", {batches})'
-    steps = [step for step in steps if step.name not in plan.on_arrival]
+    steps = [step for step in steps if step.name not in plan.on_arrival and step.role != "client"]
     own = "" if lease is not None else "its own share of the data"
     why = [*([own] if own else []), *([] if plan.streamed else ["the whole batch"])]
     receive = f"for batch in {batches}:" + (f"  # {', '.join(why)}" if why else "")

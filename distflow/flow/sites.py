@@ -25,15 +25,15 @@ def find_sites(
     """
     _check_names(names, layout, problems)
     at_home = [node for node in steps if _runs_at_home(node, steps, layout)]
-    reading = [node for node in steps if node.role == "read"]
-    others = [node for node in steps if node not in at_home and node not in reading]
+    owned = [node for node in steps if node.role in ("read", "client")]
+    others = [node for node in steps if node not in at_home and node not in owned]
     sites = {node.name: pool for node in others if (pool := _pool_for(node, layout, problems)) is not None}
     for node in at_home:
         home = find_home(steps, sites, str(node.model))
         if home is not None:
             sites[node.name] = home
-    for node in reading:
-        # Who owns the samples reads them.
+    for node in owned:
+        # Who owns the samples reads them, and gives them to clients.
         home = find_home(steps, sites, "")
         if home is not None:
             sites[node.name] = home

@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 from distflow.types import DROP_REASON, SEQUENCE, Role, Scope, prefixed, written
 
@@ -36,6 +36,10 @@ SEQUENCES = (SEQUENCE, "sequence_prompt")
 """Fields that it writes too where an environment is declared: only then a sample can have several sequences."""
 ENVIRONMENT = ("replay", "repeatable")
 """What the environment of a generate step may allow."""
+BY_CLIENT = "distflow.workers.clients:by_client"
+"""The step whose fields are written by clients, programs outside the run; a recipe names them."""
+CLIENT_KINDS = ("number", "text", "number_per_token")
+"""What such a field may hold: one number or text for a sample, or a number for each of its response tokens."""
 ROOM = ("max_tokens", "max_new_tokens", "max_response_tokens")
 """Settings that say how long a sample may be: with an environment's tokens, of a generate step, of a read step."""
 SAMPLE_TOKENS = 22
@@ -106,7 +110,7 @@ def step(
 ) -> Callable[[_Function], _Function]:
     """Declare a step. All arguments must be literals: the planner reads them from the source, without importing it.
 
-    `role`: generate, read, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see at once:
+    `role`: generate, read, score, forward, client, train. `reads`, `writes`: fields. `scope`: what a call must see:
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
     `{"kl_coef": ["ref_logprobs"]}`; `several_updates` stands for batch.minibatches × batch.epochs > 1. `fills`: fields
     that some workers' own steps write, with the value elsewhere.
@@ -192,6 +196,25 @@ def writes_of(spec: StepSpec, prefix: str) -> tuple[str, ...]:
     """The fields that a step always writes, by their names in the flow."""
     given = GIVEN if prefix and spec.role == "generate" else ()
     return tuple(prefixed(field, prefix) for field in spec.writes if field not in given)
+
+
+class NamedFields(NamedTuple):
+    """Fields that the settings of a step name, not its declaration."""
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+def named_fields(spec: StepSpec, settings: Mapping[str, Any]) -> NamedFields:
+    """The fields that a recipe gives to a step of clients: what they see, and what they write, by the names."""
+    if spec.role != "client":
+        return NamedFields()
+    reads, writes = settings.get("reads"), settings.get("writes")
+    # What has another form is reported where settings are checked.
+    return NamedFields(
+        tuple(map(str, reads)) if isinstance(reads, list | tuple) else (),
+        tuple(map(str, writes)) if isinstance(writes, Mapping) else (),
+    )
 
 
 def is_range(text: object) -> bool:

@@ -24,6 +24,8 @@ _DEFAULTS: Mapping[str, Any] = {
     **{name: {} for name in _MAPPINGS},
     **{"scope": "sample", "may_write": (), "head": None, "samples": 1, "reads_if_there": (), "own_model": False},
 }
+_POSITIONAL = {"read": "row", "client": "batch"}
+"""What steps are given, if that is not a batch with a context."""
 _ASKED_BY = {"score": "tokens", "values": "value", "score_texts": "score"}
 """By the methods of a backend, the head that its model needs."""
 
@@ -168,7 +170,7 @@ def _check_form(source: Source, spec: StepSpec, parameters: Parameters) -> None:
 
 
 def _check_parameters(source: Source, parameters: Parameters, spec: StepSpec) -> None:
-    name, given = source.node.name, "row" if spec.role == "read" else "batch, ctx"
+    name, given = source.node.name, _POSITIONAL.get(spec.role, "batch, ctx")
     expected = f"expected def {name}({given}, *, setting=default, …)"
     if len(spec.arguments) > 1 or (spec.arguments and not parameters.collects):
         raise PluginError(

@@ -5,17 +5,19 @@ The first rows refuse what the plan can say and the runtime cannot do yet: each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from distflow.errors import Problems
+from distflow.errors import Problems, did_you_mean
 from distflow.flow.graph import StepNode
 from distflow.flow.model_fit import check_heads, check_own_models, check_tokens
 from distflow.flow.per_worker_steps import EVERY
 from distflow.flow.plan import PoolPlan
+from distflow.flow.step import BY_CLIENT, CLIENT_KINDS, GENERATED
 from distflow.flow.structure import Structure
-from distflow.types import DROP_REASON, written
+from distflow.types import A_TOKEN, DROP_REASON, REWARD, is_reward_part, written
 
+_A_SAMPLE = (REWARD, "score")
 StructureCheck = Callable[[Structure, Problems], None]
 
 
@@ -125,6 +127,42 @@ def check_asked(structure: Structure, problems: Problems) -> None:
             problems.add(f"flow.steps.{node.name}", message, f"scope group or sample, or a step of {home}")
 
 
+def check_clients(structure: Structure, problems: Problems) -> None:
+    """Refuse fields that clients cannot write, or cannot see when samples arrive."""
+    after, home = structure.after_custody, structure.home.name
+    here = [other for other in after if other.role not in ("client", "forward") or structure.sites[other.name] == home]
+    environments = [node.name for node in structure.steps if _has_environment(node)]
+    for node in (node for node in structure.steps if node.role == "client"):
+        key = f"flow.steps.{node.name}"
+        if environments:
+            message = f"clients write one value for each row, and samples of {environments[0]!r} may have several rows"
+            problems.add(key, f"{message}: not built yet", "a generate step of one turn")
+        for message, cure in _client_complaints(node):
+            problems.add(key, message, cure)
+        for field, other in _late_reads(node, [one for one in here if one.role != "client"]):
+            message = f"shows clients {field!r}, which step {other.name!r} writes only once their answers are there"
+            problems.add(f"{key}.with.reads", message, "fields that samples have when they arrive")
+
+
+def _client_complaints(node: StepNode) -> Iterator[tuple[str, str]]:
+    if node.declaration.call != BY_CLIENT:
+        yield "has the role client, which is for fields that a recipe names", f"call: {BY_CLIENT}"
+    if node.model is not None or node.prefix:
+        yield "is answered by clients, and has a model or a prefix", "remove them"
+    writes = node.settings.get("writes")
+    if not node.writes or not node.reads:
+        yield "names no fields", "with: {reads: [prompt_text, response_text], writes: {reward: number}}"
+    for field, kind in writes.items() if isinstance(writes, Mapping) else ():
+        if kind not in CLIENT_KINDS:
+            yield f"writes {field!r} of kind {kind!r}", did_you_mean(str(kind), CLIENT_KINDS)
+        elif field in (*GENERATED, DROP_REASON) or is_reward_part(field) or "*" in field:
+            yield f"writes {field!r}, which only other steps write", "a field of another name"
+        elif field in (*A_TOKEN, *_A_SAMPLE):
+            wanted = "number_per_token" if field in A_TOKEN else "number"
+            if kind != wanted:
+                yield f"writes {field!r} of kind {kind!r}", f"{field}: {wanted}"
+
+
 def check_forward_readers(structure: Structure, problems: Problems) -> None:
     """Refuse to compute with a trained model outside its home: only engines take new versions."""
     for node in structure.after_custody + structure.before_custody:
@@ -211,9 +249,10 @@ def check_reading(structure: Structure, problems: Problems) -> None:
     if read is None:
         return
     for node in structure.steps:
-        if node is not read and node.role in ("generate", "read", "score"):
+        if node is not read and node.role in ("generate", "read", "score", "client"):
             message = f"has the role {node.role!r}, and step {read.name!r} reads the samples from the data"
-            cures = {"score": "remove it: nothing is judged there", "read": "keep one of them"}
+            nothing = "remove it: nothing is judged there"
+            cures = {"score": nothing, "client": nothing, "read": "keep one of them"}
             problems.add(f"flow.steps.{node.name}", message, cures.get(node.role, "keep one of them"))
     if read.model is not None or read.prefix:
         key = "model" if read.model is not None else "prefix"
@@ -230,6 +269,7 @@ STRUCTURE_CHECKS: tuple[tuple[StructureCheck, Literal["always", "if sound"]], ..
     (check_homes, "always"),
     (check_further_homes, "if sound"),
     (check_forward_readers, "always"),
+    (check_clients, "always"),
     (check_custody, "if sound"),
     (check_private_steps, "if sound"),
     (check_drop_reason, "always"),

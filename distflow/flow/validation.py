@@ -12,7 +12,7 @@ from distflow.flow.graph import StepNode
 from distflow.flow.plan import Plan, ValPlan
 from distflow.flow.step_settings import complaints
 from distflow.flow.structure import Structure
-from distflow.types import VAL, VAL_LOSS, is_validated
+from distflow.types import REWARD, VAL, VAL_LOSS, is_validated
 
 
 def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -44,6 +44,10 @@ def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -
             "gives its weights to no other pool: not built yet"
         )
         problems.add(f"layout.pools.{alone.name}", message, "leave this pool out, or train and generate on two pools")
+    for other in structure.steps:
+        if other.role == "client" and REWARD in other.writes:
+            message = f"step {other.name!r} has clients write the reward, and nobody judges samples of validation"
+            problems.add("val", message, "leave val out, or a reward by a step of the role score")
     if any(other.generates_further for other in structure.steps):
         message = "this flow generates with a further model, on prompts that other steps write: not built yet"
         problems.add("val", message, "leave val out, or another flow")

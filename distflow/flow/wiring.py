@@ -23,6 +23,7 @@ def wire(structure: Structure, dumped: Sequence[str] = ()) -> tuple[Edge, ...]:
     edges = (
         *_leases(structure, dumped),
         *_calls(structure),
+        *_clients(structure),
         *_rows(structure),
         *_weights(structure),
     )
@@ -41,7 +42,7 @@ def ports_of(pool: str, edges: Sequence[Edge]) -> tuple[Port, ...]:
             if at == pool:
                 steps = edge.steps if edge.kind == "call" else ()
                 ports.append(Port(edge.name, edge.kind, end, peer, edge.model, steps))
-    return tuple(ports)
+    return tuple(dict.fromkeys(ports))
 
 
 def _leases(structure: Structure, dumped: Sequence[str]) -> Iterator[Edge]:
@@ -103,6 +104,23 @@ def _call(structure: Structure, node: StepNode, asker: str, when: Asked) -> Edge
         when=when,
         version="" if node.model is None else "at least" if generates else "exact" if trained else "frozen",
     )
+
+
+def _clients(structure: Structure) -> Iterator[Edge]:
+    """Owners wait for what clients write about the samples that have arrived."""
+    home = structure.home.name
+    for node in structure.after_custody:
+        if node.role == "client":
+            yield Edge(
+                name=node.name,
+                kind="client",
+                source=home,
+                target=home,
+                fields=node.reads,
+                back=node.writes,
+                steps=(node.name,),
+                when="on arrival",
+            )
 
 
 def _rows(structure: Structure) -> Iterator[Edge]:

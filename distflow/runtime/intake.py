@@ -86,7 +86,14 @@ class Intake:
 
     def waits_for_answers(self) -> tuple[str, tuple[str, ...]] | None:
         """What others are asked for about groups of the open step, and those who could answer; None: samples lack."""
-        return self._waiting() if self._answers and self.owner.set_complete() else None
+        if not self._answers or not self.owner.set_complete():
+            return None
+        outside = self.core.outside()
+        if self._waiting() is not None or outside is None:
+            return self._waiting()
+        step, groups = outside
+        fields = ", ".join(map(repr, self._answers[step]))
+        return f"a client outside the run to write {fields} of {groups} groups (consumer {step!r})", ()
 
     @property
     def calls(self) -> Collection[str]:
@@ -101,6 +108,11 @@ class Intake:
         """The answer of a call for a group is there: a batch with its fields, row by row."""
         self._inbound.answer(position, {name: answer[name] for name in self._answers[edge]})
         self._send(self.core.answered(position, edge))
+
+    def written(self, step: str, position: int, fields: Batch) -> None:
+        """Clients outside the run have written a step's fields for a group. Called under the worker's lock."""
+        self.owner.progress_count += 1
+        self.answered(step, position, fields)
 
     # -- what this replica computes while it waits
     def wants_here(self) -> ComputedHere | None:

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from distflow.config.data_schema import DataConfig, DifficultyConfig
@@ -20,6 +22,7 @@ from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings
 from distflow.data.responses import Reading
 from distflow.errors import DistflowError, NoProgressError, Problem, RunStopped, UserError, did_you_mean
+from distflow.exchange.kept_samples import KeptSamples
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Lease, LeasePrompt
@@ -28,20 +31,23 @@ from distflow.exchange.owner import OwnerCore
 from distflow.exchange.prompt_reader import PromptReader
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import KINDS as STORE_KINDS
-from distflow.exchange.store_channel import OWNERS, SampleStore
+from distflow.exchange.store_channel import OWNERS, ClientStep, SampleStore
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, group_bytes
-from distflow.flow.plan import Plan
+from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.resolve import check_step, resolve
 from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
+from distflow.runtime.disk import replace_file
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
 from distflow.runtime.waits import WaitBoard
 from distflow.types import GivenResponse, LeaseKind, Prompt
 
+CONSUMERS = "consumers"
+"""Folder of a run in which each owner lists the lossless consumers that it has."""
 READ_AHEAD = 64
 """Fewest prompts that are read ahead; otherwise those of two training steps."""
 
@@ -177,10 +183,12 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     """Let clients outside the run read the samples that arrive here (docs/service.md), and say who the owners are."""
     plan = setting.plan
     fields = {*plan.edge(SAMPLES).fields} if plan.reads is None else {*plan.reads.writes}
-    edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
+    edges = [plan.edge(port.edge) for end in ("asks", "collects") for port in setting.me.port(end)]
     fields.update(field for edge in edges if edge.when in ("on arrival", "in window") for field in edge.back)
     limit = setting.recipe.limits.consumer_mb * MIB
-    store = SampleStore(inbound, limit, partial(_lacking, sorted(fields)), node.endpoint.reply)
+    steps = [_client_step(step) for step in plan.steps if step.role == "client"]
+    store = SampleStore(inbound, limit, partial(_lacking, sorted(fields)), node.endpoint.reply, steps)
+    _go_on(store, setting)
     for kind in STORE_KINDS:
         node.on_request(kind, lambda message: store.on_message(message, time.monotonic()))
     node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))
@@ -188,6 +196,36 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     node.on_tick(store.tick)
     node.on_close(store.close)
     return Owned(inbound, store)
+
+
+def _go_on(store: SampleStore, setting: Setting) -> None:
+    """Open the lossless consumers again that were there before a restart, and list them from now on, before the groups
+    that clients have been promised arrive. What they had not read goes with checkpoints.
+    """
+    folder, ledgers = setting.run_dir / CONSUMERS, frozenset(setting.standing.ledgers)
+    lists = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    listed = {name: fields for one in lists for name, fields in one.items()}
+    for data in () if setting.resumed is None else setting.resumed.unread():
+        kept = KeptSamples.decode(data)
+        # One that was closed later stays closed. On another host than before nothing is listed.
+        kept = replace(kept, consumers=[one for one in kept.consumers if one.name in listed or not lists])
+        store.restore(kept, lambda position: position % setting.plan.batch.ledgers in ledgers)
+    store.open_again(listed)
+    store.note = partial(_list_consumers, folder / f"{setting.me.name.file_stem}.json")
+
+
+def _list_consumers(file: Path, listed: Mapping[str, Sequence[str]]) -> None:
+    try:
+        file.parent.mkdir(exist_ok=True)
+        replace_file(file, json.dumps(listed))
+    except OSError as error:
+        log.error("could not write %s, so these consumers may miss samples after a restart: %s", file, error)
+
+
+def _client_step(step: StepPlan) -> ClientStep:
+    function = resolve(step.call)
+    check_step(function, step)
+    return ClientStep(step.name, step.reads, partial(function, **step.settings))
 
 
 def _lacking(known: Sequence[str], fields: Iterable[str]) -> str:

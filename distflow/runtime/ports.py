@@ -358,10 +358,11 @@ def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
 def takes(base: Base, ends: OwnerEnds, replicas: Replicas, dealt: DealRule, rounds: Rounds | None) -> Intake:
     """What takes the groups that arrive for the open step, and those of busier replicas, once they are complete."""
     recipe, plan = base.setting.recipe, base.setting.plan
-    edges = [plan.edge(port.edge) for port in base.setting.me.port("asks")]
+    edges = [plan.edge(port.edge) for port in base.setting.me.ports if port.end in ("asks", "collects")]
     versioned = {edge.name for edge in edges if edge.when == "in window"}
     answers = {edge.name: edge.back for edge in edges if edge.when == "on arrival" or edge.name in versioned}
-    asked = [IntakeCall(name, in_window=name in versioned) for name in answers]
+    outside = {edge.name for edge in edges if edge.kind == "client"}
+    asked = [IntakeCall(name, in_window=name in versioned, outside=name in outside) for name in answers]
     # A forward of a divided model is a round, at which all replicas meet.
     early = plan.on_arrival if rounds is None else ()
     here = {step.name: step.writes for step in plan.steps if step.name in early}
@@ -375,7 +376,7 @@ def takes(base: Base, ends: OwnerEnds, replicas: Replicas, dealt: DealRule, roun
     if rounds is not None:
         rounds.carry(intake.tell, intake.hear)
     if ends.calls is not None:
-        ask_on_arrival(ends.calls, intake, answers, dealt.prompts, versioned)
+        ask_on_arrival(ends.calls, intake, answers.keys() - outside, dealt.prompts, versioned)
     return intake
 
 

@@ -241,7 +241,7 @@ class Session:
         if self._replicas is not None:
             held = HeldModels(self._models, contexts, self._rounds, self._turns, tokenizer)
             self._training = self._make_training(owned, self._replicas, held, steps)
-        asked = [*self._further, *(port.edge for port in setting.me.port("asks"))]
+        asked = [*self._further, *(port.edge for port in setting.me.ports if port.end in ("asks", "collects"))]
         serving = None if self._trains else self._serving
         return Worker(setting.me.name, steps, asked, self._generating, self._training, serving)
 
@@ -272,6 +272,7 @@ class Session:
         self, owned: Owned | None, replicas: Replicas, held: HeldModels, steps: StepRunner
     ) -> Training | FurtherTraining:
         publishing = ports.publishes(self._base, held, self._inboxes)
+        publishing.serve_clients(self._node)
         if owned is not None:
             ends = ports.OwnerEnds(*owned, self._rows_out, self._asking, self._validation)
             return ports.trains(self._base, ends, replicas, held, publishing, steps)

@@ -110,6 +110,7 @@ class Training:
         self._receiving = Receiving(
             parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.run, parts.rounds
         )
+        parts.store.writes_to(parts.intake.written)
         core = parts.inbound.core
         saved = SavingParts(
             home=WorkerName.parse(parts.replicas.me).pool,
@@ -121,6 +122,7 @@ class Training:
             commits=parts.commits,
             record=self._record,
             flush=parts.dumps.flush,
+            unread=parts.store.kept,
             difficulty=core.settings.difficulty if parts.replicas.rank == 0 else None,
             validated=lambda: dict(self._validated().get(limits.run.keep_best or "", {})),
         )

@@ -10,7 +10,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated
 
+import msgspec
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -20,6 +22,7 @@ from distflow.comm.membership import BEAT_EVERY_S
 from distflow.comm.message import Message
 from distflow.config.plugins import VOCABULARY
 from distflow.data.batch import Batch, Ragged
+from distflow.data.decoding import MAX_NAME_CHARACTERS, Form, Whole, read
 from distflow.errors import ProtocolError, UserError, WorkerFailed
 from distflow.exchange.facts import ANNOUNCED
 from distflow.flow.resolve import resolve
@@ -40,7 +43,19 @@ from distflow.weights.transport import WeightPublisher, WeightReader
 WEIGHTS = "weights"
 WIDER = ("float32", "float64")
 """Types that bf16 rounds."""
+ASK_WEIGHTS = "client.weights"
+"""What clients outside the run ask every training worker: the next version of a model, from whoever publishes it."""
+MOST_CLIENTS = 1024
 TELL_AGAIN_S = 2 * BEAT_EVERY_S
+
+
+class AskedWeights(Form, frozen=True):
+    """Body of ASK_WEIGHTS: a client has version `after`, and waits for a newer one. It may be repeated."""
+
+    client: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    number: Whole
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+    after: Version | None = None
 
 
 class Announcer:
@@ -65,6 +80,8 @@ class Announcer:
         self._newest: Manifest | None = None
         self._described: Manifest | None = None
         self._told_at: dict[str, float] = {}
+        self._clients: dict[str, tuple[AskedWeights, Message]] = {}
+        """What clients outside the run wait for."""
         node.on_joined(self._welcome)
         node.on_tick(self._remind)
 
@@ -77,8 +94,24 @@ class Announcer:
         self._newest = manifest
         near, far = self._readers()
         self._tell(near, manifest)
+        self._answer_clients()
         if far:
             self._offer(manifest)
+
+    def ask(self, asked: AskedWeights, message: Message) -> None:
+        """A client on this host waits for a version. Called under the worker's lock."""
+        if asked.client not in self._clients and len(self._clients) >= MOST_CLIENTS:
+            raise ProtocolError(f"{MOST_CLIENTS} clients wait for weights of {self._model!r} already")
+        self._clients[asked.client] = (asked, message)
+        self._answer_clients()
+
+    def _answer_clients(self) -> None:
+        newest = self._newest
+        for client, (asked, message) in list(self._clients.items()):
+            if newest is not None and (asked.after is None or newest.version > asked.after):
+                del self._clients[client]
+                body = {"number": asked.number, "models": [self._model], "manifest": newest.to_wire()}
+                self._node.endpoint.reply(message, body)
 
     def close(self) -> None:
         """Withdraw all versions."""
@@ -195,6 +228,19 @@ class Publishing:
         """Announce what `make` has returned. Called under the worker's lock."""
         if manifest is not None:
             self._announce[manifest.model](manifest)
+
+    def serve_clients(self, node: Node) -> None:
+        """Tell clients outside the run which models are published here, and give them the versions of these."""
+        shared = {model: one for model, one in self._publishers.items() if isinstance(one, Announcer)}
+
+        def on_request(message: Message) -> None:
+            asked = read(message.body, AskedWeights, message.kind)
+            if asked.model in shared:
+                shared[asked.model].ask(asked, message)
+            else:
+                node.endpoint.reply(message, {"number": asked.number, "models": list(shared)})
+
+        node.on_request(ASK_WEIGHTS, on_request)
 
     def close(self) -> None:
         """Withdraw all versions."""

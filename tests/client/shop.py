@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
@@ -18,12 +19,15 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Lease, LeasePrompt
 from distflow.exchange.own_samples import OwnSamples, samples_of
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.store_channel import KINDS, OWNERS, SampleStore
+from distflow.exchange.store_channel import KINDS, OWNERS, ClientStep, SampleStore
 from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry
 from distflow.types import GivenResponse, Uid
+from distflow.workers.clients import by_client
 
 STEPS, GROUPS, SAMPLES = 20, 4, 2
 FIELDS = ("uid", "prompt_text", "response_text")
+READS = FIELDS[:2]
+"""What step `labels` shows clients."""
 TOKENS_A_GROUP = SAMPLES * 4
 
 
@@ -57,7 +61,9 @@ class Shop:
         incarnation: int = 0,
         limit_bytes: int = 1 << 20,
         keys: Keys | None = None,
+        writes: Mapping[str, str] | None = None,
     ) -> None:
+        """`writes`: what clients are to write, as step `labels`."""
         self.name = f"trainer/{index}"
         self.names = [f"trainer/{number}" for number in range(owners)]
         self.lock = threading.Condition()
@@ -66,7 +72,12 @@ class Shop:
         listener = None if keys is None else NetworkListener("127.0.0.1", keys)
         self.endpoint = Endpoint(self.name, incarnation, roster, tick_s=0.02, listener=listener)
         self.samples = OwnSamples(self.core, self._refuse, make=make)  # type: ignore[arg-type]
-        self.store = SampleStore(self.samples, limit_bytes, self._lacking, self.endpoint.reply)
+        accept = partial(by_client, reads=READS, writes=writes or {})
+        steps = [] if writes is None else [ClientStep("labels", READS, accept)]
+        self.store = SampleStore(self.samples, limit_bytes, self._lacking, self.endpoint.reply, steps)
+        self.store.writes_to(self._written)
+        self.written: dict[int, Batch] = {}
+        """What clients have written, by position."""
         self.refused: list[str] = []
 
     def open(self) -> Shop:
@@ -101,6 +112,12 @@ class Shop:
         with self.lock:
             self.store.close()
         self.endpoint.close()
+
+    def _written(self, step: str, position: int, fields: Batch) -> None:
+        assert step == "labels"
+        assert position not in self.written, "once"
+        self.written[position] = fields
+        self.samples.answer(position, fields.columns)
 
     def _prompt(self, position: int) -> LeasePrompt:
         return LeasePrompt(Uid(0, position, position), (4, 2), f"{position}=", "{}")

@@ -12,6 +12,8 @@ from msgspec import structs
 from distflow.client import Client, StaleRows
 from distflow.comm.keys import make_keys, write_keys
 from distflow.errors import ProtocolError, UserError
+from distflow.exchange.kept_samples import KeptSamples
+from distflow.exchange.store_channel import KINDS
 from tests.client.shop import FIELDS, GROUPS, SAMPLES, TOKENS_A_GROUP, Shop, write_record
 from tests.polling import eventually
 
@@ -126,6 +128,52 @@ def test_claims_of_an_owner_that_restarts_are_stale(tmp_path: Path, open_shop: C
         assert positions(client, rows=ROWS) == list(range(GROUPS))
 
 
+def test_an_owner_that_restarts_goes_on_with_what_its_checkpoint_holds(
+    tmp_path: Path, open_shop: Callable[..., Shop]
+) -> None:
+    shop = open_shop()
+    with Client(tmp_path) as client:
+        first(client, shop, lossless=True)
+        assert positions(client, rows=ROWS, lossless=True) == [0, 1, 2, 3]
+        shop.train()
+        held = client.get(list(FIELDS), consumer="all", rows=ROWS, lossless=True, timeout=10)
+        assert held is not None
+        shop.train()
+        with shop.lock:
+            saved = shop.store.kept(shop.core.snapshot()).encode()
+        shop.endpoint.close()
+        again = Shop(tmp_path, incarnation=1)
+        again.store.restore(KeptSamples.decode(saved), lambda position: position != 6)
+        write_record(tmp_path, [again.open()])
+        with pytest.raises(StaleRows):
+            held.acknowledge()
+        assert positions(client, rows=3 * SAMPLES, lossless=True) == [4, 5, 7], "6 is another owner's; 8 comes again"
+        again.close()
+
+
+def test_lossless_consumers_are_listed_for_the_owner_that_follows(
+    tmp_path: Path, open_shop: Callable[..., Shop]
+) -> None:
+    shop, noted = open_shop(), []
+    shop.store.note = lambda listed: noted.append(dict(listed))
+    with Client(tmp_path) as client:
+        for name, lossless in (("all", True), ("some", False)):
+            with pytest.raises(TimeoutError):
+                client.get(["uid"], consumer=name, lossless=lossless, timeout=0.1)
+        shop.endpoint.close()
+        again = Shop(tmp_path, incarnation=1)
+        again.store.open_again(noted[-1])
+        again.begin()
+        write_record(tmp_path, [again.open()])
+        again.store.note = lambda listed: noted.append(dict(listed))
+        got = client.get(["uid"], consumer="all", rows=ROWS, lossless=True, timeout=10)
+        assert got is not None
+        assert sorted(set(got.batch.dense("uid")[:, 2].tolist())) == list(range(GROUPS)), "made before anybody asked"
+        client.forget("all")
+        again.close()
+    assert noted == [{"all": ("uid",)}, {}]
+
+
 def test_a_field_that_samples_lack_is_refused(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
     open_shop()
     with Client(tmp_path) as client:
@@ -146,9 +194,9 @@ def test_malformed_requests_harm_nobody(tmp_path: Path, open_shop: Callable[...,
     shop = open_shop()
     with Client(tmp_path) as client:
         first(client, shop)
-        for kind in ("client.ask", "client.settle", "client.alive", "client.leave", "client.forget"):
+        for kind in KINDS:
             client._wire.send("trainer/0", kind, {"client": 7})
-        eventually(lambda: len(shop.refused) == 5)
+        eventually(lambda: len(shop.refused) == len(KINDS))
         assert positions(client, rows=ROWS) == list(range(GROUPS))
 
 

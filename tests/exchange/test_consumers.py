@@ -216,6 +216,36 @@ def test_a_forgotten_consumer_keeps_nothing_and_its_readers_hear_of_it(store: Co
     assert store.ask("d", 1, wanted(), 0.0) == [], "it may be opened in another way"
 
 
+def test_a_consumer_that_the_owner_waits_for_gets_every_group_and_stays(store: Consumers) -> None:
+    store.open("labels", ("text", "task"))
+    store.arrived({0: group(fields=("text", "task"))})
+    assert store.unread() == ["labels"]
+    (answer,) = store.ask("a", 1, wanted("labels", ("text",)), 0.0)
+    assert answer.positions == store.claimed("a", "labels", 1) == (0,)
+    assert store.claimed("b", "labels", 1) == store.claimed("a", "other", 1) == ()
+    with pytest.raises(ProtocolError, match=r"step 'labels' shows clients \['task', 'text'\], and not \['ref'\]"):
+        store.ask("b", 1, wanted("labels", ("ref", "text")), 0.0)
+    with pytest.raises(ProtocolError, match="waits for what clients write"):
+        store.forget("labels")
+    assert store.settle("a", "labels", [1], [], 0.0) == ([], [])
+    assert store.claimed("a", "labels", 1) == ()
+
+
+def test_a_lossless_consumer_goes_on_with_what_it_had_to_acknowledge(store: Consumers) -> None:
+    store.ask("a", 1, wanted(rows=8, lossless=True), 0.0)
+    store.ask("b", 1, wanted("other"), 0.0)
+    store.open("labels", ("text",))
+    store.arrived({n: group(400) for n in range(3)})
+    assert store.lossless() == {"reader": ("text",)}
+    assert store.unacknowledged("reader") == [0, 1, 2]
+    again = Consumers(LIMIT, SILENCE_S)
+    again.restore("reader", ("text",), {n: group(400) for n in (0, 2)})
+    assert (again.unread(), again.held_up_by) == (["reader"], "")
+    assert again.arrived({1: group(400)}) == []
+    assert again.held_up_by == "reader"
+    assert positions(again.ask("b", 1, wanted(lossless=True), 0.0)) == [("b", 1, (0, 2, 1))]
+
+
 def test_the_end_is_told_when_nothing_is_left(store: Consumers) -> None:
     store.ask("a", 1, wanted(rows=8), 0.0)
     store.ask("b", 1, wanted(rows=8), 0.0)

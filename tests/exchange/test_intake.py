@@ -96,6 +96,21 @@ def test_a_whole_set_is_taken_at_once_in_order_and_stays_reserved_until_the_step
     assert (replica.reserved, replica.lease()) == (4 * GROUP_BYTES, [*range(12, 16)])
 
 
+def test_what_clients_write_is_awaited_and_not_asked_for() -> None:
+    calls = (IntakeCall("reference"), IntakeCall("labels", outside=True))
+    replica = Replica(IntakeRule(budget=1, calls=calls), max_staleness=1)
+    replica.lease()
+    assert replica.core.outside() is None
+    replica.arrive({position: (1,) for position in (0, 1, 9)})
+    assert replica.core.wants_calls() == [("reference", 0), ("reference", 1), ("reference", 9)]
+    assert replica.core.outside() == ("labels", 2), "9 is of the next step"
+    replica.core.answered(0, "reference")
+    assert replica.take() is None
+    replica.core.answered(0, "labels")
+    assert take(replica.take()) == ([0], True, False)
+    assert replica.core.outside() == ("labels", 1)
+
+
 def test_only_groups_with_all_answers_are_taken() -> None:
     calls = (IntakeCall("reference"), IntakeCall("values", in_window=True))
     replica = Replica(IntakeRule(budget=1, calls=calls), max_staleness=1)

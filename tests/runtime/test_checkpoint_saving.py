@@ -57,10 +57,12 @@ class Disk(CheckpointWriter):
         self.full = False
         self.began = threading.Event()
 
-    def write_parts(self, version: Version, models: Any, worker: Mapping[str, Any]) -> dict[str, list[Any]]:
+    def write_parts(
+        self, version: Version, models: Any, worker: Mapping[str, Any], unread: bytes = b""
+    ) -> dict[str, list[Any]]:
         self.began.set()
         assert self.gate.wait(WAIT_S)
-        parts = super().write_parts(version, models, worker)
+        parts = super().write_parts(version, models, worker, unread)
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
         return parts

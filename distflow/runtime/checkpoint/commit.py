@@ -202,9 +202,9 @@ def fingerprint(path: Path, note: Note = unnoted) -> Fingerprint:
     return path.stat().st_size, digest.hexdigest()
 
 
-def write_text(path: Path, text: str) -> Fingerprint:
+def write_text(path: Path, text: str | bytes) -> Fingerprint:
     """Write a file through to the disk."""
-    data = text.encode()
+    data = text.encode() if isinstance(text, str) else text
     with path.open("wb") as handle:
         handle.write(data)
         handle.flush()

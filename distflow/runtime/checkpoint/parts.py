@@ -52,6 +52,7 @@ SHAPES = "shapes"
 HOME, LEDGER, DIFFICULTY = "home", "ledger", "difficulty"
 """Keys of what a worker saves about itself: the pool that it trains in, and, of owners, their ledgers; the first owner
 saves what all know of the prompts' pass rates."""
+UNREAD = "unread-"
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Note], object]
 """Writes a state, by the model's section of the recipe, into an empty folder; reports bytes as they are written."""
@@ -100,12 +101,12 @@ class CheckpointWriter:
         """Where they are copied, by the worker of each host that writes COMMIT."""
 
     def write_parts(
-        self, version: Version, models: Mapping[str, Iterable[Shard]], worker: Mapping[str, Any]
+        self, version: Version, models: Mapping[str, Iterable[Shard]], worker: Mapping[str, Any], unread: bytes = b""
     ) -> dict[str, Fingerprint]:
         """Write this worker's share of the state after `version.number` training steps, through to the disk.
 
         Returns fingerprints by file name. `models`: what this worker saves of each model. `worker` must be plain JSON
-        values. Raises OSError when the disk refuses.
+        values. `unread`: samples for consumers outside the run. Raises OSError when the disk refuses.
         """
         folder = draft_of(self._root, version)
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +114,8 @@ class CheckpointWriter:
         parts = {files[name]: self._save(shards, folder / files[name]) for name, shards in models.items()}
         own = f"worker-{self._stem}.json"
         parts[own] = write_text(folder / own, json.dumps({**worker, ARITHMETIC: self._arithmetic, "models": files}))
+        if unread:
+            parts[UNREAD + self._stem] = write_text(folder / (UNREAD + self._stem), unread)
         return parts
 
     def commit(
@@ -279,6 +282,10 @@ class CheckpointReader:
     def ledgers(self) -> list[dict[str, Any]]:
         """The ledgers of all owners: replicas of further homes have none."""
         return [worker[LEDGER] for worker in self.workers() if LEDGER in worker]
+
+    def unread(self) -> list[bytes]:
+        """The samples that consumers outside the run had yet to read, of all owners."""
+        return [(self._folder / part).read_bytes() for part in self._parts if part.startswith(UNREAD)]
 
     def difficulty(self) -> dict[str, Any] | None:
         """What was known of the prompts' pass rates, if they mattered."""

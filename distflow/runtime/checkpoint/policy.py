@@ -28,6 +28,7 @@ from distflow.comm.fact_exchange import Fact
 from distflow.config.schema import RunConfig
 from distflow.data.difficulty import Difficulty
 from distflow.errors import StepError, UserError, WorkerFailed
+from distflow.exchange.kept_samples import KeptSamples
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.checkpoint.parts import DIFFICULTY, HOME, LEDGER, CheckpointWriter, ModelFolders
@@ -61,6 +62,8 @@ class SavingParts:
     """Queues the samples that were trained on last for the dumps."""
     flush: Callable[[], None]
     """Writes that queue to the disk: samples that a checkpoint counts are never generated again."""
+    unread: Callable[[Mapping[str, Any]], KeptSamples] = lambda ledgers: KeptSamples((), {})
+    """What consumers outside the run have yet to read, of what these ledgers have trained on."""
     folders: ModelFolders | None = None
     """Only where the recipe asks for Hugging Face folders."""
     difficulty: Difficulty | None = None
@@ -209,14 +212,22 @@ class Saving:
         self._last_due = time.monotonic()
         parts = self._parts
         with self._board.condition:
-            worker = {HOME: parts.home, "steps": self._states}
+            worker: dict[str, Any] = {HOME: parts.home, "steps": self._states}
+            unread = KeptSamples((), {})
             if parts.core is not None:
                 worker[LEDGER] = parts.core.snapshot()
+                unread = parts.unread(worker[LEDGER])
             if parts.difficulty is not None:
                 worker[DIFFICULTY] = parts.difficulty.snapshot(version.number)
         parts.record()
         self._flight = self._thread.begin(
-            version, score, self._shards(), worker, validated=parts.validated(), as_folder=as_folder
+            version,
+            score,
+            self._shards(),
+            worker,
+            unread=unread.encode,
+            validated=parts.validated(),
+            as_folder=as_folder,
         )
 
     def _shards(self) -> dict[str, list[Shard]]:

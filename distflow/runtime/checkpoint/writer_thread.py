@@ -99,10 +99,13 @@ class CheckpointThread:
         shards: dict[str, list[Shard]],
         worker: Mapping[str, object],
         *,
+        unread: Callable[[], bytes],
         validated: Mapping[int, float],
         as_folder: bool = False,
     ) -> Flight:
-        """Copy and write. The shards must not change until `copied` is done; then they are released."""
+        """Copy and write. The shards must not change until `copied` is done; then they are released. `unread` gives
+        the samples that consumers outside the run have yet to read.
+        """
         flight, began = Flight(version, score, validated, as_folder=as_folder), time.perf_counter()
 
         def copy() -> dict[str, list[Shard]]:
@@ -112,7 +115,7 @@ class CheckpointThread:
 
         def write() -> Parts:
             try:
-                return self._write(flight, worker)
+                return self._write(flight, worker, unread)
             finally:
                 flight.seconds = time.perf_counter() - began
 
@@ -176,12 +179,12 @@ class CheckpointThread:
         future.add_done_callback(lambda _: self._wake())
         return future
 
-    def _write(self, flight: Flight, worker: Mapping[str, object]) -> Parts:
+    def _write(self, flight: Flight, worker: Mapping[str, object], unread: Callable[[], bytes]) -> Parts:
         version, writer = flight.version, self._writer
         try:
             copies = flight.copied.result()
             self._flush()
-            parts = writer.write_parts(version, copies, worker)
+            parts = writer.write_parts(version, copies, worker, unread())
             if self._alone:
                 checkpoint = self._saved(writer.commit(version, parts, mean_of([flight.score]), flight.validated))
                 if flight.as_folder:
