@@ -1,6 +1,6 @@
 """CPU time of a group's way from its lease to the training loop, at the owner and at the holder, over real sockets.
 
-    python -m benchmarks.control_path [--against PATH] [--rounds 5] [--groups 600] [--gap-ms 2]
+    python -m benchmarks.control_path [--against PATH | --parts] [--rounds 5] [--groups 600] [--gap-ms 2]
 
 Two processes: an owner of 8 ledgers and a holder that asks, gets leases, and finishes a group of 8 samples every
 `--gap-ms` (nothing is generated). Each is all of a worker that the control path goes through: node, endpoint, lanes,
@@ -9,7 +9,8 @@ Figures are µs of CPU time a group, after a tenth of the groups as warm-up: of 
 thread (the holder's without making the samples), and of the whole process (with ZeroMQ's own threads, and at the holder
 with making the samples).
 
-`--against`: a checkout of another revision, measured in turn with this one; ratios are of the medians. Prints JSON.
+`--against`: a checkout of another revision, measured in turn with this one; ratios are of the medians. `--parts`: which
+part of the work it is, by timers, which cost some time themselves. Prints JSON.
 """
 
 from __future__ import annotations
@@ -33,6 +34,36 @@ OWNER, HOLDER = "trainer/0", "rollout/0"
 PROMPT_TOKENS = 32
 LIMIT_S = 120.0
 HERE = Path(__file__).resolve().parent.parent
+_SAMPLES, _ENDPOINT = "distflow.exchange.sample_channel", "distflow.comm.endpoint"
+PARTS = {
+    "lease core": [
+        *(f"distflow.exchange.owner:OwnerCore.{name}" for name in ("handle", "take", "consumable", "keeps", "advance")),
+        *(f"distflow.exchange.lease_client:HolderCore.{name}" for name in ("handle", "want", "finished")),
+    ],
+    "sample channel": [
+        *(f"{_SAMPLES}:InboundSamples.{name}" for name in ("on_message", "send", "pop")),
+        *(f"{_SAMPLES}:OutboundSamples.{name}" for name in ("on_message", "finish", "send")),
+        f"{_SAMPLES}:_by_group",
+    ],
+    "rows: encode, decode, join": [
+        *(f"{_SAMPLES}:{name}" for name in ("encode_batch", "decode_batch")),
+        "distflow.data.batch:join",
+    ],
+    "lease messages: forms": [*(f"{_SAMPLES}:{name}" for name in ("lease_message", "to_wire", "read_results"))],
+    "headers": [f"{_ENDPOINT}:decode_all", f"{_ENDPOINT}:header_of", "distflow.comm.lanes:pack"],
+    "queue to the endpoint": [f"{_ENDPOINT}:Endpoint.send", "distflow.comm.outbox:Outbox.woken"],
+    "sockets and waiting": [
+        "zmq:Poller.poll",
+        *(f"{_ENDPOINT}:{name}" for name in ("frames_from", "send_frames", "zmq.Frame")),
+    ],
+    "endpoint": [f"{_ENDPOINT}:Endpoint._receive", f"{_ENDPOINT}:Endpoint._flush"],
+    "who is it for, lock, wake": [
+        "distflow.runtime.node:Node._receive",
+        "distflow.runtime.waits:WaitBoard.wake",
+        "threading:Condition.wait",
+    ],
+}
+"""Functions whose time counts for a part of the work, without that of other parts."""
 
 
 def node_of(name: str, peer: str, folder: str) -> Any:
@@ -64,10 +95,16 @@ def meet(node: Any, peer: str) -> None:
         assert node.board.condition.wait_for(lambda: node.membership.present(peer), LIMIT_S), f"{peer} is not there"
 
 
+parts: Any = None
+"""The timers of this process, if there are any."""
+
+
 class Clocks:
     """CPU time of the endpoint's thread and of the process so far; a first reading begins the measurement."""
 
     def __init__(self, node: Any) -> None:
+        if parts is not None:
+            parts.clear()
         thread = node.endpoint._thread
         self._clock = time.pthread_getcpuclockid(thread.ident)
         self._began = self._read()
@@ -79,7 +116,8 @@ class Clocks:
         """Print µs a group."""
         endpoint, process = (now - began for now, began in zip(self._read(), self._began, strict=True))
         spent = {"endpoint": endpoint, "loop": loop_s, "threads": endpoint + loop_s, "process": process}
-        print(json.dumps({what: 1e6 * seconds / groups for what, seconds in spent.items()}), flush=True)
+        found: dict[str, Any] = {what: 1e6 * seconds / groups for what, seconds in spent.items()}
+        print(json.dumps(found if parts is None else parts.spent_us(groups)), flush=True)
 
 
 def own(folder: str, groups: int) -> None:
@@ -200,13 +238,13 @@ def hold(folder: str, groups: int, tokens: int, gap_s: float) -> None:
     node.close(orderly=True)
 
 
-def once(root: Path, groups: int, tokens: int, gap_ms: float) -> dict[str, float]:
+def once(root: Path, groups: int, tokens: int, gap_ms: float, *more: str) -> dict[str, Any]:
     """One run of both processes on the code of a checkout."""
-    found = {}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         processes = {}
         for side in ("owner", "holder"):
-            options = [side, "--folder", folder, "--groups", groups, "--tokens", tokens, "--gap-ms", gap_ms]
+            options = [side, "--folder", folder, "--groups", groups, "--tokens", tokens, "--gap-ms", gap_ms, *more]
             command = [sys.executable, str(Path(__file__).resolve()), "--side", *map(str, options)]
             path = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
             processes[side] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=path, cwd=root)
@@ -214,7 +252,7 @@ def once(root: Path, groups: int, tokens: int, gap_ms: float) -> dict[str, float
             said, _ = process.communicate(timeout=2 * LIMIT_S)
             if process.returncode:
                 raise SystemExit(f"the {side}'s process ended with {process.returncode}")
-            found |= {f"{side}_{what}_us": value for what, value in json.loads(said).items()}
+            found |= {f"{side}_{what}_us": value for what, value in json.loads(said.splitlines()[-1]).items()}
     return found
 
 
@@ -222,6 +260,7 @@ def main() -> int:
     """All cases, in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", type=Path)
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--groups", type=int, default=600)
     parser.add_argument("--gap-ms", type=float, default=2.0)
@@ -229,11 +268,20 @@ def main() -> int:
     parser.add_argument("--side", choices=("owner", "holder"))
     parser.add_argument("--folder", default="")
     options = parser.parse_args()
+    if options.side and options.parts:
+        from benchmarks.thread_parts import ThreadParts
+
+        global parts
+        parts = ThreadParts(PARTS)
     if options.side == "owner":
         own(options.folder, options.groups)
         return 0
     if options.side == "holder":
         hold(options.folder, options.groups, options.tokens[0], options.gap_ms / 1000)
+        return 0
+    if options.parts:
+        runs = {tokens: once(HERE, options.groups, tokens, options.gap_ms, "--parts") for tokens in options.tokens}
+        print(json.dumps({f"{GROUP} x {tokens} tokens": found for tokens, found in runs.items()}, indent=1))
         return 0
     roots = {"here": HERE} | ({} if options.against is None else {"there": options.against.resolve()})
     report: dict[str, Any] = {}

@@ -30,6 +30,9 @@ INTRODUCED_S = 4.0
 """How long the connection of an unknown key is kept waiting; less than ZeroMQ waits for the handshake."""
 REFUSED_PAUSE_S = 5.0
 """Pause before a peer that refused us is tried again: another process may listen there by then."""
+# Plain numbers: arithmetic with ZeroMQ's enums costs more than the calls that they are for.
+_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
+_NOW, _AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 log = logger(__name__)
 
@@ -49,19 +52,19 @@ class _Dealer:
 def frames_from(router: zmq.Socket[bytes]) -> list[zmq.Frame]:
     """The next message that a socket has received; nothing if there is none."""
     # Asking is cheaper than the exception of a socket that has nothing.
-    if not int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+    if not int(router.getsockopt(_EVENTS)) & _READABLE:
         return []
-    frames = [router.recv(zmq.NOBLOCK, copy=False)]
+    frames = [router.recv(_NOW, copy=False)]
     while frames[-1].more:
-        frames.append(router.recv(zmq.NOBLOCK, copy=False))
+        frames.append(router.recv(_NOW, copy=False))
     return frames
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> None:
     """Send one message; large frames are shared rather than copied. Raises zmq.Again if the socket takes no more."""
     for frame in frames[:-1]:
-        socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=size_of(frame) < SMALL_BYTES)
-    socket.send(frames[-1], zmq.NOBLOCK)
+        socket.send(frame, _AND_MORE, copy=size_of(frame) < SMALL_BYTES)
+    socket.send(frames[-1], _NOW)
 
 
 class Sockets:

@@ -219,7 +219,9 @@ class Batch:
 
     def of_all_models(self, name: str) -> list[Ragged]:
         """The ragged columns of this name that are there, with and without a prefix."""
-        columns = [self.columns[field] for field in self.columns if field.rpartition("/")[2] == name]
+        # Most names are told apart by their ends, which is cheaper.
+        fields = [field for field in self.columns if field.endswith(name) and field.rpartition("/")[2] == name]
+        columns = [self.columns[field] for field in fields]
         return [column for column in columns if isinstance(column, Ragged)]
 
     def texts(self, name: str) -> list[str]:

@@ -196,7 +196,7 @@ def encode_batch(batch: Batch) -> tuple[dict[str, object], bytearray]:
     """Description (plain values) and buffer. Raises ProtocolError for a dtype without a wire name."""
     numbers: dict[int, int] = {}
     offsets: list[Any] = []
-    parts: dict[torch.dtype, list[Any]] = {}
+    blocks: list[Any] = []
     columns: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
     for name, column in batch.columns.items():
         values, number = column, -1
@@ -209,10 +209,9 @@ def encode_batch(batch: Batch) -> tuple[dict[str, object], bytearray]:
         assert isinstance(values, Tensor), "a column is dense or ragged"
         raw = _raw(values)
         columns.append((name, values.dtype, raw.shape[1:], number))
-        parts.setdefault(values.dtype, []).append(raw)
-    described = _described(tuple(columns))
-    blocks = [raw for dtype in _NAMES for raw in parts.get(dtype, ())]
-    return {"rows": batch.rows, "columns": described}, bytearray().join([*offsets, *blocks])
+        blocks.append(raw)
+    described, order = _described(tuple(columns))
+    return {"rows": batch.rows, "columns": described}, bytearray().join([*offsets, *[blocks[at] for at in order]])
 
 
 @decoder
@@ -244,13 +243,14 @@ def _raw(values: Tensor) -> npt.NDArray[Any]:
 
 
 @lru_cache(_REMEMBERED)
-def _described(columns: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]) -> bytes:
-    """Name, type, shape of an entry and number of the offsets of each column, for the wire."""
+def _described(columns: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]) -> tuple[bytes, tuple[int, ...]]:
+    """Name, type, shape of an entry and number of the offsets of each column, for the wire; their order in a buffer."""
     for name, dtype, _, _ in columns:
         if dtype not in _NAMES:
             raise ProtocolError(f"field {name!r} has dtype {dtype}; expected one of {sorted(_DTYPES)}")
     rows = [_Described(name, _NAMES[dtype], shape, number) for name, dtype, shape, number in columns]
-    return msgspec.msgpack.encode(rows)
+    order = [at for dtype in _NAMES for at, column in enumerate(columns) if column[1] is dtype]
+    return msgspec.msgpack.encode(rows), tuple(order)
 
 
 @lru_cache(_REMEMBERED)

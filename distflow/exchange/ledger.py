@@ -104,8 +104,8 @@ class Ledger:
 
     def _draws(self, uid: Uid) -> bool:
         """Whether the next position is to be leased; if not, it counts like a dropped one."""
-        difficulty, version = self._settings.difficulty, self._settings.least_version(self._rank // self._b)
-        return difficulty is None or difficulty.draws(uid, version)
+        difficulty = self._settings.difficulty
+        return difficulty is None or difficulty.draws(uid, self._settings.least_version(self._rank // self._b))
 
     def lease(self, term: int, now: float) -> Entry:
         """Lease the position that `leasable` named."""

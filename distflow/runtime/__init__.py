@@ -24,10 +24,10 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 | trackers (comm/tracker_processes.py)   | watches the trackers' processes      | their pipes; a timer                 |
 | sglang log (workers/engines)           | repeats what SGLang's process says   | its pipe                             |
 
-Who holds which lock: the endpoint's thread holds the board's while a handler runs, so handlers change state, notify,
-and never compute or wait. The main thread takes it to change the same state, and releases it while it waits. Other
-locks (prompts, weights, outbox, metrics, trace, disk, segments) are held for a few lines each; no thread takes the
-board's while it holds one of them.
+Who holds which lock: the endpoint's thread holds the board's while a handler runs, so handlers change state and never
+compute or wait; once all that came together is handled, it wakes who waits. The main thread takes it to change the same
+state, and releases it while it waits. Other locks (prompts, weights, outbox, metrics, trace, disk, segments) are held
+for a few lines each; no thread takes the board's while it holds one of them.
 
 A user's code runs on the main thread (steps, and rows that are held out), on the prompts thread (data source,
 tokenizer) and in processes of its own (rewards, `workers/reward_pool.py`), never under a lock.

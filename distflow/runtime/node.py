@@ -1,6 +1,7 @@
 """A worker among its peers: the endpoint, membership, which handler gets which message, and where the peers are.
 
-Handlers run on the endpoint's thread under the board's lock; they change state and notify, and never compute.
+Handlers run on the endpoint's thread under the board's lock; they change state and never compute. Who waits for it is
+woken once all that came together has been handled.
 
 Lease messages travel by `Lanes`: over the endpoint to other workers, and inside the process to the worker itself. A
 colocated worker is its own owner. Its messages skip the sockets and are handled at once, one after another, by

@@ -1,6 +1,6 @@
 """Named waits: every blocking wait of a worker says what for, from whom, since when, and ends by lack of progress.
 
-The board's condition is the worker's one lock: the endpoint's thread changes state under it and notifies.
+The board's condition is the worker's one lock: the endpoint's thread changes state under it, then wakes who waits.
 """
 
 from __future__ import annotations
