@@ -96,10 +96,13 @@ smollm2: smollm2-venv  ## write the real SmolLM2-135M-Instruct to models/smollm2
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .venv-vllm .venv-trackers .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
+PEERS_TORCH = $(shell grep '^torch==' $(CONSTRAINTS))
+
 peers-venv:  ## .venv-peers with other systems, for `distflow bench` and benchmarks/against_peers.py
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet $(shell grep '^torch==' $(CONSTRAINTS)) numpy
-	.venv-peers/bin/python -m pip install --quiet -c $(CONSTRAINTS) trl datasets ray TransferQueue verl
+	.venv-peers/bin/python -m pip install --quiet $(PEERS_TORCH) numpy
+	@# They want other versions than ours of nearly everything but torch.
+	.venv-peers/bin/python -m pip install --quiet $(PEERS_TORCH) trl datasets ray TransferQueue verl
 	@# Of siirl only its data coordinator runs here, which does without the engines and CUDA packages that it names.
-	.venv-peers/bin/python -m pip install --quiet -c $(CONSTRAINTS) tensordict loguru
+	.venv-peers/bin/python -m pip install --quiet $(PEERS_TORCH) tensordict loguru
 	.venv-peers/bin/python -m pip install --quiet --no-deps siirl

@@ -7,6 +7,7 @@
     python -m benchmarks.emulated reference      # a reference model on services, 5 micro-batches away
     python -m benchmarks.emulated reference_in_turn    # the same at staleness 0
     python -m benchmarks.emulated validation     # at staleness 1, with a pool of its own and without
+    python -m benchmarks.emulated streaming      # training on samples as they arrive, and on whole batches
     python -m benchmarks.emulated forwards       # log-probs for several updates, while samples arrive or behind them
 
 Variants take turns; each figure is the median over rounds of the mean training step (the first ones excluded).
@@ -287,6 +288,33 @@ def validation(rounds: int, steps: int) -> None:
     take_turns(rounds, {name: lambda more=more: variant(*more) for name, more in variants.items()})
 
 
+def streaming(rounds: int, steps: int) -> None:
+    """Generation about as expensive as training; samples trained on as they arrive, beside whole batches."""
+    shared = (
+        "layout.pools.rollout.count=2",
+        options("layout.pools.trainer.backend_options", token_s=8e-5),
+        "batch.tokens_per_microbatch=2048",
+    )
+    whole = "flow.steps.advantage.call=distflow.workers.trainer:batch_advantage"
+
+    def variant(sigma: float, staleness: int, *overrides: str) -> tuple[float, str]:
+        engine = options("layout.pools.rollout.engine_options", median=40, sigma=sigma, step_s=0.008)
+        lines = run(steps, *shared, engine, f"layout.max_staleness={staleness}", *overrides)
+        before = statistics.mean(line["perf/overlap_share"] for line in lines)
+        return step_s(lines), f"{before:.0%} trained on before the last group, trainer idle {idle(lines):.0%}"
+
+    for lengths, sigma in (("alike", 0.4), ("heavy-tailed", 1.1)):
+        for staleness in (0, 1):
+            name = f"lengths {lengths}, staleness {staleness}"
+            take_turns(
+                rounds,
+                {
+                    f"{name}, whole batches": lambda s=sigma, t=staleness: variant(s, t, whole),
+                    f"{name}, streamed": lambda s=sigma, t=staleness: variant(s, t),
+                },
+            )
+
+
 SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "asynchrony": asynchrony,
     "slow": slow,
@@ -294,6 +322,7 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "rounds": rounds,
     "reference": reference,
     "reference_in_turn": reference_in_turn,
+    "streaming": streaming,
     "forwards": forwards,
     "validation": validation,
 }

@@ -192,7 +192,7 @@ def _default(required: bool, value: object) -> str:
 
 def test_the_reference_lists_every_key() -> None:
     text = "".join((ROOT / "docs" / page).read_text() for page in ("recipes.md", "models.md", "validation.md"))
-    rows = set(re.findall(r"^\| `((?:run|batch|flow|layout|models|data|val|limits|security)\..*)$", text, re.M))
+    rows = set(re.findall(r"^\| `((?:run|batch|flow|layout|models|data|val|limits|weights|security)\..*)$", text, re.M))
     expected = {f"{key}` | {default} | {meaning} |" for key, default, meaning in leaves("", Recipe)}
     assert rows == expected
 

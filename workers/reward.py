@@ -22,7 +22,6 @@ from distflow.types import FINISH_REASONS, REWARD_PARTS, UNJUDGED, Completion
 from distflow.workers.reward_judging import (
     MOST_PARTS,
     Verdict,
-    is_async,
     judge_together,
     reward_function,
     shown,
@@ -165,10 +164,7 @@ def _judge_of(spec: str, timeout_s: float | None, processes: int) -> _Judge:
     def here(samples: Iterable[Completion]) -> Iterator[Judged]:
         numbered = enumerate(samples)
         while some := list(islice(numbered, SOME)):
-            verdicts: list[Verdict] = []
-            for part in [some] if is_async(call) else [[one] for one in some]:
-                _WATCH.begin()
-                verdicts += judge_together(call, [sample for _, sample in part])
+            verdicts = judge_together(call, [sample for _, sample in some], _WATCH.begin)
             yield [(row, verdict) for (row, _), verdict in zip(some, verdicts, strict=True)]
 
     return _Judge(here, here=True)

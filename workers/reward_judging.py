@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
@@ -114,16 +114,23 @@ def judge(function: RewardFunction, sample: Completion) -> Verdict:
     return judge_together(function, [sample])[0]
 
 
-def judge_together(function: RewardFunction, samples: Sequence[Completion]) -> list[Verdict]:
-    """The verdicts of a function; an asynchronous one works on all samples at once.
+def judge_together(
+    function: RewardFunction, samples: Sequence[Completion], begin: Callable[[], None] = lambda: None
+) -> list[Verdict]:
+    """The verdicts of a function; an asynchronous one works on all samples at once. `begin` is called before each call.
 
     Whatever it raises is the failure of its sample: a cancelled request, a KeyboardInterrupt of its own. Raises
     UserError as `judge`, and KeyboardInterrupt on Ctrl-C.
     """
     with _CtrlC() as ctrl_c:
-        if not is_async(function):
-            return [_judge(function, sample, ctrl_c) for sample in samples]
-        return _judge_side_by_side(function, samples, ctrl_c)
+        if is_async(function):
+            begin()
+            return _judge_side_by_side(function, samples, ctrl_c)
+        verdicts = []
+        for sample in samples:
+            begin()
+            verdicts.append(_judge(function, sample, ctrl_c))
+        return verdicts
 
 
 class _CtrlC:

@@ -78,7 +78,7 @@ def write(name: str, pipe: Connection, setting: RowsSetting) -> None:
     heard: deque[Message] = deque()
     worker.start(lambda message, now: heard.append(message), lambda now: None)
     worker.meet(pipe)
-    sockets = MeasuredWorker(name, setting.sockets, segments="")
+    sockets = MeasuredWorker(name, setting.sockets, shared_memory=False)
     sockets.start(lambda message, now: None, lambda now: None)
     writer = Writer(worker, sockets, heard, setting)
     serve(
@@ -191,7 +191,7 @@ def read(name: str, pipe: Connection, setting: RowsSetting) -> None:
     worker = MeasuredWorker(name, setting.roster)
     reader = Reader(worker, setting)
     worker.start(reader.hear, lambda now: None)
-    sockets = MeasuredWorker(name, setting.sockets, segments="")
+    sockets = MeasuredWorker(name, setting.sockets, shared_memory=False)
     sockets.start(lambda message, now: sockets.took(message), lambda now: None)
     worker.meet(pipe)
     serve(pipe, {"get": reader.get, "row": reader.row, "plain": reader.plain, "echo": reader.echo})

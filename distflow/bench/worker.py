@@ -23,7 +23,7 @@ TOOK = "took"
 class MeasuredWorker:
     """An endpoint whose thread shares one lock with the worker's own, and counts the bytes of payloads.
 
-    With `segments` it sends through shared memory to those on its host.
+    With `shared_memory` it sends through that to those on its host.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class MeasuredWorker:
         name: str,
         roster: Mapping[str, str],
         listener: NetworkListener | None = None,
-        segments: str = "distflow-bench-",
+        shared_memory: bool = True,
     ) -> None:
         self.changed = threading.Condition()
         self.bytes = 0
         """Of payloads that were sent or received."""
-        self.endpoint = Endpoint(name, 0, roster, tick_s=0.25, listener=listener, segments=segments)
+        self.endpoint = Endpoint(name, 0, roster, tick_s=0.25, listener=listener, shared_memory=shared_memory)
         self._fault: BaseException | None = None
         self._under_way: Counter[str] = Counter()
 

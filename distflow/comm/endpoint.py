@@ -6,8 +6,8 @@ encrypted and only with a key of the run.
 One thread owns all sockets. Other threads pass messages to it through the outbox and never block: a peer that is gone
 or slow only fills its own bounded queue (`outbox.py`), where the newest messages are dropped and counted. Every
 protocol above this layer expects loss and repeats what matters. All that waits for a peer when the thread gets to it
-travels as one message (`message.py`); a message to oneself is handed over as it is, and encoded never. Payloads for a
-peer on the same machine lie in shared memory (`shared_lane.py`).
+travels as one message (`message.py`). A message to oneself is handed over as it is, and payloads for a peer on the same
+machine lie in shared memory: see `lanes.py`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ import zmq
 from distflow.comm.addresses import check_address, key_in
 from distflow.comm.curve import leaves_machine, listener_for
 from distflow.comm.keys import NetworkListener
-from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode_all, header_of, pack, prefix_of
+from distflow.comm.lanes import TO_MYSELF, InProcessLane, Lane, SharedMemoryLane, SocketLane
+from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode_all, header_of, prefix_of
 from distflow.comm.outbox import SMALL_BYTES, Delivery, Outbox, Posted, bundles
 from distflow.comm.shared_lane import KINDS, SharedLane
-from distflow.comm.shared_sending import LaneUse, SharedPayload
+from distflow.comm.shared_sending import SegmentUse
 from distflow.comm.sockets import Sockets
-from distflow.comm.traffic import Traffic
+from distflow.comm.traffic import INPROC, SHM, ZMQ, Traffic
 from distflow.errors import ProtocolError
 from distflow.log import logger
 
-TO_MYSELF = b""
-"""Route of a message that a worker sent to itself."""
 BIND_S = 30.0
 """Time for a thread to start and bind; far more than a loaded machine needs."""
 
@@ -46,7 +45,7 @@ class Endpoint:
     An exception in either ends the thread and is handed to `on_fault`: nothing is sent or received any more, so it
     must be fatal for the worker. With a `listener` it listens on the network too: peers whose address begins with
     tcp:// are on other hosts. A peer with the address "" has not said where it listens: messages to it are dropped and
-    counted. Names of shared segments begin with `segments`; without it, payloads take the sockets.
+    counted. `shared_memory`: payloads to peers on this machine lie in shared memory, and take no sockets.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Endpoint:
         tick_s: float = 0.25,
         listener: NetworkListener | None = None,
         max_frame_bytes: int = MAX_HEADER_BYTES,
-        segments: str = "",
+        shared_memory: bool = False,
     ) -> None:
         if name not in roster:
             raise ProtocolError(f"{name!r} is not in the roster, which names {sorted(roster)}")
@@ -78,7 +77,10 @@ class Endpoint:
         self.traffic = Traffic()
         self._tick_s = tick_s
         self._outbox = Outbox()
-        self._shared = SharedLane(segments, self._tell, self._on_released, max_frame_bytes)
+        self._shared = SharedLane(shared_memory, self._tell, self._on_released, max_frame_bytes)
+        self._to_myself = InProcessLane(self._outbox, name, incarnation)
+        self._over_sockets = SocketLane(self._outbox, name, max_frame_bytes)
+        self._through_memory = SharedMemoryLane(self._outbox, self._shared, self._over_sockets)
         self._closing = False
         self._linger_s = 1.0
         self._thread: threading.Thread | None = None
@@ -89,7 +91,7 @@ class Endpoint:
             self.know(known, address)
 
     @property
-    def lanes(self) -> dict[str, LaneUse]:
+    def segments(self) -> dict[str, SegmentUse]:
         """What went through shared memory, by peer."""
         return self._shared.uses()
 
@@ -158,30 +160,28 @@ class Endpoint:
         """
         if to not in self.roster:
             raise KeyError(f"{to!r} is not in the roster, which names {sorted(self.roster)}")
-        if to == self.name:
-            return self._post_own(kind, body, payload)
-        self._check(payload)
-        shared = self._shared.put(to, payload) if payload and self.roster[to].startswith("ipc://") else None
-        if shared is None:
-            return self._post(to, [pack(kind, body, len(payload)), *payload])
-        try:
-            return self._post(to, [pack(kind, body, shared.references)], shared)
-        except ProtocolError:
-            shared.withdraw()
-            raise
+        if to != self.name:
+            self._over_sockets.check(payload)
+        for lane in self._lanes_to(to):
+            delivery = lane.send(to, kind, body, payload)
+            if delivery is not None:
+                break
+        else:
+            raise AssertionError(f"no lane to {to} took a {kind!r} message; the sockets take all")
+        return self._counted(delivery)
 
     def reply(self, request: Message, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
         """Reply over the connection of the request (its sender need not be in the roster)."""
         assert request.route is not None, "only received messages can be replied to"
         kind = f"{request.kind}.reply"
         if request.route == TO_MYSELF:
-            self._post_own(kind, body, payload)
+            self._counted(self._to_myself.send(self.name, kind, body, payload))
         else:
-            self._post(request.route, [pack(kind, body, len(payload)), *payload])
+            self._counted(self._over_sockets.send(request.route, kind, body, payload))
 
     def disconnect(self, name: str) -> None:
         """Close the connection to a peer that is gone and drop its queue. The next message opens a new one."""
-        self._put(name, [])
+        self._counted(self._outbox.put(name, []))
 
     def close(self, linger_s: float = 1.0) -> None:
         """Flush queued messages for at most `linger_s` seconds and close everything. Later messages are dropped.
@@ -195,43 +195,27 @@ class Endpoint:
         thread = self._thread
         if thread is None:
             self._outbox.close()
+            self._shared.close()
         elif thread is not threading.current_thread():
             thread.join(timeout=linger_s + 2.0)
             if thread.is_alive():
                 log.warning("endpoint of %s did not close within %.1f s", self.name, linger_s + 2.0)
 
-    def _check(self, frames: Sequence[Buffer]) -> None:
-        largest = max([memoryview(frame).nbytes for frame in frames], default=0)
-        if largest > self._max_frame_bytes:
-            raise ProtocolError(
-                f"{self.name} cannot send {largest} bytes at once: the workers of this run accept at most "
-                f"{self._max_frame_bytes} (by the largest result of the plan) — let steps write smaller fields, or "
-                "raise data.max_prompt_tokens or max_new_tokens to the real lengths of the samples"
-            )
+    def _lanes_to(self, to: str) -> Sequence[Lane]:
+        """In the order in which they are tried."""
+        if to == self.name:
+            return (self._to_myself,)
+        here = self.roster[to].startswith("ipc://")
+        return (self._through_memory, self._over_sockets) if here else (self._over_sockets,)
 
-    def _post(self, to: str | bytes, frames: Sequence[Buffer], shared: SharedPayload | None = None) -> Delivery:
-        self._check(frames[:1])
-        return self._put(to, frames, shared=shared)
-
-    def _post_own(self, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
-        views = [memoryview(frame) for frame in payload]
-        return self._put(self.name, (), Message(kind, self.name, self.incarnation, body, views, TO_MYSELF))
-
-    def _put(
-        self,
-        to: str | bytes,
-        frames: Sequence[Buffer],
-        own: Message | None = None,
-        shared: SharedPayload | None = None,
-    ) -> Delivery:
-        delivery = self._outbox.put(to, frames, own, shared)
+    def _counted(self, delivery: Delivery) -> Delivery:
         self.traffic.dropped += delivery.dropped
         return delivery
 
     def _tell(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
         """Send a message of the shared-memory lane."""
         if to in self.roster:
-            self._post(to, [pack(kind, body)])
+            self._counted(self._over_sockets.send(to, kind, body))
 
     def _on_released(self) -> None:
         # This thread flushes anyway before it waits.
@@ -359,6 +343,7 @@ class Endpoint:
         first = bundle[0]
         if first.own is not None:
             first.delivery.hand_over()
+            self.traffic.count(INPROC, 1, sum([part.nbytes for part in first.own.payload]))
             self._on_message(first.own)
         elif not first.frames:
             sockets.disconnect(str(first.to))
@@ -391,5 +376,9 @@ class Endpoint:
             return
         for posted in bundle:
             posted.delivery.hand_over(trackers)
+        in_memory = [posted.shared_bytes for posted in bundle if posted.shared_bytes]
+        nbytes = sum([posted.nbytes for posted in bundle])
         self.traffic.sent += len(bundle)
-        self.traffic.bytes_sent += sum([posted.carried for posted in bundle])
+        self.traffic.bytes_sent += nbytes + sum(in_memory)
+        self.traffic.count(SHM, len(in_memory), sum(in_memory))
+        self.traffic.count(ZMQ, len(bundle) - len(in_memory), nbytes)

@@ -87,7 +87,7 @@ class Posted:
     Without frames: end the connection to the peer. `own`: a message to oneself, which is handed over as it is.
     """
 
-    __slots__ = ("carried", "delivery", "frames", "nbytes", "own", "to")
+    __slots__ = ("delivery", "frames", "nbytes", "own", "shared_bytes", "to")
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class Posted:
         self.delivery = Delivery(shared)
         self.nbytes = sum([memoryview(frame).nbytes for frame in frames])
         """Size of all frames."""
-        self.carried = self.nbytes + (0 if shared is None else shared.nbytes)
-        """With what lies in shared memory."""
+        self.shared_bytes = 0 if shared is None else shared.nbytes
+        """Of what lies in shared memory."""
         if own is not None:
             self.nbytes = OWN_BYTES + sum([frame.nbytes for frame in own.payload])
 

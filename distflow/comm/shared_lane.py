@@ -1,10 +1,11 @@
 """The lane through shared memory, for payloads to peers on the same machine: copied once, and read where they lie.
 
-For each peer a sender has one segment, which it offers the first time that it has something for it; until the peer has
-mapped it, and whenever it is full, payloads take the sockets as before. The frames of a message lie in blocks of about
-1 MiB, and the message names them: segment, offset, generation and lengths. The receiver checks each against the bounds
-of the segment and against the generation that stands in front of the block, and makes read-only views. When the last
-view of a block is gone, on whichever thread, the block is released with the next batch, and the sender uses it again.
+For each peer a sender has one segment, which it offers the first time that it has something for it. Until the peer has
+mapped it, and whenever it is full or all segments of the worker take as much as they may, payloads take the sockets.
+The frames of a message lie in blocks of about 1 MiB, and the message names them: segment, offset, generation and
+lengths. The receiver checks each against the bounds of the segment and against the generation that stands in front of
+the block, and makes read-only views. When the last view of a block is gone, on whichever thread, the block is released
+with the next batch, and the sender uses it again.
 
 A block is written again only after that: when a peer is gone, or says that it knows nothing of a segment, the segment
 as a whole is given up, and the next payload begins another one. So a reader that was taken for dead still reads what
@@ -18,14 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from distflow.comm.message import Buffer, Message
-from distflow.comm.shared_reading import IncomingSegments, numbers_in
-from distflow.comm.shared_segment import MOST_BYTES, SegmentName
-from distflow.comm.shared_sending import LaneUse, OutgoingSegment, SharedPayload
+from distflow.comm.shared_reading import IncomingSegments, SegmentOffer, numbers_in
+from distflow.comm.shared_segment import MOST_BYTES
+from distflow.comm.shared_sending import WORKER_BYTES, OutgoingSegment, Room, SegmentUse, SharedPayload
 from distflow.data.decoding import MOST, Form, Whole, read
 from distflow.errors import ProtocolError
 from distflow.log import logger
@@ -42,12 +41,6 @@ _Tell = Callable[[str, str, Mapping[str, Any]], object]
 log = logger(__name__)
 
 
-class _Offer(Form, frozen=True):
-    number: Whole
-    name: SegmentName
-    size: Annotated[int, msgspec.Meta(gt=0, le=MOST_BYTES)]
-
-
 class _About(Form, frozen=True):
     number: Whole
 
@@ -60,21 +53,22 @@ class _Freed(Form, frozen=True):
 class SharedLane:
     """Both directions of an endpoint. `put` may be called by any thread, all else by the endpoint's own.
 
-    `prefix` begins the names of its segments, and `tell` sends a message. `wake` is called on any thread when there is
-    something for `flush`; it must take no lock, since views may be dropped anywhere.
+    `offers`: whether it sends through shared memory. `tell` sends a message. `wake` is called on any thread when there
+    is something for `flush`; it must take no lock, since views may be dropped anywhere.
     """
 
-    def __init__(self, prefix: str, tell: _Tell, wake: Callable[[], None], most_bytes: int = MOST_BYTES) -> None:
-        self._prefix = prefix
+    def __init__(self, offers: bool, tell: _Tell, wake: Callable[[], None], most_bytes: int = MOST_BYTES) -> None:
+        self._offers = offers
         self._tell = tell
         self._pid = os.getpid()
+        self._room = Room(WORKER_BYTES)
         self._lock = threading.Lock()
         self._outgoing: dict[str, OutgoingSegment] = {}
         self._without: set[str] = set()
         """Peers that cannot map a segment of this process."""
         self._incoming = IncomingSegments(wake, most_bytes)
 
-    def uses(self) -> dict[str, LaneUse]:
+    def uses(self) -> dict[str, SegmentUse]:
         """What was sent to each peer."""
         with self._lock:
             return {name: outgoing.use for name, outgoing in self._outgoing.items()}
@@ -123,7 +117,7 @@ class SharedLane:
     def close(self) -> None:
         """Remove all segments; views that are left stay readable."""
         with self._lock:
-            self._prefix = ""
+            self._offers = False
         for name in list(self._outgoing):
             self._give_up(name)
         self._incoming.clear()
@@ -132,11 +126,11 @@ class SharedLane:
         now = time.monotonic()
         with self._lock:
             outgoing = self._outgoing.get(to)
-            if to in self._without or not self._prefix:
+            if to in self._without or not self._offers:
                 return
             if outgoing is None:
                 try:
-                    outgoing = self._outgoing[to] = OutgoingSegment(self._prefix)
+                    outgoing = self._outgoing[to] = OutgoingSegment(self._room)
                 except OSError as error:
                     self._without.add(to)
                     log.warning("no shared memory for what goes to %s, which takes the sockets: %s", to, error)
@@ -155,7 +149,7 @@ class SharedLane:
     def _handle(self, message: Message) -> None:
         sender, kind = message.sender, message.kind
         if kind == OFFER:
-            self._on_offer(sender, read(message.body, _Offer, kind))
+            self._on_offer(sender, read(message.body, SegmentOffer, kind))
             return
         freed = read(message.body, _Freed, kind) if kind == FREED else None
         about = freed or read(message.body, _About, kind)
@@ -171,9 +165,9 @@ class SharedLane:
             if kind == DECLINED:
                 self._without.add(sender)
 
-    def _on_offer(self, sender: str, offer: _Offer) -> None:
+    def _on_offer(self, sender: str, offer: SegmentOffer) -> None:
         try:
-            self._incoming.map(sender, offer.number, offer.name, offer.size)
+            self._incoming.map(sender, offer)
         except ProtocolError as error:
             log.warning("what %s sends takes the sockets: %s", sender, error)
             self._tell(sender, DECLINED, {"number": offer.number})

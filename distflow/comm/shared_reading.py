@@ -7,17 +7,29 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from distflow.comm.arena import ALIGN, aligned
 from distflow.comm.message import Buffer
-from distflow.comm.shared_segment import PeerSegment
+from distflow.comm.shared_segment import MOST_BYTES, PeerSegment, SegmentName
 from distflow.comm.shared_sending import HEADER, HEADER_BYTES
+from distflow.data.decoding import Form, Whole
 from distflow.errors import ProtocolError
 
 _NUMBER_BYTES = 8
+
+
+class SegmentOffer(Form, frozen=True):
+    """What a segment is found by: the process that writes it, and its descriptor there."""
+
+    number: Whole
+    name: SegmentName
+    size: Annotated[int, msgspec.Meta(gt=0, le=MOST_BYTES)]
+    pid: Whole
+    handle: Whole
 
 
 class _View(weakref.ref[Any]):
@@ -47,10 +59,10 @@ class IncomingSegments:
         """How many blocks are being read."""
         return len(self._views)
 
-    def map(self, sender: str, number: int, name: str, size: int) -> None:
+    def map(self, sender: str, offer: SegmentOffer) -> None:
         """Map an offered segment in place of the last one. Raises ProtocolError if it cannot be mapped."""
-        if self._number(sender) != number:
-            self._segments[sender] = (number, PeerSegment(name, size))
+        if self._number(sender) != offer.number:
+            self._segments[sender] = (offer.number, PeerSegment(offer.pid, offer.handle, offer.name, offer.size))
 
     def forget(self, sender: str) -> None:
         """Unmap what a peer offered, once its views are gone."""

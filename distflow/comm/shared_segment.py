@@ -1,16 +1,17 @@
 """A segment of shared memory that one process writes and one other reads.
 
 It grows in steps up to its limit, and each step is pre-faulted: writing pages for the first time takes several times as
-long as writing them again. Its name is removed as soon as the reader has mapped it, so that the kernel frees the memory
-when both have ended, however they end.
+long as writing them again. It is a file without a name, which the reader opens through the writer's descriptor: the
+kernel frees the memory when both have ended, however and whenever they end, and /dev/shm is left to the weights. It is
+sealed, so that nobody can cut it short under the reader.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
-import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -19,13 +20,11 @@ import msgspec
 
 from distflow.errors import ProtocolError
 
-SEGMENTS = Path("/dev/shm")
 MOST_BYTES = 1 << 32
 """Largest segment that is mapped."""
-LEFT_FREE = 0.5
-"""Share of the file system that stays free of arenas: weights need it, and their publisher fails without it."""
-SegmentName = Annotated[str, msgspec.Meta(pattern=r"\Adistflow-[^/\0]{1,240}\Z")]
-"""The name of a segment in a form; never a path."""
+SegmentName = Annotated[str, msgspec.Meta(pattern=r"\Adistflow-[0-9a-f]{16}\Z")]
+"""What a segment is told apart by in a form; never a path."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """MADV_POPULATE_READ and MADV_POPULATE_WRITE of Linux 5.14, which `mmap` does not name."""
 
@@ -33,66 +32,64 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23
 class OwnSegment:
     """Created and written here. Raises OSError if it cannot be made."""
 
-    def __init__(self, prefix: str, limit: int) -> None:
-        self.name = f"{prefix}lane.{os.getpid()}.{secrets.token_hex(4)}"
+    def __init__(self, limit: int) -> None:
+        self.name = f"distflow-{secrets.token_hex(8)}"
         self.size = 0
         self.limit = limit
-        self._handle = os.open(SEGMENTS / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._pid = os.getpid()
+        self.handle = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.pid = os.getpid()
         try:
             # No memory yet: pages are allocated as it grows.
-            os.ftruncate(self._handle, limit)
-            self._map = mmap.mmap(self._handle, limit)
+            os.ftruncate(self.handle, limit)
+            fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self.handle, limit)
         except OSError:
             self.close()
             raise
         self.view = memoryview(self._map)
 
     def grow(self, size: int) -> bool:
-        """Allocate and pre-fault its first `size` bytes; False if too little shared memory would be left."""
-        found = os.statvfs(SEGMENTS)
-        if found.f_bavail * found.f_frsize - (size - self.size) < LEFT_FREE * found.f_blocks * found.f_frsize:
-            return False
+        """Allocate and pre-fault its first `size` bytes; False if there is no memory for them."""
         try:
-            # Without it, a full file system kills the writer with SIGBUS.
-            os.posix_fallocate(self._handle, self.size, size - self.size)
+            os.posix_fallocate(self.handle, self.size, size - self.size)
         except OSError:
             return False
         _populate(self._map, _POPULATE_WRITE, self.size, size)
         self.size = size
         return True
 
-    def remove_name(self) -> None:
-        """Nobody else can map it from here on."""
-        if os.getpid() == self._pid:
-            (SEGMENTS / self.name).unlink(missing_ok=True)
-
     def close(self) -> None:
-        """Remove it; it is unmapped when nobody here writes to it any more."""
-        self.remove_name()
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        """Nobody else can map it from here on; it is unmapped when nobody here writes to it any more."""
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1
 
 
 class PeerSegment:
     """Mapped read-only; views of it keep it mapped."""
 
-    def __init__(self, name: str, limit: int) -> None:
-        """Map a segment. Raises ProtocolError if there is none of this name and size that belongs to this user."""
+    def __init__(self, pid: int, handle: int, name: str, limit: int) -> None:
+        """Map what a process has open. Raises ProtocolError if it is no segment of this name, size and user."""
+        path = Path(f"/proc/{pid}/fd/{handle}")
         try:
-            handle = os.open(SEGMENTS / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # Looked at first: opening anything else may wait, or do something.
+            found = os.readlink(path)
+            if found != f"/memfd:{name} (deleted)":
+                raise ProtocolError(f"{path} is {found}; expected the segment {name}")
+            own = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise ProtocolError(f"{SEGMENTS / name} cannot be mapped: {error.strerror}") from error
+            raise ProtocolError(f"the segment {name} cannot be mapped: {path}: {error.strerror}") from error
         try:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                raise ProtocolError(f"{SEGMENTS / name} is not a file of user {os.geteuid()}")
-            if found.st_size != limit or not 0 < limit <= MOST_BYTES:
-                raise ProtocolError(f"{SEGMENTS / name} has {found.st_size} bytes; {limit} were announced")
-            self.memory = mmap.mmap(handle, limit, access=mmap.ACCESS_READ)
+            about = os.fstat(own)
+            if about.st_uid != os.geteuid():
+                raise ProtocolError(f"the segment {name} is not of user {os.geteuid()}")
+            if about.st_size != limit or not 0 < limit <= MOST_BYTES:
+                raise ProtocolError(f"the segment {name} has {about.st_size} bytes; {limit} were announced")
+            if not fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ProtocolError(f"the segment {name} could be cut short while it is read")
+            self.memory = mmap.mmap(own, limit, access=mmap.ACCESS_READ)
         finally:
-            os.close(handle)
+            os.close(own)
         self.limit = limit
         self._touched = 0
 

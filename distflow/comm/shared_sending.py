@@ -20,13 +20,15 @@ LIMIT_BYTES = 128 << 20
 """Size of the segment for one peer. One message can take half of it and leave room for the next."""
 STEP_BYTES = 8 << 20
 """A segment grows by at least this much."""
+WORKER_BYTES = 4 * LIMIT_BYTES
+"""Most memory that the segments of one worker take together."""
 HEADER = Struct("<qq")
 """In front of a block's frames: its generation, and the size of the block."""
 HEADER_BYTES = ALIGN
 
 
 @dataclass(slots=True)
-class LaneUse:
+class SegmentUse:
     """What one peer's segment carries, for the status."""
 
     messages: int = 0
@@ -36,6 +38,26 @@ class LaneUse:
     mapped: bool = False
     full: int = 0
     """Messages that found no room, and took the sockets."""
+
+
+class Room:
+    """What the segments of one worker may still take. Thread-safe."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = nbytes
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Whether there was room for that much."""
+        with self._lock:
+            fits = nbytes <= self._left
+            self._left -= nbytes if fits else 0
+        return fits
+
+    def give_back(self, nbytes: int) -> None:
+        """What was taken is free again."""
+        with self._lock:
+            self._left += nbytes
 
 
 class SharedPayload:
@@ -66,15 +88,16 @@ class SharedPayload:
 
 
 class OutgoingSegment:
-    """The segment for one peer."""
+    """The segment for one peer, which grows as long as there is `room`."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, room: Room) -> None:
         self.number = secrets.randbits(60)
         """Differs from that of any other segment, those of an earlier process of this worker among them."""
-        self.segment = OwnSegment(prefix, LIMIT_BYTES)
+        self.segment = OwnSegment(LIMIT_BYTES)
         self.offered_at = 0.0
-        self.use = LaneUse()
+        self.use = SegmentUse()
         self._arena = Arena(LIMIT_BYTES)
+        self._room = room
         self._payloads: dict[int, SharedPayload] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -82,12 +105,13 @@ class OutgoingSegment:
     @property
     def offer(self) -> dict[str, Any]:
         """What the peer maps it by."""
-        return {"number": self.number, "name": self.segment.name, "size": self.segment.limit}
+        segment = self.segment
+        where = {"pid": segment.pid, "handle": segment.handle}
+        return {"number": self.number, "name": segment.name, "size": segment.limit, **where}
 
     def taken(self) -> None:
         """The peer has mapped it."""
         self.use.mapped = True
-        self.segment.remove_name()
 
     def put(self, frames: Sequence[memoryview]) -> SharedPayload | None:
         """Copy the frames; None if there is no room."""
@@ -135,6 +159,7 @@ class OutgoingSegment:
     def close(self) -> None:
         """Give up the segment and everything in it."""
         with self._lock:
+            self._room.give_back(0 if self._closed else self._arena.size)
             self._closed = True
             for generation, payload in self._payloads.items():
                 payload.release(generation)
@@ -158,7 +183,10 @@ class OutgoingSegment:
     def _grow(self, missing: int) -> bool:
         before = self._arena.size
         size = min(LIMIT_BYTES, before + max(STEP_BYTES, missing + (-missing % STEP_BYTES)))
-        if size == before or not self.segment.grow(size):
+        if size == before or not self._room.take(size - before):
+            return False
+        if not self.segment.grow(size):
+            self._room.give_back(size - before)
             return False
         self._arena.grow(size)
         return True

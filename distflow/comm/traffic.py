@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
+
+INPROC, SHM, ZMQ = "inproc", "shm", "zmq"
+"""The lanes: to oneself, nothing is encoded; through shared memory; over the sockets."""
+_COUNTING = threading.Lock()
+
+
+@dataclass(slots=True)
+class LaneTraffic:
+    """What was sent by one lane."""
+
+    messages: int = 0
+    bytes: int = 0
+    """Of payloads; in the sockets of headers too, those of messages whose payload is in shared memory among them."""
 
 
 @dataclass(slots=True)
@@ -16,3 +30,10 @@ class Traffic:
     dropped: int = 0
     refused: int = 0
     """Connections refused because of their key, by us or by a peer."""
+    lanes: dict[str, LaneTraffic] = field(default_factory=lambda: {lane: LaneTraffic() for lane in (INPROC, SHM, ZMQ)})
+
+    def count(self, lane: str, messages: int, nbytes: int) -> None:
+        """Add what a lane has taken. Thread-safe."""
+        with _COUNTING:
+            self.lanes[lane].messages += messages
+            self.lanes[lane].bytes += nbytes

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from distflow.config.data_schema import DataConfig, ValConfig, inherited
+from distflow.config.hosts_schema import SecurityConfig, WeightsConfig
 from distflow.config.section import Section
 from distflow.config.training_schema import LoraConfig, OptimizerConfig
 from distflow.types import MOST_WORKERS
@@ -352,21 +353,6 @@ class LimitsConfig(Section):
     silent for as long loses the leases of the training worker that did not hear from it."""
 
 
-class SecurityConfig(Section):
-    """Security of a run on several hosts; on one host nothing leaves the machine."""
-
-    encrypt: Literal["control", "all"] = "control"
-    """control: messages and samples between hosts are encrypted, weights only authenticated by their digests;
-    all: weights are encrypted too, which costs about a fifth of their rate. Gradients between training hosts, which
-    Gloo or NCCL carry, never are: `all` refuses such a run without `trusted_network`."""
-    trusted_network: bool = False
-    """The training hosts exchange gradients over a network that no one else can read or write: a private one, or an
-    encrypted one such as WireGuard."""
-    run_folder: Literal["private", "group", "public"] = "private"
-    """Who may read the run folder, besides its user, who alone may write: no one (mode 0700), the user's group (0750),
-    or everyone (0755)."""
-
-
 class Recipe(Section):
     """Everything a run needs to know."""
 
@@ -387,6 +373,8 @@ class Recipe(Section):
     """Validation; null: none."""
     limits: LimitsConfig = LimitsConfig()
     """How long to wait, and how often to try again."""
+    weights: WeightsConfig = WeightsConfig()
+    """How weights cross hosts."""
     security: SecurityConfig = SecurityConfig()
     """What is encrypted between hosts."""
 

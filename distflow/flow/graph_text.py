@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from distflow.flow.adapters import adapter_lines, shares_base
 from distflow.flow.edges import VAL_SAMPLES, Edge, EdgeKind
+from distflow.flow.lanes import ONE_HOST, lanes_of
 from distflow.flow.memory_fit import table
 from distflow.flow.plan import ModelPlan, Plan, PoolPlan
 
@@ -46,21 +47,19 @@ def _sharing(plan: Plan) -> Iterator[str]:
                 yield f"{name}: computed by {other} with its adapters off, in {pool.name}: no copy"
 
 
-def edge_lines(plan: Plan) -> list[str]:
+def edge_lines(plan: Plan, host_of: Mapping[str, int] = ONE_HOST) -> list[str]:
     """What crosses on each edge, and who may wait for whom."""
     lines = []
     for edge in plan.edges:
-        lines.append(f"{edge.name} ({edge.kind}): {edge.source} -> {edge.target} over {lane_of(edge)}")
+        lines.append(f"{edge.name} ({edge.kind}): {edge.source} -> {edge.target} over {lane_text(plan, edge, host_of)}")
         lines += [f"  {line}" for line in _contents(edge)]
         lines.append(f"  waits: {waits_of(edge)}")
     return lines
 
 
-def lane_of(edge: Edge) -> str:
-    """How what an edge carries travels."""
-    if edge.source == edge.target:
-        return "inproc"
-    return "shm (over tcp to hosts without a training worker)" if edge.kind == "weights" else "zmq"
+def lane_text(plan: Plan, edge: Edge, host_of: Mapping[str, int] = ONE_HOST) -> str:
+    """How what an edge carries travels, in a few words."""
+    return ", ".join(lanes_of(plan, edge, host_of))
 
 
 def waits_of(edge: Edge) -> str:

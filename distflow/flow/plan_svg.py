@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from html import escape
 
 from distflow.flow.edges import Edge, EdgeKind
-from distflow.flow.graph_text import lane_of, uses
+from distflow.flow.graph_text import lane_text, uses
+from distflow.flow.lanes import ONE_HOST
 from distflow.flow.plan import Plan, PoolPlan
 
 PAD, GAP, TOP = 28, 44, 84
@@ -69,11 +70,11 @@ class _Columns:
     page: float
 
 
-def render_svg(plan: Plan) -> str:
-    """An SVG document."""
+def render_svg(plan: Plan, host_of: Mapping[str, int] = ONE_HOST) -> str:
+    """An SVG document; `host_of`: the host of each worker, by name."""
     columns = _columns(plan)
     box_height = 52 + LINE * max(len(_box_lines(pool)) for pool in plan.pools)
-    edges, bottom = _edges(plan, columns, TOP + box_height + ROW)
+    edges, bottom = _edges(plan, columns, TOP + box_height + ROW, host_of)
     height = bottom + PAD - ROW / 2
     life = [
         f'<line class="life" x1="{x:.1f}" y1="{TOP + box_height}" x2="{x:.1f}" y2="{height - PAD / 2:.1f}"/>'
@@ -140,23 +141,24 @@ def _box(pool: PoolPlan, columns: _Columns, height: float) -> Iterator[str]:
         yield _text(middle, TOP + 58 + LINE * number, line, style, "middle")
 
 
-def _edges(plan: Plan, columns: _Columns, top: float) -> tuple[list[str], float]:
+def _edges(plan: Plan, columns: _Columns, top: float, host_of: Mapping[str, int]) -> tuple[list[str], float]:
     """The lines of the picture, and where they end."""
     found: list[str] = []
     y = top
     for edge in plan.edges:
-        drawn, y = (_loop if edge.source == edge.target else _arrows)(edge, columns, y)
+        kind = f"  {_KINDS[edge.kind]}, {lane_text(plan, edge, host_of)}"
+        drawn, y = (_loop if edge.source == edge.target else _arrows)(edge, kind, columns, y)
         found += drawn
         y += ROW
     return found, y
 
 
-def _arrows(edge: Edge, columns: _Columns, y: float) -> tuple[list[str], float]:
+def _arrows(edge: Edge, kind: str, columns: _Columns, y: float) -> tuple[list[str], float]:
     """An arrow with what goes along below it; for a call another one with what comes back."""
     begin, end = columns.middles[edge.source], columns.middles[edge.target]
     middle, letters = (begin + end) / 2, int((abs(end - begin) - 24) / LETTER)
     y += LINE
-    lines = [_text(middle, y - 7, f"{edge.name}", "edge behind", "middle", _kind(edge))]
+    lines = [_text(middle, y - 7, f"{edge.name}", "edge behind", "middle", kind)]
     lines += _arrow(begin, end, y, edge.kind)
     lines, y = _below(lines, _wrapped(edge.fields, letters), middle, y, "middle")
     if edge.back:
@@ -166,13 +168,13 @@ def _arrows(edge: Edge, columns: _Columns, y: float) -> tuple[list[str], float]:
     return lines, y
 
 
-def _loop(edge: Edge, columns: _Columns, y: float) -> tuple[list[str], float]:
+def _loop(edge: Edge, kind: str, columns: _Columns, y: float) -> tuple[list[str], float]:
     """From a pool to itself: its parts take turns."""
     x = columns.middles[edge.source]
     right, letters = x + LOOP + 14, int((columns.page - PAD - x - LOOP - 14) / LETTER)
     path = f"M {x:.1f} {y:.1f} h {LOOP - 8} q 8 0 8 8 v 10 q 0 8 -8 8 H {x + 7:.1f}"
     lines = [f'<path class="line {edge.kind}" d="{path}"/>', _head(x, y + 26, -1, edge.kind)]
-    lines.append(_text(right, y + 8, edge.name, "edge", "start", _kind(edge)))
+    lines.append(_text(right, y + 8, edge.name, "edge", "start", kind))
     lines, below = _below(lines, _wrapped((*edge.fields, *edge.back), letters), right, y + 8, "start")
     return lines, max(below, y + 26)
 
@@ -191,10 +193,6 @@ def _arrow(begin: float, end: float, y: float, kind: EdgeKind, more: str = "") -
 def _head(x: float, y: float, way: int, kind: EdgeKind) -> str:
     back = x - 9 * way
     return f'<path class="head-{kind}" d="M {x:.1f} {y:.1f} L {back:.1f} {y - 4.5:.1f} L {back:.1f} {y + 4.5:.1f} Z"/>'
-
-
-def _kind(edge: Edge) -> str:
-    return f"  {_KINDS[edge.kind]}, {lane_of(edge).partition(' ')[0]}"
 
 
 def _wrapped(words: Iterable[str], letters: int) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.plugins import LIBRARIES
-from distflow.flow.graph_text import edge_lines, lane_of, model_lines, pool_lines, waits_of
+from distflow.flow.graph_text import edge_lines, lane_text, model_lines, pool_lines, waits_of
+from distflow.flow.lanes import ONE_HOST
 from distflow.flow.memory import MIB, STEPS_OF_ROWS, rows_bytes, step_bytes
 from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
@@ -16,14 +17,17 @@ from distflow.flow.sharding import divides_models
 from distflow.flow.validation import val_lines
 
 
-def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
-    """All that a plan says, section by section. `capacity`: of a host that would run all workers."""
+def render_page(plan: Plan, capacity: Capacity = UNSEEN, host_of: Mapping[str, int] = ONE_HOST) -> str:
+    """All that a plan says, section by section.
+
+    `capacity`: of a host that would run all workers; `host_of`: the host of each worker, by name.
+    """
     sections = [
         [f"run {plan.run_name}: {plan.batch.training_steps} training steps, seed {plan.recipe.run.seed}"],
         ["workers", *_indent(_workers(plan))],
         ["steps", *_indent(_steps(plan))],
         ["pools", *_indent(pool_lines(plan))],
-        ["edges", *_indent(edge_lines(plan) or ["none: the training workers read the samples from the data"])],
+        ["edges", *_indent(edge_lines(plan, host_of) or ["none: the training workers read the samples from the data"])],
         ["models", *_indent(model_lines(plan))],
         ["batch", *_indent(_batch(plan))],
         *([] if plan.val is None else [["validation", *_indent(val_lines(plan))]]),
@@ -48,14 +52,14 @@ def _saving(plan: Plan) -> list[list[str]]:
     return [["checkpoints", f"  {text}"]]
 
 
-def plan_data(plan: Plan, capacity: Capacity = UNSEEN) -> dict[str, Any]:
+def plan_data(plan: Plan, capacity: Capacity = UNSEEN, host_of: Mapping[str, int] = ONE_HOST) -> dict[str, Any]:
     """The plan as JSON-able data without source texts, with its memory estimate in bytes."""
     data = dataclasses.asdict(dataclasses.replace(plan, code={}, recipe=None))  # type: ignore[arg-type]  # dropped below
     del data["code"], data["recipe"]
     for worker, planned in zip(data["workers"], plan.workers, strict=True):
         worker["name"] = str(planned.name)
     for edge, planned_edge in zip(data["edges"], plan.edges, strict=True):
-        edge |= {"lane": lane_of(planned_edge), "waits": waits_of(planned_edge)}
+        edge |= {"lane": lane_text(plan, planned_edge, host_of), "waits": waits_of(planned_edge)}
     ports = [dataclasses.asdict(library) for library in library_ports(plan)]
     data |= {"owners": plan.owners, "trained_models": plan.trained_models}
     return {**data, "memory": memory_data(plan, capacity), "library_ports": ports}
@@ -203,6 +207,15 @@ def library_ports(plan: Plan) -> list[Library]:
     return found
 
 
+def _encoding(plan: Plan) -> str:
+    """How weights cross hosts (`weights.encoding`)."""
+    given = plan.recipe.weights
+    rounded = f"rounded to {given.encoding}, " if given.encoding in ("bf16", "fp8") else ""
+    if given.encoding == "full":
+        return "each version in full"
+    return f"{rounded}only what has changed, every {given.keyframe_every} versions all"
+
+
 def network_lines(plan: Plan) -> list[str]:
     """Lines for the page of a plan."""
     lines = []
@@ -211,7 +224,7 @@ def network_lines(plan: Plan) -> list[str]:
         lines.append(f"ports without the run's key: {library.name} of {', '.join(library.workers)}, at {where}")
     everything = plan.recipe.security.encrypt == "all"
     weights = "encrypted" if everything else "in the clear, checked by digests (security.encrypt: all encrypts them)"
-    lines.append(f"between hosts: control messages and samples encrypted; weights {weights}")
+    lines.append(f"between hosts: control messages and samples encrypted; weights {weights}; {_encoding(plan)}")
     if any(pool.homes and pool.count > 1 for pool in plan.pools):
         lines.append("between hosts: gradients in the clear, unauthenticated; keep training hosts in a private network")
     return lines

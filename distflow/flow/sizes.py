@@ -31,6 +31,8 @@ PINNED = 1
 """One more where they are also read over a network: it is not overwritten while it is being read."""
 FETCHED = 2
 """Versions in the shared memory of a host that fetches them: the one in use and served to others, and the next."""
+CHAINED = 0.5
+"""So many versions' bytes the deltas between versions take at most, on a host that publishes to others or fetches."""
 GATED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose parameters can be counted from the configuration (embeddings are untied unless it says otherwise);
 other families need their files."""

@@ -8,7 +8,6 @@ and counted.
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 from collections import deque
@@ -18,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -40,8 +40,7 @@ _Job = tuple[int, int, list[tuple[Batch, list[str]]]]
 
 
 _AGAIN = "again"
-_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
-"""Created once: `json.dumps` with settings creates an encoder for every call."""
+_ENCODER = msgspec.json.Encoder()
 
 
 class DumpWriter:
@@ -134,13 +133,13 @@ class DumpWriter:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self._file
         try:
-            with path.open("w", encoding="utf-8") as file:
+            with path.open("wb") as file:
                 for batch, workers in groups:
                     # A few rows at a time: as Python's numbers, tokens take many times the memory.
                     for row in range(0, batch.rows, LINES_AT_ONCE):
                         part = batch.slice(row, min(row + LINES_AT_ONCE, batch.rows))
-                        for line in _lines(part, workers[row : row + LINES_AT_ONCE]):
-                            file.write(_ENCODE({**line, "step": step, "term": term}) + "\n")
+                        lines = _lines(part, workers[row : row + LINES_AT_ONCE])
+                        file.write(_ENCODER.encode_lines({**line, "step": step, "term": term} for line in lines))
         except OSError:
             path.unlink(missing_ok=True)
             raise

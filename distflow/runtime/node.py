@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distflow.comm.addresses import Address, run_tag
+from distflow.comm.addresses import Address
 from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import Keys, NetworkListener, key_file, read_keys
@@ -30,6 +30,7 @@ from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, M
 from distflow.comm.message import Buffer, Message
 from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.processes import resident_mb, started_at
+from distflow.comm.traffic import INPROC
 from distflow.data.decoding import Form, Name, read
 from distflow.errors import ProtocolError, RecipeMismatch
 from distflow.flow.plan import leaders_of, publisher_for
@@ -37,7 +38,6 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
-from distflow.weights.shm import segment_prefix
 
 Handler = Callable[[Message], None]
 AGENT_POOL = "agent"
@@ -224,12 +224,11 @@ class Node:
             "name": self.endpoint.name,
             "pid": os.getpid(),
             "host": os.uname().nodename,
-            "state": self.facts["state"],
-            "step": self.facts["step"],
-            "version": self.facts["version"],
+            **{fact: self.facts[fact] for fact in ("state", "step", "version")},
             "waiting_for": wait.describe(time.monotonic()) if wait else None,
             "waits": self.board.waits(),
             "traffic": asdict(self.endpoint.traffic),
+            "segments": {name: asdict(use) for name, use in self.endpoint.segments.items()},
             "memory_mb": resident_mb(),
             "counts": dict(self.counts()),
             "checkpointed": self.checkpointed,
@@ -289,6 +288,7 @@ class Lanes:
         if to != me:
             return self._endpoint.send(to, kind, body, payload)
         self._queue.append(Message(kind, me, self._endpoint.incarnation, body, [memoryview(part) for part in payload]))
+        self._endpoint.traffic.count(INPROC, 1, sum([part.nbytes for part in self._queue[-1].payload]))
         if self._draining:
             return delivered()
         self._draining = True
@@ -333,9 +333,8 @@ class Hosts:
 
     def endpoint(self, name: str, incarnation: int, most_bytes: int) -> Endpoint:
         """The endpoint of a worker, which sends to others on its host through shared memory."""
-        segments, listener = segment_prefix(run_tag(self._run_dir, self.here)), self.listener
-        about = (name, incarnation, self.roster)
-        return Endpoint(*about, listener=listener, max_frame_bytes=most_bytes, segments=segments)
+        about, listener = (name, incarnation, self.roster), self.listener
+        return Endpoint(*about, listener=listener, max_frame_bytes=most_bytes, shared_memory=True)
 
     def publishes_here(self, model: str) -> bool:
         """Whether a worker that trains a model is on this host, so that its weights come through shared memory."""

@@ -44,6 +44,8 @@ class StepTally:
     """Batches, with the worker that generated each row."""
     samples: int = 0
     tokens: int = 0
+    overlapped: int = 0
+    """Tokens that were trained on before the last group of the own ledgers had arrived."""
     judged: dict[Uid, Scores] = field(default_factory=dict)
     """What the samples of each group scored, if it matters for later prompts."""
 
@@ -154,8 +156,15 @@ class Receiving:
             elif taken.take.train:
                 yield self._batch(t, pending, taken.take.parts)
                 pending = []
+                self._note_overlap()
             if taken.take.over:
                 return
+
+    def _note_overlap(self) -> None:
+        """All that was received so far has been trained on."""
+        with self._board.condition:
+            if not self._intake.owner.set_complete():
+                self.tally.overlapped = self.tally.tokens
 
     def _compute(self, wanted: ComputedHere) -> None:
         """Run a step over groups that are not taken yet, instead of waiting for more of them."""

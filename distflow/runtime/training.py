@@ -14,6 +14,7 @@ from distflow.exchange.dealing import DealRule
 from distflow.exchange.rows_messages import Then
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import SampleStore
+from distflow.flow.edges import SAMPLES
 from distflow.log import logger
 from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
@@ -366,6 +367,8 @@ class Training:
         if self._recovery is not None:
             self._recovery.note(metrics)
             self._recovery = None
+        if self.receives == SAMPLES and tally.tokens:
+            metrics.mean("perf/overlap_share", tally.overlapped / tally.tokens, tally.tokens)
         metrics.set("perf/samples_per_s", tally.samples / seconds)
         metrics.set("perf/tokens_per_s", tally.tokens / seconds)
         metrics.set("perf/throughput", tally.tokens / seconds / (1 + len(self._node.membership.peers)))

@@ -32,11 +32,14 @@ from distflow.types import Version, WorkerName
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
+from distflow.weights.rounded_publisher import RoundedPublisher
 from distflow.weights.shm import ShmPublisher
 from distflow.weights.swarm_server import SwarmServer
 from distflow.weights.transport import WeightPublisher, WeightReader
 
 WEIGHTS = "weights"
+WIDER = ("float32", "float64")
+"""Types that bf16 rounds."""
 TELL_AGAIN_S = 2 * BEAT_EVERY_S
 
 
@@ -54,10 +57,10 @@ class Announcer:
         self._hosts = hosts
         self._node = node
         self._server: SwarmServer | None = None
-        if hosts.address is not None:
-            self._server = SwarmServer(hosts.address, encrypted=setting.recipe.security.encrypt == "all")
-        pinned = None if self._server is None else self._server.pinned
         tag = run_tag(setting.run_dir, hosts.here)
+        if hosts.address is not None:
+            self._server = _server_for(setting, model, hosts.address, tag)
+        pinned = None if self._server is None else self._server.pinned
         self._publisher = ShmPublisher(tag, model, setting.document.term, pinned)
         self._newest: Manifest | None = None
         self._described: Manifest | None = None
@@ -129,6 +132,21 @@ class Announcer:
             if reads and self._hosts.publisher_for(peer.host, self._model) == self._name:
                 (near if peer.host == self._hosts.here else far).append(name)
         return near, far
+
+
+def _server_for(setting: Setting, model: str, address: str, tag: str) -> SwarmServer:
+    """What serves a model to other hosts, encoded and encrypted as the recipe says."""
+    recipe = setting.plan.recipe
+    encoding, dtype = recipe.weights.encoding, recipe.models[model].dtype
+    rounding = None
+    if encoding == "fp8" or (encoding == "bf16" and dtype in WIDER):
+        rounding = RoundedPublisher(tag, encoding)
+    return SwarmServer(
+        address,
+        encrypted=recipe.security.encrypt == "all",
+        keyframe_every=1 if encoding == "full" else recipe.weights.keyframe_every,
+        rounding=rounding,
+    )
 
 
 class Publishing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Protocol, runtime_checkable
 
 import msgspec
@@ -20,7 +20,8 @@ TOKENS = 64
 LIMIT = 4096
 """Most tokens, and most rows, of a received canary."""
 TOLERANCE: Mapping[str, float] = {"float64": 1e-5, "float32": 2e-3, "float16": 0.1, "bfloat16": 0.5, "fp8": 1.0}
-"""Largest mean difference (nats) by the coarser of the types that trainer and engine compute in.
+"""Largest mean difference (nats) by the coarsest of the types that trainer and engine compute in, and weights were
+rounded to on their way.
 
 Generous where logits are rounded: those of improbable tokens are large, and one rounding step of bfloat16 is 1/8 there.
 """
@@ -76,9 +77,9 @@ class Canary(Row, frozen=True):
         pairs = [pair for own, other in zip(self.logprobs, found, strict=True) for pair in zip(own, other, strict=True)]
         return math.fsum(abs(own - other) for own, other in pairs) / len(pairs)
 
-    def tolerance(self, engine: str) -> float:
-        """The tolerance for an engine that computes in this precision."""
-        return max(TOLERANCE[self.precision], TOLERANCE[engine])
+    def tolerance(self, engine: str, weights: Iterable[str] = ()) -> float:
+        """The tolerance for an engine that computes in this precision, and for weights in these."""
+        return max(TOLERANCE[one] for one in (self.precision, engine, *weights))
 
 
 def canary_rows(vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,7 @@ on. If B is lost before A has 3, A asks the publisher, which sees that B is gone
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -50,21 +50,25 @@ class ChunkPlan:
 
     Connections are named by numbers. After each event, `next` of that connection says what to ask there; after `leave`
     and `urge`, all of them may have something. Readers with different `start`s ask for missing chunks in other orders,
-    so that each gets some and the others get them there.
+    so that each gets some and the others get them there. `there`: what has arrived before.
     """
 
-    def __init__(self, count: int, window: int = WINDOW, start: int = 0) -> None:
+    def __init__(self, count: int, window: int = WINDOW, start: int = 0, there: Collection[int] = ()) -> None:
         self.count = count
-        self.arrived = 0
+        self.arrived = len(there)
         self._window = window
         self._start = start
-        self._open = set(range(count))
+        self._open = set(range(count)).difference(there)
         self._sources: dict[int, _Source] = {}
         self._wrong: dict[tuple[str, int], int] = {}
         self._all_dealt = False
         self._missing: deque[int] = deque()
         """What to ask the publisher for by number, since it was last urged; `_urge` says how."""
         self._urge: Literal["want", "again"] = "want"
+        if there:
+            # What is left is asked for by number: most of what the publisher would deal is there.
+            self._all_dealt = True
+            self.urge(again=False)
 
     @property
     def done(self) -> bool:
@@ -214,6 +218,12 @@ class ChunkDealer:
                 self._given[self._next] = reader
             self._next += 1
         return dealt
+
+    def made(self, reader: str) -> None:
+        """This reader has all chunks without having been given them: those that nobody was given are had there."""
+        for chunk in range(self._next, self._count):
+            self._given.setdefault(chunk, reader)
+        self._next = self._count
 
     def gives(self, reader: str, chunk: int, present: Set[str], *, again: bool) -> bool:
         """Whether a reader gets this chunk: not if another one that is `present` was given it, unless `again`."""

@@ -22,7 +22,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from distflow.errors import ProtocolError
 from distflow.log import logger
-from distflow.types import Version
 from distflow.weights.chunk_plan import ChunkDealer
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
 from distflow.weights.shm import HEADER, HEADER_BYTES
@@ -33,6 +32,7 @@ from distflow.weights.swarm import (
     MOST_TOLD,
     SEAL_BYTES,
     ChunkAsk,
+    Content,
     Opening,
     Says,
     Secret,
@@ -48,13 +48,13 @@ MOST_CONNECTIONS = 1024
 MOST_WAITING = 256
 """Requests of one connection that have not been answered; a reader asks for a window of chunks at a time."""
 MOST_HELD = 8
-"""Versions that are served at a time."""
+"""Versions that are served at a time; who holds deltas between them forgets these itself."""
 
 log = logger(__name__)
 
 
 class HeldVersion:
-    """One version in a segment at `path`: all of it, or what a reader here has fetched so far.
+    """One version, or a delta, in a segment at `path`: all of it, or what a reader here has fetched so far.
 
     `dealer` is the publisher's. Once it is whole, the header of the segment says whether it is still there.
     """
@@ -121,7 +121,7 @@ class ChunkServer:
         self.introduces = introduces
         self.on_read = on_read
         self.lock = threading.Lock()
-        self._held: dict[tuple[str, Version], HeldVersion] = {}
+        self._held: dict[tuple[str, Content], HeldVersion] = {}
         self._known: dict[bytes, Secret] = {}
         self._sealed: set[bytes] = set()
         self._connections: list[_Connection] = []
@@ -142,21 +142,22 @@ class ChunkServer:
     def hold(self, held: HeldVersion) -> None:
         """Serve a version from now on; the oldest of too many is forgotten."""
         with self.lock:
-            self._held[held.manifest.model, held.manifest.version] = held
-            while len(self._held) > MOST_HELD:
-                del self._held[min(self._held, key=lambda key: key[1])]
+            self._held[held.manifest.model, held.manifest.content] = held
+            whole = sorted((key for key in self._held if key[1].base < 0), key=lambda key: key[1])
+            for key in whole[:-MOST_HELD]:
+                del self._held[key]
         self.tell()
 
     def forget(self, held: HeldVersion) -> None:
         """Serve a version no more."""
         with self.lock:
-            if self._held.get((held.manifest.model, held.manifest.version)) is held:
-                del self._held[held.manifest.model, held.manifest.version]
+            if self._held.get((held.manifest.model, held.manifest.content)) is held:
+                del self._held[held.manifest.model, held.manifest.content]
 
-    def find(self, model: str, version: Version) -> HeldVersion | None:
-        """The version, if it is held."""
+    def find(self, ask: ChunkAsk) -> HeldVersion | None:
+        """What is asked for, if it is held."""
         with self.lock:
-            return self._held.get((model, version))
+            return self._held.get((ask.model, ask.content))
 
     def tell(self) -> None:
         """There is something new: connections tell their readers."""
@@ -301,11 +302,15 @@ class _Connection:
             self.close()
 
     def _answer(self, ask: ChunkAsk) -> None:
-        held = self._server.find(ask.model, ask.version)
+        held = self._server.find(ask)
         if ask.what == "follow":
             self._follows, self._told = ask, 0
         elif ask.what == "deal":
             self._deal(ask, held)
+        elif ask.what == "made":
+            if held is not None and held.dealer is not None:
+                with self._server.lock:
+                    held.dealer.made(self.reader)
         else:
             for chunk in ask.chunks:
                 self._give(ask, held, chunk)
@@ -339,13 +344,13 @@ class _Connection:
         self._server.on_read(held)
         start, size = held.span(chunk)
         if self._seal is not None:
-            header = FRAME.pack(Says.CHUNK, size + SEAL_BYTES, *ask.version, chunk)
+            header = FRAME.pack(Says.CHUNK, size + SEAL_BYTES, *ask.content, chunk)
             sealed = self._seal.encrypt(seal_nonce(self._sealed), held.bytes_of(chunk), header)
             self._sealed += 1
             self._link.sendall(header, socket.MSG_MORE)
             self._link.sendall(sealed)
         else:
-            self._link.sendall(FRAME.pack(Says.CHUNK, size, *ask.version, chunk), socket.MSG_MORE)
+            self._link.sendall(FRAME.pack(Says.CHUNK, size, *ask.content, chunk), socket.MSG_MORE)
             end = start + size
             while start < end:
                 start += os.sendfile(self._link.fileno(), held.file.fileno(), start, end - start)
@@ -358,7 +363,7 @@ class _Connection:
             self._peers = peers
             self._frame(Says.PEERS, None, 0, msgspec.msgpack.encode(sorted(peers)))
         ask = self._follows
-        held = None if ask is None else self._server.find(ask.model, ask.version)
+        held = None if ask is None else self._server.find(ask)
         if ask is None or held is None:
             return
         while new := held.order[self._told : self._told + MOST_TOLD]:
@@ -366,8 +371,8 @@ class _Connection:
             self._frame(Says.HAVE, ask, 0, struct.pack(f"<{len(new)}I", *new))
 
     def _frame(self, says: Says, ask: ChunkAsk | None, chunk: int = 0, payload: bytes = b"") -> None:
-        version = Version(0, 0) if ask is None else ask.version
-        self._link.sendall(FRAME.pack(says, len(payload), *version, chunk) + payload)
+        content = Content(0, 0) if ask is None else ask.content
+        self._link.sendall(FRAME.pack(says, len(payload), *content, chunk) + payload)
 
 
 def hang_up(link: socket.socket) -> None:

@@ -94,7 +94,17 @@ class HostSegments:
                 if segment.lock(fcntl.LOCK_SH) and segment.version == manifest.version:
                     self._used = segment
                     return segment.private
-                self._let_go(segment)
+                self.let_go(segment)
+        return None
+
+    def base_of(self, manifest: Manifest) -> SharedSegment | None:
+        """The newest version that is whole, if deltas lead from it to this one: unchanged until `let_go`."""
+        newest = self.newest()
+        for segment in self._segments():
+            if segment.version == newest and len(segment.memory) == HEADER_BYTES + manifest.size:
+                if manifest.chain_from(newest) and segment.lock(fcntl.LOCK_SH) and segment.version == newest:
+                    return segment
+                self.let_go(segment)
         return None
 
     def newest(self) -> Version | None:
@@ -104,7 +114,7 @@ class HostSegments:
     def release(self) -> None:
         """What was in use may be overwritten."""
         if self._used is not None:
-            self._let_go(self._used)
+            self.let_go(self._used)
             self._used = None
 
     def begin(self) -> bool:
@@ -148,7 +158,7 @@ class HostSegments:
 
     def abandon(self, segment: SharedSegment) -> None:
         """The version did not arrive."""
-        self._let_go(segment)
+        self.let_go(segment)
 
     def close(self) -> None:
         """Leave; the last one to do so removes the segments."""
@@ -199,7 +209,8 @@ class HostSegments:
         segment.lock(fcntl.LOCK_EX)
         return segment
 
-    def _let_go(self, segment: SharedSegment) -> None:
+    def let_go(self, segment: SharedSegment) -> None:
+        """It may be overwritten, as far as this reader is concerned."""
         fcntl.flock(segment.handle, fcntl.LOCK_UN)
 
 

@@ -13,11 +13,11 @@ import msgspec
 import xxhash
 from blake3 import blake3
 
-from distflow.data.decoding import MOST, Form, Row, Whole, read, shown
+from distflow.data.decoding import MOST, Form, FromMinusOne, Row, Whole, read, shown
 from distflow.errors import ChecksumError, ProtocolError
 from distflow.types import Version
 from distflow.weights.canary import Canary
-from distflow.weights.swarm import SwarmPlace
+from distflow.weights.swarm import Content, SwarmPlace
 
 CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16
@@ -25,6 +25,11 @@ HASHING_THREADS = 4
 _SEGMENT = re.compile(r"/dev/shm/distflow-[^/\0]{1,200}")
 DTYPE_BYTES = {"torch.float64": 8, "torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 """Types of published tensors, and the bytes of one value."""
+FP8 = "torch.float8_e4m3fn"
+"""The type of a tensor that was rounded for the network (distflow/weights/rounding.py)."""
+BLOCK = 128
+"""Values of such a tensor that share a scale, of one byte."""
+_PRECISIONS = {FP8: "fp8", **{dtype: dtype.removeprefix("torch.") for dtype in DTYPE_BYTES}}
 
 
 class TensorEntry(Row, frozen=True):
@@ -37,11 +42,21 @@ class TensorEntry(Row, frozen=True):
     size: Whole
 
 
+class Delta(Row, frozen=True):
+    """The bytes that make version `number` of version `base` (distflow/weights/delta.py), `size` in all."""
+
+    number: Whole
+    base: Whole
+    size: Whole
+    digests: bytes
+
+
 class Manifest(Form, frozen=True):
     """One version of one model: `place` says where the link finds the bytes, `checksums` are xxh3 of 1 MiB chunks.
 
     Where the bytes cross a network that others may write to, `digests` take the place of the checksums: DIGEST_BYTES
-    for each chunk, one after the other.
+    for each chunk, one after the other. There, `deltas` lead to this version, each from the version before it. With a
+    `base` the bytes themselves are those of a delta.
     """
 
     model: str
@@ -52,11 +67,24 @@ class Manifest(Form, frozen=True):
     checksums: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     digests: bytes = b""
     canary: Canary | None = None
+    deltas: tuple[Delta, ...] = ()
+    base: FromMinusOne = -1
 
     @property
     def title(self) -> str:
         """The version in words, for messages."""
-        return f"weights of {self.model!r}, term {self.version.term}, version {self.version.number}"
+        since = f", changes since version {self.base}" if self.base >= 0 else ""
+        return f"weights of {self.model!r}, term {self.version.term}, version {self.version.number}{since}"
+
+    @property
+    def precisions(self) -> set[str]:
+        """The types that values were rounded to on their way, as `Canary.tolerance` takes them."""
+        return {_PRECISIONS[entry.dtype] for entry in self.entries}
+
+    @property
+    def content(self) -> Content:
+        """Of what the chunks are."""
+        return Content(*self.version, self.base)
 
     @property
     def chunks(self) -> int:
@@ -66,6 +94,27 @@ class Manifest(Form, frozen=True):
     def digest_of(self, chunk: int) -> bytes:
         """The expected digest of a chunk."""
         return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+
+    def chain_from(self, had: Version | None) -> tuple[Delta, ...]:
+        """The deltas that make this version of one that a host has; none if there are none, or they are larger."""
+        bases = [delta.base for delta in self.deltas]
+        if had is None or had.term != self.version.term or had.number not in bases:
+            return ()
+        chain = self.deltas[bases.index(had.number) :]
+        return chain if sum(delta.size for delta in chain) < self.size else ()
+
+    def of_delta(self, delta: Delta) -> Manifest:
+        """What says how to fetch one of the deltas."""
+        return Manifest(
+            self.model,
+            Version(self.version.term, delta.number),
+            self.place,
+            delta.size,
+            (),
+            (),
+            delta.digests,
+            base=delta.base,
+        )
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values for a message body."""
@@ -84,19 +133,35 @@ class Manifest(Form, frozen=True):
             raise ProtocolError(f"{found.title}: {shown(found.place)} is not a shared segment of a run")
         for entry in found.entries:
             _check_entry(entry, found)
+        _check_deltas(found)
         sums = len(found.digests) / DIGEST_BYTES if found.digests else len(found.checksums)
         if sums != found.chunks:
             raise ProtocolError(f"{found.title}: {sums:g} checksums or digests for {found.chunks} chunks")
         return found
 
 
+def _check_deltas(manifest: Manifest) -> None:
+    numbers = [*(delta.base for delta in manifest.deltas), manifest.version.number]
+    if manifest.base >= 0 or [delta.number for delta in manifest.deltas] != numbers[1:]:
+        raise ProtocolError(f"{manifest.title}: its deltas do not lead to it one by one: {shown(manifest.deltas)}")
+    for delta in manifest.deltas:
+        sums = len(delta.digests) / DIGEST_BYTES
+        if not delta.base < delta.number or not 0 < delta.size < manifest.size or sums != -(-delta.size // CHUNK_BYTES):
+            raise ProtocolError(
+                f"{manifest.title}: {sums:g} digests for {delta.size} bytes that make version {delta.number} of "
+                f"{delta.base}"
+            )
+
+
 def _check_entry(entry: TensorEntry, manifest: Manifest) -> None:
     what = f"{manifest.title}: tensor {shown(entry.name)}"
     if entry.start + entry.size > manifest.size:
         raise ProtocolError(f"{what} lies outside {manifest.size} bytes")
-    if entry.dtype not in DTYPE_BYTES:
-        raise ProtocolError(f"{what} has dtype {shown(entry.dtype)}; expected one of {', '.join(DTYPE_BYTES)}")
-    if prod(entry.shape) * DTYPE_BYTES[entry.dtype] != entry.size:
+    if entry.dtype not in _PRECISIONS:
+        raise ProtocolError(f"{what} has dtype {shown(entry.dtype)}; expected one of {', '.join(_PRECISIONS)}")
+    count = prod(entry.shape)
+    size = count + -(-count // BLOCK) if entry.dtype == FP8 else count * DTYPE_BYTES[entry.dtype]
+    if size != entry.size:
         raise ProtocolError(f"{what} of shape {entry.shape} in {entry.size} bytes")
 
 

@@ -137,13 +137,15 @@ class WeightInbox:
             log.info("%s: log-probs not compared with the trainer's: no room in the engine", manifest.title)
             return True
         self.difference = canary.difference(found)
-        tolerance = canary.tolerance(engine.precision)
+        tolerance = canary.tolerance(engine.precision, manifest.precisions)
         if self.difference <= tolerance:
             return True
+        coarser = manifest.precisions - {canary.precision, engine.precision}
         what = (
             f"{manifest.title}: the engine's log-probs of {sum(map(len, found))} fixed tokens differ from the "
             f"trainer's by {self.difference:.3g} nats on average, expected at most {tolerance:g} between "
             f"{canary.precision} and {engine.precision}"
+            + (f", with weights in {', '.join(sorted(coarser))}" if coarser else "")
         )
         if self._suspected is not None:
             raise WorkerFailed(

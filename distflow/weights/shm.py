@@ -30,7 +30,7 @@ from torch import Tensor
 from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
 from distflow.flow.sizes import FETCHED, PINNED, PUBLISHED
 from distflow.types import Version
-from distflow.weights.manifest import Manifest, TensorEntry, checksums, verify
+from distflow.weights.manifest import FP8, Manifest, TensorEntry, checksums, verify
 from distflow.weights.transport import NamedTensors
 
 ALIGN = 64
@@ -49,7 +49,7 @@ middle of it holds nobody up."""
 LOOK_S = 0.0005
 SEGMENTS = Path("/dev/shm")
 
-_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+_DTYPES = {str(one): one for one in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
 
 
 def segment_prefix(run: str) -> str:
@@ -287,9 +287,16 @@ def map_shared(path: Path) -> mmap.mmap:
 
 
 def tensor_views(memory: mmap.mmap, entries: tuple[TensorEntry, ...], offset: int) -> list[tuple[str, Tensor]]:
-    """Views of a version whose bytes begin at `offset`, one per parameter; raises ProtocolError for another dtype."""
+    """Views of a version whose bytes begin at `offset`, one per parameter; those in fp8 as flat bytes.
+
+    Raises ProtocolError for another dtype.
+    """
     out = []
     for entry in entries:
+        if entry.dtype == FP8:
+            data = torch.frombuffer(memory, dtype=torch.uint8, count=entry.size, offset=offset + entry.start)
+            out.append((entry.name, data))
+            continue
         if entry.dtype not in _DTYPES:
             raise ProtocolError(
                 f"parameter {entry.name!r} has dtype {entry.dtype!r}; expected one of {sorted(_DTYPES)}"

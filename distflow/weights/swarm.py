@@ -14,31 +14,38 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from blake3 import blake3
 
 from distflow.comm.addresses import Address, check_address
 from distflow.comm.message import unpack
-from distflow.data.decoding import Row, Whole, read, shown
+from distflow.data.decoding import FromMinusOne, Row, Whole, read, shown
 from distflow.errors import ProtocolError
-from distflow.types import Version
 
-GREETING = b"distflow weights 1\n"
+GREETING = b"distflow weights 2\n"
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 SEAL_BYTES = 16
 LENGTH = struct.Struct("<I")
 """Bytes of the message that follows."""
-FRAME = struct.Struct("<BIqqq")
-"""What it is (`Says`), bytes of payload, term and number of the version, chunk (else 0)."""
+FRAME = struct.Struct("<BIqqqq")
+"""What it is (`Says`), bytes of payload, what it is about (`Content`), chunk (else 0)."""
 MAX_ASK_BYTES = 4096
 MOST_AT_ONCE = 64
 """Chunks in one `ChunkAsk`."""
 MOST_TOLD = 1 << 14
 """Chunks in one `Says.HAVE`."""
 _OPEN, _ENCRYPTED = "swarm", "swarm+aes"
+
+
+class Content(NamedTuple):
+    """Of what chunks are: a version (`base` −1), or the delta that makes it of version `base` of the same term."""
+
+    term: int
+    number: int
+    base: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +114,22 @@ class ChunkAsk(Row, frozen=True):
     """A request of a reader.
 
     deal: any `count` chunks that nobody else has been given. want: these, unless another present reader has been given
-    them. again: these, whoever has been given them. follow: what the holder has of this version, and gets later.
+    them. again: these, whoever has been given them. follow: what the holder has of this version, and gets later. made:
+    nothing; this reader has all chunks of the version, made of those of another one.
     """
 
-    what: Literal["deal", "want", "again", "follow"]
+    what: Literal["deal", "want", "again", "follow", "made"]
     model: str
     term: Whole
     number: Whole
     chunks: Annotated[tuple[Whole, ...], msgspec.Meta(max_length=MOST_AT_ONCE)] = ()
     count: Annotated[int, msgspec.Meta(ge=0, le=MOST_AT_ONCE)] = 0
+    base: FromMinusOne = -1
 
     @property
-    def version(self) -> Version:
-        """The version that is asked for."""
-        return Version(self.term, self.number)
+    def content(self) -> Content:
+        """What is asked for."""
+        return Content(self.term, self.number, self.base)
 
 
 def pack(message: Opening | ChunkAsk) -> bytes:

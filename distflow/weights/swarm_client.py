@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from distflow.comm.curve import KEY_HINT
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
-from distflow.types import Version
 from distflow.weights.chunk_plan import ChunkPlan, ring_peers
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
-from distflow.weights.swarm import ChunkAsk, Says, SwarmPlace
+from distflow.weights.swarm import ChunkAsk, Content, Says, SwarmPlace
 from distflow.weights.swarm_link import Landing, SwarmLink
 from distflow.weights.swarm_socket import Refused
 
@@ -86,13 +85,21 @@ class SwarmClient:
         self._job: _Job | None = None
         self._closed = False
 
-    def fetch(self, manifest: Manifest, memory: memoryview, arrived: Callable[[int], None], rules: FetchRules) -> None:
-        """Fill `memory` with the version; `arrived` is called for each chunk that is there and right.
+    def fetch(
+        self,
+        manifest: Manifest,
+        memory: memoryview,
+        arrived: Callable[[int], None],
+        rules: FetchRules,
+        there: Collection[int] = (),
+    ) -> None:
+        """Fill `memory` with the version; `arrived` is called for each chunk that is there and right, but for those
+        that are `there` before.
 
         Raises Overtaken, ChecksumError, NoProgressError; nothing is written to `memory` any more then.
         """
         now = time.monotonic()
-        plan = ChunkPlan(manifest.chunks, start=hash(self._own) % max(manifest.chunks, 1))
+        plan = ChunkPlan(manifest.chunks, start=hash(self._own) % max(manifest.chunks, 1), there=there)
         job = _Job(manifest, memory, arrived, plan, now, RETRY_S, now + MISSING_S)
         with self._condition:
             self._job = job
@@ -113,6 +120,13 @@ class SwarmClient:
                 self._job = None
             if not plan.done:
                 self._hang_up()
+
+    def tell_made(self, manifest: Manifest) -> None:
+        """Tell the publisher that readers can get all of a version here, though it has not given it to this one."""
+        with self._condition:
+            link = next((link for link in self._links.values() if link.seed), None)
+        if link is not None:
+            link.ask(ChunkAsk("made", manifest.model, *manifest.version))
 
     def close(self) -> None:
         """Hang up everywhere."""
@@ -168,7 +182,7 @@ class SwarmClient:
             self._links[link.number] = link
             job.plan.join(link.number, seed=link.seed)
         if not link.seed:
-            link.ask(ChunkAsk("follow", job.manifest.model, *job.manifest.version))
+            link.ask(ChunkAsk("follow", job.manifest.model, *job.manifest.version, base=job.manifest.base))
         self._pump(job, [link])
 
     def _pump(self, job: _Job, links: list[SwarmLink]) -> None:
@@ -178,7 +192,8 @@ class SwarmClient:
                 want = job.plan.next(link.number) if link.number in job.plan.connections and self._job is job else None
             if want is not None:
                 manifest = job.manifest
-                link.ask(ChunkAsk(want.what, manifest.model, *manifest.version, want.chunks, want.deals))
+                version = manifest.version
+                link.ask(ChunkAsk(want.what, manifest.model, *version, want.chunks, want.deals, manifest.base))
 
     def _pump_all(self, job: _Job) -> None:
         with self._condition:
@@ -217,22 +232,22 @@ class SwarmClient:
 
     # -- on the connections' threads
 
-    def landing(self, link: SwarmLink, version: Version, chunk: int, size: int) -> Landing | None:
+    def landing(self, link: SwarmLink, content: Content, chunk: int, size: int) -> Landing | None:
         """Where a chunk goes that begins to arrive."""
         with self._condition:
             job = self._job
-            if job is None or version != job.manifest.version or not job.plan.begin(link.number, chunk):
+            if job is None or content != job.manifest.content or not job.plan.begin(link.number, chunk):
                 return None
         start = chunk * CHUNK_BYTES
         if size != min(CHUNK_BYTES, job.manifest.size - start):
             raise ProtocolError(f"chunk {chunk} of {job.manifest.title} in {size} bytes")
         return Landing(job.memory[start : start + size], job.manifest.digest_of(chunk))
 
-    def landed(self, link: SwarmLink, version: Version, chunk: int, *, right: bool) -> None:
+    def landed(self, link: SwarmLink, content: Content, chunk: int, *, right: bool) -> None:
         """A chunk has arrived."""
         with self._condition:
             job = self._job
-            if job is None or job.error is not None or version != job.manifest.version:
+            if job is None or job.error is not None or content != job.manifest.content:
                 return
             if right:
                 now = time.monotonic()
@@ -262,11 +277,11 @@ class SwarmClient:
             self._trouble.setdefault(link.address, _Trouble()).banned = True
             link.close()
 
-    def heard(self, link: SwarmLink, says: Says, version: Version, chunk: int, chunks: tuple[int, ...]) -> None:
+    def heard(self, link: SwarmLink, says: Says, content: Content, chunk: int, chunks: tuple[int, ...]) -> None:
         """Something about chunks."""
         with self._condition:
             job = self._job
-            if job is None or version != job.manifest.version or link.number not in job.plan.connections:
+            if job is None or content != job.manifest.content or link.number not in job.plan.connections:
                 return
             if says is Says.HAVE:
                 job.plan.offers(link.number, chunks)

@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from distflow.errors import ProtocolError
 from distflow.log import logger
-from distflow.types import Version
 from distflow.weights.chunk_server import hang_up
 from distflow.weights.manifest import CHUNK_BYTES, digest
 from distflow.weights.swarm import (
@@ -21,6 +20,7 @@ from distflow.weights.swarm import (
     MOST_TOLD,
     SEAL_BYTES,
     ChunkAsk,
+    Content,
     Opening,
     Says,
     Secret,
@@ -57,15 +57,15 @@ class Landing:
 class Receiver(Protocol):
     """Who hears what comes on a connection, on that connection's thread."""
 
-    def landing(self, link: SwarmLink, version: Version, chunk: int, size: int) -> Landing | None:
+    def landing(self, link: SwarmLink, content: Content, chunk: int, size: int) -> Landing | None:
         """Where a chunk that begins to arrive goes; None: nobody wants it."""
         ...
 
-    def landed(self, link: SwarmLink, version: Version, chunk: int, *, right: bool) -> None:
+    def landed(self, link: SwarmLink, content: Content, chunk: int, *, right: bool) -> None:
         """A chunk with a landing has arrived."""
         ...
 
-    def heard(self, link: SwarmLink, says: Says, version: Version, chunk: int, chunks: tuple[int, ...]) -> None:
+    def heard(self, link: SwarmLink, says: Says, content: Content, chunk: int, chunks: tuple[int, ...]) -> None:
         """Anything about chunks but their bytes."""
         ...
 
@@ -129,27 +129,27 @@ class SwarmLink:
             self._receiver.lost(self)
 
     def _take(self, header: memoryview) -> None:
-        kind, size, term, number, chunk = FRAME.unpack(header)
+        kind, size, term, number, base, chunk = FRAME.unpack(header)
         try:
             says = Says(kind)
         except ValueError as error:
             raise ProtocolError(f"a frame of kind {kind}") from error
         if size > MOST_PAYLOAD[says]:
             raise ProtocolError(f"{says.name} of {size} bytes, expected at most {MOST_PAYLOAD[says]}")
-        version = Version(term, number)
+        content = Content(term, number, base)
         if says is Says.CHUNK:
-            self._chunk(bytes(header), version, chunk, size)
+            self._chunk(bytes(header), content, chunk, size)
             return
         body = memoryview(bytearray(size))
         self._receive(body)
         if says is Says.PEERS:
             self._receiver.met(read_peers(body))
         else:
-            self._receiver.heard(self, says, version, chunk, read_indices(body))
+            self._receiver.heard(self, says, content, chunk, read_indices(body))
 
-    def _chunk(self, header: bytes, version: Version, chunk: int, size: int) -> None:
+    def _chunk(self, header: bytes, content: Content, chunk: int, size: int) -> None:
         plain = size if self._seal is None else size - SEAL_BYTES
-        landing = self._receiver.landing(self, version, chunk, plain)
+        landing = self._receiver.landing(self, content, chunk, plain)
         number = self._sealed
         self._sealed += 1
         if landing is None:
@@ -162,7 +162,7 @@ class SwarmLink:
             sealed = self._scratch(size)
             self._receive(sealed)
             right = self._unseal(self._seal, seal_nonce(number), sealed, header, landing.data)
-        self._receiver.landed(self, version, chunk, right=right and digest(landing.data) == landing.digest)
+        self._receiver.landed(self, content, chunk, right=right and digest(landing.data) == landing.digest)
 
     def _unseal(self, seal: AESGCM, nonce: bytes, sealed: memoryview, header: bytes, into: memoryview) -> bool:
         try:

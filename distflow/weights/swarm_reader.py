@@ -1,6 +1,7 @@
 """Reads weights from other hosts: one reader of a host fetches a version into shared memory, its neighbours map it.
 
-What a reader has fetched it serves to readers on other hosts.
+A version for which the host has an older one may be made of that, by what has changed (`delta_fetch.py`). What a reader
+has fetched or made it serves to readers on other hosts.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from distflow.errors import NoProgressError, Overtaken, ProtocolError
+from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
+from distflow.log import logger
 from distflow.types import Version
 from distflow.weights.chunk_server import ChunkServer, HeldVersion, ServerTraffic
+from distflow.weights.delta_fetch import DeltaFetch, make
 from distflow.weights.host_segments import HostSegments, SharedSegment
 from distflow.weights.manifest import DIGEST_BYTES, Manifest
+from distflow.weights.rounding import restored
 from distflow.weights.shm import HEADER_BYTES, tensor_views
 from distflow.weights.swarm import SwarmPlace
 from distflow.weights.swarm_client import FetchRules, SwarmClient
@@ -25,6 +29,8 @@ LOOK_S = 0.01
 
 LOOPBACK = "127.0.0.1"
 """Where to serve in a run on one host."""
+
+log = logger(__name__)
 
 
 class SwarmReader:
@@ -46,6 +52,7 @@ class SwarmReader:
         self._segments: HostSegments | None = None
         self._server: ChunkServer | None = None
         self._client: SwarmClient | None = None
+        self._deltas: DeltaFetch | None = None
         self._held: tuple[str, Version] | None = None
         self._closed = threading.Event()
         self._fetching = threading.Lock()
@@ -76,7 +83,7 @@ class SwarmReader:
             self._segments.release()
             memory = self._bring(self._segments, manifest, place, rules)
             self._held = (manifest.model, manifest.version)
-        return tensor_views(memory, manifest.entries, HEADER_BYTES)
+        return restored(tensor_views(memory, manifest.entries, HEADER_BYTES), manifest.entries)
 
     def intact(self, manifest: Manifest) -> bool:
         """The memory changes only after the next `fetch` begins."""
@@ -92,7 +99,7 @@ class SwarmReader:
                 self._server.close()
             if self._segments is not None:
                 self._segments.close()
-            self._client = self._server = self._segments = None
+            self._client = self._server = self._segments = self._deltas = None
 
     def _bring(self, segments: HostSegments, manifest: Manifest, place: SwarmPlace, rules: FetchRules) -> mmap.mmap:
         """Fetch the version, or wait for the neighbour that does."""
@@ -125,39 +132,84 @@ class SwarmReader:
             self._closed.wait(LOOK_S)
 
     def _fetch(self, segments: HostSegments, manifest: Manifest, place: SwarmPlace, rules: FetchRules) -> mmap.mmap:
-        server, client = self._ends(place)
-        segment = segments.writable(manifest)
-        held = HeldVersion(manifest, segment.path)
-        server.hold(held)
-
-        def arrived(chunk: int) -> None:
-            held.add(chunk)
-            self.chunks += 1
-            self.fetched += 1
-            segments.tell(manifest.version, len(held.order))
-            server.tell()
-
+        server, client, deltas = self._ends(place)
+        deltas.keep_for(manifest)
+        base = segments.base_of(manifest)
         try:
-            data = memoryview(segment.memory)[HEADER_BYTES : HEADER_BYTES + manifest.size]
-            client.fetch(manifest, data, arrived, rules)
-        except BaseException:
-            server.forget(held)
-            segments.abandon(segment)
-            raise
-        return self._whole(segments, segment, held)
+            segment = segments.writable(manifest)
+            held = HeldVersion(manifest, segment.path)
+            server.hold(held)
+            before = self.chunks
+
+            def came() -> None:
+                self.chunks += 1
+                self.fetched += 1
+                segments.tell(manifest.version, self.chunks - before)
+
+            def arrived(chunk: int) -> None:
+                held.add(chunk)
+                came()
+                server.tell()
+
+            try:
+                there: list[int] = []
+                if base is not None:
+                    there = self._make(held, segment, base, came, rules)
+                if len(there) < manifest.chunks:
+                    client.fetch(manifest, _data(segment, manifest), arrived, rules, there)
+            except BaseException:
+                server.forget(held)
+                segments.abandon(segment)
+                raise
+        finally:
+            if base is not None:
+                segments.let_go(base)
+        memory = self._whole(segments, segment, held)
+        if there:
+            client.tell_made(manifest)
+        return memory
+
+    def _make(
+        self,
+        held: HeldVersion,
+        segment: SharedSegment,
+        base: SharedSegment,
+        came: Callable[[], None],
+        rules: FetchRules,
+    ) -> list[int]:
+        """Make a version of an older one, by what has changed; returns the chunks that have come right."""
+        manifest = held.manifest
+        server, client, deltas = self._ends(SwarmPlace.parse(manifest.place))
+        try:
+            changes = deltas.fetch(manifest, base.version, client, came, rules)
+            there = make(manifest, _data(base, manifest), changes, _data(segment, manifest))
+        except (ChecksumError, ProtocolError) as error:
+            log.info("%s — fetching all of version %d", error, manifest.version.number)
+            return []
+        if len(there) < manifest.chunks:
+            log.warning("%s: %d chunks are not what was announced", manifest.title, manifest.chunks - len(there))
+        for chunk in there:
+            held.add(chunk)
+        server.tell()
+        return there
 
     def _whole(self, segments: HostSegments, segment: SharedSegment, held: HeldVersion) -> mmap.mmap:
         memory = segments.finish(segment, held.manifest.version)
         held.whole = True
         return memory
 
-    def _ends(self, place: SwarmPlace) -> tuple[ChunkServer, SwarmClient]:
-        """What serves, and the connections to the swarm of this publisher."""
-        if self._server is None:
+    def _ends(self, place: SwarmPlace) -> tuple[ChunkServer, SwarmClient, DeltaFetch]:
+        """What serves, the connections to the swarm of this publisher, and the deltas from there."""
+        if self._server is None or self._deltas is None:
             self._server = ChunkServer(self._host, introduces=False)
+            self._deltas = DeltaFetch(self._server)
         self._server.admit(place)
         if self._client is None or self._client.place != place:
             if self._client is not None:
                 self._client.close()
             self._client = SwarmClient(place, self._server.address)
-        return self._server, self._client
+        return self._server, self._client, self._deltas
+
+
+def _data(segment: SharedSegment, manifest: Manifest) -> memoryview:
+    return memoryview(segment.memory)[HEADER_BYTES : HEADER_BYTES + manifest.size]

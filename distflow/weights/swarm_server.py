@@ -16,7 +16,9 @@ from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.log import logger
 from distflow.weights.chunk_plan import ChunkDealer
 from distflow.weights.chunk_server import CLOSE_S, ChunkServer, HeldVersion, ServerTraffic
+from distflow.weights.delta_chain import DeltaChain
 from distflow.weights.manifest import Manifest, digests
+from distflow.weights.rounded_publisher import RoundedPublisher
 from distflow.weights.shm import AnnouncedSegment
 from distflow.weights.swarm import SwarmPlace
 
@@ -29,16 +31,22 @@ log = logger(__name__)
 class SwarmServer:
     """Listens on `host` from the start, on threads of its own; `encrypted`: chunks are sealed.
 
+    Versions are also served as what has changed since the one before, except every `keyframe_every`th (1: each). With
+    `rounding` they are rounded before.
     Raises ProtocolError if it cannot listen.
     """
 
-    def __init__(self, host: str, *, encrypted: bool = False) -> None:
+    def __init__(
+        self, host: str, *, encrypted: bool = False, keyframe_every: int = 1, rounding: RoundedPublisher | None = None
+    ) -> None:
         self._pin: tuple[Path, float] | None = None
         self._lock = threading.Lock()
         self._held: list[HeldVersion] = []
         self._server = ChunkServer(host, introduces=True, on_read=self._pin_for)
         self.place = SwarmPlace(self._server.address, secrets.token_bytes(16), encrypted)
         self._server.admit(self.place)
+        self._rounding = rounding
+        self._chain = DeltaChain(self._server, keyframe_every)
         self._offers: queue.SimpleQueue[tuple[Manifest, Callable[[Manifest], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._describe_offers, name="swarm-describe", daemon=True)
         self._thread.start()
@@ -51,21 +59,27 @@ class SwarmServer:
     def describe(self, manifest: Manifest) -> Manifest:
         """The manifest of the same version for readers on other hosts; from now on its chunks are served.
 
-        `manifest` is what ShmPublisher returned. Hashes all bytes, on several threads with the GIL released.
+        `manifest` is what ShmPublisher returned. Hashes and compares all bytes, on several threads with the GIL
+        released.
         Raises Overtaken if the version is overwritten meanwhile.
         """
         AnnouncedSegment(manifest)
+        if self._rounding is not None:
+            manifest = self._rounding.publish(manifest, self.pinned)
         held = HeldVersion(manifest, Path(manifest.place), ChunkDealer(manifest.chunks))
         found = digests([held.bytes_of(chunk) for chunk in range(manifest.chunks)])
         if not held.intact:
             raise Overtaken(f"{manifest.title}: overwritten by a newer version before it was hashed")
+        deltas = self._chain.lead_to(held, self._held[-1] if self._held else None)
+        if not held.intact:
+            raise Overtaken(f"{manifest.title}: overwritten by a newer version before its changes were known")
         # The same segment held an older version.
         former = [one for one in self._held if one.manifest.place == manifest.place]
         self._held = [*(one for one in self._held if one not in former), held][-(PUBLISHED + PINNED) :]
         for one in former:
             self._server.forget(one)
         self._server.hold(held)
-        return structs.replace(manifest, place=str(self.place), checksums=(), digests=found)
+        return structs.replace(manifest, place=str(self.place), checksums=(), digests=found, deltas=deltas)
 
     def offer(self, manifest: Manifest, announce: Callable[[Manifest], None]) -> None:
         """`describe` on a thread of its own, then call `announce` there; overwritten versions are skipped."""
@@ -83,6 +97,8 @@ class SwarmServer:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             log.warning("%s did not stop within %g s", self._thread.name, CLOSE_S)
+        elif self._rounding is not None:
+            self._rounding.close()
 
     def _pin_for(self, held: HeldVersion) -> None:
         place, now = Path(held.manifest.place), time.monotonic()

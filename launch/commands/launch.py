@@ -109,12 +109,14 @@ def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
 
     # Workers of several hosts do not share this one's memory.
     seen = capacity()
-    click.echo(render_page(plan, seen if hosts is None else replace(seen, host=None)))
-    if hosts is not None:
-        from distflow.launch.deploy.placement import place_workers, placement_lines
+    if hosts is None:
+        click.echo(render_page(plan, seen))
+        return 0
+    from distflow.launch.deploy.placement import place_workers, placement_lines
 
-        lines = placement_lines(plan, place_workers(plan, hosts))
-        click.echo("\n".join(["", "hosts", *(f"  {line}" for line in lines)]))
+    placement = place_workers(plan, hosts)
+    click.echo(render_page(plan, replace(seen, host=None), placement.host_of))
+    click.echo("\n".join(["", "hosts", *(f"  {line}" for line in placement_lines(plan, placement))]))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from distflow.errors import UserError
 if TYPE_CHECKING:
     from distflow.config.load import LoadedRecipe
     from distflow.flow.plan import Plan
+    from distflow.launch.deploy.placement import WorkerPlacement
 
 
 @click.command()
@@ -40,8 +42,9 @@ def command(
     from distflow.flow.recipe_check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
-    where = [] if hosts is None else _placement(plan, hosts)
-    for line in _written(loaded, plan, write, svg):
+    placement = None if hosts is None else _placement(plan, hosts)
+    host_of = {} if placement is None else placement.host_of
+    for line in _written(loaded, plan, write, svg, host_of):
         click.echo(line)
     if worker is not None:
         click.echo(_script(plan, worker), nl=False)
@@ -55,24 +58,29 @@ def command(
         from distflow.flow.plan_text import plan_data
         from distflow.launch.deploy.host_checks import capacity
 
-        click.echo(json.dumps({**plan_data(plan, capacity()), "hosts": where}, indent=1))
+        data = plan_data(plan, capacity(), host_of)
+        click.echo(json.dumps({**data, "hosts": _host_lines(plan, placement)}, indent=1))
     elif write is None and svg is None:
-        _show(plan, where)
+        _show(plan, placement)
     return 0
 
 
-def _show(plan: Plan, where: list[str]) -> None:
+def _show(plan: Plan, placement: WorkerPlacement | None) -> None:
     from distflow.flow.plan_text import render_page
     from distflow.launch.deploy.host_checks import capacity
 
     # Workers of several hosts do not share this one's memory.
     seen = capacity()
-    click.echo(render_page(plan, replace(seen, host=None) if where else seen))
-    if where:
-        click.echo("\n".join(["", "hosts", *(f"  {line}" for line in where)]))
+    if placement is None:
+        click.echo(render_page(plan, seen))
+        return
+    click.echo(render_page(plan, replace(seen, host=None), placement.host_of))
+    click.echo("\n".join(["", "hosts", *(f"  {line}" for line in _host_lines(plan, placement))]))
 
 
-def _written(loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | None) -> list[str]:
+def _written(
+    loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | None, host_of: Mapping[str, int]
+) -> list[str]:
     """Write what was asked for; returns the lines to show."""
     lines, option = [], ""
     try:
@@ -83,7 +91,7 @@ def _written(loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | N
             from distflow.flow.plan_svg import render_svg
 
             option = f"--svg {svg}"
-            svg.write_text(render_svg(plan), encoding="utf-8")
+            svg.write_text(render_svg(plan, host_of), encoding="utf-8")
             lines.append(str(svg))
     except OSError as error:
         place = "a folder" if option.startswith("--write") else "a file in a folder"
@@ -94,11 +102,17 @@ def _written(loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | N
     return lines
 
 
-def _placement(plan: Plan, hosts: Path) -> list[str]:
+def _placement(plan: Plan, hosts: Path) -> WorkerPlacement:
     from distflow.launch.deploy.hostfile import read_hosts
-    from distflow.launch.deploy.placement import place_workers, placement_lines
+    from distflow.launch.deploy.placement import place_workers
 
-    return placement_lines(plan, place_workers(plan, read_hosts(hosts)))
+    return place_workers(plan, read_hosts(hosts))
+
+
+def _host_lines(plan: Plan, placement: WorkerPlacement | None) -> list[str]:
+    from distflow.launch.deploy.placement import placement_lines
+
+    return [] if placement is None else placement_lines(plan, placement)
 
 
 def _script(plan: Plan, worker: str) -> str:

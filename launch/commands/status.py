@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distflow.launch.run.record import RunRecord
 
 ANSWER_S = 2.0
-TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB")
+TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB", "sent by lane, MB")
 WIDTH = 200
 """Width of a table written to a pipe or a file."""
 
@@ -151,10 +151,18 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         # Workers that do not answer report neither memory nor traffic.
         traffic = row.get("traffic")
-        sent = [f"{traffic[way] / 1e6:.1f}" for way in ("bytes_sent", "bytes_received")] if traffic else [None, None]
+        sent = [f"{traffic[way] / 1e6:.1f}" for way in ("bytes_sent", "bytes_received")] if traffic else ["", ""]
+        sent.append(", ".join(_by_lane(traffic)) if traffic else "")
         cells = [row[column] for column in ("name", "pid", "host", "state", "step", "version")]
         table.add_row(*("" if cell is None else str(cell) for cell in (*cells, row.get("memory_mb"), *sent)))
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+
+
+def _by_lane(traffic: dict[str, Any]) -> Iterator[str]:
+    """What a worker has sent by each lane that it uses."""
+    for lane, sent in traffic["lanes"].items():
+        if sent["messages"]:
+            yield f"{lane} {sent['bytes'] / 1e6:.1f}"
 
 
 @click.command()

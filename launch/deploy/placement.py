@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from distflow.config.paths import looks_like_path
-from distflow.config.schema import ModelConfig
+from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import Problem, UserError, did_you_mean
 from distflow.flow.estimate import PROCESS, divides_gradients, estimate, state_bytes
 from distflow.flow.gpus import width
 from distflow.flow.memory import group_bytes
 from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
-from distflow.flow.sizes import FETCHED, PINNED, PUBLISHED, ModelSize, model_size
+from distflow.flow.sizes import CHAINED, FETCHED, PINNED, PUBLISHED, ModelSize, model_size
 from distflow.launch.deploy.host_checks import Needs, Threshold, at_least, needs_of_workers
 from distflow.launch.deploy.hostfile import Host, HostsError
 
@@ -44,6 +44,11 @@ class WorkerPlacement:
     def on(self, host: int) -> list[str]:
         """Names of the workers on one host."""
         return [name for name, place in self.places.items() if place.host == host]
+
+    @property
+    def host_of(self) -> dict[str, int]:
+        """The host of each worker, by name."""
+        return {name: place.host for name, place in self.places.items()}
 
 
 def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
@@ -96,8 +101,7 @@ def device_of(worker: WorkerPlan, place: WorkerSlot, gpus: int) -> str:
 
 def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
     """One line per host: number, name, workers, and the source of weights if not shared memory; then notes."""
-    host_of = {name: place.host for name, place in placement.places.items()}
-    read = [(model, leaders_of(plan.home_of(model).members, host_of)) for model in plan.generating]
+    read = [(model, leaders_of(plan.home_of(model).members, placement.host_of)) for model in plan.generating]
     lines = []
     for number, host in enumerate(placement.hosts):
         workers = [_shown(plan, name, placement.places[name]) for name in placement.on(number)]
@@ -235,16 +239,31 @@ def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
     # Without a publisher on the host, one of its workers fetches the weights into shared memory, for all of them.
     read = {model for worker in workers for model in worker.generates if not published[model]}
     fetching = FETCHED * sum(weights[model] for model in read)
-    kept = sum(weights[model] for model, here in published.items() if here)
-    beside_gpus = fetching + sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers)
+    own = [model for model, here in published.items() if here]
+    kept = sum(weights[model] for model in own)
+    rounded = sum(_rounded(plan.recipe, model) for model in own) if len(placement.hosts) > 1 else 0
+    beside = fetching
+    if len(placement.hosts) > 1 and plan.recipe.weights.encoding != "full":
+        # Deltas are kept for other hosts, where they were made and where they were fetched; not in /dev/shm.
+        beside += int(CHAINED * sum(weights[model] for model in {*own, *read}))
+    beside_gpus = beside + sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers)
     return replace(
         needs_of_workers(plan, names),
-        memory=at_least(fetching + sum(_memory(worker, plan, on_gpu=False) for worker in workers)),
+        memory=at_least(beside + sum(_memory(worker, plan, on_gpu=False) for worker in workers)),
         memory_beside_gpus=at_least(beside_gpus),
         disk=disk_for(plan, placement, host, frozenset(range(len(placement.hosts)))),
-        shm=at_least((PUBLISHED + PINNED) * kept + fetching),
+        shm=at_least((PUBLISHED + PINNED) * (kept + rounded) + fetching),
         paths=tuple(dict.fromkeys(path for worker in workers for path in _paths(worker, plan))),
     )
+
+
+def _rounded(recipe: Recipe, model: str) -> int:
+    """Bytes of a version of a model that is rounded for other hosts; 0 if it is sent as it is."""
+    size, encoding = _size(recipe.models[model]), recipe.weights.encoding
+    narrow = {"bf16": 2, "fp8": 1}.get(encoding)
+    if size is None or narrow is None or size.dtype_bytes <= narrow:
+        return 0
+    return size.trained * narrow
 
 
 def _memory(worker: WorkerPlan, plan: Plan, *, on_gpu: bool) -> int:

@@ -25,17 +25,13 @@ def roster(folder: Path) -> dict[str, str]:
     return {name: f"ipc://{folder}/{name.replace('/', '-')}" for name in (WRITER, READER)}
 
 
-def prefix(folder: Path) -> str:
-    return f"distflow-{folder.name}-"
-
-
 def row(n: int) -> bytes:
     return bytes([n % 251]) * ROW_BYTES
 
 
 def main(role: str, folder: Path) -> None:
     name = READER if role == "holds" else WRITER
-    endpoint = Endpoint(name, 0, roster(folder), segments=prefix(folder))
+    endpoint = Endpoint(name, 0, roster(folder), shared_memory=True)
     kept: list[Message] = []
     arrived = threading.Event()
 
@@ -66,7 +62,7 @@ def write(endpoint: Endpoint) -> None:
 def use_shared(endpoint: Endpoint, to: str) -> None:
     """Send until the peer has mapped the segment; "first" is the kind of what it gets before."""
     endpoint.send(to, "first", {}, [bytes(ROW_BYTES)])
-    eventually(lambda: to in endpoint.lanes and endpoint.lanes[to].mapped, f"{to} maps the segment")
+    eventually(lambda: to in endpoint.segments and endpoint.segments[to].mapped, f"{to} maps the segment")
 
 
 @contextmanager

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from distflow.comm import shared_sending
+from distflow.comm import shared_lane, shared_sending
 from distflow.comm.arena import ALIGN
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
 from distflow.comm.shared_lane import FREED, LEAST_BYTES, OFFER, SharedLane
-from distflow.comm.shared_segment import SEGMENTS, PeerSegment
+from distflow.comm.shared_segment import OwnSegment, PeerSegment
+from distflow.comm.traffic import LaneTraffic
 from distflow.errors import ProtocolError
 from tests.comm.lane_processes import (
     READER,
@@ -25,7 +26,6 @@ from tests.comm.lane_processes import (
     ROWS,
     WRITER,
     await_there,
-    prefix,
     process,
     roster,
     row,
@@ -40,8 +40,8 @@ class Ends:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.kept: list[Message] = []
-        self.writer = Endpoint(WRITER, 0, roster(folder), tick_s=0.02, segments=prefix(folder))
-        self.reader = Endpoint(READER, 0, roster(folder), tick_s=0.02, segments=prefix(folder))
+        self.writer = Endpoint(WRITER, 0, roster(folder), tick_s=0.02, shared_memory=True)
+        self.reader = Endpoint(READER, 0, roster(folder), tick_s=0.02, shared_memory=True)
 
     def start(self) -> None:
         self.writer.start(lambda message: None)
@@ -59,7 +59,7 @@ class Ends:
 
     @property
     def held(self) -> int:
-        return self.writer.lanes[READER].held
+        return self.writer.segments[READER].held
 
 
 @pytest.fixture
@@ -70,11 +70,20 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
         yield both
     finally:
         both.close()
-        assert not leftovers(tmp_path)
+        assert not own_segments()
 
 
-def leftovers(folder: Path) -> list[Path]:
-    return list(SEGMENTS.glob(f"{prefix(folder)}*"))
+def own_segments() -> set[str]:
+    """Segments that this process has open: once both ends are closed, nothing is left of them."""
+    gc.collect()
+    return {name for name in map(opened, Path("/proc/self/fd").iterdir()) if name.startswith("/memfd:distflow-")}
+
+
+def opened(descriptor: Path) -> str:
+    try:
+        return os.readlink(descriptor)
+    except FileNotFoundError:
+        return ""
 
 
 def test_rows_are_read_where_the_writer_put_them(ends: Ends) -> None:
@@ -91,14 +100,16 @@ def test_rows_are_read_where_the_writer_put_them(ends: Ends) -> None:
     ends.kept.clear()
     eventually(lambda: not ends.held, "the blocks are released")
     assert delivery.left
-    assert ends.writer.traffic.bytes_sent > ROWS * ROW_BYTES
+    traffic = ends.writer.traffic
+    assert traffic.lanes["shm"] == LaneTraffic(1, ROWS * ROW_BYTES + 1)
+    assert traffic.lanes["zmq"].bytes == traffic.bytes_sent - traffic.lanes["shm"].bytes
     assert ends.reader.traffic.bytes_received > ROWS * ROW_BYTES
 
 
 def test_small_payloads_take_the_sockets(ends: Ends) -> None:
     ends.writer.send(READER, "rows", {}, [bytes(LEAST_BYTES - 1)])
     eventually(lambda: ends.kept)
-    assert ends.writer.lanes[READER].messages == 0
+    assert ends.writer.segments[READER].messages == 0
 
 
 def test_a_block_is_held_by_any_slice_of_it(ends: Ends) -> None:
@@ -139,7 +150,7 @@ def test_what_finds_no_room_takes_the_sockets(tmp_path: Path, monkeypatch: pytes
         assert [message.body["n"] for message in ends.kept] == list(range(12))
         assert all(message.payload[3] == row(n) for n, message in enumerate(ends.kept))
         assert not any(delivery.dropped for delivery in sent)
-        assert ends.writer.lanes[READER].full == 12 - ends.writer.lanes[READER].messages > 0
+        assert ends.writer.segments[READER].full == 12 - ends.writer.segments[READER].messages > 0
         ends.kept.clear()
         eventually(lambda: not ends.held)
         ends.writer.send(READER, "rows", {}, [row(1)])
@@ -160,7 +171,7 @@ def test_a_peer_that_is_gone_holds_nothing(ends: Ends) -> None:
     eventually(lambda: ends.kept)
     first = ends.kept[0]
     ends.writer.disconnect(READER)
-    eventually(lambda: READER not in ends.writer.lanes)
+    eventually(lambda: READER not in ends.writer.segments)
     use_shared(ends.writer, READER)
     ends.writer.send(READER, "rows", {}, [row(100 + n) for n in range(ROWS)])
     eventually(lambda: ends.kept[1:])
@@ -172,7 +183,7 @@ def test_a_reader_that_has_unmapped_a_segment_gets_another(ends: Ends) -> None:
     ends.reader._shared.forget(WRITER)
     ends.writer.send(READER, "rows", {}, [row(1)])
     eventually(lambda: ends.reader.traffic.dropped)
-    eventually(lambda: READER not in ends.writer.lanes)
+    eventually(lambda: READER not in ends.writer.segments)
     use_shared(ends.writer, READER)
     ends.writer.send(READER, "rows", {}, [row(2)])
     eventually(lambda: ends.kept)
@@ -180,7 +191,7 @@ def test_a_reader_that_has_unmapped_a_segment_gets_another(ends: Ends) -> None:
 
 
 def test_a_reader_killed_with_rows_leaves_their_memory(tmp_path: Path) -> None:
-    writer = Endpoint(WRITER, 0, roster(tmp_path), tick_s=0.02, segments=prefix(tmp_path))
+    writer = Endpoint(WRITER, 0, roster(tmp_path), tick_s=0.02, shared_memory=True)
     writer.start(lambda message: None)
     try:
         with process("holds", tmp_path) as reader:
@@ -188,23 +199,21 @@ def test_a_reader_killed_with_rows_leaves_their_memory(tmp_path: Path) -> None:
             delivery = writer.send(READER, "rows", {}, [row(n) for n in range(ROWS)])
             await_there(reader)
             assert not delivery.left
-            assert not leftovers(tmp_path), "mapped by both, and without a name"
         writer.disconnect(READER)
         eventually(lambda: delivery.left)
-        assert READER not in writer.lanes
+        assert READER not in writer.segments
     finally:
         writer.close(0.1)
 
 
 def test_a_writer_killed_in_the_middle_harms_no_reader(tmp_path: Path) -> None:
     kept: list[Message] = []
-    reader = Endpoint(READER, 0, roster(tmp_path), tick_s=0.02, segments=prefix(tmp_path))
+    reader = Endpoint(READER, 0, roster(tmp_path), tick_s=0.02, shared_memory=True)
     reader.start(kept.append)
     try:
         with process("writes", tmp_path) as writer:
             await_there(writer)
         eventually(lambda: [message for message in kept if message.kind == "rows"])
-        assert not leftovers(tmp_path)
         reader.disconnect(WRITER)
         eventually(lambda: not reader._shared._incoming._segments)
         (rows,) = [message for message in kept if message.kind == "rows"]
@@ -230,11 +239,11 @@ def test_a_forked_process_releases_nothing(ends: Ends) -> None:
 class Lanes:
     """Two lanes without sockets: what they tell each other is handed over at once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.told: list[tuple[str, str, Any]] = []
         self.lanes: dict[str, SharedLane] = {}
         for me in (WRITER, READER):
-            self.lanes[me] = SharedLane(prefix(folder), self._teller(me), lambda: None, 1 << 20)
+            self.lanes[me] = SharedLane(True, self._teller(me), lambda: None, 1 << 20)
         assert self.lanes[WRITER].put(READER, [row(1)]) is None, "it is offered first"
 
     def _teller(self, me: str) -> Any:
@@ -256,12 +265,12 @@ class Lanes:
 
 
 @pytest.fixture
-def lanes(tmp_path: Path) -> Iterator[Lanes]:
-    both = Lanes(tmp_path)
+def lanes() -> Iterator[Lanes]:
+    both = Lanes()
     yield both
     for lane in both.lanes.values():
         lane.close()
-    assert not leftovers(tmp_path)
+    assert not own_segments()
 
 
 @pytest.mark.parametrize(
@@ -325,27 +334,71 @@ def test_releases_that_are_wrong_are_refused_and_the_others_count(lanes: Lanes) 
 @pytest.mark.parametrize(
     ("name", "size", "why"),
     [
-        ("distflow-no-such-segment", 1 << 20, "cannot be mapped: No such file"),
-        ("distflow-{folder}-file", 1 << 21, "has 1048576 bytes; 2097152 were announced"),
-        ("distflow-{folder}-link", 1 << 20, "cannot be mapped: Too many levels of symbolic links"),
+        ("distflow-1111111111111111", 1 << 20, "is /memfd:.* expected the segment distflow-1111111111111111"),
+        ("", 1 << 21, "has 1048576 bytes; 2097152 were announced"),
     ],
 )
-def test_what_is_no_segment_is_not_mapped(tmp_path: Path, name: str, size: int, why: str) -> None:
-    file, link = (SEGMENTS / f"distflow-{tmp_path.name}-{end}" for end in ("file", "link"))
-    file.write_bytes(bytes(1 << 20))
-    link.symlink_to(file)
+def test_what_is_no_segment_is_not_mapped(name: str, size: int, why: str) -> None:
+    segment = OwnSegment(1 << 20)
+    with pytest.raises(ProtocolError, match=why):
+        PeerSegment(segment.pid, segment.handle, name or segment.name, size)
+    assert len(PeerSegment(segment.pid, segment.handle, segment.name, 1 << 20).memory) == 1 << 20
+    segment.close()
+    with pytest.raises(ProtocolError, match=f"the segment {segment.name} cannot be mapped: .*: No such file"):
+        PeerSegment(segment.pid, 10**6, segment.name, 1 << 20)
+
+
+def test_what_could_be_cut_short_is_not_mapped() -> None:
+    handle = os.memfd_create("distflow-1111111111111111", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        with pytest.raises(ProtocolError, match=why):
-            PeerSegment(name.format(folder=tmp_path.name), size)
+        os.ftruncate(handle, 1 << 20)
+        with pytest.raises(ProtocolError, match="could be cut short while it is read"):
+            PeerSegment(os.getpid(), handle, "distflow-1111111111111111", 1 << 20)
     finally:
-        file.unlink()
-        link.unlink()
+        os.close(handle)
 
 
-def test_offers_are_checked_and_a_peer_that_declines_is_left_alone(lanes: Lanes, tmp_path: Path) -> None:
+def test_what_was_offered_to_nobody_is_gone_with_its_endpoint(tmp_path: Path) -> None:
+    for started in (False, True):
+        endpoint = Endpoint(WRITER, 0, roster(tmp_path), shared_memory=True)
+        if started:
+            endpoint.start(lambda message: None)
+        endpoint.send(READER, "rows", {}, [row(1)] * ROWS)
+        assert len(own_segments()) == 1
+        endpoint.close(0.1)
+        assert not own_segments()
+
+
+def test_all_segments_of_a_worker_take_only_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_lane, "WORKER_BYTES", 2 * shared_sending.STEP_BYTES)
+    names = ["rollout/1", "rollout/2", "rollout/3"]
+    addresses = {name: f"ipc://{tmp_path}/{name.replace('/', '-')}" for name in (WRITER, *names)}
+    ends = {name: Endpoint(name, 0, addresses, tick_s=0.02, shared_memory=True) for name in addresses}
+    writer, kept = ends[WRITER], list[Message]()
+    try:
+        for end in ends.values():
+            end.start(lambda message: kept.append(message) if message.kind == "rows" else None)
+        for count, name in enumerate(names, 1):
+            use_shared(writer, name)
+            writer.send(name, "rows", {}, [row(1)])
+            eventually(lambda count=count: len(kept) == count)
+        assert [writer.segments[name].full for name in names] == [0, 0, 1], "the third took the sockets"
+        writer.disconnect("rollout/1")
+        eventually(lambda: "rollout/1" not in writer.segments)
+        writer.send("rollout/3", "rows", {}, [row(1)])
+        eventually(lambda: len(kept) == 4)
+        assert writer.segments["rollout/3"].messages == 1, "there is room again"
+    finally:
+        kept.clear()
+        for end in ends.values():
+            end.close(0.1)
+
+
+def test_offers_are_checked_and_a_peer_that_declines_is_left_alone(lanes: Lanes) -> None:
+    where = {"number": 1, "size": 64, "pid": 1, "handle": 1}
     for name in ("../etc/passwd", "distflow-a/b", "other"):
         with pytest.raises(ProtocolError, match=r"malformed lane.offer.*\$\.name"):
-            lanes.lanes[READER].receive(Message(OFFER, WRITER, 0, {"number": 1, "name": name, "size": 64}))
+            lanes.lanes[READER].receive(Message(OFFER, WRITER, 0, {**where, "name": name}))
     number = lanes.numbers(row(1))[0]
     lanes.lanes[WRITER].receive(Message("lane.declined", READER, 0, {"number": number}))
     before = len(lanes.told)

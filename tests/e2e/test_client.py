@@ -41,9 +41,9 @@ def test_the_program_that_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.chdir(tmp_path)
         eventually(lambda: (run.folder / "run.json").exists())
         exec(compile(files_in(ROOT / "docs" / "service.md")["best_answers.py"], "best_answers.py", "exec"), {})
+        assert run.wait() == 0
         with pytest.raises(UserError, match="this run is over"):
             distflow.Client(run.folder)
-        assert run.wait() == 0
     finally:
         run.end()
     for line in (tmp_path / "best.jsonl").read_text().splitlines():

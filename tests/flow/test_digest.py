@@ -33,6 +33,7 @@ def differing(*overrides: str) -> set[str]:
     [
         "layout.pools.rollout.count=5",
         "security.encrypt=all",
+        "weights.encoding=fp8",
         "layout.pools.rollout.hosts=[a]",
         "layout.pools.rollout.slots=8",
         "layout.pools.rollout.each.0.threads=2",

@@ -9,8 +9,9 @@ import pytest
 
 from distflow.config.paths import shipped_recipes
 from distflow.errors import RecipeError
-from distflow.flow.graph_text import lane_of
+from distflow.flow.lanes import lanes_of
 from distflow.flow.plan import Plan
+from distflow.flow.plan_svg import render_svg
 from distflow.flow.plan_text import plan_data, render_page
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.script import render_script
@@ -81,7 +82,8 @@ def test_only_fields_that_are_read_or_dumped_cross() -> None:
     assert "task" not in fields
     assert {"rollout_logprobs", "response_text", "reward", "rewards/*"} <= set(fields)
     assert "task" in planned("quickstart", *JUDGE_ON_TRAINER).edge("samples").fields
-    assert lane_of(planned("quickstart", "layout=colocated").edge("samples")) == "inproc"
+    colocated = planned("quickstart", "layout=colocated")
+    assert lanes_of(colocated, colocated.edge("samples")) == ("inproc",)
 
 
 def test_settings_of_one_worker() -> None:
@@ -181,7 +183,7 @@ def test_problems_of_the_flow_are_told_beside_those_of_a_broken_layout() -> None
 
 def test_the_page_shows_what_matters() -> None:
     page = render_page(planned("quickstart", "flow=grpo_kl"))
-    for part in ("rollout/1", "32 prompts × 8 samples = 256", "rollout -> trainer over zmq", "rollout_logprobs"):
+    for part in ("rollout/1", "32 prompts × 8 samples = 256", "rollout -> trainer over shm", "rollout_logprobs"):
         assert part in page
     assert "model 'reference' is a copy of 'policy'" in page
 
@@ -191,8 +193,8 @@ def test_the_page_draws_pools_edges_and_models() -> None:
     for line in (
         "rollout 2 sample, reward generates with policy",
         "trainer 1 advantage, reference, update home of policy; runs frozen reference",
-        "samples (lease): rollout -> trainer over zmq",
-        "policy (weights): trainer -> rollout over shm (over tcp to hosts without a training worker)",
+        "samples (lease): rollout -> trainer over shm",
+        "policy (weights): trainer -> rollout over shm",
         "policy trainer rollout",
         "reference none: frozen trainer",
     ):
@@ -207,6 +209,29 @@ def test_the_plan_as_data_names_lanes_and_waits() -> None:
         ("lease", "inproc", "each of worker, before it trains, until every owner has its groups of the training step"),
         ("weights", "inproc", "nobody"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_b", "samples", "weights"),
+    [
+        ((), (), ("shm",), ("shm",)),
+        ((), ("rollout/1",), ("shm", "zmq"), ("shm", "tcp")),
+        ((), ("trainer/0",), ("zmq",), ("tcp",)),
+        (("layout=colocated",), (), ("inproc",), ("inproc",)),
+        (("layout=colocated", "layout.pools.worker.count=2"), (), ("inproc", "shm"), ("inproc",)),
+        (("layout=colocated", "layout.pools.worker.count=2"), ("worker/1",), ("inproc", "zmq"), ("inproc",)),
+    ],
+)
+def test_lanes_follow_from_where_the_workers_are(
+    overrides: tuple[str, ...], on_b: tuple[str, ...], samples: tuple[str, ...], weights: tuple[str, ...]
+) -> None:
+    plan = planned("quickstart", *overrides)
+    host_of = dict.fromkeys(on_b, 1)
+    assert lanes_of(plan, plan.edge("samples"), host_of) == samples
+    assert lanes_of(plan, plan.edge("policy"), host_of) == weights
+    assert plan_data(plan, host_of=host_of)["edges"][0]["lane"] == ", ".join(samples)
+    assert f" over {', '.join(weights)}\n" in render_page(plan, host_of=host_of)
+    assert f"weights, {', '.join(weights)}<" in render_svg(plan, host_of)
 
 
 def test_the_plan_as_data() -> None:
@@ -240,8 +265,12 @@ def test_what_cannot_be_had_without_a_bound(override: str, message: str) -> None
 def test_the_page_says_what_is_open_and_what_is_in_the_clear() -> None:
     alone = render_page(planned("quickstart"))
     assert "weights in the clear, checked by digests" in alone
+    assert "encrypts them); only what has changed, every 32 versions all\n" in alone
     assert "without the run's key" not in alone
-    two = render_page(planned("quickstart", "layout.pools.trainer.count=2", "security.encrypt=all"))
+    words = ("layout.pools.trainer.count=2", "security.encrypt=all", "weights={encoding: fp8, keyframe_every: 5}")
+    two = render_page(planned("quickstart", *words))
+    assert "weights encrypted; rounded to fp8, only what has changed, every 5 versions all\n" in two
+    assert "; each version in full\n" in render_page(planned("quickstart", "weights.encoding=full"))
     assert "Gloo (on GPUs NCCL) of trainer/0, trainer/1, at the host's address in the run" in two
     assert "gradients in the clear" in two
     assert "weights encrypted" in two

@@ -53,6 +53,11 @@ class NetHosts(BridgedHosts):
         """Let nothing of `host` get to `to`; what comes from there arrives, and is not answered."""
         run("ip", "-n", self.hosts[host].namespace, "route", "add", "unreachable", f"{self.hosts[to].address}/32")
 
+    def sent(self, host: int) -> int:
+        """Bytes that a host has sent to others so far."""
+        counter = self.command(host, "cat", "/sys/class/net/eth0/statistics/tx_bytes")
+        return int(subprocess.run(counter, capture_output=True, text=True, check=True).stdout)
+
     def build(self) -> None:
         """And start an sshd on each."""
         super().build()

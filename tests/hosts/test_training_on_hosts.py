@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from distflow.comm.addresses import place_of
+from distflow.flow.recipe_check import plan_recipe
+from distflow.flow.sizes import model_size
 from distflow.launch.run.record import read_record
 from distflow.runtime.checkpoint.commit import fingerprint
 from tests.e2e.runs import PACED, PROMPTS, SMALL, check_positions
@@ -154,6 +156,20 @@ def test_four_hosts_without_their_head(shaped: Cluster, shared: bool) -> None:
     await_that(lambda: read_record(shaped.runs_dir / "quickstart").over, "the end of the run")
     assert read_record(shaped.runs_dir / "quickstart").state == "done"
     check_exactly_once(folders_of(shaped), 30)
+    await_end(shaped)
+
+
+def test_what_has_changed_in_the_weights_crosses_to_a_host_of_rollouts(shaped: Cluster) -> None:
+    """Of a version that a small step has made; the trainer's host sends little else, samples come to it."""
+    steps, policy = 20, ["models.policy.dtype=bfloat16", "models.policy.optimizer.lr=1e-6"]
+    hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=2", shared=True)
+    places = ["layout.pools.trainer.hosts=[h0]", "layout.pools.rollout.hosts=[h1]", "layout.pools.rollout.count=2"]
+    code, out, err = shaped.launch(hosts, f"run.training_steps={steps}", *SMALL, *policy, *places)
+    assert code == 0, f"{out}\n{err}"
+    check_exactly_once(folders_of(shaped), steps)
+    size = model_size(plan_recipe("quickstart", policy)[1].recipe.models["policy"])
+    assert size is not None
+    assert size.published < shaped.net.sent(0) < size.published * steps / 3
     await_end(shaped)
 
 

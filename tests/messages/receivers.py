@@ -13,7 +13,7 @@ from typing import Any
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.membership import KINDS as MEMBERSHIP
-from distflow.comm.message import Buffer, decode, header_of, prefix_of
+from distflow.comm.message import Buffer, decode, header_of, pack, prefix_of
 from distflow.comm.outbox import Delivery, delivered
 from distflow.config.load import load_recipe, recipe_to_mapping
 from distflow.config.yamlfile import yaml_text
@@ -206,12 +206,12 @@ def _silenced(endpoint: Endpoint) -> list[Sequence[Buffer]]:
     """Nothing is sent: what would be is put into the list."""
     said: list[Sequence[Buffer]] = []
 
-    def post(to: str | bytes, frames: Sequence[Buffer]) -> Delivery:
+    def send(to: str | bytes, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
         prefix = prefix_of(endpoint.name, endpoint.incarnation)
-        said.append([header_of(prefix, frames[:1]), *frames[1:]] if frames else frames)
+        said.append([header_of(prefix, [pack(kind, body, len(payload))]), *payload])
         return delivered()
 
-    endpoint._post = post  # type: ignore[method-assign]
+    endpoint._over_sockets.send = send  # type: ignore[method-assign]
     return said
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
+from distflow.comm.traffic import LaneTraffic
 from distflow.runtime.node import Lanes
 
 ME, OTHER = "worker/0", "worker/1"
@@ -24,6 +25,7 @@ def test_a_message_to_oneself_is_handled_before_post_returns(lanes: Lanes) -> No
     message = heard[0]
     assert (message.kind, message.sender, message.incarnation, message.body) == ("ask", ME, 3, {"n": 1})
     assert [bytes(part) for part in message.payload] == [b"payload"]
+    assert lanes._endpoint.traffic.lanes["inproc"] == LaneTraffic(1, len(b"payload"))
 
 
 def test_what_a_handler_sends_comes_after_it_and_in_order(lanes: Lanes) -> None:

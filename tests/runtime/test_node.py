@@ -115,6 +115,8 @@ def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
     assert traffic["bytes_sent"] > 0
     assert traffic["bytes_received"] > 0
     assert traffic["dropped"] == 0
+    assert traffic["lanes"]["zmq"]["bytes"] == traffic["bytes_sent"]
+    assert row.pop("segments") == {}
     assert row.pop("memory_mb") > 1
     assert row.pop("waiting_for").startswith("samples of training step 4 from rollout/0 for ")
     assert row == {

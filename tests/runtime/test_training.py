@@ -174,6 +174,25 @@ def test_batches_begin_as_soon_as_the_token_budget_is_full(make: Make) -> None:
     assert [positions(batch) for batch in stream] == [[3]]
 
 
+def test_what_was_trained_on_before_the_last_group_came(make: Make, tmp_path: Path) -> None:
+    world = make(tokens_per_microbatch=PADDED)
+    steps = world.steps()
+    t = next(steps)
+    world.submit()
+    groups = [group for _ in range(TOKENS) for group in world.decode()]
+    stream = world.training.receive(t)
+    for there in (groups[:1], groups[1:2], groups[2:]):
+        world.finish(there)
+        world.accumulate(next(stream))
+    assert list(stream) == []
+    world.training.apply("policy")
+    world.training.publish("policy", t + 1)
+    world.training.save(t + 1)
+    world.settle()
+    next(steps)
+    assert lines(tmp_path)[0]["perf/overlap_share"] == 0.25, "the second came in time, the others did not"
+
+
 def test_what_is_left_below_the_budget_is_the_last_batch(make: Make) -> None:
     world = make(tokens_per_microbatch=100 * PADDED)
     t = next(world.steps())

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 
 from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.rounded_publisher import RoundedPublisher
+from distflow.weights.rounding import Rounding
 from distflow.weights.shm import HEADER_BYTES, SEGMENTS, ShmPublisher, segment_prefix
 from distflow.weights.swarm import SwarmPlace
 from distflow.weights.swarm_reader import SwarmReader
@@ -52,13 +55,24 @@ def left_of(tag: str) -> list[str]:
 class Host:
     """One training host: a publisher, and a server beside it."""
 
-    def __init__(self, *, encrypted: bool = False, term: int = 0, size: int = 1_000_000) -> None:
-        self.term, self.size = term, size
-        self.server = SwarmServer("127.0.0.1", encrypted=encrypted)
-        self.publisher = ShmPublisher(new_tag(), "policy", term, self.server.pinned)
+    def __init__(
+        self,
+        *,
+        encrypted: bool = False,
+        term: int = 0,
+        size: int = 1_000_000,
+        keyframe_every: int = 1,
+        to: Rounding | None = None,
+    ) -> None:
+        self.term, self.size, self.tag = term, size, new_tag()
+        rounding = None if to is None else RoundedPublisher(self.tag, to)
+        self.server = SwarmServer("127.0.0.1", encrypted=encrypted, keyframe_every=keyframe_every, rounding=rounding)
+        self.publisher = ShmPublisher(self.tag, "policy", term, self.server.pinned)
 
-    def publish(self, number: int) -> Manifest:
-        local = self.publisher.publish(Version(self.term, number), weights(number, self.size))
+    def publish(self, number: int, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> Manifest:
+        """Publish these tensors, by default `weights(number)`."""
+        found = weights(number, self.size) if tensors is None else tensors
+        local = self.publisher.publish(Version(self.term, number), found)
         return Manifest.from_wire(self.server.describe(local).to_wire())
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from distflow.errors import ProtocolError, WorkerFailed
 from distflow.types import Version
 from distflow.weights.canary import TOKENS, Canary, Scoring, canary_rows
 from distflow.weights.in_place import InPlace
-from distflow.weights.manifest import Manifest
+from distflow.weights.manifest import FP8, Manifest, TensorEntry
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
@@ -141,6 +141,28 @@ def test_the_coarser_type_says_how_much_may_differ() -> None:
     inbox.load(engine)
     assert inbox.loaded == Version(0, 0)
     assert [CANARY.tolerance(kind) for kind in ("float64", "float16", "fp8")] == [2e-3, 0.1, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "may_differ", "rounded"),
+    [
+        ("torch.float32", 2e-3, ""),
+        ("torch.bfloat16", 0.5, ", with weights in bfloat16"),
+        (FP8, 1.0, ", with weights in fp8"),
+    ],
+)
+def test_weights_that_were_rounded_on_their_way_may_differ_by_more(dtype: str, may_differ: float, rounded: str) -> None:
+    entries = (TensorEntry("w", dtype, (1,), 0, 4), TensorEntry("v", "torch.float32", (1,), 4, 4))
+    for off, agrees in ((0.9 * may_differ, True), (1.1 * may_differ, False)):
+        (inbox, link), engine = inbox_with(), ScoringEngine(off, off)
+        near = link.publish(Version(0, 1), [("w", torch.ones(1))])
+        inbox.announce(structs.replace(near, canary=CANARY, entries=entries))
+        if agrees:
+            inbox.load(engine)
+            assert inbox.loaded == Version(0, 1)
+        else:
+            with pytest.raises(WorkerFailed, match=rf"between float32 and float32{rounded}, even after"):
+                inbox.load(engine)
 
 
 def test_staged_weights_come_over_the_network_once_more() -> None:

@@ -18,12 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import local_ray
 from taking_turns import serve
 
-# The third keeps every socket on the loopback interface.
-os.environ.update(
-    OMP_NUM_THREADS="1", TQ_LOGGING_LEVEL="ERROR", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0"
-)
+os.environ["TQ_LOGGING_LEVEL"] = "ERROR"
 
 import psutil
 import ray
@@ -112,15 +110,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    ray.init(
-        num_cpus=8 + UNITS,
-        object_store_memory=STORE_BYTES,
-        include_dashboard=False,
-        logging_level="error",
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=str(Path.cwd()),
-    )
+    local_ray.start(8 + UNITS, STORE_BYTES)
     backend = {"SimpleStorage": {"num_data_storage_units": UNITS}}
     transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}, "backend": backend}))
     turn = exchange(options.rows, options.row_bytes) if options.exchange else latency(options.row_bytes)

@@ -21,12 +21,12 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+import local_ray
 from taking_turns import serve
 
-os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", LOGURU_LEVEL="ERROR", RAY_DEDUP_LOGS="0")
+os.environ["LOGURU_LEVEL"] = "ERROR"
 
 import numpy as np
 import ray
@@ -207,15 +207,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     options = parser.parse_args()
     sizes = (options.workers // 2, options.samples, options.tokens)
-    ray.init(
-        num_cpus=2 * options.workers,
-        object_store_memory=STORE_BYTES,
-        include_dashboard=False,
-        logging_level="error",
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=str(Path.cwd()),
-    )
+    local_ray.start(2 * options.workers, STORE_BYTES)
     turns: dict[str, Callable[[], object]] = {}
     left_out: dict[str, str] = {}
     makers: dict[str, Callable[[], Mapping[str, Callable[[], object]]]] = {

@@ -99,7 +99,8 @@ def trainers(found):
 
 def test_a_host_with_a_critic_alone_publishes_nothing_and_its_readers_share_what_one_fetches():
     pinned = [f"layout.pools.{pool}.hosts=[{host}]" for pool, host in (("critic", "b"), ("trainer", "a"))]
-    plan = plan_recipe("quickstart", ["flow=ppo", "layout=critic", *pinned, "layout.pools.rollout.hosts=[b]"])[1]
+    two = ["flow=ppo", "layout=critic", *pinned, "layout.pools.rollout.hosts=[b]"]
+    plan = plan_recipe("quickstart", two)[1]
     placement = place_workers(plan, parse_hosts("a slots=4\nb slots=4", "hosts"))
     policy, critic = (needs_of(plan, placement, host) for host in (0, 1))
     weights = policy.shm.fail // 4
@@ -107,7 +108,21 @@ def test_a_host_with_a_critic_alone_publishes_nothing_and_its_readers_share_what
     beside = plan_recipe("quickstart", ["flow=ppo", "layout=critic"])[1]
     together = needs_of(beside, place_workers(beside, parse_hosts("a slots=8", "hosts")), 0)
     fetched = policy.memory.fail + critic.memory.fail - together.memory.fail
-    assert fetched == 2 * weights
+    assert fetched == 2 * weights + weights // 2 * 2, "and half a version of deltas on each of the two"
+    full = plan_recipe("quickstart", [*two, "weights.encoding=full"])[1]
+    assert sum(needs_of(full, placement, host).memory.fail for host in (0, 1)) == together.memory.fail + 2 * weights
+
+
+def test_a_host_that_rounds_weights_for_others_needs_room_for_the_rounded_ones_too() -> None:
+    found = {}
+    for encoding in ("auto", "bf16", "fp8"):
+        plan = plan_recipe("quickstart", ["layout.pools.rollout.hosts=[b]", f"weights.encoding={encoding}"])[1]
+        for hosts in ("a slots=4\nb slots=4", "b slots=8"):
+            needs = needs_of(plan, place_workers(plan, parse_hosts(hosts, "hosts")), 0)
+            found[encoding, hosts.count("slots")] = needs.shm.fail
+    assert found["bf16", 2] == found["auto", 2] * 3 // 2
+    assert found["fp8", 2] == found["auto", 2] * 5 // 4
+    assert found["bf16", 1] == found["auto", 1], "nothing is rounded on one host"
 
 
 def test_the_numbers_can_begin_with_another_host():
@@ -175,6 +190,8 @@ def test_plan_shows_the_placement_and_says_that_one_host_takes_no_notice(tmp_pat
     out = capsys.readouterr().out
     assert "0  a  2 of 2 slots  rollout/0, rollout/1; weights over the network, from trainer/0\n" in out
     assert "1  b  1 of 1 slots  trainer/0\n" in out
+    assert "samples (lease): rollout -> trainer over zmq\n" in out
+    assert "policy (weights): trainer -> rollout over tcp\n" in out
     assert run(["plan", "quickstart", pinned]) == 0
     assert "pool 'trainer' is pinned to the hosts b: ignored in a run on one host" in capsys.readouterr().out
 

@@ -1,0 +1,99 @@
+"""Deltas in the memory of a host, to be served from there, and those that a publisher keeps: to its last keyframe."""
+
+from __future__ import annotations
+
+import os
+from mmap import mmap
+from pathlib import Path
+
+from distflow.flow.sizes import CHAINED
+from distflow.weights.chunk_plan import ChunkDealer
+from distflow.weights.chunk_server import ChunkServer, HeldVersion
+from distflow.weights.delta import encode
+from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
+from distflow.weights.shm import HEADER, HEADER_BYTES
+
+
+class DeltaMemory:
+    """Memory for a delta, which chunks can be served from: a file without a name, gone with its last user."""
+
+    def __init__(self, manifest: Manifest, dealer: ChunkDealer | None = None) -> None:
+        handle = os.memfd_create("distflow-delta", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(handle, HEADER_BYTES + manifest.size)
+            self._memory = mmap(handle, HEADER_BYTES + manifest.size)
+            HEADER.pack_into(self._memory, 0, -1, 0)
+            self.held = HeldVersion(manifest, Path(f"/proc/self/fd/{handle}"), dealer)
+        finally:
+            os.close(handle)
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes of the delta."""
+        return memoryview(self._memory)[HEADER_BYTES:]
+
+    def finish(self) -> None:
+        """All bytes are there and right."""
+        HEADER.pack_into(self._memory, 0, *self.held.manifest.version)
+        self.held.whole = True
+
+
+class DeltaChain:
+    """The deltas between a publisher's versions. Every `keyframe_every`th version has none, and none reaches beyond it.
+
+    All of them together are at most CHAINED times as large as a version: a reader that would need more takes that.
+    """
+
+    def __init__(self, server: ChunkServer, keyframe_every: int) -> None:
+        self._server = server
+        self._keyframe_every = keyframe_every
+        self._since = 0
+        """Versions since the last keyframe."""
+        self._chain: list[tuple[Delta, HeldVersion]] = []
+
+    def lead_to(self, new: HeldVersion, former: HeldVersion | None) -> tuple[Delta, ...]:
+        """The deltas that lead to a version, the last one from the `former`; none if it is a keyframe."""
+        made = self._encode(new, former) if self._since < self._keyframe_every - 1 else None
+        if made is not None and self._chain and self._chain[-1][0].number != made[0].base:
+            # The version that it led to was never announced.
+            self._drop(len(self._chain))
+        if made is None:
+            self._drop(len(self._chain))
+            self._since = 0
+            return ()
+        self._since += 1
+        self._chain.append(made)
+        sizes = [delta.size for delta, _ in self._chain]
+        self._drop(next(n for n in range(len(sizes)) if sum(sizes[n:]) <= CHAINED * new.manifest.size))
+        self._server.hold(made[1])
+        return tuple(delta for delta, _ in self._chain)
+
+    def _encode(self, new: HeldVersion, former: HeldVersion | None) -> tuple[Delta, HeldVersion] | None:
+        """None where there is none: another layout, an older version that is gone, or nearly everything changed."""
+        if former is None or not former.intact or not _follows(new.manifest, former.manifest):
+            return None
+        found = encode(_bytes_of(new), _bytes_of(former), int(CHAINED * new.manifest.size))
+        if not found or not former.intact or not new.intact:
+            return None
+        sums = digests([memoryview(found)[at : at + CHUNK_BYTES] for at in range(0, len(found), CHUNK_BYTES)])
+        delta = Delta(new.manifest.version.number, former.manifest.version.number, len(found), sums)
+        manifest = new.manifest.of_delta(delta)
+        memory = DeltaMemory(manifest, ChunkDealer(manifest.chunks))
+        memory.data[:] = found
+        memory.finish()
+        return delta, memory.held
+
+    def _drop(self, count: int) -> None:
+        for _, held in self._chain[:count]:
+            self._server.forget(held)
+        del self._chain[:count]
+
+
+def _follows(new: Manifest, former: Manifest) -> bool:
+    """Whether one can be made of the other."""
+    same = new.entries == former.entries and new.size == former.size
+    return same and new.version.term == former.version.term and new.version.number > former.version.number
+
+
+def _bytes_of(held: HeldVersion) -> memoryview:
+    return memoryview(held.memory)[HEADER_BYTES : HEADER_BYTES + held.manifest.size]
