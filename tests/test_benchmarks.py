@@ -69,7 +69,14 @@ def test_a_row_is_seen_by_who_waits_for_it(bench: Callable[..., dict[str, Any]])
 
 def test_weights_reach_readers_here_and_afar(bench: Callable[..., dict[str, Any]]) -> None:
     found = bench("weights", "--megabytes", "4")
-    for name in ("shm_memcpy_ratio", "swarm_gb_s", "encrypted_gb_s", "raw_tcp_gb_s", "cpu_s_per_gb"):
+    for name in (
+        "shm_memcpy_ratio",
+        "shm_cpu_s_per_gb",
+        "swarm_gb_s",
+        "encrypted_gb_s",
+        "raw_tcp_gb_s",
+        "cpu_s_per_gb",
+    ):
         assert found[name] > 0.0, name
     for hosts in (1, 4, 12):
         assert 1.0 <= found[f"uplink_ratio_{hosts}"] < hosts + 0.5, "not to each host by itself"

@@ -80,17 +80,17 @@ def read_here(name: str, pipe: Connection, setting: WeightsSetting) -> None:
         for mine, (_, theirs) in zip(own, tensors, strict=True):
             mine.copy_(theirs)
 
-    def shm(wire: Any) -> float:
-        began = time.perf_counter()
+    def shm(wire: Any) -> Mapping[str, float]:
+        began, cpu = time.perf_counter(), time.process_time()
         manifest = Manifest.from_wire(wire)
         take(reader.fetch(manifest))
         assert reader.intact(manifest)
-        return time.perf_counter() - began
+        return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
 
-    def memcpy(_: object) -> float:
-        began = time.perf_counter()
+    def memcpy(_: object) -> Mapping[str, float]:
+        began, cpu = time.perf_counter(), time.process_time()
         take([("", tensor) for tensor in others])
-        return time.perf_counter() - began
+        return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
 
     _obey(pipe, {"shm": shm, "memcpy": memcpy})
     reader.close()
