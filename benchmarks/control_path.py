@@ -4,9 +4,10 @@
 
 Two processes: an owner of 8 ledgers and a holder that asks, gets leases, and finishes a group of 8 samples every
 `--gap-ms` (nothing is generated). Each is all of a worker that the control path goes through: node, endpoint, lanes,
-lease cores, sample channel, and a loop that waits, takes groups and opens the next step. Figures are µs of CPU time a
-group, after a tenth of the groups as warm-up: of the endpoint's thread, of the loop's thread (the holder's without
-making the samples), and of the whole process (with ZeroMQ's own threads, and at the holder with making the samples).
+lease cores, sample channel, and a loop that waits, takes groups, joins the rows of each step and opens the next one.
+Figures are µs of CPU time a group, after a tenth of the groups as warm-up: of the endpoint's thread, of the loop's
+thread (the holder's without making the samples), and of the whole process (with ZeroMQ's own threads, and at the holder
+with making the samples).
 
 `--against`: a checkout of another revision, measured in turn with this one; ratios are of the medians. Prints JSON.
 """
@@ -78,7 +79,8 @@ class Clocks:
 
 
 def own(folder: str, groups: int) -> None:
-    """The owner's process: takes groups as they arrive, until it has so many."""
+    """The owner's process: takes groups as they arrive, until it has so many, and joins those of each step."""
+    from distflow.data.batch import join
     from distflow.exchange.messages import LeasePrompt
     from distflow.exchange.owner import OwnerCore
     from distflow.exchange.sample_channel import InboundSamples
@@ -94,16 +96,20 @@ def own(folder: str, groups: int) -> None:
     lanes.register(node, inbound.kinds, inbound.on_message)
     node.on_tick(lambda now: inbound.send(core.tick(now)))
     meet(node, HOLDER)
-    warm, taken, condition = groups // 10, 0, node.board.condition
+    warm, taken, condition, arrived = groups // 10, 0, node.board.condition, list[Any]()
     clocks, began = Clocks(node), time.thread_time()
     while taken < groups:
         with condition:
             assert condition.wait_for(core.consumable, LIMIT_S), f"no group came; {taken} have"
             positions = core.consumable()
             inbound.send(core.take(positions, time.monotonic()))
-            inbound.pop(positions)
-            if core.step_complete():
+            arrived += inbound.pop(positions)
+            complete = core.step_complete()
+            if complete:
                 inbound.send(core.advance(core.version + 1, time.monotonic()))
+        if complete:
+            join([group.rows for group in arrived])
+            arrived.clear()
         before, taken = taken, taken + len(positions)
         if before < warm <= taken:
             clocks, began, warm = Clocks(node), time.thread_time(), taken

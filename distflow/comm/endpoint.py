@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from typing import Any
 
 import zmq
@@ -27,7 +28,7 @@ from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode_all,
 from distflow.comm.outbox import SMALL_BYTES, Delivery, Outbox, Posted, bundles
 from distflow.comm.shared_lane import KINDS, SharedLane
 from distflow.comm.shared_sending import SegmentUse
-from distflow.comm.sockets import Sockets
+from distflow.comm.sockets import Sockets, frames_from, send_frames
 from distflow.comm.traffic import INPROC, SHM, ZMQ, Traffic
 from distflow.errors import ProtocolError
 from distflow.log import logger
@@ -41,11 +42,12 @@ log = logger(__name__)
 class Endpoint:
     """Send to peers by name; receive on a thread of its own.
 
-    `on_message` runs on that thread for every message and must not block; `on_tick` runs there every `tick_s` seconds.
-    An exception in either ends the thread and is handed to `on_fault`: nothing is sent or received any more, so it
-    must be fatal for the worker. With a `listener` it listens on the network too: peers whose address begins with
-    tcp:// are on other hosts. A peer with the address "" has not said where it listens: messages to it are dropped and
-    counted. `shared_memory`: payloads to peers on this machine lie in shared memory, and take no sockets.
+    `on_message` runs on that thread for every message and must not block, `on_handled` once after all that came
+    together, `on_tick` every `tick_s` seconds. An exception in any of them ends the thread and is handed to `on_fault`:
+    nothing is sent or received any more, so it must be fatal for the worker. With a `listener` it listens on the
+    network too: peers whose address begins with tcp:// are on other hosts. A peer with the address "" has not said
+    where it listens: messages to it are dropped and counted. `shared_memory`: payloads to peers on this machine lie in
+    shared memory, and take no sockets.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Endpoint:
         self.traffic = Traffic()
         self._tick_s = tick_s
         self._outbox = Outbox()
-        self._shared = SharedLane(shared_memory, self._tell, self._on_released, max_frame_bytes)
+        self._shared = SharedLane(shared_memory, self._tell, self._outbox.nudge, max_frame_bytes)
         self._to_myself = InProcessLane(self._outbox, name, incarnation)
         self._over_sockets = SocketLane(self._outbox, name, max_frame_bytes)
         self._through_memory = SharedMemoryLane(self._outbox, self._shared, self._over_sockets)
@@ -86,6 +88,9 @@ class Endpoint:
         self._thread: threading.Thread | None = None
         self._on_message: Callable[[Message], None] = lambda message: None
         self._on_tick: Callable[[], None] = lambda: None
+        self._on_handled: Callable[[], None] = lambda: None
+        self._handled = False
+        """Whether there were messages since `on_handled`."""
         self._on_fault: Callable[[BaseException], None] = self._say
         for known, address in roster.items():
             self.know(known, address)
@@ -105,12 +110,14 @@ class Endpoint:
         on_message: Callable[[Message], None],
         on_tick: Callable[[], None] = lambda: None,
         on_fault: Callable[[BaseException], None] | None = None,
+        on_handled: Callable[[], None] = lambda: None,
     ) -> None:
         """Bind and begin; raises ProtocolError with the address when it cannot be bound.
 
         Without `on_fault` a fault is only logged.
         """
         self._on_message, self._on_tick, self._on_fault = on_message, on_tick, on_fault or self._say
+        self._on_handled = on_handled
         bound = threading.Event()
         failed: list[Exception] = []
         self._thread = threading.Thread(target=self._serve, args=(bound, failed), name="endpoint", daemon=True)
@@ -217,11 +224,6 @@ class Endpoint:
         if to in self.roster:
             self._counted(self._over_sockets.send(to, kind, body))
 
-    def _on_released(self) -> None:
-        # This thread flushes anyway before it waits.
-        if threading.current_thread() is not self._thread:
-            self._outbox.nudge()
-
     # -- the thread that owns the sockets
 
     def _serve(self, bound: threading.Event, failed: list[Exception]) -> None:
@@ -256,9 +258,11 @@ class Endpoint:
             poller.register(socket, zmq.POLLIN)
         wake = self._outbox.fileno()
         poller.register(wake, zmq.POLLIN)
+        self._outbox.sent_by_this_thread()
         next_tick = time.monotonic() + self._tick_s
         while True:
-            ready = dict(poller.poll(max(0, int((next_tick - time.monotonic()) * 1000))))
+            wait_s = 0.0 if self._outbox else max(0.0, next_tick - time.monotonic())
+            ready = dict(poller.poll(ceil(wait_s * 1000)))
             if wake in ready:
                 self._outbox.woken()
             if gate is not None and gate.questions in ready:
@@ -281,9 +285,8 @@ class Endpoint:
     def _receive(self, index: int, router: zmq.Socket[bytes]) -> None:
         """Read a bounded number of messages, so that sending and ticking get their turn."""
         for _ in range(100):
-            try:
-                frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            frames = frames_from(router)
+            if not frames:
                 return
             try:
                 messages = self._opened(index, frames)
@@ -307,7 +310,11 @@ class Endpoint:
         if message is not None:
             if message is not received:
                 self.traffic.bytes_received += sum(map(len, message.payload))
-            self._on_message(message)
+            self._hand_on(message)
+
+    def _hand_on(self, message: Message) -> None:
+        self._handled = True
+        self._on_message(message)
 
     def _opened(self, index: int, frames: Sequence[zmq.Frame]) -> list[Message]:
         """The messages in what a router has received; raises ProtocolError if it is malformed or forged."""
@@ -327,7 +334,7 @@ class Endpoint:
         return messages
 
     def _flush(self, sockets: Sockets) -> None:
-        """Send what is queued by now; later messages wake this thread again."""
+        """Send what is queued by now; later messages end the next wait of this thread."""
         taken = self._outbox.take()
         try:
             for bundle in bundles(taken):
@@ -338,13 +345,16 @@ class Endpoint:
                 # Only after an exception, which ends this thread.
                 if not posted.delivery.settled:
                     posted.delivery.drop()
+        if self._handled:
+            self._handled = False
+            self._on_handled()
 
     def _hand_over(self, sockets: Sockets, bundle: Sequence[Posted]) -> None:
         first = bundle[0]
         if first.own is not None:
             first.delivery.hand_over()
             self.traffic.count(INPROC, 1, sum([part.nbytes for part in first.own.payload]))
-            self._on_message(first.own)
+            self._hand_on(first.own)
         elif not first.frames:
             sockets.disconnect(str(first.to))
             self._shared.forget(str(first.to))
@@ -368,7 +378,7 @@ class Endpoint:
             if socket is None:
                 raise zmq.Again
             # Of a message that is tracked, large frames are shared rather than copied.
-            socket.send_multipart(frames, zmq.NOBLOCK, copy=not trackers)
+            send_frames(socket, frames, copy=not trackers)
         except zmq.Again:
             for posted in bundle:
                 posted.delivery.drop()
@@ -380,5 +390,6 @@ class Endpoint:
         nbytes = sum([posted.nbytes for posted in bundle])
         self.traffic.sent += len(bundle)
         self.traffic.bytes_sent += nbytes + sum(in_memory)
-        self.traffic.count(SHM, len(in_memory), sum(in_memory))
+        if in_memory:
+            self.traffic.count(SHM, len(in_memory), sum(in_memory))
         self.traffic.count(ZMQ, len(bundle) - len(in_memory), nbytes)

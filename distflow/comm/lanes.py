@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from distflow.comm.message import Buffer, Message, pack
+from distflow.comm.message import Buffer, Message, pack, size_of
 from distflow.comm.outbox import Delivery, Outbox
 from distflow.comm.shared_lane import SharedLane
 from distflow.errors import ProtocolError
@@ -58,7 +58,7 @@ class SocketLane:
 
     def check(self, frames: Sequence[Buffer]) -> None:
         """Raises ProtocolError if a peer would not accept these frames."""
-        largest = max([memoryview(frame).nbytes for frame in frames], default=0)
+        largest = max(map(size_of, frames), default=0)
         if largest > self._most_bytes:
             raise ProtocolError(
                 f"{self._name} cannot send {largest} bytes at once: the workers of this run accept at most "

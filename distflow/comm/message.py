@@ -48,6 +48,11 @@ class Message:
     """Where the payload lies in shared memory, until it has been found."""
 
 
+def size_of(frame: Buffer) -> int:
+    """Bytes of a frame."""
+    return frame.nbytes if isinstance(frame, memoryview) else len(frame)
+
+
 def pack(kind: str, body: Mapping[str, Any], payload: int | bytes = 0) -> bytes:
     """One message as an entry of a header; `payload`: how many frames, or the references to what is in shared memory.
 

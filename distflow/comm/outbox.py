@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from distflow.comm.message import MAX_BUNDLED, Buffer, Message
+from distflow.comm.message import MAX_BUNDLED, Buffer, Message, size_of
 from distflow.comm.shared_sending import SharedPayload
 
 QUEUE_BYTES = 64 << 20
@@ -56,7 +56,8 @@ class Delivery:
     @property
     def sent(self) -> bool:
         """Whether the sockets need nothing of it any more."""
-        return self._trackers is not None and all(tracker.done for tracker in self._trackers)
+        trackers = self._trackers
+        return trackers is not None and (not trackers or all([tracker.done for tracker in trackers]))
 
     @property
     def settled(self) -> bool:
@@ -100,7 +101,7 @@ class Posted:
         self.frames = frames
         self.own = own
         self.delivery = Delivery(shared)
-        self.nbytes = sum([memoryview(frame).nbytes for frame in frames])
+        self.nbytes = sum(map(size_of, frames))
         """Size of all frames."""
         self.shared_bytes = 0 if shared is None else shared.nbytes
         """Of what lies in shared memory."""
@@ -151,7 +152,9 @@ class _UnderWay:
 
 
 class Outbox:
-    """Any thread may call `put`, only the sending thread the rest. `fileno` is readable when there is a message."""
+    """Any thread may call `put`, only the sending thread the rest. `fileno` is readable when another thread has put
+    a message.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -159,7 +162,12 @@ class Outbox:
         self._under_way: dict[str | bytes, _UnderWay] = {}
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._awake = False
+        self._sending: int | None = None
         self._accepts = self._open = True
+
+    def sent_by_this_thread(self) -> None:
+        """The calling thread sends: it looks for messages before it waits, so that its own need not wake it."""
+        self._sending = threading.get_ident()
 
     def fileno(self) -> int:
         """For a poller."""
@@ -247,7 +255,7 @@ class Outbox:
                 os.close(self._write)
 
     def _wake(self) -> None:
-        if self._open and not self._awake:
+        if self._open and not self._awake and threading.get_ident() != self._sending:
             self._awake = True
             os.write(self._write, b"x")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -41,6 +42,24 @@ class _Dealer:
         if self.watch is not None:
             self.watch.close()
         self.socket.close(linger=int(linger_s * 1000))
+
+
+def frames_from(router: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """The next message that a socket has received; nothing if there is none."""
+    # Asking is cheaper than the exception of a socket that has nothing.
+    if not int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        return []
+    frames = [router.recv(zmq.NOBLOCK, copy=False)]
+    while frames[-1].more:
+        frames.append(router.recv(zmq.NOBLOCK, copy=False))
+    return frames
+
+
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any], *, copy: bool) -> None:
+    """Send one message; raises zmq.Again if the socket takes no more."""
+    for frame in frames[:-1]:
+        socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=copy)
+    socket.send(frames[-1], zmq.NOBLOCK, copy=copy)
 
 
 class Sockets:

@@ -8,11 +8,13 @@ Shapes: B rows, N values of a ragged column over all rows, T longest row of a pa
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -119,6 +121,20 @@ def _rows_of(column: Column) -> int:
     return len(column) if isinstance(column, Ragged) else column.shape[0]
 
 
+class BufferedColumns(Mapping[str, Column]):
+    """Columns that lie in one buffer and are made when they are asked for."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def offsets(self, name: str) -> npt.NDArray[np.int64] | None:
+        """[B + 1]: where the rows of a ragged column begin and end; None for a dense one."""
+
+    @abstractmethod
+    def join(self, ranges: Sequence[RowRange]) -> Batch | None:
+        """The rows of all ranges, the first of which is of these columns; None if they have to be joined by column."""
+
+
 class Batch:
     """Columns of equal row count. Immutable by convention: steps return a new batch from `with_columns`.
 
@@ -131,11 +147,11 @@ class Batch:
         counts = {name: _rows_of(column) for name, column in columns.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"columns of one batch must have the same number of rows, got {counts}")
-        self.columns = dict(columns)
+        self.columns: Mapping[str, Column] = dict(columns)
         self.rows = next(iter(counts.values()), 0)
 
     @classmethod
-    def of_rows(cls, columns: dict[str, Column], rows: int) -> Batch:
+    def of_rows(cls, columns: Mapping[str, Column], rows: int) -> Batch:
         """Columns that are known to have so many rows, which are not counted again."""
         batch = cls.__new__(cls)
         batch.columns, batch.rows = columns, rows
@@ -161,7 +177,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+        return sum([tensor.nbytes for tensor in self._tensors()])
 
     def _tensors(self) -> Iterator[Tensor]:
         for column in self.columns.values():
@@ -185,9 +201,16 @@ class Batch:
             raise TypeError(f"field {name!r} is dense, one entry a row; use batch.dense({name!r})")
         return column
 
+    def offsets(self, name: str) -> npt.NDArray[np.int64] | None:
+        """[B + 1]: where the rows of a ragged column begin and end; None for a dense one."""
+        if isinstance(self.columns, BufferedColumns):
+            return self.columns.offsets(name)
+        column = self[name]
+        return column.offsets.numpy() if isinstance(column, Ragged) else None
+
     def of_all_models(self, name: str) -> list[Ragged]:
         """The ragged columns of this name that are there, with and without a prefix."""
-        columns = [column for field, column in self.columns.items() if field.rpartition("/")[2] == name]
+        columns = [self.columns[field] for field in self.columns if field.rpartition("/")[2] == name]
         return [column for column in columns if isinstance(column, Ragged)]
 
     def texts(self, name: str) -> list[str]:
@@ -291,6 +314,9 @@ def join(ranges: Sequence[RowRange]) -> Batch:
             pieces[-1] = RowRange(piece.batch, last.start, piece.stop)
         else:
             pieces.append(piece)
+    columns = pieces[0].batch.columns if len(pieces) > 1 else None
+    if isinstance(columns, BufferedColumns) and (joined := columns.join(pieces)) is not None:
+        return joined
     whole = [piece.batch if piece.stop - piece.start == piece.batch.rows else piece.rows for piece in pieces]
     return Batch.concat(whole)
 
@@ -316,9 +342,7 @@ def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
 
 def row_lengths(batch: Batch) -> Tensor:
     """[B] int64: tokens of each row, prompt and response; with those of further models, as far as they are there."""
-    lengths_B = np.zeros(batch.rows, dtype=np.int64)
-    for name in ("prompt_ids", "response_ids"):
-        for column in batch.of_all_models(name):
-            offsets = column.offsets.numpy()
-            lengths_B += offsets[1:] - offsets[:-1]
-    return torch.from_numpy(lengths_B)
+    names = [name for name in batch.columns if name.rpartition("/")[2] in ("prompt_ids", "response_ids")]
+    found = [offsets for name in names if (offsets := batch.offsets(name)) is not None]
+    ends_B = sum(found[1:], found[0]) if found else np.zeros(batch.rows + 1, dtype=np.int64)
+    return torch.from_numpy(ends_B[1:] - ends_B[:-1])

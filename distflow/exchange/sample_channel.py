@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -83,9 +82,8 @@ class OutboundSamples:
             if not reason:
                 self._kept[position] = rows
             size = 0 if reason else share * (rows.stop - rows.start)
-            first = min(filter(None, oldest[rows.start : rows.stop]), default=None)
             judged = scores.get(position, ()) if reason and not reason.startswith(UNJUDGED) else ()
-            out += self.core.finished(position, first, size, reason, now, judged)
+            out += self.core.finished(position, oldest(rows), size, reason, now, judged)
         self.send(out)
         for position in self.core.take_acked():
             self._kept.pop(position, None)
@@ -158,17 +156,19 @@ def _by_size(results: Iterable[Result]) -> Iterator[list[Result]]:
         yield some
 
 
-def _oldest(batch: Batch) -> list[Version | None]:
-    """The oldest version of each row's tokens, of any model; None for a row without any.
+def _oldest(batch: Batch) -> Callable[[RowRange], Version | None]:
+    """The oldest version of any token in some rows, of any model; None if there are no tokens.
 
     All models count the same training steps: the bound of their staleness is that of the oldest.
     """
-    found: list[Version | None] = [None] * batch.rows
-    for spans in batch.of_all_models("policy_versions"):
-        versions = [Version(term, number) for term, number, _, _ in spans.values.tolist()]
-        of_rows = (versions[a:b] for a, b in pairwise(spans.offsets.tolist()))
-        found = [min(filter(None, (had, *row)), default=None) for had, row in zip(found, of_rows, strict=True)]
-    return found
+    columns = [(spans.values.tolist(), spans.offsets.tolist()) for spans in batch.of_all_models("policy_versions")]
+
+    def of(rows: RowRange) -> Version | None:
+        # A span begins with its term and version.
+        found = [span for spans, bounds in columns for span in spans[bounds[rows.start] : bounds[rows.stop]]]
+        return Version(*min(found)[:2]) if found else None
+
+    return of
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class Node:
 
     def start(self) -> None:
         """Start to receive messages; all handlers must be registered before."""
-        self.endpoint.start(self._receive, self._tick, self.board.fault)
+        self.endpoint.start(self._receive, self._tick, self.board.fault, self.board.wake)
         with self.board.condition:
             self.membership.address = self.endpoint.network_address
             self.membership.facts = self.facts
@@ -167,7 +167,6 @@ class Node:
                 # One malformed message must not end a worker.
                 log.warning("dropped a %r message from %s: %s", message.kind, message.sender, error)
                 self.endpoint.traffic.dropped += 1
-            self.board.condition.notify_all()
 
     def _dispatch(self, message: Message, now: float) -> None:
         if message.kind in KINDS:

@@ -150,14 +150,15 @@ def test_bundles_keep_the_order_of_each_receiver_and_their_bounds(asked: list[tu
 def test_what_waits_for_a_peer_travels_as_one_message_and_each_delivery_is_told(
     sender: Endpoint, roster: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    multiparts: list[int] = []
-    send = zmq.Socket.send_multipart
+    ends: list[int] = []
+    send = zmq.Socket.send
 
-    def counted(self: zmq.Socket[bytes], parts: list[object], *args: object, **kwargs: object) -> object:
-        multiparts.append(len(parts))
-        return send(self, parts, *args, **kwargs)  # type: ignore[arg-type]
+    def counted(self: zmq.Socket[bytes], frame: object, flags: int = 0, *args: object, **kwargs: object) -> object:
+        if self.type == zmq.DEALER and not flags & zmq.SNDMORE:
+            ends.append(flags)
+        return send(self, frame, flags, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(zmq.Socket, "send_multipart", counted)
+    monkeypatch.setattr(zmq.Socket, "send", counted)
     arrived: list[Message] = []
     trainer = Endpoint("trainer/0", 0, roster)
     trainer.start(arrived.append)
@@ -174,7 +175,7 @@ def test_what_waits_for_a_peer_travels_as_one_message_and_each_delivery_is_told(
     sender.send("rollout/0", "go", {})
     assert go_on.wait(WAIT_S)
     eventually(lambda: len(arrived) == MAX_BUNDLED + 10)
-    assert len(multiparts) == 2, "as many messages as one may have, and the rest"
+    assert len(ends) == 2, "as many messages as one may have, and the rest"
     for n, message in enumerate(arrived):
         assert (message.kind, message.sender, message.body) == ("note", "rollout/0", {"n": n})
         assert [bytes(part) for part in message.payload] == [bytes([n % 256]) * n] * (n % 3)

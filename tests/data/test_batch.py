@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch, Ragged, RowRange, join
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.errors import ProtocolError
 
@@ -74,6 +74,49 @@ def test_the_wire_keeps_every_bit(part: list[list[int]], flag: bool) -> None:
     )
     description, buffer = encode_batch(batch)
     assert same(decode_batch(description, memoryview(buffer)), batch)
+
+
+def example_of(lengths: list[int]) -> Batch:
+    """Rows of these lengths, with all kinds of columns."""
+    ids = Ragged.from_rows([range(length) for length in lengths], torch.int64)
+    count = len(ids.values)
+    return Batch(
+        {
+            "group": torch.arange(len(lengths)),
+            "ids": ids,
+            "logprobs": ids.like(torch.rand(count)),
+            "text": Ragged.from_texts(["ü" * length for length in lengths]),
+            "pairs": Ragged(torch.rand(len(lengths), 2), torch.arange(len(lengths) + 1)),
+            "half": torch.rand(len(lengths), 3).bfloat16(),
+        }
+    )
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_what_arrived_in_many_buffers_is_joined_as_if_it_had_been_read_by_column(data: st.DataObject) -> None:
+    ranges, plain = [], []
+    for _ in range(data.draw(st.integers(1, 4))):
+        sent = example_of(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5)))
+        description, buffer = encode_batch(sent)
+        start = data.draw(st.integers(0, sent.rows))
+        stop = data.draw(st.integers(start, sent.rows))
+        ranges.append(RowRange(decode_batch(description, memoryview(buffer)), start, stop))
+        plain.append(RowRange(sent, start, stop))
+    joined = join(ranges)
+    assert same(joined, join(plain))
+    assert joined.ragged("ids").offsets is joined.ragged("logprobs").offsets or len(ranges) == 1
+    some = ranges[0]
+    lacking = RowRange(some.batch.only(["group", "ids"]), some.start, some.stop)
+    assert same(
+        join([lacking, lacking]), join([RowRange(plain[0].batch.only(["group", "ids"]), some.start, some.stop)] * 2)
+    )
+
+
+def test_a_shape_that_no_tensor_has_is_refused_on_arrival() -> None:
+    columns = msgspec.msgpack.encode([["a", "i64", [1 << 39, 1 << 39, 1 << 39, 0], -1]])
+    with pytest.raises(ProtocolError):
+        decode_batch({"rows": 1, "columns": columns}, memoryview(bytearray()))
 
 
 def test_rows_must_agree() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.data.batch import Batch, Ragged, row_lengths
+from distflow.data.batch import Batch, Ragged, RowRange, row_lengths
 from distflow.data.prefixes import prompts_complaint
 from distflow.errors import StepError
 from distflow.exchange.sample_channel import _oldest
@@ -104,7 +104,8 @@ def test_tokens_and_versions_of_all_models_count() -> None:
     both = batch().with_columns(**{"policy_versions": spans, "solver/policy_versions": later})
     assert row_lengths(both).tolist() == [1 + 1 + 2 + 3, 1 + 1 + 3 + 1]
     assert row_lengths(both.only(["solver/prompt_ids", "solver/response_ids"])).tolist() == [5, 4]
-    assert _oldest(both) == [Version(0, 4), Version(0, 3)]
+    oldest = _oldest(both)
+    assert [oldest(RowRange(both, row, row + 1)) for row in (0, 1)] == [Version(0, 4), Version(0, 3)]
 
 
 def prompts(**columns: Ragged | torch.Tensor) -> Batch:

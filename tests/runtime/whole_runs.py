@@ -118,10 +118,11 @@ class MemoryEndpoint:
         on_message: Callable[[Message], None],
         on_tick: Callable[[], None],
         on_fault: Callable[[BaseException], None],
+        on_handled: Callable[[], None],
     ) -> None:
         def serve() -> None:
             try:
-                self._serve(on_message, on_tick)
+                self._serve(on_message, on_tick, on_handled)
             except BaseException as error:
                 on_fault(error)
 
@@ -156,7 +157,9 @@ class MemoryEndpoint:
             self.closing = True
             self._condition.notify()
 
-    def _serve(self, on_message: Callable[[Message], None], on_tick: Callable[[], None]) -> None:
+    def _serve(
+        self, on_message: Callable[[Message], None], on_tick: Callable[[], None], on_handled: Callable[[], None]
+    ) -> None:
         next_tick = time.monotonic() + TICK_S
         while not self.closing:
             with self._condition:
@@ -168,6 +171,7 @@ class MemoryEndpoint:
                     due.append(heapq.heappop(self._arriving))
             for _, _, header, frames in due:
                 on_message(decode(header, [memoryview(frame) for frame in frames], b"\0route"))
+            on_handled()
             if time.monotonic() >= next_tick:
                 on_tick()
                 next_tick = time.monotonic() + TICK_S
