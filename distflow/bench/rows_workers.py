@@ -28,7 +28,6 @@ WRITER, READER = "writer", "reader"
 ROWS, ROW, RAW = "rows", "row", "raw"
 SEEN = "seen"
 PLAIN_S = 60_000
-CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +122,12 @@ class Writer:
         return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
 
     def raw(self, _: int) -> dict[str, float]:
-        """The same bytes over the sockets, in messages as large as those with results, of chunks of 1 MiB."""
+        """The same bytes over the sockets, as results have them: in messages of one buffer each."""
         data = self._table.view(-1).numpy().data
         began = time.perf_counter()
         with self._sockets.changed:
-            for first in range(0, len(data), MESSAGE_BYTES):
-                message = data[first : first + MESSAGE_BYTES]
-                self._sockets.push(READER, RAW, {}, [message[at : at + CHUNK] for at in range(0, len(message), CHUNK)])
+            for at in range(0, len(data), MESSAGE_BYTES):
+                self._sockets.push(READER, RAW, {}, [data[at : at + MESSAGE_BYTES]])
             self._sockets.drain(READER)
         return {"seconds": time.perf_counter() - began}
 
