@@ -11,7 +11,7 @@ from typing import Any
 
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkListener
-from distflow.comm.message import Buffer, Message
+from distflow.comm.message import Body, Buffer, Message
 from distflow.comm.outbox import Delivery
 
 WAIT_S = 60.0
@@ -64,7 +64,7 @@ class MeasuredWorker:
 
         self.endpoint.start(heard, ticked, failed)
 
-    def post(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
+    def post(self, to: str, kind: str, body: Body, payload: Sequence[Buffer] = ()) -> Delivery:
         """Send, and count."""
         self.bytes += sum(memoryview(part).nbytes for part in payload)
         return self.endpoint.send(to, kind, body, payload)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Self
 
 import zmq
@@ -131,7 +132,7 @@ class BackgroundClient:
             poller.register(self._outbox.fileno(), zmq.POLLIN)
             for connection in connections.values():
                 connection.register(poller)
-            ready = dict(poller.poll(max(0, int((next_tick - time.monotonic()) * 1000))))
+            ready = dict(poller.poll(ceil(max(0.0, next_tick - time.monotonic()) * 1000)))
             if self._outbox.fileno() in ready:
                 self._outbox.woken()
             for name, connection in connections.items():

@@ -24,7 +24,7 @@ from distflow.comm.addresses import check_address, key_in
 from distflow.comm.curve import leaves_machine, listener_for
 from distflow.comm.keys import NetworkListener
 from distflow.comm.lanes import TO_MYSELF, InProcessLane, Lane, SharedMemoryLane, SocketLane
-from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode_all, header_of, prefix_of
+from distflow.comm.message import MAX_HEADER_BYTES, Body, Buffer, Message, decode_all, header_of, prefix_of
 from distflow.comm.outbox import SMALL_BYTES, Delivery, Outbox, Posted, bundles
 from distflow.comm.shared_lane import KINDS, SharedLane
 from distflow.comm.shared_sending import SegmentUse
@@ -159,7 +159,7 @@ class Endpoint:
             return False
         return True
 
-    def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
+    def send(self, to: str, kind: str, body: Body, payload: Sequence[Buffer] = ()) -> Delivery:
         """Queue a message for a peer of the roster; the returned Delivery says whether it has left this process.
 
         Nobody may change the body or the payload afterwards: a message to oneself is the very same objects.
@@ -177,7 +177,7 @@ class Endpoint:
             raise AssertionError(f"no lane to {to} took a {kind!r} message; the sockets take all")
         return self._counted(delivery)
 
-    def reply(self, request: Message, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
+    def reply(self, request: Message, body: Body, payload: Sequence[Buffer] = ()) -> None:
         """Reply over the connection of the request (its sender need not be in the roster)."""
         assert request.route is not None, "only received messages can be replied to"
         kind = f"{request.kind}.reply"

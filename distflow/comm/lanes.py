@@ -6,10 +6,10 @@ leaves it to the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from distflow.comm.message import Buffer, Message, pack, size_of
+from distflow.comm.message import Body, Buffer, Message, pack, size_of
 from distflow.comm.outbox import Delivery, Outbox
 from distflow.comm.shared_lane import SharedLane
 from distflow.errors import ProtocolError
@@ -21,7 +21,7 @@ TO_MYSELF = b""
 class Lane(Protocol):
     """One way to a peer."""
 
-    def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery | None:
+    def send(self, to: str, kind: str, body: Body, payload: Sequence[Buffer]) -> Delivery | None:
         """Queue a message; None if the next lane must take it. Any thread may call it, and it never blocks.
 
         Raises ProtocolError for a message that no receiver accepts.
@@ -36,7 +36,7 @@ class InProcessLane:
         self._name = name
         self._incarnation = incarnation
 
-    def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
+    def send(self, to: str, kind: str, body: Body, payload: Sequence[Buffer]) -> Delivery:
         """Queue it for the endpoint's own thread."""
         views = [memoryview(frame) for frame in payload]
         return self._outbox.put(to, (), Message(kind, self._name, self._incarnation, body, views, TO_MYSELF))
@@ -50,7 +50,7 @@ class SocketLane:
         self._name = name
         self._most_bytes = most_bytes
 
-    def send(self, to: str | bytes, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
+    def send(self, to: str | bytes, kind: str, body: Body, payload: Sequence[Buffer] = ()) -> Delivery:
         """Queue it for a peer, or back along a route."""
         header = pack(kind, body, len(payload))
         self.check([header])
@@ -75,7 +75,7 @@ class SharedMemoryLane:
         self._shared = shared
         self._sockets = sockets
 
-    def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery | None:
+    def send(self, to: str, kind: str, body: Body, payload: Sequence[Buffer]) -> Delivery | None:
         """Copy the payload and queue the rest; None for small payloads, and while there is no room."""
         shared = self._shared.put(to, payload) if payload else None
         if shared is None:

@@ -32,6 +32,8 @@ MAX_CONTAINERS = 1 << 20
 UNCOUNTED_BYTES = MAX_CONTAINERS
 """Shorter messages cannot contain more of them, so they are not counted."""
 Buffer = bytes | bytearray | memoryview
+Body = Mapping[str, Any] | msgspec.Struct
+"""What is said in a message: plain values by name, or a form (`decoding.py`) of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class Message:
     kind: str
     sender: str
     incarnation: int
-    body: Mapping[str, Any]
+    body: Any
+    """Plain values by name; of a message to oneself the very object that was sent."""
     payload: Sequence[memoryview] = ()
     route: bytes | None = field(default=None, compare=False)
     references: bytes = b""
@@ -53,7 +56,7 @@ def size_of(frame: Buffer) -> int:
     return frame.nbytes if isinstance(frame, memoryview) else len(frame)
 
 
-def pack(kind: str, body: Mapping[str, Any], payload: int | bytes = 0) -> bytes:
+def pack(kind: str, body: Body, payload: int | bytes = 0) -> bytes:
     """One message as an entry of a header; `payload`: how many frames, or the references to what is in shared memory.
 
     Raises ProtocolError if no receiver would accept it.
@@ -78,7 +81,7 @@ def header_of(prefix: bytes, entries: Sequence[Buffer]) -> bytes:
     return b"".join((prefix, b"\xdc", len(entries).to_bytes(2, "big"), *entries))
 
 
-def encode(kind: str, sender: str, incarnation: int, body: Mapping[str, Any], payload_frames: int = 0) -> bytes:
+def encode(kind: str, sender: str, incarnation: int, body: Body, payload_frames: int = 0) -> bytes:
     """The header frame of a single message. Raises ProtocolError if no receiver would accept it."""
     return header_of(prefix_of(sender, incarnation), [pack(kind, body, payload_frames)])
 

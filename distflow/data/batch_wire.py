@@ -111,10 +111,12 @@ class _Mapped(BufferedColumns):
         self._made: dict[str, Column] = {}
         self._divided: tuple[Tensor, ...] | None = None
         self._starts: dict[str, int] = {}
+        entries = [*self._totals, rows]
         at = layout.offsets * (rows + 1) * _OFFSET_BYTES
-        for name, place in layout.order:
+        for name, (_, _, _, nbytes, number) in layout.order:
+            # Dense columns have number −1: an entry a row.
             self._starts[name] = at
-            at += (rows if place.offsets < 0 else self._totals[place.offsets]) * place.nbytes
+            at += entries[number] * nbytes
         self.end = at
         """Bytes that all of it takes."""
         self.some_empty = layout.some_empty or not rows or not all(self._totals)

@@ -3,9 +3,10 @@
 A message is a dictionary of its fields; the small records inside it (leases, reports, …) are lists in field order. Most
 messages are their own form. Those with tokens and log-probs have a *head* instead: the same message with the number of
 tokens in the place of each run of them. The tokens themselves lie behind each other in one payload frame, in the order
-in which the head counts them, so that the header stays small and its bulk is copied rather than parsed.
+in which the head counts them, so that the header stays small and its bulk is copied rather than parsed. A few tokens
+lie in the head itself: a frame of their own would cost more than copying them.
 
-Example: the head of a Piece of 3 tokens is [position, sample, start, 3, …], with 3·4 + 3·8 bytes of payload.
+Example: the head of a Piece of 3 tokens is [position, sample, start, 3, …], with 3·4 + 3·8 bytes in its `bulk`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from operator import lt
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
 
 from distflow.comm.message import Buffer
 from distflow.comm.message import Message as Envelope
@@ -50,10 +50,14 @@ Spans = tuple[Whole, ...]
 """Term, version, start and end of each span, one after the other."""
 
 
-class Packed(NamedTuple):
-    """A message for the wire: the header's body, and no or one payload frame."""
+INLINE_BYTES = 4 << 10
+"""A bulk of at most this size lies in the head."""
 
-    body: dict[str, Any]
+
+class Packed(NamedTuple):
+    """A message for the wire: the header's body, which is itself or its head, and no or one payload frame."""
+
+    body: Form
     payload: tuple[Buffer, ...] = ()
 
 
@@ -102,18 +106,21 @@ class _GrantHead(Form, frozen=True):
     number: Whole
     ask: Whole
     leases: tuple[_LeaseHead, ...]
+    bulk: bytes
 
 
 class _ProgressHead(Form, frozen=True):
     report: Report
     running: tuple[Running, ...]
     pieces: tuple[_PieceHead, ...]
+    bulk: bytes
 
 
 class _HandBackHead(Form, frozen=True):
     report: Report
     positions: tuple[Whole, ...]
     pieces: tuple[_PieceHead, ...]
+    bulk: bytes
 
 
 _FORMS: Mapping[str, type[Any]] = {
@@ -143,10 +150,10 @@ def kind_of(message: Message) -> str:
 
 
 def to_wire(message: Message) -> Packed:
-    """The message as a dictionary of numbers, texts, flags and lists, ready for msgpack, and its payload."""
+    """The form of a message, and its payload."""
     bulk = bytearray()
-    body = msgspec.to_builtins(_head(message, bulk))
-    return Packed(body, (bulk,) if bulk else ())
+    head = _head(message, bulk)
+    return Packed(head, (bulk,) if bulk else ())
 
 
 @decoder
@@ -182,18 +189,29 @@ def check_sender(envelope: Envelope, message: M) -> M:
 # -- a message and its head
 
 
-def _head(message: Message, bulk: bytearray) -> Any:
+def _head(message: Message, bulk: bytearray) -> Form:
     """The form of a message; its tokens and log-probs go to the end of `bulk`."""
     if isinstance(message, Grant):
         leases = tuple([_lease_head(lease, bulk) for lease in message.leases])
-        return _GrantHead(message.owner, message.term, message.incarnation, message.number, message.ask, leases)
+        return _GrantHead(
+            message.owner, message.term, message.incarnation, message.number, message.ask, leases, _inside(bulk)
+        )
     if isinstance(message, Progress):
         pieces = tuple([_piece_head(piece, bulk) for piece in message.pieces])
-        return _ProgressHead(message.report, message.running, pieces)
+        return _ProgressHead(message.report, message.running, pieces, _inside(bulk))
     if isinstance(message, HandBack):
         pieces = tuple([_piece_head(piece, bulk) for piece in message.pieces])
-        return _HandBackHead(message.report, message.positions, pieces)
+        return _HandBackHead(message.report, message.positions, pieces, _inside(bulk))
     return message
+
+
+def _inside(bulk: bytearray) -> bytes:
+    """What lies in the head: a small bulk, which is taken out of its place."""
+    if len(bulk) > INLINE_BYTES:
+        return b""
+    inside = bytes(bulk)
+    bulk.clear()
+    return inside
 
 
 def _message(head: Any, payload: Sequence[memoryview]) -> Any:
@@ -201,13 +219,13 @@ def _message(head: Any, payload: Sequence[memoryview]) -> Any:
     if isinstance(head, _GrantHead):
         prompts = sum(lease.prompt_tokens for lease in head.leases)
         begun = sum(sample.tokens for lease in head.leases for sample in lease.begun)
-        bulk = _Bulk(payload, prompts * TOKEN_BYTES + begun * (TOKEN_BYTES + LOGPROB_BYTES))
+        bulk = _Bulk(head.bulk, payload, prompts * TOKEN_BYTES + begun * (TOKEN_BYTES + LOGPROB_BYTES))
         leases = tuple([_lease(lease, bulk) for lease in head.leases])
         return Grant(head.owner, head.term, head.incarnation, head.number, head.ask, leases)
     if not isinstance(head, _ProgressHead | _HandBackHead):
-        _Bulk(payload, 0)
+        _Bulk(b"", payload, 0)
         return head
-    bulk = _Bulk(payload, sum(piece.tokens for piece in head.pieces) * (TOKEN_BYTES + LOGPROB_BYTES))
+    bulk = _Bulk(head.bulk, payload, sum(piece.tokens for piece in head.pieces) * (TOKEN_BYTES + LOGPROB_BYTES))
     pieces = tuple([_piece(piece, bulk) for piece in head.pieces])
     if isinstance(head, _ProgressHead):
         return Progress(head.report, head.running, pieces)
@@ -215,22 +233,23 @@ def _message(head: Any, payload: Sequence[memoryview]) -> Any:
 
 
 class _Bulk:
-    """A payload, read from the front. Its size is compared with what the head says before anything is copied."""
+    """What a head or a payload has, read from the front. Its size is compared with what the head counts first."""
 
-    def __init__(self, payload: Sequence[memoryview], expected: int) -> None:
-        size = sum(map(len, payload))
-        if size != expected or len(payload) > 1:
+    def __init__(self, inside: bytes, payload: Sequence[memoryview], expected: int) -> None:
+        size = len(inside) + sum(map(len, payload))
+        if size != expected or len(payload) + bool(inside) > 1:
             raise ProtocolError(
-                f"tokens and log-probs of {expected} bytes in one payload frame were announced, got {size} bytes in "
-                f"{len(payload)} frames"
+                f"tokens and log-probs of {expected} bytes in one place were announced, got {size} bytes: "
+                f"{len(inside)} in the head, the others in {len(payload)} payload frames"
             )
-        self._data = payload[0] if payload else memoryview(b"")
+        self._data = payload[0] if payload else memoryview(inside)
         self._at = 0
 
     def tokens(self, count: int) -> bytes:
         """The next `count` token ids."""
         found = self._take(count * TOKEN_BYTES)
-        if count and int(np.frombuffer(found, dtype=np.int32).min()) < 0:
+        # Little-endian: the sign is in the last byte of each.
+        if not found[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
             raise ProtocolError("a negative token id in the payload of a lease message; expected ids ≥ 0")
         return found
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from distflow.comm.message import Buffer
+from distflow.comm.message import Body, Buffer
 from distflow.comm.message import Message as Envelope
 from distflow.comm.outbox import Delivery, SentOnce
 from distflow.data.batch import Batch, Column, Ragged, RowRange, group_ranges, join, row_lengths
@@ -32,7 +32,7 @@ from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Resul
 from distflow.exchange.owner import OwnerCore
 from distflow.types import TOKENS, UNJUDGED, LeaseKind, Version
 
-Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], Delivery]
+Post = Callable[[str, str, Body, Sequence[Buffer]], Delivery]
 """`post(to, kind, body, payload)`: hands a message to the endpoint; never blocks."""
 LocalAccept = Callable[[Sequence[Result], Batch | None], None]
 
@@ -120,12 +120,9 @@ class OutboundSamples:
         if owner == self._local_owner and self._local_accept is not None:
             self._local_accept(results, batch)
             return
-        body: dict[str, Any] = {"results": [to_wire(result).body for result in results], "batch": None}
-        payload: Sequence[Buffer] = ()
-        if batch is not None:
-            body["batch"], buffer = encode_batch(batch)
-            payload = (buffer,)
-        delivery = self._post(owner, self._name(RESULTS), body, payload)
+        described, buffer = (None, None) if batch is None else encode_batch(batch)
+        payload = () if buffer is None else (buffer,)
+        delivery = self._post(owner, self._name(RESULTS), _Results(tuple(results), described), payload)
         if delivery.dropped:
             self.core.not_sent(result.position for result in results)
         for result in results:

@@ -27,7 +27,7 @@ from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import Keys, NetworkListener, key_file, read_keys
 from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, MemberMessage, Membership
-from distflow.comm.message import Buffer, Message
+from distflow.comm.message import Body, Buffer, Message
 from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.processes import resident_mb, started_at
 from distflow.comm.traffic import INPROC
@@ -281,7 +281,7 @@ class Lanes:
             self.on(kind, handler)
             node.on(kind, lambda message: handler(message, time.monotonic()))
 
-    def post(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
+    def post(self, to: str, kind: str, body: Body, payload: Sequence[Buffer]) -> Delivery:
         """Send; never blocks."""
         me = self._endpoint.name
         if to != me:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgpack
+import msgspec
 
 from distflow.exchange.deal_core import News
 from distflow.exchange.intake_core import Sending
@@ -106,7 +107,7 @@ class LeaseNetwork:
             self.record.messages[kind] += 1
             body, payload = to_wire(item.message)
             frames = [memoryview(bytes(frame)) for frame in payload]
-            header = msgpack.packb(body)
+            header = msgspec.msgpack.encode(body)
             self.record.largest_message = max(self.record.largest_message, len(header) + sum(map(len, frames)))
             for _ in range(self._copies()):
                 deliver = partial(self._deliver, item.to, kind, header, frames)

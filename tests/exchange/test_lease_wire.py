@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,8 @@ from msgspec import structs
 
 from distflow.comm.message import Buffer
 from distflow.errors import ProtocolError
-from distflow.exchange.lease_wire import KINDS, from_wire, kind_of, to_wire
+from distflow.exchange import lease_wire
+from distflow.exchange.lease_wire import INLINE_BYTES, KINDS, from_wire, kind_of, to_wire
 from distflow.exchange.messages import (
     Ack,
     Again,
@@ -58,32 +60,57 @@ MESSAGES: list[Message] = [
 ]
 
 
+def plain(message: Message) -> tuple[dict[str, Any], tuple[Buffer, ...]]:
+    """As it arrives: body and payload."""
+    body, payload = to_wire(message)
+    return msgpack.unpackb(msgspec.msgpack.encode(body)), payload
+
+
 def frames(payload: Iterable[Buffer]) -> list[memoryview]:
     return [memoryview(bytes(frame)) for frame in payload]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=kind_of)
 def test_every_message_survives_msgpack(message: Message) -> None:
-    body, payload = to_wire(message)
-    assert from_wire(kind_of(message), msgpack.unpackb(msgpack.packb(body)), frames(payload)) == message
+    body, payload = plain(message)
+    assert not payload, "a few tokens lie in the head"
+    assert from_wire(kind_of(message), body) == message
+    sent = to_wire(message)
+    assert from_wire(kind_of(message), sent.body, frames(sent.payload)) == message, "to oneself: as it is"
 
 
-@pytest.mark.parametrize("message", [m for m in MESSAGES if to_wire(m).payload], ids=kind_of)
-def test_a_payload_that_the_header_does_not_announce_is_refused(message: Message) -> None:
-    body, (payload,) = to_wire(message)
+def test_many_tokens_lie_beside_the_head() -> None:
+    for count in (INLINE_BYTES // 4, INLINE_BYTES // 4 + 1):
+        grant = Grant("trainer/0", 0, 1, 3, 4, (structs.replace(LEASE, prompt_ids=tuple(range(count))),))
+        body, payload = plain(grant)
+        assert len(payload) == (4 * count > INLINE_BYTES)
+        assert from_wire("grant", body, frames(payload)) == grant
+
+
+@pytest.mark.parametrize("message", [m for m in MESSAGES if "bulk" in plain(m)[0]], ids=kind_of)
+def test_a_payload_that_the_header_does_not_announce_is_refused(
+    message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_wire, "INLINE_BYTES", -1)
+    body, (payload,) = plain(message)
+    payload = bytes(payload)
+    said = f"of {len(payload)} bytes in one place were announced, got"
     for wrong in ([], [payload[:-1]], [payload + b"x"], [payload, b""], [payload[:8], payload[8:]]):
-        with pytest.raises(ProtocolError, match=f"of {len(payload)} bytes in one payload frame were announced, got"):
+        with pytest.raises(ProtocolError, match=said):
             from_wire(kind_of(message), body, frames(wrong))
+    for inside, beside in ((payload[:8], [payload[8:]]), (payload, [b""]), (payload[1:], [])):
+        with pytest.raises(ProtocolError, match=said):
+            from_wire(kind_of(message), body | {"bulk": inside}, frames(beside))
     with pytest.raises(ProtocolError, match="a negative token id in the payload"):
         from_wire(kind_of(message), body, frames([b"\xff" * len(payload)]))
 
 
 def test_a_number_of_tokens_that_nobody_can_hold_takes_no_memory() -> None:
-    body = to_wire(MESSAGES[1]).body | {"pieces": [[9, 2, 0, 1 << 60, [0, 0, 0, 1 << 60], ""]]}
-    with pytest.raises(ProtocolError, match=f"of {12 << 60} bytes in one payload frame were announced, got 12 bytes"):
+    body = plain(MESSAGES[1])[0] | {"pieces": [[9, 2, 0, 1 << 60, [0, 0, 0, 1 << 60], ""]], "bulk": b""}
+    with pytest.raises(ProtocolError, match=f"of {12 << 60} bytes in one place were announced, got 12 bytes"):
         from_wire("progress", body, frames([b"x" * 12]))
-    with pytest.raises(ProtocolError, match="of 0 bytes in one payload frame were announced, got 1 bytes"):
-        from_wire("ack", to_wire(MESSAGES[7]).body, frames([b"x"]))
+    with pytest.raises(ProtocolError, match="of 0 bytes in one place were announced, got 1 bytes"):
+        from_wire("ack", plain(MESSAGES[7])[0], frames([b"x"]))
 
 
 def test_every_kind_is_covered() -> None:
@@ -131,7 +158,7 @@ WRONG: list[tuple[int, str, Any, str]] = [
 
 @pytest.mark.parametrize("index, field, value, match", WRONG)
 def test_a_wrong_value_is_named(index: int, field: str, value: Any, match: str) -> None:
-    body = to_wire(MESSAGES[index]).body | {field: value}
+    body = plain(MESSAGES[index])[0] | {field: value}
     with pytest.raises(ProtocolError, match=match):
         from_wire(kind_of(MESSAGES[index]), body)
 
@@ -145,7 +172,7 @@ def test_a_wrong_value_is_named(index: int, field: str, value: Any, match: str) 
     ],
 )
 def test_a_wrong_value_inside_a_lease_is_named(place: int, value: Any, match: str) -> None:
-    body = to_wire(MESSAGES[5]).body
+    body, _ = plain(MESSAGES[5])
     body["leases"][0][place] = value
     with pytest.raises(ProtocolError, match=match):
         from_wire("grant", body)
@@ -153,7 +180,7 @@ def test_a_wrong_value_inside_a_lease_is_named(place: int, value: Any, match: st
 
 def test_missing_and_extra_fields_and_kinds_are_refused() -> None:
     for message in MESSAGES:
-        body, kind = to_wire(message).body, kind_of(message)
+        body, kind = plain(message)[0], kind_of(message)
         for name in body:
             with pytest.raises(ProtocolError, match=f"lease message {kind}: Object missing required field `{name}`"):
                 from_wire(kind, {key: value for key, value in body.items() if key != name})
@@ -166,7 +193,7 @@ def test_missing_and_extra_fields_and_kinds_are_refused() -> None:
 
 
 def test_long_values_are_shortened_in_errors() -> None:
-    ack, grant = to_wire(MESSAGES[7]).body, to_wire(MESSAGES[5]).body
+    ack, grant = plain(MESSAGES[7])[0], plain(MESSAGES[5])[0]
     grant["leases"][0][10] = "x" * 10_000
     for kind, body in (("ack", ack | {"positions": ["x"] * 1000}), ("ack", ack | {"x" * 10_000: 1}), ("grant", grant)):
         with pytest.raises(ProtocolError) as caught:
@@ -184,10 +211,10 @@ PLAIN = st.recursive(
 @settings(max_examples=200, derandomize=True)
 @given(index=st.integers(0, len(MESSAGES) - 1), data=st.data())
 def test_nonsense_is_refused_or_read_never_anything_else(index: int, data: st.DataObject) -> None:
-    body, payload = to_wire(MESSAGES[index])
+    body, payload = plain(MESSAGES[index])
     body[data.draw(st.sampled_from(sorted(body)))] = data.draw(PLAIN)
     try:
         message = from_wire(kind_of(MESSAGES[index]), body, frames(payload))
     except ProtocolError:
         return
-    assert to_wire(message).body.keys() == body.keys()
+    assert plain(message)[0].keys() == body.keys()
