@@ -48,6 +48,7 @@ class Pair:
 
     def exchange(self) -> Figures:
         """All rows put, got and read."""
+        self.one(READER, "begin")
         put, got = self.one(WRITER, "put"), self.one(READER, "get")
         gb = self.setting.nbytes / 1e9
         return {

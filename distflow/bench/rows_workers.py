@@ -28,7 +28,6 @@ WRITER, READER = "writer", "reader"
 ROWS, ROW, RAW = "rows", "row", "raw"
 SEEN = "seen"
 PLAIN_S = 60_000
-CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +122,12 @@ class Writer:
         return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
 
     def raw(self, _: int) -> dict[str, float]:
-        """The same bytes over the sockets, in chunks of 1 MiB."""
+        """The same bytes over the sockets, as results have them: in messages of one buffer each."""
         data = self._table.view(-1).numpy().data
         began = time.perf_counter()
         with self._sockets.changed:
-            for at in range(0, len(data), CHUNK):
-                self._sockets.push(READER, RAW, {}, [data[at : at + CHUNK]])
+            for at in range(0, len(data), MESSAGE_BYTES):
+                self._sockets.push(READER, RAW, {}, [data[at : at + MESSAGE_BYTES]])
             self._sockets.drain(READER)
         return {"seconds": time.perf_counter() - began}
 
@@ -194,7 +193,8 @@ def read(name: str, pipe: Connection, setting: RowsSetting) -> None:
     sockets = MeasuredWorker(name, setting.sockets, shared_memory=False)
     sockets.start(lambda message, now: sockets.took(message), lambda now: None)
     worker.meet(pipe)
-    serve(pipe, {"get": reader.get, "row": reader.row, "plain": reader.plain, "echo": reader.echo})
+    orders = {"begin": reader.begin, "get": reader.get, "row": reader.row, "plain": reader.plain, "echo": reader.echo}
+    serve(pipe, orders)
     worker.endpoint.close()
     sockets.endpoint.close()
 
@@ -218,6 +218,10 @@ class Reader:
             self._arrived.append(message)
         self._worker.took(message)
 
+    def begin(self, _: int) -> None:
+        """Count the CPU time from here on."""
+        self._cpu_s = time.process_time()
+
     def get(self, _: int) -> dict[str, float]:
         """Views of all rows, and every byte of them once."""
         began = time.perf_counter()
@@ -225,10 +229,9 @@ class Reader:
             arrived, self._arrived = self._arrived, []
         rows = [row for message in arrived for row in message.payload]
         got = time.perf_counter()
-        cpu_s, self._cpu_s = time.process_time() - self._cpu_s, time.process_time()
+        cpu_s = time.process_time() - self._cpu_s
         touch(rows)
         seconds = time.perf_counter() - began
-        self._cpu_s = time.process_time()
         assert len(rows) == self._setting.rows, f"{len(rows)} of {self._setting.rows} rows arrived"
         return {"get_s": got - began, "touch_s": seconds, "cpu_s": cpu_s}
 

@@ -17,6 +17,7 @@ from distflow.comm.outbox import Delivery
 WAIT_S = 60.0
 UNDER_WAY_BYTES = 32 << 20
 """Most bytes pushed to one peer that it has not taken yet: an outbox that is full drops messages."""
+RETRY_S = 0.002
 TOOK = "took"
 
 
@@ -71,8 +72,15 @@ class MeasuredWorker:
     def push(self, to: str, kind: str, body: Mapping[str, Any], data: Sequence[Buffer]) -> None:
         """Under the lock: send as soon as there is room, and expect `took` of the receiver."""
         self.drain(to, UNDER_WAY_BYTES)
-        self._under_way[to] += sum(memoryview(part).nbytes for part in data)
-        self.post(to, kind, body, data)
+        size = sum(memoryview(part).nbytes for part in data)
+        self._under_way[to] += size
+        deadline = time.monotonic() + WAIT_S
+        while self.post(to, kind, body, data).dropped:
+            # What the peer has taken may count as under way for a moment longer, until its memory is free.
+            self.bytes -= size
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.endpoint.name} had no room for {size} bytes to {to} for {WAIT_S:g} s")
+            self.changed.wait(RETRY_S)
 
     def drain(self, to: str, nbytes: int = 0) -> None:
         """Under the lock: wait until a receiver has taken all but this many bytes."""

@@ -21,7 +21,8 @@ LIMIT_BYTES = 128 << 20
 STEP_BYTES = 8 << 20
 """A segment grows by at least this much."""
 WORKER_BYTES = 4 * LIMIT_BYTES
-"""Most memory that the segments of one worker take together."""
+"""Most memory that the segments of one worker take together. Samples there count at their owner, which grants no more
+leases than it has room for, wherever their results lie."""
 HEADER = Struct("<qq")
 """In front of a block's frames: its generation, and the size of the block."""
 HEADER_BYTES = ALIGN

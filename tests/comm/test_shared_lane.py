@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
@@ -367,6 +368,21 @@ def test_what_was_offered_to_nobody_is_gone_with_its_endpoint(tmp_path: Path) ->
         assert len(own_segments()) == 1
         endpoint.close(0.1)
         assert not own_segments()
+
+
+def test_without_memory_for_a_segment_payloads_take_the_sockets(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(handle: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", refuse)
+        ends.writer.send(READER, "rows", {}, [row(1)])
+        eventually(lambda: ends.kept)
+        assert (ends.kept[0].payload[0], ends.writer.segments[READER].full) == (row(1), 1)
+    ends.writer.send(READER, "rows", {}, [row(2)])
+    eventually(lambda: len(ends.kept) == 2)
+    assert ends.kept[1].payload[0] == row(2)
+    assert ends.held, "as soon as there is memory"
 
 
 def test_all_segments_of_a_worker_take_only_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
