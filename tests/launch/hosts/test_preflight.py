@@ -181,11 +181,13 @@ def test_hosts_need_what_their_workers_do(tmp_path):
     plan = plan_recipe("quickstart", ["layout.pools.rollout.count=1"])[1]
     generates, trains = needs(plan)
     weights = model_size(plan.recipe.models["policy"]).weights
-    assert generates.memory.fail == PROCESS + 3 * weights, "the engine's, and two versions that it has fetched"
-    samples = trains.memory.fail - PROCESS - 4 * weights
+    deltas = weights // 2
+    fetched = PROCESS + 3 * weights + deltas
+    assert generates.memory.fail == fetched, "the engine's, two versions that it has fetched, and deltas between them"
+    samples = trains.memory.fail - PROCESS - 4 * weights - deltas
     assert 0 < samples < 256 << 20, "beside gradients and two moments"
     beside = (generates.memory_beside_gpus.fail, trains.memory_beside_gpus.fail)
-    assert beside == (PROCESS + 3 * weights, PROCESS + max(weights, samples)), "what is loaded passes through the host"
+    assert beside == (fetched, PROCESS + deltas + max(weights, samples)), "what is loaded passes through the host"
     assert (generates.shm.fail, trains.shm.fail) == (2 * weights, 4 * weights), (
         "and the version that others are reading"
     )
