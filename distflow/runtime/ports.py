@@ -1,7 +1,6 @@
 """Builds the ends of the plan's edges at one worker, one function for each: what it owns, holds, publishes and reads.
 
-What receives messages is built before the worker's endpoint starts (`owns`, `holds`, `reads`); what needs models or an
-engine afterwards (`publishes`, `trains`). Nothing runs yet.
+What receives messages (`owns`, `holds`, `reads`) is built before the endpoint starts, what needs models afterwards.
 """
 
 from __future__ import annotations

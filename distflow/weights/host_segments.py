@@ -47,9 +47,10 @@ class SharedSegment:
         """Map a segment that exists; raises OSError."""
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            size = os.fstat(handle).st_size
-            private = mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
-            return cls(path, handle, map_shared(path), private)
+            # One that is being made grows meanwhile: both are of the same size.
+            memory = map_shared(path)
+            private = mmap.mmap(handle, len(memory), access=mmap.ACCESS_COPY)
+            return cls(path, handle, memory, private)
         except BaseException:
             os.close(handle)
             raise

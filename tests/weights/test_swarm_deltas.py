@@ -18,6 +18,7 @@ from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
 from distflow.weights.rounding import Rounding
 from distflow.weights.shm import HEADER_BYTES, ShmReader
 from distflow.weights.swarm_reader import SwarmReader
+from tests.polling import eventually
 from tests.weights.swarm_kit import Host, left_of, new_reader, new_tag, newest_memory
 from tests.weights.test_swarm_readers import fetch_together
 
@@ -155,6 +156,9 @@ def test_a_late_reader_gets_the_version_from_hosts_that_made_it_themselves(host:
     fetch_together(readers, publish(host, 1))
     manifest = publish(host, 2)
     fetch_together(readers, manifest)
+    dealer = host.server._held[-1].dealer
+    assert dealer is not None
+    eventually(lambda: dealer._next == manifest.chunks, "readers have told the publisher")
     late = new_reader()
     assert sent_for(host, late, manifest) == 0
     for reader in (*readers, late):
