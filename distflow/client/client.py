@@ -18,21 +18,21 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 from msgspec import structs
 
+from distflow.client.attached_run import CHECK_EVERY_S, AttachedRun
 from distflow.client.reading import AnswerBody, ConsumerReading, OwnerAnswer, Part
 from distflow.client.samples import Samples, StaleRows
 from distflow.client.weights import Ready, WeightSubscription
-from distflow.comm.client import BackgroundClient, ask
+from distflow.comm.client import BackgroundClient
 from distflow.comm.message import Buffer, Message
 from distflow.data.batch import Batch
 from distflow.data.batch_wire import decode_batch, encode_batch
-from distflow.errors import NoProgressError, ProtocolError, UserError, WorkerFailed
+from distflow.errors import NoProgressError, ProtocolError, UserError
 from distflow.exchange.store_channel import (
     ALIVE,
     ALIVE_S,
     ASK,
     FORGET,
     LEAVE,
-    OWNERS,
     PUT,
     SETTLE,
     Forgotten,
@@ -40,11 +40,9 @@ from distflow.exchange.store_channel import (
     Settled,
     Written,
 )
-from distflow.launch.observe.run_client import ANSWER_S, ask_any_agent, keys_of
-from distflow.launch.run.record import FINAL, RunRecord, read_record
+from distflow.launch.observe.run_client import keys_of
 from distflow.weights.manifest import Manifest
 
-CHECK_EVERY_S = 0.5
 REPEAT_S = 2.0
 """After so long without a reply weights are asked for again: their publisher may have been restarted."""
 IPC = "ipc://"
@@ -71,7 +69,6 @@ class Client:
     """
 
     def __init__(self, run: HasPath | str | os.PathLike[str], *, timeout_s: float = 60.0) -> None:
-        self._path = Path(run) if isinstance(run, str | os.PathLike) else run.path
         self._name = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._readings: dict[str, ConsumerReading] = {}
@@ -84,11 +81,10 @@ class Client:
         """Why an owner does not serve a consumer."""
         self._fault: Exception | None = None
         self._say_alive_at = 0.0
-        self._looked_at = 0.0
-        self._record = read_record(self._path)
-        self._owners = self._find_owners(time.monotonic() + timeout_s)
+        self._run = AttachedRun(Path(run) if isinstance(run, str | os.PathLike) else run.path)
+        self._owners = self._run.find_owners(time.monotonic() + timeout_s)
         self._heard = dict.fromkeys(self._owners, time.monotonic())
-        self._wire = BackgroundClient(keys_of(self._record), self._on_reply, self._on_tick, self._on_fault)
+        self._wire = BackgroundClient(keys_of(self._run.record), self._on_reply, self._on_tick, self._on_fault)
         self._meet()
         self._wire.start()
 
@@ -120,10 +116,7 @@ class Client:
         """
         reading = self._reading(consumer, fields, lossless=lossless)
         with self._changed:
-            if consumer in self._using:
-                raise UserError(
-                    f"consumer {consumer!r}: another thread is in `get` — use a Client for each thread; they share"
-                )
+            self._check_unused(consumer)
             self._using.add(consumer)
             try:
                 reading.want(max(0, rows), max(0, tokens))
@@ -138,20 +131,22 @@ class Client:
         """The newest version of a model, and each one after it, on the host of a training worker; nobody waits for
         this client. Raises UserError on another host.
         """
-        trains = [worker.name for worker in self._record.workers if worker.trains]
-        near = {name: place for name in trains if (place := self._record.roster.get(name, "")).startswith(IPC)}
+        record = self._run.record
+        trains = [worker.name for worker in record.workers if worker.trains]
+        near = {name: place for name in trains if (place := record.roster.get(name, "")).startswith(IPC)}
         if not near:
-            raise UserError(f"{self._record.name}: no training worker is on this host — run this client where one is")
+            raise UserError(f"{record.name}: no training worker is on this host — run this client where one is")
         for name, address in near.items():
             self._wire.know(name, address)
         return WeightSubscription(model, self._name, tuple(near), self._ask_all)
 
     def forget(self, consumer: str) -> None:
         """Close a consumer for all its clients: the run keeps nothing for it any longer, nor waits for it."""
+        with self._changed:
+            self._check_unused(consumer)
+            self._readings.pop(consumer, None)
         for owner in self._owners:
             self._request(owner, FORGET, partial(structs.replace, Forgotten(self._name, 0, consumer)))
-        with self._changed:
-            self._readings.pop(consumer, None)
 
     def close(self) -> None:
         """Leave: what was claimed and not acknowledged goes to others."""
@@ -217,6 +212,12 @@ class Client:
                 self._awaited.difference_update(numbers)
 
     # -- requests
+    def _check_unused(self, consumer: str) -> None:
+        if consumer in self._using:
+            raise UserError(
+                f"consumer {consumer!r}: another thread is in `get` — use a Client for each thread; they share"
+            )
+
     def _reading(self, consumer: str, fields: Sequence[str], *, lossless: bool) -> ConsumerReading:
         if isinstance(fields, str) or not fields:
             raise UserError(f"fields: expected a list of names such as ['prompt_text', 'reward'], got {fields!r}")
@@ -240,7 +241,7 @@ class Client:
     def _taken(self, reading: ConsumerReading) -> list[Part] | None:
         if reading.consumer in self._refused:
             # It is not open: it may be asked for in another way.
-            del self._readings[reading.consumer]
+            self._readings.pop(reading.consumer, None)
             raise UserError(self._refused.pop(reading.consumer))
         parts = reading.take()
         return [] if parts is None and reading.over else parts
@@ -265,6 +266,9 @@ class Client:
                     sent[0] = time.monotonic()
                     plain = msgspec.to_builtins(body(number=number), builtin_types=(bytes,))
                     self._wire.send(owner, kind, plain, payload)
+                if owner not in self._owners:
+                    # It is gone for good, and its claims with it.
+                    return {"stale": [number]}
                 return self._replies.pop(number, None)
 
             try:
@@ -277,68 +281,49 @@ class Client:
 
     def _until(self, ready: Callable[[], T | None], what: str, timeout: float | None, over: T) -> T:
         """Wait under the condition; `over`: what to return once the run has ended in order."""
-        began = time.monotonic()
+        began, name = time.monotonic(), self._run.record.name
         while (found := ready()) is None:
             if self._fault is not None:
                 raise self._fault
             now = time.monotonic()
             if timeout is not None and now - began >= timeout:
-                raise TimeoutError(f"{self._record.name}: waited {timeout:g} s for {what} — the run goes on; ask again")
+                raise TimeoutError(f"{name}: waited {timeout:g} s for {what} — the run goes on; ask again")
             silent = [owner for owner, at in self._heard.items() if now - at > SILENT_S]
-            if silent and self._is_over(now):
-                return over
+            if silent and self._run.due(now):
+                if self._look():
+                    return over
+                continue
             longest = max(now - at for at in self._heard.values())
-            if longest > self._record.no_progress_s:
+            if longest > self._run.record.no_progress_s:
                 raise NoProgressError(
-                    f"{self._record.name}: no word of {', '.join(silent)} for {longest:.0f} s, while waiting for "
-                    f"{what} — `distflow status {self._record.name}` tells how the run is"
+                    f"{name}: no word of {', '.join(silent)} for {longest:.0f} s, while waiting for {what} — "
+                    f"`distflow status {name}` tells how the run is"
                 )
             left = CHECK_EVERY_S if timeout is None else began + timeout - now
             self._changed.wait(max(0.0, min(CHECK_EVERY_S, left)))
         return found
 
     # -- the run
-    def _find_owners(self, deadline: float) -> tuple[str, ...]:
-        """Ask the training workers who owns samples; in a run that starts they may not listen yet."""
-        while True:
-            record = self._record = read_record(self._path)
-            if record.over:
-                raise UserError(f"{self._path}: this run is over ({record.state}) — a Client needs one that goes on")
-            for name in (worker.name for worker in record.workers if worker.trains):
-                address = record.roster.get(name)
-                answer = ask(address, OWNERS, {}, ANSWER_S, keys_of(record)) if address else None
-                if answer is not None:
-                    return tuple(str(owner) for owner in answer["owners"])
-            if time.monotonic() >= deadline:
-                raise NoProgressError(
-                    f"{self._path}: no training worker of this run answers — `distflow status {record.name}` tells why"
-                )
-            time.sleep(CHECK_EVERY_S)
+    def _look(self) -> bool:
+        """Whether the run has ended, and if not, who owns its samples by now. Nothing else waits for this meanwhile."""
+        self._changed.release()
+        try:
+            ended = self._run.ended()
+            owners = () if ended else self._run.owners()
+        finally:
+            self._changed.acquire()
+        if owners and owners != self._owners:
+            now = time.monotonic()
+            self._owners = owners
+            self._heard = {owner: self._heard.get(owner, now) for owner in owners}
+            for reading in self._readings.values():
+                reading.owned_by(owners)
+        self._meet()
+        return ended
 
     def _meet(self) -> None:
         for owner in self._owners:
-            self._wire.know(owner, self._record.roster.get(owner, ""))
-
-    def _is_over(self, now: float) -> bool:
-        """Whether the run has ended in order; raises WorkerFailed if it has failed."""
-        if now - self._looked_at < SILENT_S / 2:
-            return False
-        self._looked_at = now
-        self._record = record = read_record(self._path)
-        self._meet()
-        if record.over:
-            state: str = record.state
-        else:
-            # A copy of run.json on another machine stays as it was.
-            state = self._state_by_agents(record)
-        if state == "failed":
-            why = "" if record.failure is None else f": {record.failure.message}"
-            raise WorkerFailed(f"{record.name} has failed{why} — `distflow status {record.name}` tells more")
-        return state in FINAL
-
-    def _state_by_agents(self, record: RunRecord) -> str:
-        answer = ask_any_agent(record, "status", {}, ANSWER_S) if record.hosts else None
-        return "" if answer is None else str(answer["state"])
+            self._wire.know(owner, self._run.record.roster.get(owner, ""))
 
     # -- on the thread of the connection
     def _on_reply(self, owner: str, message: Message) -> None:
@@ -360,6 +345,11 @@ class Client:
         answered = msgspec.convert(message.body, AnswerBody)
         if answered.error:
             self._refused[answered.consumer] = answered.error
+            return
+        if answered.end == "closed":
+            self._refused[answered.consumer] = (
+                f"consumer {answered.consumer!r}: another client has closed it (`forget`)"
+            )
             return
         reading = self._readings.get(answered.consumer)
         if reading is None:

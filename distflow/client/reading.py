@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from distflow.data.batch import Batch
-from distflow.exchange.consumers import End
+from distflow.exchange.consumer_types import End
 from distflow.exchange.store_channel import Asked
 
 REPEAT_S = 2.0
@@ -119,7 +119,9 @@ class ConsumerReading:
 
     def answered(self, answer: OwnerAnswer) -> None:
         """An answer has arrived, perhaps once more."""
-        owner = self._owners[answer.owner]
+        owner = self._owners.get(answer.owner)
+        if owner is None:
+            return
         if answer.incarnation != owner.incarnation:
             self._restarted(answer.owner, owner, answer.incarnation)
         if owner.asked is None or answer.number != owner.asked.number:
@@ -130,9 +132,14 @@ class ConsumerReading:
 
     def heard(self, name: str, incarnation: int) -> None:
         """A sign of life of an owner, which may have restarted."""
-        owner = self._owners[name]
-        if incarnation != owner.incarnation:
+        owner = self._owners.get(name)
+        if owner is not None and incarnation != owner.incarnation:
             self._restarted(name, owner, incarnation)
+
+    def owned_by(self, names: Sequence[str]) -> None:
+        """The training workers that own samples are others now: what is here of one that is gone is not claimed."""
+        self._owners = {name: self._owners.get(name, _Owner()) for name in names}
+        self._parts = deque(part for part in self._parts if part.owner in self._owners)
 
     def take(self) -> list[Part] | None:
         """What was wanted, or less where no more will come; None: wait."""

@@ -4,8 +4,8 @@ A *consumer* is a name; the *clients* that read under this name share its groups
 consumers are independent: each gets every group that arrives after it was opened, in the order of arrival.
 
 The life of a group at one consumer:  (waits for its fields) → ready → claimed → acknowledged,  claimed → ready again
-when its client gives it back, falls silent or ends. A claim is what one answer hands out, named by the number of the
-ask; an ask that is repeated gets the same claim, so that a lost answer loses nothing.
+when its client gives it back or ends, or is silent and another one finds nothing else. A claim is what one answer hands
+out, named by the number of the ask; an ask that is repeated gets the same claim, so that a lost answer loses nothing.
 
 What a consumer keeps is bounded in bytes. One that loses nothing (`lossless`) holds the owner up at its bound:
 nothing is leased until it has read. For others the oldest groups that nobody has claimed are let go, and counted.
@@ -13,8 +13,9 @@ nothing is leased until it has read. For others the oldest groups that nobody ha
 Example (bound of 3 groups):
     ask(a, 1, rows=8) -> []                       nothing has arrived
     arrived(7)        -> Handed(a, 1, [7])        pushed to the waiting ask
-    arrived(8, 9, 10), then a is silent           7 is ready again, first in line; one group is let go
-    acknowledge(a, 1) -> False                    a's claim is void: it hears so
+    arrived(8, 9, 10), then a is silent           one group is let go; 7 stays a's until it is wanted
+    ask(b, 1, rows=24) -> Handed(b, 1, [9, 10]), ask(b, 2) -> Handed(b, 2, [7])
+    settle(a, 1) -> stale                         a's claim is void: it hears so
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
 from distflow.errors import ProtocolError
+from distflow.exchange.consumer_types import ConsumerCounts, End, Handed, Offered, SamplesWanted
 
 ANSWER_BYTES = 4 << 20
 """Most bytes of groups in one answer, unless a single group is larger; a client asks again for the rest."""
@@ -33,66 +34,12 @@ REMEMBERED = 1024
 MOST_CONSUMERS = 64
 MOST_CLIENTS = 4096
 
-End = Literal["", "drained", "over"]
-"""Why an answer names no groups: what is left is with other clients, or nothing is left at all."""
-
-
-class Offered(NamedTuple):
-    """A group as consumers see it."""
-
-    rows: int
-    tokens: int
-    nbytes: int
-    fields: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplesWanted:
-    """What an ask is for. The answer has at least one group, and no more than reach `rows` or `tokens`."""
-
-    consumer: str
-    fields: tuple[str, ...]
-    lossless: bool
-    rows: int
-    """0: any number."""
-    tokens: int
-    """Of prompts and responses together; 0: any number."""
-    holds: bool
-    """The client holds groups that it has not used because it waits for more: it wants to hear when none will come."""
-
-
-class Handed(NamedTuple):
-    """An answer to the ask `number` of a client."""
-
-    client: str
-    number: int
-    consumer: str
-    positions: tuple[int, ...]
-    end: End
-    missed: int
-    """Groups that this consumer has lost so far."""
-    tokens: int = 0
-    """Of the groups, prompts and responses together."""
-
-
-class ConsumerCounts(NamedTuple):
-    """How far a consumer is at one owner."""
-
-    name: str
-    lossless: bool
-    unread: int
-    """Groups that nobody has claimed, whether or not they have all their fields."""
-    claimed: int
-    """Groups that clients have and have not acknowledged."""
-    missed: int
-    clients: int
-    """Those that have asked for its groups and are alive."""
-    kept_bytes: int
-
 
 @dataclass(slots=True)
 class _Client:
     heard_at: float
+    silent: bool = False
+    """It may be dead, or a computer that sleeps: its claims are its own until another client wants them."""
     asks: dict[str, tuple[int, SamplesWanted]] = field(default_factory=dict)
     """The ask that waits, by consumer."""
     last: dict[str, int] = field(default_factory=dict)
@@ -118,13 +65,15 @@ class _Consumer:
 
 
 class Consumers:
-    """Of one owner. `limit_bytes` bounds what each consumer keeps; a client silent for `silence_s` is given up."""
+    """Of one owner. `limit_bytes` bounds what each consumer keeps; who is silent for `silence_s` may lose claims."""
 
     def __init__(self, limit_bytes: int, silence_s: float) -> None:
         self.kept: dict[int, Offered] = {}
         """The groups that some consumer has not acknowledged, by position."""
         self.progress = 0
         """Rises with all that clients acknowledge."""
+        self.signs = 0
+        """Rises while the owner waits for a consumer of which a client is alive."""
         self._limit = limit_bytes
         self._silence_s = silence_s
         self._consumers: dict[str, _Consumer] = {}
@@ -232,9 +181,10 @@ class Consumers:
         return () if consumer is None else consumer.claims.get((client, number), ())
 
     def alive(self, client: str, now: float) -> None:
-        """A sign of life of a client, if it is known."""
+        """A sign of life of a client, if it is known: what waits for it goes on waiting."""
         if client in self._clients:
-            self._clients[client].heard_at = now
+            known = self._heard(client, now)
+            self.signs += any(map(self._waits_for, known.last))
 
     def leave(self, client: str) -> list[Handed]:
         """A client ends: what it has claimed goes to others of its consumers."""
@@ -257,13 +207,23 @@ class Consumers:
         answers = []
         for client, known in self._clients.items():
             if name in known.asks:
-                answers.append(Handed(client, known.asks.pop(name)[0], name, (), "over", consumer.missed))
+                answers.append(Handed(client, known.asks.pop(name)[0], name, (), "closed", consumer.missed))
         return answers
 
     def tick(self, now: float) -> list[Handed]:
-        """Give up silent clients. Call it a few times per `silence_s`."""
-        silent = [name for name, known in self._clients.items() if now - known.heard_at > self._silence_s]
-        return [answer for client in silent for answer in self.leave(client)]
+        """Look who is silent. Call it a few times per `silence_s`."""
+        holders = {client for one in self._consumers.values() for client, _ in one.claims}
+        for name, known in list(self._clients.items()):
+            if now - known.heard_at > self._silence_s:
+                known.silent = True
+                known.asks.clear()
+                if name not in holders:
+                    del self._clients[name]
+        return self._serve()
+
+    def knows(self, client: str) -> bool:
+        """Whether a client has asked for something, and has not been given up."""
+        return client in self._clients
 
     # -- what the owner asks
     @property
@@ -273,12 +233,12 @@ class Consumers:
 
     def unread(self) -> list[str]:
         """Consumers that have not read everything and have clients, and those that lose nothing."""
-        busy = {name for client in self._clients.values() for name in client.last}
+        busy = {name for client in self._clients.values() if not client.silent for name in client.last}
         return [one.name for one in self._consumers.values() if one.nbytes and (one.lossless or one.name in busy)]
 
     def counts(self) -> list[ConsumerCounts]:
         """How far each consumer is."""
-        clients = Counter(name for client in self._clients.values() for name in client.last)
+        clients = Counter(name for client in self._clients.values() if not client.silent for name in client.last)
         return [
             ConsumerCounts(
                 name=one.name,
@@ -325,7 +285,7 @@ class Consumers:
         if client not in self._clients and len(self._clients) >= MOST_CLIENTS:
             raise ProtocolError(f"there are {MOST_CLIENTS} clients already — close some")
         known = self._clients.setdefault(client, _Client(now))
-        known.heard_at = now
+        known.heard_at, known.silent = now, False
         return known
 
     def _add(self, consumer: _Consumer, position: int, group: Offered) -> None:
@@ -345,6 +305,15 @@ class Consumers:
         self._uses[position] -= 1
         if not self._uses[position]:
             del self._uses[position], self.kept[position]
+
+    def _waits_for(self, name: str) -> bool:
+        """Whether the owner waits for clients of this consumer."""
+        one = self._consumers.get(name)
+        return one is not None and (bool(one.nbytes) if one.owned else one.lossless and one.nbytes >= self._limit)
+
+    def _take_back_from_silent(self, consumer: _Consumer) -> None:
+        for claim in reversed([claim for claim in consumer.claims if self._clients[claim[0]].silent]):
+            self._take_back(consumer, claim)
 
     def _take_back(self, consumer: _Consumer, claim: tuple[str, int]) -> None:
         for position in reversed(consumer.claims.pop(claim, ())):
@@ -367,6 +336,8 @@ class Consumers:
         return answers
 
     def _answer(self, consumer: _Consumer, client: str, number: int, wanted: SamplesWanted) -> Handed | None:
+        if not consumer.ready:
+            self._take_back_from_silent(consumer)
         if consumer.ready:
             positions = self._fitting(consumer, wanted)
             for position in positions:

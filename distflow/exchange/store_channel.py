@@ -24,7 +24,8 @@ from distflow.data.batch import Batch, Column
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import Form, Whole, read
 from distflow.errors import ProtocolError, UserError
-from distflow.exchange.consumers import Consumers, Handed, Offered, SamplesWanted
+from distflow.exchange.consumer_types import Handed, Offered, SamplesWanted
+from distflow.exchange.consumers import Consumers
 from distflow.exchange.kept_samples import KeptConsumer, KeptSamples, trained_by
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.types import TOKENS, is_reward_part
@@ -35,7 +36,7 @@ KINDS = (ASK, SETTLE, PUT, ALIVE, LEAVE, FORGET)
 OWNERS = "client.owners"
 """Whom to ask; every worker can tell."""
 SILENCE_S = 10.0
-"""After so long without a word of a client, what it has claimed goes to others."""
+"""After so long without a word of a client, what it has claimed goes to others who want it."""
 ALIVE_S = 2.0
 """How often a client says that it is there."""
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -176,17 +177,21 @@ class SampleStore:
 
     def on_message(self, message: Envelope, now: float) -> None:
         """A client's message; raises ProtocolError if it is malformed."""
-        held_up, listed = bool(self.consumers.held_up_by), self.consumers.lossless()
+        consumers, core = self.consumers, self._inbound.core
+        held_up, listed = bool(consumers.held_up_by), consumers.lossless()
+        before = consumers.progress + consumers.signs
         self._handlers[message.kind](message, now)
+        core.progress_count += consumers.progress + consumers.signs - before
         if self.consumers.lossless() != listed:
             self.note(self.consumers.lossless())
         if held_up and not self.consumers.held_up_by:
             # Asks of generating workers were left unanswered meanwhile.
-            self._inbound.send(self._inbound.core.prompts_arrived(now))
+            self._inbound.send(core.prompts_arrived(now))
 
     def tick(self, now: float) -> None:
-        """Give up clients that are silent; say when nothing more will come."""
+        """Look which clients are silent; say when nothing more will come."""
         self._send(self.consumers.tick(now))
+        self._asks = {client: ask for client, ask in self._asks.items() if self.consumers.knows(client)}
         if self._inbound.core.finished:
             self._send(self.consumers.finish())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from distflow.comm.keys import make_keys, write_keys
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.kept_samples import KeptSamples
 from distflow.exchange.store_channel import KINDS
-from tests.client.shop import FIELDS, GROUPS, SAMPLES, TOKENS_A_GROUP, Shop, write_record
+from tests.client.shop import FIELDS, GROUPS, SAMPLES, STEPS, TOKENS_A_GROUP, Shop, write_record
 from tests.polling import eventually
 
 ROWS = GROUPS * SAMPLES
@@ -198,6 +200,61 @@ def test_malformed_requests_harm_nobody(tmp_path: Path, open_shop: Callable[...,
             client._wire.send("trainer/0", kind, {"client": 7})
         eventually(lambda: len(shop.refused) == len(KINDS))
         assert positions(client, rows=ROWS) == list(range(GROUPS))
+
+
+def test_an_owner_that_is_gone_for_good_is_not_waited_for(
+    tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool goes on without it: whoever owns samples now says so."""
+    monkeypatch.setattr("distflow.client.client.SILENT_S", 0.3)
+    monkeypatch.setattr("distflow.client.attached_run.LOOK_EVERY_S", 0.1)
+    stays, goes = (Shop(tmp_path, index, 2).open() for index in range(2))
+    closing.callback(stays.close)
+    write_record(tmp_path, [stays, goes])
+    with Client(tmp_path) as client:
+        first(client, stays)
+        goes.begin()
+        held = client.get(list(FIELDS), consumer="all", rows=2 * ROWS, timeout=10)
+        assert held is not None
+        assert len(held) == 2 * ROWS
+        goes.endpoint.close()
+        stays.names = [stays.name]
+        with pytest.raises(StaleRows):
+            held.acknowledge()
+        stays.train(2)
+        assert len(positions(client, rows=ROWS)) == GROUPS
+        stays.train(STEPS - 2)
+        while client.get(list(FIELDS), consumer="all", rows=ROWS, timeout=10) is not None:
+            pass
+
+
+def test_who_waits_hears_that_a_consumer_was_closed(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
+    shop = open_shop()
+    with Client(tmp_path) as waits, Client(tmp_path) as closes, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(waits.get, list(FIELDS), consumer="all", timeout=10)
+        eventually(lambda: shop.store.consumers._consumers, "the consumer")
+        with pytest.raises(UserError, match="another thread is in `get`"):
+            waits.forget("all")
+        closes.forget("all")
+        with pytest.raises(UserError, match="consumer 'all': another client has closed it"):
+            waiting.result()
+
+
+def test_a_long_look_at_the_run_does_not_silence_a_client(
+    tmp_path: Path, open_shop: Callable[..., Shop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.client.client.SILENT_S", 0.0)
+    looks, on = threading.Event(), threading.Event()
+    open_shop()
+    with Client(tmp_path) as client, ThreadPoolExecutor() as pool:
+        monkeypatch.setattr(client._run, "ended", lambda: looks.set() or not on.wait(10))
+        waiting = pool.submit(client.get, list(FIELDS), consumer="all", timeout=1)
+        assert looks.wait(10)
+        assert client._changed.acquire(timeout=2)
+        client._changed.release()
+        on.set()
+        with pytest.raises(TimeoutError):
+            waiting.result()
 
 
 def test_the_run_must_go_on(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:

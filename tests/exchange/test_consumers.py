@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from distflow.errors import ProtocolError
-from distflow.exchange.consumers import (
-    ANSWER_BYTES,
-    REMEMBERED,
-    ConsumerCounts,
-    Consumers,
-    Handed,
-    Offered,
-    SamplesWanted,
-)
+from distflow.exchange.consumer_types import ConsumerCounts, Handed, Offered, SamplesWanted
+from distflow.exchange.consumers import ANSWER_BYTES, REMEMBERED, Consumers
 
 LIMIT = 1000
 SILENCE_S = 10.0
@@ -148,6 +141,33 @@ def test_a_client_that_gives_signs_of_life_keeps_its_claims(store: Consumers) ->
     assert store.settle("a", "reader", [1], [], 30.0) == ([], [])
 
 
+def test_a_silent_client_keeps_what_nobody_else_wants(store: Consumers) -> None:
+    store.ask("a", 1, wanted(), 0.0)
+    store.arrived({0: group()})
+    assert store.tick(3600.0) == []
+    assert store.settle("a", "reader", [1], [], 3600.0) == ([], [])
+    store.ask("a", 2, wanted(), 3600.0)
+    store.arrived({1: group(), 2: group()})
+    assert store.tick(7200.0) == []
+    assert positions(store.ask("b", 1, wanted(), 7200.0)) == [("b", 1, (1, 2))]
+    assert store.settle("a", "reader", [2], [], 7200.0)[0] == [2]
+    assert store.counts()[0].clients == 2
+    assert store.tick(7211.0) == []
+    assert (store.knows("a"), store.knows("b")) == (False, True), "it holds something"
+
+
+def test_a_living_client_that_the_owner_waits_for_is_a_sign_of_life(store: Consumers) -> None:
+    store.ask("a", 1, wanted(lossless=True), 0.0)
+    store.arrived({0: group()})
+    store.alive("a", 1.0)
+    assert store.signs == 0, "nothing waits for it"
+    store.arrived({1: group(LIMIT)})
+    store.alive("a", 2.0)
+    assert store.signs == 1
+    store.alive("b", 2.0)
+    assert store.signs == 1, "nobody knows this one"
+
+
 def test_the_oldest_unclaimed_groups_are_let_go_at_the_bound(store: Consumers) -> None:
     store.ask("a", 1, wanted(), 0.0)
     store.arrived({0: group(600)})
@@ -211,7 +231,7 @@ def test_a_forgotten_consumer_keeps_nothing_and_its_readers_hear_of_it(store: Co
     store.ask("c", 1, wanted(rows=1, lossless=True), 0.0)
     store.settle("b", "other", [1], [], 0.0)
     assert store.held_up_by == "reader"
-    assert [(answer.client, answer.end) for answer in store.forget("reader")] == [("c", "over")]
+    assert [(answer.client, answer.end) for answer in store.forget("reader")] == [("c", "closed")]
     assert (store.held_up_by, store.kept) == ("", {})
     assert store.ask("d", 1, wanted(), 0.0) == [], "it may be opened in another way"
 

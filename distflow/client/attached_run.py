@@ -1,0 +1,73 @@
+"""The run that a client is attached to: who owns its samples, and whether it goes on. All of it may take seconds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from distflow.comm.client import ask
+from distflow.errors import NoProgressError, UserError, WorkerFailed
+from distflow.exchange.store_channel import OWNERS
+from distflow.launch.observe.run_client import ANSWER_S, ask_any_agent, keys_of
+from distflow.launch.run.record import FINAL, RunRecord, read_record
+
+CHECK_EVERY_S = 0.5
+LOOK_EVERY_S = 2.5
+
+
+class AttachedRun:
+    """The run in folder `path`, which may be a copy of its run.json and key on another machine. Used by any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._looked_at = 0.0
+        self.record = read_record(path)
+
+    def find_owners(self, deadline: float) -> tuple[str, ...]:
+        """Ask the training workers who owns samples; in a run that starts they may not listen yet.
+
+        Raises UserError for a run that is over, NoProgressError if nobody answers until then.
+        """
+        while True:
+            record = self.record = read_record(self._path)
+            if record.over:
+                raise UserError(f"{self._path}: this run is over ({record.state}) — a Client needs one that goes on")
+            owners = self.owners()
+            if owners:
+                return owners
+            if time.monotonic() >= deadline:
+                raise NoProgressError(
+                    f"{self._path}: no training worker of this run answers — `distflow status {record.name}` tells why"
+                )
+            time.sleep(CHECK_EVERY_S)
+
+    def owners(self) -> tuple[str, ...]:
+        """Who owns samples now; nobody if no training worker answers."""
+        record = self.record
+        for name in (worker.name for worker in record.workers if worker.trains):
+            address = record.roster.get(name)
+            answer = ask(address, OWNERS, {}, ANSWER_S, keys_of(record)) if address else None
+            if answer is not None:
+                return tuple(str(owner) for owner in answer["owners"])
+        return ()
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for a look; if so, for one thread only."""
+        if now - self._looked_at < LOOK_EVERY_S:
+            return False
+        self._looked_at = now
+        return True
+
+    def ended(self) -> bool:
+        """Whether the run has ended in order; raises WorkerFailed if it has failed."""
+        record = self.record = read_record(self._path)
+        # A copy of run.json on another machine stays as it was.
+        state = record.state if record.over else self._state_by_agents(record)
+        if state == "failed":
+            why = "" if record.failure is None else f": {record.failure.message}"
+            raise WorkerFailed(f"{record.name} has failed{why} — `distflow status {record.name}` tells more")
+        return state in FINAL
+
+    def _state_by_agents(self, record: RunRecord) -> str:
+        answer = ask_any_agent(record, "status", {}, ANSWER_S) if record.hosts else None
+        return "" if answer is None else str(answer["state"])
