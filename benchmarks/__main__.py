@@ -7,7 +7,7 @@ COMMANDS = (
     ["benchmarks.against_peers", "--rounds", "5", "--steps", "120"],
     ["benchmarks.generation", "--params", "tiny", "--batch", "16", "64", "128", "--rounds", "7"],
     ["benchmarks.generation", "--params", "5m", "--batch", "16", "64", "128", "--rounds", "7"],
-    ["benchmarks.links", "--rounds", "7"],
+    *(["distflow.launch", "bench", name] for name in ("exchange", "latency", "step", "weights")),
     ["benchmarks.owner", "--rounds", "7"],
     ["benchmarks.agents"],
 )

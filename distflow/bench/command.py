@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,8 @@ def measuring(function: Callable[..., Measurement]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def shown(*, as_json: bool, **options: Any) -> None:
+        # What a benchmark has started ends with it, however it is ended.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         click.echo(function(**options).show(as_json))
 
     for option in (

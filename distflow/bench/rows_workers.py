@@ -27,7 +27,7 @@ from distflow.exchange.lease_settings import MESSAGE_BYTES
 WRITER, READER = "writer", "reader"
 ROWS, ROW, RAW = "rows", "row", "raw"
 SEEN = "seen"
-PLAIN_S = 60_000
+PLAIN_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Writer:
         """The same bytes over plain pyzmq, in messages of this size."""
         data = self._table.view(-1).numpy().data
         with zmq.Context() as context, closing(context.socket(zmq.PAIR)) as socket:
-            socket.linger, socket.rcvtimeo, socket.sndtimeo = 0, PLAIN_S, PLAIN_S
+            socket.linger, socket.rcvtimeo, socket.sndtimeo = 0, PLAIN_MS, PLAIN_MS
             socket.connect(self._setting.plain)
             socket.send(b"ready")
             socket.recv()
@@ -171,7 +171,7 @@ class Writer:
         row = self._table[0].numpy().tobytes()
         found = []
         with zmq.Context() as context, closing(context.socket(zmq.PAIR)) as socket:
-            socket.linger, socket.rcvtimeo, socket.sndtimeo = 0, PLAIN_S, PLAIN_S
+            socket.linger, socket.rcvtimeo, socket.sndtimeo = 0, PLAIN_MS, PLAIN_MS
             socket.connect(self._setting.plain)
             for _ in range(count):
                 began = time.perf_counter()
@@ -249,7 +249,7 @@ class Reader:
     def plain(self, size: int) -> None:
         """The receiving side of plain pyzmq."""
         with zmq.Context() as context, closing(context.socket(zmq.PAIR)) as socket:
-            socket.linger, socket.rcvtimeo, socket.sndtimeo = 1000, PLAIN_S, PLAIN_S
+            socket.linger, socket.rcvtimeo, socket.sndtimeo = 1000, PLAIN_MS, PLAIN_MS
             _bind(socket, self._setting.plain)
             socket.send(socket.recv())
             left = self._setting.nbytes
@@ -260,7 +260,7 @@ class Reader:
     def echo(self, count: int) -> None:
         """The other side of round trips."""
         with zmq.Context() as context, closing(context.socket(zmq.PAIR)) as socket:
-            socket.linger, socket.rcvtimeo, socket.sndtimeo = 1000, PLAIN_S, PLAIN_S
+            socket.linger, socket.rcvtimeo, socket.sndtimeo = 1000, PLAIN_MS, PLAIN_MS
             _bind(socket, self._setting.plain)
             for _ in range(count):
                 socket.send(socket.recv())

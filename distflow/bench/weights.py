@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from typing import Any
@@ -18,6 +19,7 @@ from distflow.bench import weights_workers
 from distflow.bench.team import Team
 from distflow.bench.turns import Figures, Measurement, Turn, take_turns
 from distflow.bench.weights_workers import WeightsSetting
+from distflow.weights.shm import SEGMENTS, segment_prefix
 
 PUBLISHER = "publisher"
 READERS = ("reader-0", "reader-1", "reader-2")
@@ -85,11 +87,19 @@ class Links:
         return [found[name] for name in names]
 
 
+def _remove_segments(tag: str) -> None:
+    for path in SEGMENTS.glob(f"{segment_prefix(tag)}*"):
+        path.unlink(missing_ok=True)
+
+
 def measure(megabytes: int, repetitions: int) -> Measurement:
     """All links in turn."""
     measurement = Measurement("weights", repetitions)
     setting = WeightsSetting(f"bench-{uuid.uuid4().hex[:8]}", megabytes << 20)
-    with Team(weights_workers.__name__) as team:
+    with ExitStack() as stack:
+        # Killed processes leave theirs, of the size of several models.
+        stack.callback(_remove_segments, setting.tag)
+        team = stack.enter_context(Team(weights_workers.__name__))
         links = Links(team, setting, max(UPLINKS))
         contestants: dict[str, Turn] = {"memcpy": links.memcpy, "shm": links.shm, "raw": links.raw}
         contestants |= {f"swarm {hosts}": partial(links.swarm, "plain", hosts) for hosts in UPLINKS}
