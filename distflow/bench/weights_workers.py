@@ -24,6 +24,8 @@ from distflow.weights.transport import NamedTensors
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 60.0
 MODEL = "policy"
+KINDS = ("plain", "encrypted", "crowd")
+"""Swarms: the first two have one host; in the last one all that were ever asked to fetch are connected."""
 TENSORS = 16
 
 
@@ -45,8 +47,8 @@ def _obey(pipe: Connection, orders: Mapping[str, Callable[[Any], Any]]) -> None:
 
 def publish(name: str, pipe: Connection, setting: WeightsSetting) -> None:
     """The publisher, and the far end of a bare socket."""
-    servers = {"plain": SwarmServer(LOOPBACK), "encrypted": SwarmServer(LOOPBACK, encrypted=True)}
-    publisher = ShmPublisher(f"{setting.tag}-{name}", MODEL, 0, servers["plain"].pinned)
+    servers = {kind: SwarmServer(LOOPBACK, encrypted=kind == "encrypted") for kind in KINDS}
+    publisher = ShmPublisher(f"{setting.tag}-{name}", MODEL, 0, servers["crowd"].pinned)
     weights = [(f"layer.{n}", torch.randn(setting.nbytes // TENSORS // 4)) for n in range(TENSORS)]
     data = memoryview(bytearray(setting.nbytes))
     listener = socket.create_server((LOOPBACK, 0))
@@ -98,9 +100,7 @@ def read_here(name: str, pipe: Connection, setting: WeightsSetting) -> None:
 
 def read_afar(name: str, pipe: Connection, setting: WeightsSetting) -> None:
     """A reader on a host of its own."""
-    readers = {
-        kind: SwarmReader(f"{setting.tag}-{name}-{kind}", LOOPBACK, TIMEOUT_S) for kind in ("plain", "encrypted")
-    }
+    readers = {kind: SwarmReader(f"{setting.tag}-{name}-{kind}", LOOPBACK, TIMEOUT_S) for kind in KINDS}
     with open(SEGMENTS / f"distflow-{setting.tag}-{name}-raw", "w+b") as file:
         Path(file.name).unlink()
         file.truncate(setting.nbytes)
