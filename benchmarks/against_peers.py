@@ -61,6 +61,7 @@ def contestants(steps: int, peers_python: str) -> dict[str, Callable[[], float]]
         "distflow colocated, 1 thread": lambda: distflow(steps, colocated),
         "distflow colocated, 2 threads": lambda: distflow(steps, colocated, "layout.pools.worker.threads=2"),
         "distflow async, staleness 1": lambda: distflow(steps, "layout=async"),
+        "distflow async, 1 rollout": lambda: distflow(steps, "layout=async", "layout.pools.rollout.count=1"),
         "bare loop, 1 thread": lambda: peer(sys.executable, "benchmarks.peers.bare_loop", steps, 1),
         "bare loop, 2 threads": lambda: peer(sys.executable, "benchmarks.peers.bare_loop", steps, 2),
     }

@@ -37,6 +37,11 @@ from distflow.types import WorkerName
 DONE, STOPPED = 0, 130
 
 
+SWITCH_S = 5e-4
+"""How long a thread that handles messages or writes dumps may keep the main one from Python, which each operation of torch
+gives up; 5 ms by default, as long as a decode step of a small model."""
+
+
 def run_worker(document: Path, incarnation: int) -> int:
     """Run the worker described by `document`, for the `incarnation`th time from 0; returns its exit code.
 
@@ -59,6 +64,7 @@ def run_worker(document: Path, incarnation: int) -> int:
     try:
         setting = _setting(found)
         torch.set_num_threads(setting.me.threads)
+        sys.setswitchinterval(SWITCH_S)
         script = _compile(setting, document)
         ensure_socket_dir(setting.run_dir, setting.document.host)
         Session(setting, incarnation).run(script)
