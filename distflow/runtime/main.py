@@ -38,8 +38,8 @@ DONE, STOPPED = 0, 130
 
 
 SWITCH_S = 5e-4
-"""How long a thread that handles messages or writes dumps may keep the main one from Python, which each operation of torch
-gives up; 5 ms by default, as long as a decode step of a small model."""
+"""How long a thread that handles messages or writes dumps may keep the main one from going on, which gives Python up in
+each operation of torch. Python's own 5 ms are as long as a decode step of a small model."""
 
 
 def run_worker(document: Path, incarnation: int) -> int:
