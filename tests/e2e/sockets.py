@@ -37,7 +37,11 @@ def listening(processes: Iterable[psutil.Process]) -> Iterator[Listening]:
             if process.pid in seen:
                 continue
             seen.add(process.pid)
-            title, inodes = _title(process), _inodes(process.pid)
+            try:
+                title, inodes = _title(process), _inodes(process.pid)
+            except psutil.NoSuchProcess:
+                # It has ended, or is a zombie: it listens nowhere any more.
+                continue
             for inode, address, port in _open_to_others(process.pid):
                 if inode in inodes:
                     yield Listening(title, address, port)
