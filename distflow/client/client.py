@@ -19,7 +19,7 @@ import msgspec
 from msgspec import structs
 
 from distflow.client.attached_run import CHECK_EVERY_S, AttachedRun
-from distflow.client.reading import AnswerBody, ConsumerReading, OwnerAnswer, Part
+from distflow.client.reading import REPEAT_S, AnswerBody, ConsumerReading, OwnerAnswer, Part
 from distflow.client.samples import Samples, StaleRows
 from distflow.client.weights import Ready, WeightSubscription
 from distflow.comm.client import BackgroundClient
@@ -43,8 +43,6 @@ from distflow.exchange.store_channel import (
 from distflow.launch.observe.run_client import keys_of
 from distflow.weights.manifest import Manifest
 
-REPEAT_S = 2.0
-"""After so long without a reply weights are asked for again: their publisher may have been restarted."""
 IPC = "ipc://"
 SILENT_S = 5.0
 """After so long without a word of an owner the run itself is looked at: it may be over."""
@@ -357,7 +355,7 @@ class Client:
         part = None
         if answered.batch is not None:
             batch = decode_batch(answered.batch, message.payload[0])
-            part = Part(owner, message.incarnation, answered.number, batch, answered.tokens)
+            part = Part(owner, answered.number, batch, answered.tokens)
         about = (answered.end, answered.missed)
         reading.answered(OwnerAnswer(owner, message.incarnation, answered.number, *about, part))
 

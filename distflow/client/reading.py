@@ -24,7 +24,7 @@ from distflow.exchange.consumer_types import End
 from distflow.exchange.store_channel import Asked
 
 REPEAT_S = 2.0
-"""After so long without an answer an ask is repeated."""
+"""After so long without an answer an ask is repeated: it may be lost, or whoever was asked may have restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,6 @@ class Part:
     """Groups from one owner: the answer to one ask."""
 
     owner: str
-    incarnation: int
-    """Of the owner: another one knows nothing of this answer."""
     number: int
     batch: Batch
     tokens: int

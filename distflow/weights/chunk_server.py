@@ -101,7 +101,7 @@ class HeldVersion:
 
 @dataclass(slots=True)
 class ServerTraffic:
-    """Counters for the status."""
+    """What a server has sent so far, and whom it has refused."""
 
     chunks: int = 0
     sent_bytes: int = 0

@@ -64,7 +64,7 @@ class SwarmServer:
 
     @property
     def traffic(self) -> ServerTraffic:
-        """Counters for the status."""
+        """What was sent so far."""
         return self._server.traffic
 
     def describe(self, manifest: Manifest) -> Manifest:
