@@ -15,8 +15,9 @@ from pathlib import Path
 from distflow.errors import UserError
 
 DEFAULT_PORT = 29_400
-_JOB_PORTS = 20_000
-"""Slurm jobs without MASTER_PORT use a port from here on, by job number, so that two jobs rarely share one."""
+_JOB_PORTS = range(20_000, 32_000)
+"""Slurm jobs without MASTER_PORT use one of these, by job number, so that two jobs rarely share one. The ports above
+are those that Linux gives to connections by itself."""
 _PART = re.compile(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*")
 FORWARDED = (
     "PYTHONPATH",
@@ -141,7 +142,7 @@ def _slurm(environment: Mapping[str, str]) -> JobNode:
         rank=job.number("SLURM_NODEID"),
         nodes=len(names),
         master=environment["MASTER_ADDR"] if "MASTER_ADDR" in environment else names[0],
-        port=job.number("MASTER_PORT", _JOB_PORTS + job.number("SLURM_JOB_ID", 0) % 20_000),
+        port=job.number("MASTER_PORT", _JOB_PORTS[job.number("SLURM_JOB_ID", 0) % len(_JOB_PORTS)]),
         local_rank=job.number("SLURM_LOCALID", 0),
         slots=slots or None,
         names=names,

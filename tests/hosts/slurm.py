@@ -32,13 +32,15 @@ BESIDE = ("slurmstepd:", ": slurmscriptd")
 NAMESPACE = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 START_S = 30.0
 JOB_S = 240.0
-CALL_S = 30.0
+CALL_S = 60.0
 POLL_S = 0.05
 
 CONFIGURATION = """\
 ClusterName=distflow
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
+# The nodes of a job meet at a port that goes by its number, and other clusters may run on this machine.
+FirstJobId={first_job}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -57,6 +59,9 @@ SelectType=select/linear
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 MpiDefault=none
 MailProg=/bin/true
+# A machine that is busy with other tests may stand still for longer than the default of 10 s.
+MessageTimeout=60
+TCPTimeout=30
 # As many clusters have it, and bad for a run that outlives one of its nodes.
 KillOnBadExit=1
 WaitTime=5
@@ -101,7 +106,7 @@ class Slurm:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         host = socket.gethostname().partition(".")[0]
-        text = CONFIGURATION.format(folder=self.folder, host=host, ports=_free_ports(3))
+        text = CONFIGURATION.format(folder=self.folder, host=host, ports=_free_ports(3), first_job=os.getpid())
         (self.folder / "slurm.conf").write_text(text)
         command = [*NAMESPACE, "sh", "-c", INIT.format(folder=self.folder)]
         with (self.folder / "daemons.log").open("wb") as log:
@@ -144,8 +149,11 @@ class Slurm:
 
     def await_state(self, number: str, *states: str) -> dict[str, str]:
         """Wait until a job is in one of these states."""
-        _await(lambda: self.job(number)["JobState"] in states, JOB_S, f"job {number} to be {' or '.join(states)}")
-        return self.job(number)
+        deadline = time.monotonic() + JOB_S
+        while (job := self.job(number))["JobState"] not in states:
+            assert time.monotonic() < deadline, f"waited {JOB_S:g} s for {' or '.join(states)}: {job}\n{self._said()}"
+            time.sleep(POLL_S)
+        return job
 
     def await_idle(self) -> None:
         """Wait until no job has anything on any node."""
@@ -164,6 +172,11 @@ class Slurm:
                 if same and process.status() != psutil.STATUS_ZOMBIE and not title.startswith((*DAEMONS, *BESIDE)):
                     found.append(title)
         return found
+
+    def _said(self) -> str:
+        """The last words of the daemons, and what runs on the nodes."""
+        logs = [f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(self.folder.glob("slurm*.log"))]
+        return "\n".join([*logs, *self.processes()])
 
     def _idle(self) -> bool:
         done = self.call("sinfo", "--noheader", "--Node", "--format=%T")
