@@ -253,7 +253,7 @@ def publishes(base: Base, held: HeldModels, inboxes: Mapping[str, WeightInbox]) 
             announcer = Announcer(setting, model, base.hosts, base.node)
             publishers[model], announce[model] = announcer, announcer.announce
     canaries = {model: build_canaries(setting, model) for model in models}
-    return Publishing(models, held.models, publishers, announce, canaries, base.metrics)
+    return Publishing(models, held.models, publishers, announce, canaries, base.metrics, base.node.work_done)
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,8 @@ class World:
         """How the policy is published: in this process, unless another replica does."""
         publishers = {"policy": self.link} if publishes else {}
         announce = {"policy": self._announce}
-        return Publishing(["policy"], {"policy": self.backend}, publishers, announce, canaries or {}, self.metrics)
+        backends = {"policy": self.backend}
+        return Publishing(["policy"], backends, publishers, announce, canaries or {}, self.metrics, self.node.work_done)
 
     def _announce(self, manifest: Manifest) -> None:
         self.inbox.announce(manifest)
