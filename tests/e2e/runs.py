@@ -99,11 +99,12 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """Every process of the run, by title."""
-        return [process for process, _ in titled_processes(self.name)]
+        return [process for process, _ in titled_processes(self.name, self.folder)]
 
     def pids_of(self, worker: str) -> list[int]:
         """Every process that ends its title with this: one, or none, or two if one follows the other."""
-        return [process.pid for process, title in titled_processes(self.name) if title.endswith(f" {worker}")]
+        titled = titled_processes(self.name, self.folder)
+        return [process.pid for process, title in titled if title.endswith(f" {worker}")]
 
     def pid_of(self, worker: str) -> int:
         """The process of a worker, by title."""
@@ -130,10 +131,10 @@ class Run:
 
     def leftovers(self) -> list[str]:
         """What a run must not leave behind: processes, shared segments, sockets."""
-        from distflow.comm.addresses import socket_dir
+        from distflow.comm.addresses import run_tag, socket_dir
 
         found = [f"process {process.pid}" for process in self.processes()]
-        found += [str(path) for path in Path("/dev/shm").glob(f"distflow-{self.name}-*")]
+        found += [str(path) for path in Path("/dev/shm").glob(f"distflow-{run_tag(self.folder)}-*")]
         return found + ([str(socket_dir(self.folder))] if socket_dir(self.folder).exists() else [])
 
     def end(self) -> None:
@@ -151,13 +152,20 @@ class Run:
             sweep(self.folder)
 
 
-def titled_processes(run: str) -> list[tuple[psutil.Process, str]]:
-    """The processes of a run, each with its title, which is read once: the process may end right after it."""
+def titled_processes(run: str, folder: Path) -> list[tuple[psutil.Process, str]]:
+    """The processes of a run, each with its title, which is read once: the process may end right after it.
+
+    Another run may have the same name, and be another test's; only those of this one write to its folder.
+    """
+    from distflow.launch.run.process_table import outputs_of
+
     found = []
     for process in psutil.process_iter():
         try:
             title = " ".join(process.cmdline())
-            if title.startswith(f"distflow {run} ") and process.status() != psutil.STATUS_ZOMBIE:
+            if not title.startswith(f"distflow {run} ") or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if any(folder in path.parents for path in outputs_of(process.pid)):
                 found.append((process, title.rstrip()))
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -24,7 +24,7 @@ UNEQUAL = ("timing_s/", "perf/", "memory/", "checkpoint/", "rollout/", "reward/s
 
 def kill_everything(run: Run) -> None:
     """The agents first: nobody shall see the others die."""
-    by_title = sorted(titled_processes(run.name), key=lambda found: "agent/" not in found[1])
+    by_title = sorted(titled_processes(run.name, run.folder), key=lambda found: "agent/" not in found[1])
     processes = [process for process, _ in by_title]
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
