@@ -140,12 +140,12 @@ class HostSegments:
     def writable(self, manifest: Manifest, *, further: bool = False) -> SharedSegment | None:
         """A segment for a version that will be fetched, torn until `finish`. For the reader whose turn it is.
 
-        None: all are in use, and FETCHED is enough unless `further`. Those of earlier terms are removed. Raises
-        UserError if there is no room.
+        If a fetch was interrupted it is the one of that: what has arrived is still there. None: all are in use, and
+        FETCHED is enough unless `further`. Those of earlier terms are removed. Raises UserError if there is no room.
         """
         size, term = HEADER_BYTES + manifest.size, manifest.version.term
         newest, used = self.newest(), 0
-        for segment in self._segments():
+        for segment in sorted(self._segments(), key=lambda segment: segment.version.term >= 0):
             if segment.path.name.startswith(f"{self._stem}-t{term}-") and len(segment.memory) == size:
                 if (segment.version != newest or newest is None) and segment.lock(fcntl.LOCK_EX):
                     segment.mark(Version(-1, 0))
