@@ -319,7 +319,8 @@ def _no_room(path: Path, size: int, why: str | None) -> UserError:
         f"{path}: no room for weights of {size / 1e6:.1f} MB ({why}); {SEGMENTS} has "
         f"{free.f_bavail * free.f_frsize / 1e6:.1f} MB free and {PUBLISHED} versions are kept, on several hosts "
         f"{PUBLISHED + PINNED}, {FETCHED} where they are fetched — enlarge it, for example with "
-        f"`mount -o remount,size=…G {SEGMENTS}`"
+        f"`mount -o remount,size=…G {SEGMENTS}`, with --shm-size=…g for a container, and in Kubernetes with a volume "
+        f"`emptyDir: {{medium: Memory}}` at {SEGMENTS}"
     )
 
 
