@@ -19,6 +19,7 @@ import os
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,6 +54,9 @@ LOOK_S = 0.0005
 RESERVE_BYTES = 1 << 30
 """Reserved at a time: a publisher that ends does not wait for more."""
 SEGMENTS = Path("/dev/shm")
+
+# Torch has no tensors that are read-only, and says so about the first view of such memory.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 _DTYPES = {str(one): one for one in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
 
@@ -190,8 +194,8 @@ class AnnouncedSegment:
         except FileNotFoundError as error:
             raise Overtaken(f"{manifest.title}: {path} is gone; its publisher has ended") from error
         try:
-            # A private mapping sees the publisher's writes but cannot change them.
-            self.memory = mmap.mmap(self._handle, HEADER_BYTES + manifest.size, access=mmap.ACCESS_COPY)
+            # A private mapping would be writable, but what an engine writes hides later versions in this segment.
+            self.memory = mmap.mmap(self._handle, HEADER_BYTES + manifest.size, access=mmap.ACCESS_READ)
         except ValueError as error:
             os.close(self._handle)
             raise ChecksumError(
@@ -315,7 +319,8 @@ def _no_room(path: Path, size: int, why: str | None) -> UserError:
         f"{path}: no room for weights of {size / 1e6:.1f} MB ({why}); {SEGMENTS} has "
         f"{free.f_bavail * free.f_frsize / 1e6:.1f} MB free and {PUBLISHED} versions are kept, on several hosts "
         f"{PUBLISHED + PINNED}, {FETCHED} where they are fetched — enlarge it, for example with "
-        f"`mount -o remount,size=…G {SEGMENTS}`"
+        f"`mount -o remount,size=…G {SEGMENTS}`, with --shm-size=…g for a container, and in Kubernetes with a volume "
+        f"`emptyDir: {{medium: Memory}}` at {SEGMENTS}"
     )
 
 
@@ -342,6 +347,7 @@ def map_shared(path: Path) -> mmap.mmap:
 def tensor_views(memory: mmap.mmap, entries: tuple[TensorEntry, ...], offset: int) -> list[tuple[str, Tensor]]:
     """Views of a version whose bytes begin at `offset`, one per parameter; those in fp8 as flat bytes.
 
+    Whoever writes into views of read-only memory is killed (SIGSEGV).
     Raises ProtocolError for another dtype.
     """
     out = []

@@ -16,7 +16,7 @@ from distflow.log import logger
 from distflow.weights.chunk_server import ChunkServer, HeldVersion, ServerTraffic
 from distflow.weights.delta_fetch import DeltaFetch, make
 from distflow.weights.host_segments import HostSegments, SharedSegment
-from distflow.weights.manifest import DIGEST_BYTES, Manifest
+from distflow.weights.manifest import DIGEST_BYTES, Manifest, intact_chunks
 from distflow.weights.rounding import restored
 from distflow.weights.shm import HEADER_BYTES, tensor_views
 from distflow.weights.swarm import SwarmPlace
@@ -150,6 +150,7 @@ class SwarmReader:
         server, client, deltas = self._ends(place)
         deltas.keep_for(manifest)
         base = segments.base_of(manifest)
+        *interrupted, arrived_then = segments.told()
         try:
             segment = segments.writable(manifest, further=further)
             if segment is None:
@@ -172,6 +173,9 @@ class SwarmReader:
                 there: list[int] = []
                 if base is not None:
                     there = self._make(held, segment, base, came, rules)
+                if not there and tuple(interrupted) == tuple(manifest.version) and arrived_then:
+                    there = self._arrived(held, segment)
+                    self.chunks += len(there)
                 if len(there) < manifest.chunks:
                     client.fetch(manifest, _data(segment, manifest), arrived, rules, there)
             except BaseException:
@@ -185,6 +189,14 @@ class SwarmReader:
         if there:
             client.tell_made(manifest)
         return memory
+
+    def _arrived(self, held: HeldVersion, segment: SharedSegment) -> list[int]:
+        """The chunks that are right of a fetch that was interrupted, here or at a neighbour that has died."""
+        there = intact_chunks(held.manifest, _data(segment, held.manifest))
+        log.info("%s: %d of %d chunks are here already", held.manifest.title, len(there), held.manifest.chunks)
+        for chunk in there:
+            held.add(chunk)
+        return there
 
     def _make(
         self,

@@ -41,7 +41,7 @@ class Updatable(Protocol):
         ...
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these tensors in."""
+        """Copy these tensors in. Nothing may be written into them: others read them where they are."""
         ...
 
     def end_update(self) -> None:

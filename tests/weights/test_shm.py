@@ -201,6 +201,16 @@ def mapped(name: str) -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
 
 
+def test_what_engines_get_cannot_be_written(publisher: ShmPublisher) -> None:
+    """What one writes would hide later versions in this segment from its process."""
+    manifest = publisher.publish(Version(0, 0), weights(0))
+    before = mapped(manifest.place)
+    reader = ShmReader()
+    assert float(dict(reader.fetch(manifest))["norm"][0]) == 1.0
+    (mapping,) = [line for line in mapped(manifest.place) if line not in before]
+    assert " r--s " in mapping
+
+
 def test_a_reader_lets_go_of_former_terms() -> None:
     """Else each of them would stay in shared memory for as long as the reader lives."""
     name = f"test-{uuid.uuid4().hex[:8]}"
