@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from distflow.config.paths import FED
 from distflow.config.section import Section
 
 
@@ -84,6 +85,11 @@ class DataConfig(Section):
         if self.mix or self.source is None:
             return self.mix
         return {"": SourceConfig.model_validate({"source": self.source, "with": self.with_, "fields": self.fields})}
+
+    @property
+    def fed(self) -> bool:
+        """Whether clients put the prompts while the run goes on."""
+        return self.source == FED
 
     @property
     def shown(self) -> str:
