@@ -26,7 +26,7 @@ class FeedThread:
     def __init__(self, feed: PromptFeed, fault: Callable[[Exception], None]) -> None:
         self._feed, self._fault = feed, fault
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._closed = False
+        self._closed = self._over = False
         self._thread = threading.Thread(target=self._run, name="prompt feed", daemon=True)
 
     def start(self) -> None:
@@ -62,9 +62,9 @@ class FeedThread:
         """There may be room for more rows."""
         self._messages.put(None)
 
-    def close(self) -> None:
-        """Answer all who wait, and end."""
-        self._closed = True
+    def close(self, *, over: bool) -> None:
+        """End; if the run is over, whoever waits is told."""
+        self._closed, self._over = True, over
         self.wake()
         self._thread.join(CLOSE_S)
 
@@ -72,7 +72,7 @@ class FeedThread:
         try:
             while not self._closed:
                 self._next()
-            self._feed.close()
+            self._feed.close(over=self._over)
         except Exception as error:  # rows that are lost, or our own error: nobody may wait for prompts forever
             self._fault(error)
 

@@ -23,7 +23,7 @@ import msgspec
 from distflow.comm.message import Buffer
 from distflow.comm.message import Message as Envelope
 from distflow.data.decoding import Form, FromMinusOne, Whole, read
-from distflow.data.fed import AWAITED, RowLog, logged_line
+from distflow.data.fed import RowLog, logged_line
 from distflow.data.files import Row, checked_row
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.store_channel import Reply, Text
@@ -152,12 +152,13 @@ class PromptFeed:
         """Which row this owner waits for; "": none."""
         if self._reached < 0 or self.has(self._reached):
             return ""
-        return f"{AWAITED}: row {len(self.log) + 1} of {self._settings.rows}"
+        return f"clients to put prompts (Client.put_prompts), row {len(self.log) + 1} of {self._settings.rows}"
 
     @property
     def counts(self) -> dict[str, Any]:
-        """How far the rows are, for `status`."""
-        return {"rows": len(self.log), "of": self._settings.rows, "ended": self.log.ended, "awaited": bool(self.waits)}
+        """How far the rows are, for `status`; `begun`: positions that were asked for, whether or not they are there."""
+        begun = self._reached + 1
+        return {"rows": len(self.log), "of": self._settings.rows, "ended": self.log.ended, "begun": begun}
 
     # -- by its own thread
     def on_message(self, message: Envelope, now: float) -> None:
@@ -181,9 +182,9 @@ class PromptFeed:
                 f"{self._settings.least}: copy the file back, or begin a new run"
             )
 
-    def close(self) -> None:
-        """Answer who waits: nothing more is taken."""
-        for call in self._calls.values():
+    def close(self, *, over: bool) -> None:
+        """Leave. If the run is over, answer who waits: nothing more is taken."""
+        for call in self._calls.values() if over else ():
             self._links.reply(call.message, {"number": call.number, "over": True}, ())
         self._calls.clear()
         self.log.close()
@@ -238,11 +239,11 @@ class PromptFeed:
         if call.number <= max(number, self._left.get(client, -1)):
             return taken if call.number == number else 0
         self._check_open(call)
+        if not call.rows:
+            return None if self._append([logged_line(client, call.number, None)]) is None else 0
         if not call.fits:
             self._links.check([checked_row(row, f"row {index}") for index, row in enumerate(call.rows)])
             call.fits = True
-        if not call.rows:
-            return None if self._append([logged_line(client, call.number, None)]) is None else 0
         reached = max([self._reached, *(have.reached for have in self._others.values() if have is not None)])
         room = max(0, reached + 1 + self._settings.ahead - len(self.log))
         lines = [logged_line(client, call.number, row) for row in call.rows[:room]]

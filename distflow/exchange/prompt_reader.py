@@ -153,15 +153,15 @@ class PromptReader:
                 found: Read | None = self._read(position)
             except Exception as error:  # of the user's code: raised where the prompt would be used
                 found = error
-            if found is None:
-                self._lacks(position, mores)
-            elif self._keep(position, found):
+            if self._lacks(position, mores) if found is None else self._keep(position, found):
                 self._arrived()
 
-    def _lacks(self, position: int, mores: int) -> None:
+    def _lacks(self, position: int, mores: int) -> bool:
+        """Note that a prompt is not there, unless it has come meanwhile; return whether to call `arrived`."""
         with self._changed:
             if self._mores == mores:
                 self._end = position if self._end is None else min(self._end, position)
+            return self._tells
 
     def _await(self) -> int | None:
         """Wait for the next position to read; None when closed."""
@@ -202,7 +202,13 @@ class PromptReader:
             if position in self._wanted:
                 del self._wanted[position]
                 self._news = True
-            return self._news and (not self._wanted or time.monotonic() - self._told_at >= GATHER_S)
+            return self._tells
+
+    @property
+    def _tells(self) -> bool:
+        """Whether to call `arrived` now: nothing else that was asked for can be read, or it is time."""
+        more = any(map(self._may_be_there, self._wanted))
+        return self._news and (not more or time.monotonic() - self._told_at >= GATHER_S)
 
 
 def _size(found: Read) -> int:

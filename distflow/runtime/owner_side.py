@@ -181,7 +181,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     if feed is not None:
         core.lacks = lambda: feed.lacks
         feed.start()
-        node.on_close(feed.close)
+        node.on_close(lambda: feed.close(over=core.finished))
     edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
     asked_for = dict.fromkeys(f for e in edges if e.when != "before custody" for f in e.fields if "*" not in f)
     about = (core, lanes.post, plan.later_bytes, tuple(asked_for))

@@ -112,6 +112,7 @@ class Owners:
 
 
 def check(rows: Sequence[Row]) -> None:
+    assert rows, "there is nothing to check at the end"
     for index, row in enumerate(rows):
         if row["prompt"] == "13":
             raise UserError(f"prompt {index} is 13")
