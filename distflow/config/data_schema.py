@@ -10,6 +10,9 @@ from pydantic import Field
 from distflow.config.paths import FED
 from distflow.config.section import Section
 
+MOST_FED_ROWS = 10_000_000
+"""Rows that clients may put into a run."""
+
 
 class SourceConfig(Section):
     """One of several sources of prompts."""

@@ -15,11 +15,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from distflow.config.data_schema import MOST_FED_ROWS
 from distflow.data.files import checked_row
 from distflow.errors import UserError
-
-MOST_ROWS = 10_000_000
-
 
 _NONE = b"null"
 
@@ -49,8 +47,8 @@ def by_clients(*, rows: int, ahead: int = 1024) -> FedRows:
     Raises UserError for numbers below 1, or too many rows.
     """
     for name, value in (("rows", rows), ("ahead", ahead)):
-        if not 1 <= value <= MOST_ROWS:
-            raise UserError(f"data.with.{name}={value}: expected 1 to {MOST_ROWS}")
+        if not 1 <= value <= MOST_FED_ROWS:
+            raise UserError(f"data.with.{name}={value}: expected 1 to {MOST_FED_ROWS}")
     return FedRows(rows, ahead)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.config.data_files import data_files
-from distflow.config.data_schema import DataConfig, SourceConfig
+from distflow.config.data_schema import MOST_FED_ROWS, DataConfig, SourceConfig
 from distflow.config.paths import FED, HUB_PREFIX, is_data_file
 from distflow.config.schema import Recipe
 from distflow.errors import PluginError, Problems, UserError, did_you_mean
@@ -74,6 +74,11 @@ def check_fed(recipe: Recipe, structure: Structure, problems: Problems) -> None:
             problems.add(f"{key}.source", "clients put prompts of training, as its only source", "data.source, no mix")
     if not data.fed:
         return
+    for setting, value in data.with_.items():
+        if isinstance(value, int) and not 1 <= value <= MOST_FED_ROWS:
+            problems.add(
+                f"data.with.{setting}", f"{value} is not allowed", f"expected a number from 1 to {MOST_FED_ROWS}"
+            )
     if structure.reads is not None:
         message = f"step {structure.reads.name!r} reads the samples from the data: not built yet for prompts of clients"
         problems.add("data.source", message, "a file, or a flow that generates")
