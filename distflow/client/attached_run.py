@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
+from typing import Protocol
 
 from distflow.comm.client import ask
 from distflow.errors import NoProgressError, UserError, WorkerFailed
@@ -15,13 +17,22 @@ CHECK_EVERY_S = 0.5
 LOOK_EVERY_S = 2.5
 
 
-class AttachedRun:
-    """The run in folder `path`, which may be a copy of its run.json and key on another machine. Used by any thread."""
+class HasPath(Protocol):
+    """A run from Python: `distflow.launch` or `distflow.load_run`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        ...
+
+
+class AttachedRun:
+    """A run, or the one in a folder, which may be a copy of its run.json and key on another machine. For any thread."""
+
+    def __init__(self, run: HasPath | str | os.PathLike[str]) -> None:
+        self._path = Path(run) if isinstance(run, str | os.PathLike) else run.path
         self._looked_at = 0.0
-        self.record = read_record(path)
+        self.record = read_record(self._path)
 
     def find_owners(self, deadline: float) -> tuple[str, ...]:
         """Ask the training workers who owns samples; in a run that starts they may not listen yet.

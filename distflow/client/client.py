@@ -10,15 +10,15 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 from msgspec import structs
 
-from distflow.client.attached_run import CHECK_EVERY_S, AttachedRun
+from distflow.client.attached_run import CHECK_EVERY_S, AttachedRun, HasPath
+from distflow.client.feeding import FeedCall, Feeding
 from distflow.client.reading import REPEAT_S, AnswerBody, ConsumerReading, OwnerAnswer, Part
 from distflow.client.samples import Samples, StaleRows
 from distflow.client.weights import Ready, WeightSubscription
@@ -49,15 +49,6 @@ SILENT_S = 5.0
 T = TypeVar("T")
 
 
-class HasPath(Protocol):
-    """A run from Python: `distflow.launch` or `distflow.load_run`."""
-
-    @property
-    def path(self) -> Path:
-        """The run folder."""
-        ...
-
-
 class Client:
     """Attaches to a run that goes on: `run` is its folder, or what `distflow.launch` or `load_run` returned.
 
@@ -79,9 +70,10 @@ class Client:
         """Why an owner does not serve a consumer."""
         self._fault: Exception | None = None
         self._say_alive_at = 0.0
-        self._run = AttachedRun(Path(run) if isinstance(run, str | os.PathLike) else run.path)
+        self._run = AttachedRun(run)
         self._owners = self._run.find_owners(time.monotonic() + timeout_s)
         self._heard = dict.fromkeys(self._owners, time.monotonic())
+        self._feeding = Feeding(self._name, self._ask_first)
         self._wire = BackgroundClient(keys_of(self._run.record), self._on_reply, self._on_tick, self._on_fault)
         self._meet()
         self._wire.start()
@@ -125,6 +117,18 @@ class Client:
                 self._using.discard(consumer)
         return Samples(self, reading, parts) if parts else None
 
+    def put_prompts(self, rows: Iterable[Mapping[str, Any]], *, timeout: float | None = None) -> int:
+        """Put prompts, rows as of a file, into a run that gets them by `distflow.data.fed:by_clients`.
+
+        Returns how many were taken, from the first on: fewer than all after `timeout` seconds without room for more
+        (`data.with.ahead`), and at the end of the run. Raises UserError, and takes none, if any of them is no prompt.
+        """
+        return self._feeding.put(rows, timeout)
+
+    def end_prompts(self) -> None:
+        """No further prompts come, though the recipe says so: passes over those that are there follow."""
+        self._feeding.end()
+
     def subscribe_weights(self, model: str = "policy") -> WeightSubscription:
         """The newest version of a model, and each one after it, on the host of a training worker; nobody waits for
         this client. Raises UserError on another host.
@@ -139,7 +143,7 @@ class Client:
         return WeightSubscription(model, self._name, tuple(near), self._ask_all)
 
     def forget(self, consumer: str) -> None:
-        """Close a consumer for all its clients: the run keeps nothing for it any longer, nor waits for it."""
+        """Close a consumer for all its clients: the run keeps nothing for it any longer."""
         with self._changed:
             self._check_unused(consumer)
             self._readings.pop(consumer, None)
@@ -208,6 +212,22 @@ class Client:
                 return self._until(heard, "weights", timeout, None)
             finally:
                 self._awaited.difference_update(numbers)
+
+    def _ask_first(self, asking: FeedCall) -> Mapping[str, Any] | None:
+        """For Feeding: ask the owner that takes prompts, whoever that is by now; None: the run is over."""
+
+        def replied() -> Mapping[str, Any] | None:
+            reply = asking.answer(self._replies.pop(number, None))
+            if reply is None and (sends := asking.sends(number, time.monotonic())):
+                self._wire.send(self._owners[0], asking.kind, *sends)
+            return reply
+
+        with self._changed:
+            self._awaited.add(number := self._number())
+            try:
+                return self._until(replied, "prompts to be taken", None, None)
+            finally:
+                self._awaited.discard(number)
 
     # -- requests
     def _check_unused(self, consumer: str) -> None:
@@ -365,7 +385,7 @@ class Client:
             if now >= self._say_alive_at:
                 self._say_alive_at = now + ALIVE_S
                 for owner in self._owners:
-                    self._wire.send(owner, ALIVE, msgspec.to_builtins(From(self._name)))
+                    self._wire.send(owner, ALIVE, msgspec.to_builtins(From(self._name, self._feeding.feeds)))
             self._ask()
 
     def _on_fault(self, error: Exception) -> None:

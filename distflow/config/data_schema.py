@@ -7,7 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from distflow.config.paths import FED
 from distflow.config.section import Section
+
+MOST_FED_ROWS = 10_000_000
+"""Rows that clients may put into a run."""
 
 
 class SourceConfig(Section):
@@ -84,6 +88,11 @@ class DataConfig(Section):
         if self.mix or self.source is None:
             return self.mix
         return {"": SourceConfig.model_validate({"source": self.source, "with": self.with_, "fields": self.fields})}
+
+    @property
+    def fed(self) -> bool:
+        """Whether clients put the prompts while the run goes on."""
+        return self.source == FED
 
     @property
     def shown(self) -> str:

@@ -20,6 +20,8 @@ CHARS_PREFIX = "chars:"
 """What precedes the characters of a tokenizer that has a token for each."""
 HUB_PREFIX = "hub:"
 """What precedes the id of a data set on the Hugging Face hub."""
+FED = "distflow.data.fed:by_clients"
+"""The data source whose rows clients put while the run goes on."""
 _FILE_PLUGIN = re.compile(r"^(?P<plus>\+?)(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)$")
 _FUNCTION = re.compile(r":[A-Za-z_]\w*$")
 """How the names of functions end."""

@@ -130,7 +130,7 @@ class JsonLines:
         for number, line in enumerate(self._file, 1):
             text = line.removeprefix(_MARK) if number == 1 else line
             if text.strip(_BLANK):
-                columns = frozenset(_object(text, f"{shown(path)}:{number}"))
+                columns = frozenset(checked_row(text, f"{shown(path)}:{number}"))
                 if columns != known:
                     _checked(check, sorted(columns), f"{shown(path)}:{number}")
                     known = columns
@@ -257,7 +257,8 @@ def _package(module: str, extra: str) -> ModuleType:
         ) from error
 
 
-def _object(line: bytes, where: str) -> Row:
+def checked_row(line: bytes, where: str) -> Row:
+    """The row in a line of JSON. Raises UserError for what is no object, or cannot be sent on."""
     doubtful = line.count(b"[") + line.count(b"{") > _MOST_NESTED
     try:
         found = msgspec.json.decode(line)

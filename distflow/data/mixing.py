@@ -101,6 +101,11 @@ class Visits:
         """Whether the whole source has been looked at."""
         return self._seen == self._size
 
+    def end(self, size: int) -> None:
+        """The source ends here, earlier than was said, and nothing behind has been visited; only without `keeps`."""
+        assert self._keeps is None, "which of them are kept is known of a whole source only"
+        self._size = size
+
     def at(self, ordinal: int) -> tuple[int, int] | None:
         """Pass over the source, and index of the prompt, of a visit counted from 0; None if no prompt is kept."""
         if self._keeps is None:

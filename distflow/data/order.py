@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from distflow.data.conversation import first_answer
+from distflow.data.fed import FedRows
 from distflow.data.mixing import Mixture, Visits, pass_order
 from distflow.data.responses import DataRow, Reading, ResponseTokenizer, in_tokens
 from distflow.data.rows import as_text, prompt_of
@@ -150,6 +151,17 @@ class PromptOrder:
     def __len__(self) -> int:
         """Prompts of all sources, those that are left out included."""
         return self._first[-1]
+
+    @property
+    def fed(self) -> FedRows | None:
+        """The only source, if its rows come from clients."""
+        rows = self._sources[0].rows
+        return rows if isinstance(rows, FedRows) else None
+
+    def end(self, rows: int) -> None:
+        """The only source, which is not shuffled, has only so many rows: passes go over these."""
+        (visits,) = self._visits
+        visits.end(rows)
 
     def count(self) -> int:
         """Prompts of all sources without those that are left out; to find these, it looks at all that it has not."""

@@ -76,11 +76,13 @@ class OwnerCore:
         self.exhausted: RefillsExhausted | None = None
         self.progress_count = 0
         """Increases with every accepted result and every report of new tokens: the progress that waits look at."""
-        self.lapsed: list[tuple[str, int]] = []
-        """Workers that lost leases by silence (`host_silence_s`), and how many; emptied by the caller."""
+        self.lapsed: list[
+            tuple[str, int]
+        ] = []  # Workers that lost leases by silence, and how many; the caller empties it.
         self.settings = settings
         self.reading: Callable[[], bool] = bool  # Whether prompts that may be leased are still being read.
         self.held_up: Callable[[], str] = str  # Who has to read samples before anything may be leased; "": nobody.
+        self.lacks: Callable[[], str] = str  # Which prompts clients have yet to put; "": none.
         self._begins = dict(begins or {})
         self.ledgers = LedgerSet(name, ledgers, settings, prompt_at)
         self._peers = Peers()

@@ -54,7 +54,7 @@ class PromptReader:
 
     def __init__(
         self,
-        read: Callable[[int], LeasePrompt],
+        read: Callable[[int], LeasePrompt | None],
         stride: int,
         ahead: int,
         arrived: Callable[[], None],
@@ -75,6 +75,9 @@ class PromptReader:
         """Whether something that was asked for has been read since the last `take_news`."""
         self._told_at = 0.0
         self._count = self._bytes = 0
+        self._end: int | None = None
+        """The lowest position whose prompt is known not to be there yet."""
+        self._mores = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="prompts", daemon=True)
 
@@ -109,6 +112,13 @@ class PromptReader:
         self._fault(found)
         return None
 
+    def more(self) -> None:
+        """Prompts that were not there have come; any thread may call this."""
+        with self._changed:
+            self._end = None
+            self._mores += 1
+            self._changed.notify_all()
+
     def take_news(self) -> bool:
         """Whether something that was asked for has been read since the last call."""
         with self._changed:
@@ -138,12 +148,20 @@ class PromptReader:
 
     def _read_on(self) -> None:
         while (position := self._await()) is not None:
+            mores = self._mores
             try:
-                found: Read = self._read(position)
+                found: Read | None = self._read(position)
             except Exception as error:  # of the user's code: raised where the prompt would be used
                 found = error
-            if self._keep(position, found):
+            if self._lacks(position, mores) if found is None else self._keep(position, found):
                 self._arrived()
+
+    def _lacks(self, position: int, mores: int) -> bool:
+        """Note that a prompt is not there, unless it has come meanwhile; return whether to call `arrived`."""
+        with self._changed:
+            if self._mores == mores:
+                self._end = position if self._end is None else min(self._end, position)
+            return self._tells
 
     def _await(self) -> int | None:
         """Wait for the next position to read; None when closed."""
@@ -156,16 +174,20 @@ class PromptReader:
         return None
 
     def _next(self) -> int | None:
-        if self._wanted:
-            return next(iter(self._wanted))
+        wanted = next(filter(self._may_be_there, self._wanted), None)
+        if wanted is not None:
+            return wanted
         if self._count >= self._most or self._bytes >= AHEAD_BYTES:
             return None
         while self._order:
             position = self._order[0]
             if self._ledgers[position % self._stride].next == position:
-                return position
+                return position if self._may_be_there(position) else None
             heapq.heappop(self._order)
         return None
+
+    def _may_be_there(self, position: int) -> bool:
+        return self._end is None or position < self._end
 
     def _keep(self, position: int, found: Read) -> bool:
         """Keep what was read; return whether to call `arrived`."""
@@ -180,7 +202,13 @@ class PromptReader:
             if position in self._wanted:
                 del self._wanted[position]
                 self._news = True
-            return self._news and (not self._wanted or time.monotonic() - self._told_at >= GATHER_S)
+            return self._tells
+
+    @property
+    def _tells(self) -> bool:
+        """Whether to call `arrived` now: nothing else that was asked for can be read, or it is time."""
+        more = any(map(self._may_be_there, self._wanted))
+        return self._news and (not more or time.monotonic() - self._told_at >= GATHER_S)
 
 
 def _size(found: Read) -> int:

@@ -94,9 +94,10 @@ class ClientStep(NamedTuple):
 
 
 class From(Form, frozen=True):
-    """Body of ALIVE and LEAVE."""
+    """Body of ALIVE and LEAVE. `feeds`: it puts prompts, and has not said that these are all."""
 
     client: Text
+    feeds: bool = False
 
 
 class Forgotten(Form, frozen=True):
@@ -265,7 +266,10 @@ class SampleStore:
         }
 
     def _on_alive(self, message: Envelope, now: float) -> None:
-        self.consumers.alive(read(message.body, From, message.kind).client, now)
+        alive = read(message.body, From, message.kind)
+        self.consumers.alive(alive.client, now)
+        if alive.feeds and self._inbound.core.lacks():
+            self._inbound.core.progress_count += 1
         self._reply(message, {}, ())
 
     def _on_leave(self, message: Envelope, now: float) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.config.data_files import data_files
-from distflow.config.data_schema import DataConfig, SourceConfig
-from distflow.config.paths import HUB_PREFIX, is_data_file
+from distflow.config.data_schema import MOST_FED_ROWS, DataConfig, SourceConfig
+from distflow.config.paths import FED, HUB_PREFIX, is_data_file
 from distflow.config.schema import Recipe
 from distflow.errors import PluginError, Problems, UserError, did_you_mean
 from distflow.flow.resolve import find_source
@@ -64,6 +64,33 @@ def check_difficulty(recipe: Recipe, structure: Structure, problems: Problems) -
     if recipe.layout.max_staleness == "unbounded":
         message = "without a bound of the staleness, what is known when a prompt is drawn depends on timing"
         problems.add(key, message, "layout.max_staleness=1, or another bound", others=("layout.max_staleness",))
+
+
+def check_fed(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse what cannot be done with prompts that clients put while the run goes on."""
+    data, val = recipe.data, recipe.val
+    for key, source in all_sources(recipe):
+        if source.source == FED and key != "data":
+            problems.add(f"{key}.source", "clients put prompts of training, as its only source", "data.source, no mix")
+    if not data.fed:
+        return
+    for setting, value in data.with_.items():
+        if isinstance(value, int) and not 1 <= value <= MOST_FED_ROWS:
+            problems.add(
+                f"data.with.{setting}", f"{value} is not allowed", f"expected a number from 1 to {MOST_FED_ROWS}"
+            )
+    if structure.reads is not None:
+        message = f"step {structure.reads.name!r} reads the samples from the data: not built yet for prompts of clients"
+        problems.add("data.source", message, "a file, or a flow that generates")
+    if val is not None and val.data is None:
+        problems.add("val.data", "prompts of training come from clients, later on", "val.data.source=held_out.jsonl")
+    for name, why, cure in (
+        ("shuffle", "prompts of clients are taken in the order in which they come", "data.shuffle=false"),
+        ("overlong", "clients are told of prompts that are too long, and none is put", "data.overlong=error"),
+        ("difficulty", "which prompts there are is not known when they are drawn", "leave it out"),
+    ):
+        if getattr(data, name) not in (False, "error", None):
+            problems.add(f"data.{name}", why, cure)
 
 
 def _check_settings(key: str, source: SourceConfig, kind: str, problems: Problems) -> None:

@@ -13,7 +13,7 @@ from distflow.config.plugins import BACKENDS, ENGINES, LIBRARIES, full_name
 from distflow.config.schema import PoolConfig, Recipe
 from distflow.errors import Problems, did_you_mean
 from distflow.flow.adapters import check_adapters, check_quantized
-from distflow.flow.data_check import check_difficulty
+from distflow.flow.data_check import check_difficulty, check_fed
 from distflow.flow.deterministic import check_deterministic
 from distflow.flow.gpus import check_shared_gpus
 from distflow.flow.memory import check_sample_memory
@@ -230,5 +230,6 @@ CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_waits, "if sound"),
     (check_validation, "always"),
     (check_difficulty, "always"),
+    (check_fed, "always"),
     (check_goals, "always"),
 )

@@ -8,26 +8,38 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from distflow.comm.message import Message
 from distflow.config.data_schema import DataConfig, DifficultyConfig
+from distflow.config.paths import FED
 from distflow.config.plugins import TOKENIZER
 from distflow.data.difficulty import Difficulty, DifficultyRule
+from distflow.data.fed import RowLog
+from distflow.data.files import Row
 from distflow.data.loading import open_source
-from distflow.data.order import PromptOrder, PromptSettings
+from distflow.data.order import PromptOrder, PromptSettings, SourceUse
 from distflow.data.responses import Reading
 from distflow.errors import DistflowError, NoProgressError, Problem, RunStopped, UserError, did_you_mean
+from distflow.exchange.feed_thread import FeedThread
 from distflow.exchange.kept_samples import KeptSamples
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Lease, LeasePrompt
 from distflow.exchange.own_samples import OwnSamples, samples_of
 from distflow.exchange.owner import OwnerCore
+from distflow.exchange.prompt_feed import (
+    CLIENT_KINDS,
+    OWNER_KINDS,
+    FeedLinks,
+    FeedSettings,
+    PromptFeed,
+)
 from distflow.exchange.prompt_reader import PromptReader
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import KINDS as STORE_KINDS
@@ -48,6 +60,8 @@ from distflow.types import GivenResponse, LeaseKind, Prompt
 
 CONSUMERS = "consumers"
 """Folder of a run in which each owner lists the lossless consumers that it has."""
+PROMPTS = "prompts"
+"""Folder of a run for the rows that clients have put: each owner's own copy."""
 READ_AHEAD = 64
 """Fewest prompts that are read ahead; otherwise those of two training steps."""
 
@@ -58,12 +72,14 @@ def build_prompts(
     data: DataConfig, seed: int, tokenizer: Tokenizer, where: str, reading: Reading | None = None
 ) -> PromptOrder:
     """Build the source; raises StepError, with `where`, for exceptions of the source, else UserError."""
-    settings = PromptSettings(
-        seed, data.shuffle, data.chat, data.max_prompt_tokens, data.overlong, data.chat_template_args
-    )
     with user_code(f"{where}, when it was made with {data.with_}"):
         sources = [open_source(name, source, resolve) for name, source in data.sources.items()]
-        return PromptOrder(sources, tokenizer, settings, reading)
+        return PromptOrder(sources, tokenizer, prompt_settings(data, seed), reading)
+
+
+def prompt_settings(data: DataConfig, seed: int) -> PromptSettings:
+    """What the section says of order and tokens."""
+    return PromptSettings(seed, data.shuffle, data.chat, data.max_prompt_tokens, data.overlong, data.chat_template_args)
 
 
 def reading_of(plan: Plan) -> Reading | None:
@@ -134,7 +150,11 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     order = build_prompts(setting.recipe.data, setting.recipe.run.seed, tokenizer, where, reading_of(plan))
     given: dict[int, Sequence[GivenResponse]] = {}
 
-    def read(position: int) -> LeasePrompt:
+    feed = build_feed(setting, node, order, tokenizer, lambda: _more_rows(node, core, reader))
+
+    def read(position: int) -> LeasePrompt | None:
+        if feed is not None and not feed.has(position):
+            return None
         with user_code(f"{where}, at prompt position {position}"):
             prompt = order.prompt(position)
         if plan.reads is not None:
@@ -152,12 +172,16 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     reader = PromptReader(
         read, plan.batch.ledgers, ahead, lambda: tell_of_prompts(node, inbound, reader), node.board.fault
     )
-    prompts = reader.prompt_at
+    prompts = reader.prompt_at if feed is None else feed.noting(reader.prompt_at)
     settings = lease_settings(setting)
     if setting.recipe.data.difficulty is not None:
         with user_code(where):
             settings = replace(settings, difficulty=_difficulty(setting.recipe.data.difficulty, order, setting))
     core = OwnerCore(name, settings, list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins)
+    if feed is not None:
+        core.lacks = lambda: feed.lacks
+        feed.start()
+        node.on_close(lambda: feed.close(over=core.finished))
     edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
     asked_for = dict.fromkeys(f for e in edges if e.when != "before custody" for f in e.fields if "*" not in f)
     about = (core, lanes.post, plan.later_bytes, tuple(asked_for))
@@ -168,6 +192,62 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     connect_owner(node, lanes, inbound, reader)
     node.on_tick(partial(_count_looks, core, order, [0]))
     return inbound
+
+
+def build_feed(
+    setting: Setting, node: Node, order: PromptOrder, tokenizer: Tokenizer, came: Callable[[], None]
+) -> FeedThread | None:
+    """Where clients put prompts, if the recipe says that they do; otherwise clients that do are refused."""
+    data, name, fed = setting.recipe.data, str(setting.me.name), order.fed
+    if fed is None:
+        why = f"the prompts of this run come from {data.shown}, not from clients (data.source={FED})"
+        for kind in CLIENT_KINDS:
+            node.on_request(kind, partial(_refuse_rows, node, why))
+        return None
+    batch = setting.plan.batch
+    used = setting.start.number * batch.ledgers * batch.groups_per_ledger
+    settings = FeedSettings(fed.rows, fed.ahead, min(used, fed.rows))
+    fed.log = RowLog(setting.run_dir / PROMPTS / f"{setting.me.name.file_stem}.jsonl")
+    feed = PromptFeed(
+        name,
+        setting.owners,
+        settings,
+        fed.log,
+        FeedLinks(
+            check=partial(_check_rows, data, setting.recipe.run.seed, tokenizer),
+            reply=node.endpoint.reply,
+            post=node.endpoint.send,
+            came=came,
+            passes_over=order.end,
+        ),
+    )
+    thread = FeedThread(feed, node.board.fault)
+    for kind in CLIENT_KINDS:
+        node.on_request(kind, thread.put)
+    for kind in OWNER_KINDS:
+        node.on(kind, thread.put)
+    node.told["prompts"] = lambda: feed.counts
+    return thread
+
+
+def _check_rows(data: DataConfig, seed: int, tokenizer: Tokenizer, rows: Sequence[Row]) -> None:
+    """Raise UserError unless these rows make prompts."""
+    (source,) = data.sources.values()
+    order = PromptOrder([SourceUse(rows, fields=source.fields)], tokenizer, prompt_settings(data, seed))
+    for index in range(len(rows)):
+        order.prompt(index)
+
+
+def _refuse_rows(node: Node, why: str, message: Message) -> None:
+    number = message.body.get("number") if isinstance(message.body, dict) else None
+    node.endpoint.reply(message, {"number": number, "error": why})
+
+
+def _more_rows(node: Node, core: OwnerCore, reader: PromptReader) -> None:
+    """Clients have put further rows."""
+    reader.more()
+    with node.board.condition:
+        core.progress_count += 1
 
 
 class Owned(NamedTuple):

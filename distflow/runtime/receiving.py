@@ -222,6 +222,8 @@ class Receiving:
             return answers
         if reader := self._intake.owner.held_up():
             return f"consumer {reader!r} outside the run to read samples, before training step {t} gets more", ()
+        if prompts := self._intake.owner.lacks():
+            return f"{prompts}, before training step {t} gets more", ()
         if self._intake.core.awaits_others:
             return f"samples of training step {t} of the other training replicas", self._replicas.others
         return f"samples of training step {t}", self._busy_holders()

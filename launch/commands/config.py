@@ -164,8 +164,11 @@ def init(folder: Path, task: str, model: str | None) -> int:
 
 
 def _first_prompt(plan: Plan, where: str) -> str:
+    from distflow.data.fed import AWAITED
     from distflow.runtime.owner_side import first_prompt
 
+    if plan.recipe.data.fed:
+        return AWAITED
     prompt, problems = first_prompt(plan, where)
     if prompt is None:
         raise RecipeError(problems)

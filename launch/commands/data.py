@@ -37,11 +37,15 @@ def command() -> None:
 def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
     """Show the first prompts of a run of RECIPE, and what its reward gives for their gold answers (loads torch)."""
     from distflow.config.plugins import TOKENIZER
+    from distflow.data.fed import AWAITED
     from distflow.flow.recipe_check import plan_recipe
     from distflow.flow.resolve import resolve
     from distflow.runtime.owner_side import build_prompts, reading_of
 
     loaded, plan = plan_recipe(recipe, overrides)
+    if plan.recipe.data.fed:
+        click.echo(AWAITED)
+        return 0
     try:
         tokenizer = resolve(TOKENIZER)(plan.recipe.models[plan.primary].model_dump())
         data = plan.recipe.data

@@ -67,6 +67,7 @@ class Seen:
         waits = [wait.as_json() for wait in graph.waits]
         told = {"run": record.name, "state": record.state, "lost": self.lost, "workers": self.rows, "waits": waits}
         told |= {"verdict": graph.verdict(), "consumers": _consumers(self.rows), **_progress(record)}
+        told |= {"prompts": one} if (one := _prompts(self.rows)) else {}
         lost_hosts = [record.hosts[number].name for number in record.silent]
         return told | ({"silent_hosts": lost_hosts} if record.hosts else {})
 
@@ -106,6 +107,9 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
     yield from filter(None, [without_agents(record), counted_rewards(rows)])
     yield from (*tracker_troubles(rows), *copy_troubles(rows))
     yield from map(_consumer_line, _consumers(rows))
+    if prompts := _prompts(rows):
+        those = "all of them" if prompts["ended"] else f"of {prompts['of']}"
+        yield f"prompts that clients have put: {prompts['rows']} {those}, {prompts['waiting']} yet to be begun"
     yield from graph.lines()
     lost_records = dropped(rows)
     if lost_records:
@@ -121,6 +125,14 @@ def _consumers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # Each client asks every owner.
         known["clients"] = max(known["clients"], own["clients"])
     return list(found.values())
+
+
+def _prompts(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How far the rows are that clients put, at the owner that has most; empty where they put none."""
+    found = [row["prompts"] for row in rows if "prompts" in row]
+    begun = max((one["begun"] for one in found), default=0)
+    most = max(found, key=lambda one: one["rows"], default=None)
+    return {} if most is None else {**most, "begun": begun, "waiting": max(0, most["rows"] - begun)}
 
 
 def _consumer_line(one: dict[str, Any]) -> str:

@@ -228,3 +228,19 @@ def test_a_source_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     reader.close()
     for end in pair.ends.values():
         end.close(linger_s=0.1)
+
+
+def test_prompts_that_are_not_there_yet_hold_nothing_up_that_is(reading: Callable[[int], Reading]) -> None:
+    there = {0, 1}
+    one = reading(2)
+    read, one.reader._read = one.source, lambda position: one.source(position) if position in there else None
+    read.release()
+    assert one.reader.prompt_at(5) is None, "asked for first, and not there"
+    assert one.get(0) is not None
+    assert one.get(1) is not None
+    assert one.has_read(2) == [0, 1]
+    there.update(range(6))
+    one.reader.more()
+    assert one.arrived.acquire(timeout=WAIT_S)
+    assert one.reader.prompt_at(5) is not None
+    assert read.read[2] == 5, "what was asked for, before what follows"
