@@ -77,19 +77,12 @@ class PeerSegment:
             if found != f"/memfd:{name} (deleted)":
                 raise ProtocolError(f"{path} is {found}; expected the segment {name}")
             own = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self.memory = _mapped(own, name, limit)
+            finally:
+                os.close(own)
         except OSError as error:
             raise ProtocolError(f"the segment {name} cannot be mapped: {path}: {error.strerror}") from error
-        try:
-            about = os.fstat(own)
-            if about.st_uid != os.geteuid():
-                raise ProtocolError(f"the segment {name} is not of user {os.geteuid()}")
-            if about.st_size != limit or not 0 < limit <= MOST_BYTES:
-                raise ProtocolError(f"the segment {name} has {about.st_size} bytes; {limit} were announced")
-            if not fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ProtocolError(f"the segment {name} could be cut short while it is read")
-            self.memory = mmap.mmap(own, limit, access=mmap.ACCESS_READ)
-        finally:
-            os.close(own)
         self.limit = limit
         self._touched = 0
 
@@ -98,6 +91,17 @@ class PeerSegment:
         if end > self._touched:
             _populate(self.memory, _POPULATE_READ, self._touched, end)
             self._touched = end - end % mmap.PAGESIZE
+
+
+def _mapped(handle: int, name: str, limit: int) -> mmap.mmap:
+    about = os.fstat(handle)
+    if about.st_uid != os.geteuid():
+        raise ProtocolError(f"the segment {name} is not of user {os.geteuid()}")
+    if about.st_size != limit or not 0 < limit <= MOST_BYTES:
+        raise ProtocolError(f"the segment {name} has {about.st_size} bytes; {limit} were announced")
+    if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise ProtocolError(f"the segment {name} could be cut short while it is read")
+    return mmap.mmap(handle, limit, access=mmap.ACCESS_READ)
 
 
 def _populate(memory: mmap.mmap, advice: int, begin: int, end: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
+import resource
 import threading
 from array import array
 from collections.abc import Iterator
@@ -373,6 +375,20 @@ def test_what_is_no_segment_is_not_mapped(name: str, size: int, why: str) -> Non
     segment.close()
     with pytest.raises(ProtocolError, match=f"the segment {segment.name} cannot be mapped: .*: No such file"):
         PeerSegment(segment.pid, 10**6, segment.name, 1 << 20)
+
+
+def test_what_there_is_no_address_space_for_is_not_mapped() -> None:
+    """ProtocolError, as for any segment that cannot be used: its sender is told, and takes the sockets."""
+    segment = OwnSegment(1 << 28)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 26), before[1]))
+        with pytest.raises(ProtocolError, match="cannot be mapped: .*: Cannot allocate memory"):
+            PeerSegment(segment.pid, segment.handle, segment.name, 1 << 28)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        segment.close()
 
 
 def test_what_could_be_cut_short_is_not_mapped() -> None:
