@@ -226,8 +226,18 @@ class ChunkServer:
             if many:
                 link.close()
             else:
-                connection.threads[0].start()
+                self._start(connection, link)
         self._listener.close()
+
+    def _start(self, connection: _Connection, link: socket.socket) -> None:
+        try:
+            connection.threads[0].start()
+        except RuntimeError as error:
+            # No further thread can be started now. The reader tries again, or reads from others.
+            log.warning("%s: cannot serve another reader of weights for now: %s", self.address, error)
+            self.left(connection)
+            link.close()
+            self._closing.wait(ACCEPT_PAUSE_S)
 
 
 class _Connection:
@@ -338,7 +348,7 @@ class _Connection:
             self._frame(Says.DEALT, ask)
 
     def _give(self, ask: ChunkAsk, held: HeldVersion | None, chunk: int) -> None:
-        if held is not None and held.dealer is not None:
+        if held is not None and held.dealer is not None and held.has(chunk):
             present = self._server.present()
             with self._server.lock:
                 gives = held.dealer.gives(self.reader, chunk, present, again=ask.what == "again")

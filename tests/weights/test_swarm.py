@@ -139,6 +139,25 @@ def test_a_host_without_file_descriptors_is_told_once_and_serves_again(
     assert holds(reader.fetch(manifest), 1)
 
 
+def test_a_host_without_threads_serves_again(
+    host: Host, reader: SwarmReader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(chunk_server, "ACCEPT_PAUSE_S", 0.05)
+    manifest, start = host.publish(1), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "swarm-requests":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    address, port = SwarmPlace.parse(manifest.place).address.removeprefix("tcp://").split(":")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with socket.create_connection((address, int(port))):
+            eventually(lambda: "cannot serve another reader" in caplog.text, "the warning")
+    assert holds(reader.fetch(manifest), 1)
+
+
 def test_what_is_being_read_is_not_overwritten_however_fast_versions_come(host: Host, reader: SwarmReader) -> None:
     """Each fetch meets a publisher that goes round its segments many times meanwhile."""
     stop = threading.Event()
