@@ -20,7 +20,7 @@ from msgspec import structs
 from distflow.client.attached_run import CHECK_EVERY_S, AttachedRun, HasPath
 from distflow.client.feeding import FeedCall, Feeding
 from distflow.client.reading import REPEAT_S, AnswerBody, ConsumerReading, OwnerAnswer, Part
-from distflow.client.samples import Samples, StaleRows
+from distflow.client.samples import Samples, check_stale
 from distflow.client.weights import Ready, WeightSubscription
 from distflow.comm.client import BackgroundClient
 from distflow.comm.message import Buffer, Message
@@ -166,7 +166,7 @@ class Client:
             written = Written(self._name, 0, step, part.number, described)
             answer = self._request(part.owner, PUT, partial(structs.replace, written), (buffer,))
             stale, start = stale + len(answer["stale"]), stop
-        self._check_stale(step, stale)
+        check_stale(step, stale)
 
     def _settle(self, consumer: str, parts: Sequence[Part], *, used: bool) -> None:
         stale = 0
@@ -175,14 +175,10 @@ class Client:
             settled = Settled(self._name, 0, consumer, numbers if used else (), () if used else numbers)
             answer = self._request(owner, SETTLE, partial(structs.replace, settled))
             stale += len(answer["stale"])
-        self._check_stale(consumer, stale)
-
-    def _check_stale(self, consumer: str, stale: int) -> None:
-        if stale:
-            raise StaleRows(
-                f"consumer {consumer!r}: these samples are not this client's any more — it was silent for too long, or "
-                "a training worker has restarted; they go to a client of this consumer again"
-            )
+            with self._changed:
+                if not used and consumer in self._readings:
+                    self._readings[consumer].gave_back(owner)
+        check_stale(consumer, stale)
 
     # -- used by WeightSubscription
     def _ask_all(

@@ -110,7 +110,7 @@ class ConsumerReading:
                 continue
             stale = owner.asked is not None and owner.asked.holds != bool(self._parts)
             if owner.asked is None or stale or now - owner.sent_at >= REPEAT_S:
-                owner.asked = self._ask(self._number() if owner.asked is None else owner.asked.number)
+                owner.asked = self._ask(owner.asked)
                 owner.sent_at = now
                 found.append((name, owner.asked))
         return found
@@ -124,7 +124,8 @@ class ConsumerReading:
             self._restarted(answer.owner, owner, answer.incarnation)
         if owner.asked is None or answer.number != owner.asked.number:
             return
-        owner.asked, owner.end, owner.missed = None, answer.end, answer.missed
+        owner.asked, owner.missed = None, answer.missed
+        owner.end = "" if answer.end == "void" else answer.end
         if answer.part is not None:
             self._parts.append(answer.part)
 
@@ -133,6 +134,11 @@ class ConsumerReading:
         owner = self._owners.get(name)
         if owner is not None and incarnation != owner.incarnation:
             self._restarted(name, owner, incarnation)
+
+    def gave_back(self, name: str) -> None:
+        """Groups of an owner were given back to it: there is more to come, though it has said that all was read."""
+        if name in self._owners:
+            self._owners[name].end = ""
 
     def owned_by(self, names: Sequence[str]) -> None:
         """The training workers that own samples are others now: what is here of one that is gone is not claimed."""
@@ -167,11 +173,12 @@ class ConsumerReading:
     def _ended(self) -> bool:
         return all(owner.end for owner in self._owners.values())
 
-    def _ask(self, number: int) -> Asked:
+    def _ask(self, before: Asked | None) -> Asked:
         rows = max(0, self._rows - sum(part.batch.rows for part in self._parts))
         tokens = max(0, self._tokens - sum(part.tokens for part in self._parts))
+        number, again = (self._number(), False) if before is None else (before.number, True)
         about = (self._client, number, self.consumer, self.fields, self.lossless)
-        return Asked(*about, rows, tokens, bool(self._parts))
+        return Asked(*about, rows, tokens, holds=bool(self._parts), again=again)
 
     def _restarted(self, name: str, owner: _Owner, incarnation: int) -> None:
         """What is here of the former incarnation is not claimed any more: it will come again."""

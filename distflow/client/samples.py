@@ -21,6 +21,15 @@ class StaleRows(DistflowError):
     """
 
 
+def check_stale(consumer: str, stale: int) -> None:
+    """Raise StaleRows if some claims of a client were not its own any more."""
+    if stale:
+        raise StaleRows(
+            f"consumer {consumer!r}: these samples are not this client's any more — it was silent for too long, or a "
+            "training worker has restarted; they go to a client of this consumer again"
+        )
+
+
 class Settling(Protocol):
     """Tells the owners what has become of a claim; a `Client`."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-End = Literal["", "drained", "over", "closed"]
-"""Why an answer names no groups: what is left is with other clients, nothing is left at all, or somebody has closed the
-consumer."""
+End = Literal["", "drained", "over", "closed", "void"]
+"""Why an answer names no groups: what is left is with other clients, nothing is left at all, somebody has closed the
+consumer, or the ask is a repeated one that counts no longer, so that there has to be another."""
 
 
 class Offered(NamedTuple):

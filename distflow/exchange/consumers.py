@@ -31,6 +31,8 @@ ANSWER_BYTES = 4 << 20
 """Most bytes of groups in one answer, unless a single group is larger; a client asks again for the rest."""
 REMEMBERED = 1024
 """Claims of a client that were acknowledged last: an acknowledgement may be repeated."""
+REMEMBERED_SILENCES = 30
+"""For so many times the limit of silence they are kept of a client that says nothing."""
 MOST_CONSUMERS = 64
 MOST_CLIENTS = 4096
 
@@ -141,12 +143,18 @@ class Consumers:
             self._add(consumer, position, group)
 
     # -- clients
-    def ask(self, client: str, number: int, wanted: SamplesWanted, now: float) -> list[Handed]:
-        """A client asks for groups; raises ProtocolError if the consumer was opened for others."""
+    def ask(self, client: str, number: int, wanted: SamplesWanted, now: float, *, again: bool = False) -> list[Handed]:
+        """A client asks for groups; raises ProtocolError if the consumer was opened for others.
+
+        `again`: it has sent this ask before. Where its answer was taken back since, it must not get another one: the
+        client may already have the first, and would acknowledge groups that it has never seen.
+        """
         consumer = self._open(wanted)
         known = self._heard(client, now)
         if (client, number) in consumer.claims:
             return [self._handed(consumer, client, number, consumer.claims[client, number])]
+        if again and number not in known.done and known.asks.get(consumer.name, (0,))[0] != number:
+            return [self._handed(consumer, client, number, (), "void")]
         if number >= known.last.get(consumer.name, 0) and number not in known.done:
             known.last[consumer.name] = number
             known.asks[consumer.name] = (number, wanted)
@@ -217,7 +225,9 @@ class Consumers:
             if now - known.heard_at > self._silence_s:
                 known.silent = True
                 known.asks.clear()
-                if name not in holders:
+                # What it has acknowledged is known for longer: it may repeat that.
+                long_ago = now - known.heard_at > REMEMBERED_SILENCES * self._silence_s
+                if name not in holders and (long_ago or not known.done):
                     del self._clients[name]
         return self._serve()
 

@@ -62,6 +62,8 @@ class Asked(Form, frozen=True):
     rows: Whole
     tokens: Whole
     holds: bool
+    again: bool = False
+    """Whether it was sent before."""
 
 
 class Settled(Form, frozen=True):
@@ -209,7 +211,7 @@ class SampleStore:
                 raise ProtocolError(lacking)
             wanted = SamplesWanted(asked.consumer, asked.fields, asked.lossless, asked.rows, asked.tokens, asked.holds)
             self._parts.update(filter(is_reward_part, asked.fields))
-            answers = self.consumers.ask(asked.client, asked.number, wanted, now)
+            answers = self.consumers.ask(asked.client, asked.number, wanted, now, again=asked.again)
         except ProtocolError as error:
             self._reply(message, {"number": asked.number, "consumer": asked.consumer, "error": str(error)}, ())
             return

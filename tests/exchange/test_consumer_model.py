@@ -31,7 +31,8 @@ class Model(RuleBasedStateMachine):
     def take(self, answers: Iterable[Handed]) -> None:
         for answer in answers:
             if answer.positions:
-                self.held[answer.client, answer.consumer][answer.number] = answer.positions
+                # A client goes by the first answer to a number that it reads.
+                self.held[answer.client, answer.consumer].setdefault(answer.number, answer.positions)
 
     clients = st.sampled_from(["a", "b", "c"])
     consumers = st.sampled_from(["lossless", "lossy"])
@@ -54,7 +55,7 @@ class Model(RuleBasedStateMachine):
             known = self.store._clients.get(client)
             if repeat and (known is None or known.last.get(consumer) != self.numbers[client]):
                 return
-            self.take(self.store.ask(client, self.numbers[client], asked, self.now))
+            self.take(self.store.ask(client, self.numbers[client], asked, self.now, again=repeat))
 
     @rule(client=clients, consumer=consumers, use=st.booleans(), data=st.data())
     def settle(self, client: str, consumer: str, *, use: bool, data: st.DataObject) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from distflow.errors import ProtocolError
 from distflow.exchange.consumer_types import ConsumerCounts, Handed, Offered, SamplesWanted
-from distflow.exchange.consumers import ANSWER_BYTES, REMEMBERED, Consumers
+from distflow.exchange.consumers import ANSWER_BYTES, REMEMBERED, REMEMBERED_SILENCES, Consumers
 
 LIMIT = 1000
 SILENCE_S = 10.0
@@ -148,7 +148,7 @@ def test_a_silent_client_keeps_what_nobody_else_wants(store: Consumers) -> None:
     assert positions(store.ask("b", 1, wanted(), 7200.0)) == [("b", 1, (1, 2))]
     assert store.settle("a", "reader", [2], [], 7200.0)[0] == [2]
     assert store.counts()[0].clients == 2
-    assert store.tick(7211.0) == []
+    assert store.tick(7200.0 + (REMEMBERED_SILENCES + 1) * SILENCE_S) == []
     assert (store.knows("a"), store.knows("b")) == (False, True), "it holds something"
 
 
@@ -282,3 +282,24 @@ def test_whoever_waits_hears_of_the_end_of_an_owner(store: Consumers) -> None:
     store.arrived({0: group()})
     store.ask("b", 1, wanted(), 0.0)
     assert [(answer.client, answer.end) for answer in store.close()] == [("b", "over")]
+
+
+def test_an_ask_that_is_repeated_after_its_claim_was_taken_back_gets_no_other_groups(store: Consumers) -> None:
+    """Its first answer may be on its way still: the client would acknowledge what it has never seen."""
+    store.ask("a", 1, wanted(lossless=True), 0.0)
+    (first,) = store.arrived({7: group()})
+    store.tick(SILENCE_S + 1)
+    store.ask("b", 1, wanted(lossless=True), SILENCE_S + 1)
+    store.arrived({8: group()})
+    (void,) = store.ask("a", 1, wanted(lossless=True), SILENCE_S + 2, again=True)
+    assert (void.number, void.positions, void.end) == (first.number, (), "void")
+    assert store.settle("a", "reader", [1], [], SILENCE_S + 2)[0] == [1]
+    assert positions(store.ask("a", 2, wanted(lossless=True), SILENCE_S + 2)) == [("a", 2, (8,))]
+
+
+def test_an_acknowledgement_is_known_after_a_silence(store: Consumers) -> None:
+    store.ask("a", 1, wanted(), 0.0)
+    store.arrived({1: group()})
+    assert store.settle("a", "reader", [1], [], 0.0) == ([], [])
+    store.tick(SILENCE_S + 1)
+    assert store.settle("a", "reader", [1], [], SILENCE_S + 2) == ([], [])
