@@ -120,7 +120,9 @@ def far_reader(base: Base) -> Stage:
     """A reader of weights from the network."""
     hosts, setting = base.hosts, base.setting
     tag = run_tag(setting.run_dir, hosts.here)
-    return Stage(SwarmReader(tag, hosts.address or LOOPBACK, setting.recipe.limits.no_progress_s), base.node.board.wake)
+    reader = SwarmReader(tag, hosts.address or LOOPBACK, setting.recipe.limits.no_progress_s)
+    base.node.told["weights"].append(reader.told)
+    return Stage(reader, base.node.board.wake)
 
 
 class Outbound(NamedTuple):
