@@ -108,19 +108,19 @@ def reads(base: Base) -> dict[str, WeightInbox]:
     stage = partial(far_reader, base)
     readers: dict[str, WeightReader] = {}
     for model in base.setting.me.generates:
-        if model in base.links:
-            readers[model] = InPlace(base.links[model])
-        else:
-            readers[model] = InPlace(ShmReader()) if base.hosts.publishes_here(model) else stage()
+        shm = ShmReader(partial(base.node.board.shown, peers=())) if base.hosts.publishes_here(model) else None
+        near = base.links.get(model, shm)
+        readers[model] = stage() if near is None else InPlace(near)
     val = base.setting.plan.val if base.setting.only_validates else None
     return build_inboxes(base.node, readers, stage, () if val is None else val.versions)
 
 
 def far_reader(base: Base) -> Stage:
     """A reader of weights from the network."""
-    hosts, setting = base.hosts, base.setting
-    tag = run_tag(setting.run_dir, hosts.here)
-    return Stage(SwarmReader(tag, hosts.address or LOOPBACK, setting.recipe.limits.no_progress_s), base.node.board.wake)
+    tag = run_tag(base.setting.run_dir, base.hosts.here)
+    reader = SwarmReader(tag, base.hosts.address or LOOPBACK, base.setting.recipe.limits.no_progress_s)
+    base.node.told["weights"].append(reader.told)
+    return Stage(reader, base.node.board.wake)
 
 
 class Outbound(NamedTuple):

@@ -76,6 +76,7 @@ class Announcer:
         tag = run_tag(setting.run_dir, hosts.here)
         if hosts.address is not None:
             self._server = _server_for(setting, model, hosts.address, tag, node.board.fault)
+            node.told["weights"].append(self._server.told)
         pinned = None if self._server is None else self._server.pinned
         self._publisher = ShmPublisher(tag, model, setting.document.term, pinned)
         self._summing = Announcing("weights-sums", self._publisher.summed, node.board.fault)

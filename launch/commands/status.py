@@ -110,6 +110,9 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
     if prompts := _prompts(rows):
         those = "all of them" if prompts["ended"] else f"of {prompts['of']}"
         yield f"prompts that clients have put: {prompts['rows']} {those}, {prompts['waiting']} yet to be begun"
+    sent = [f"{row['name']} {told}" for row in rows if (told := _weights(row))]
+    if sent:
+        yield f"weights between hosts: {', '.join(sent)}"
     yield from graph.lines()
     lost_records = dropped(rows)
     if lost_records:
@@ -133,6 +136,16 @@ def _prompts(rows: list[dict[str, Any]]) -> dict[str, Any]:
     begun = max((one["begun"] for one in found), default=0)
     most = max(found, key=lambda one: one["rows"], default=None)
     return {} if most is None else {**most, "begun": begun, "waiting": max(0, most["rows"] - begun)}
+
+
+def _weights(row: dict[str, Any]) -> str:
+    """What a worker has sent of weights to readers on other hosts, and fetched from there; empty if nothing."""
+    found = row.get("weights", [])
+    fetched, sent = (sum(one.get(name, 0) for one in found) for name in ("fetched_bytes", "sent_bytes"))
+    readers = sum(one["readers"] for one in found)
+    told = [f"has fetched {fetched / 1e6:.1f} MB"] if fetched else []
+    told += [f"has sent {sent / 1e6:.1f} MB ({readers} connected)"] if sent or readers else []
+    return " and ".join(told)
 
 
 def _consumer_line(one: dict[str, Any]) -> str:
