@@ -70,6 +70,7 @@ class Node:
         """Counters of this worker by metric name: shown by `status`, and sent to peers with each heartbeat."""
         self.told: defaultdict[str, list[Callable[[], list[dict[str, Any]]]]] = defaultdict(list)
         """What else `status` shows of this worker, by key."""
+        self.lacks: Callable[[], str] = str  # What ledgers here wait for from outside the run; "": nothing.
         self._handlers: dict[str, Handler] = {}
         self._requests: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
         self._agent_handlers: dict[str, Handler] = {}

@@ -179,7 +179,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
             settings = replace(settings, difficulty=_difficulty(setting.recipe.data.difficulty, order, setting))
     core = OwnerCore(name, settings, list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins)
     if feed is not None:
-        core.lacks = lambda: feed.lacks
+        core.lacks = node.lacks = lambda: feed.lacks
         feed.start()
         node.on_close(lambda: feed.close(over=core.finished))
     edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
