@@ -116,6 +116,10 @@ class ShardTransfer:
 
         return _each(receive_from, [(piece.source, piece) for piece in plan if piece.target == self.rank])
 
+    def end(self) -> None:
+        """End what is under way, and what begins later, with an error. From another thread."""
+        self._group.abort()
+
 
 def _each(
     talk: Callable[[int, Sequence[ShardPiece]], Iterator[int]], pieces: Sequence[tuple[int, ShardPiece]]

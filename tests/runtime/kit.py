@@ -217,7 +217,7 @@ class World:
         """How the policy is published: in this process, unless another replica does."""
         publishers = {"policy": self.link} if publishes else {}
         announce = {"policy": self._announce}
-        return Publishing(["policy"], {"policy": self.backend}, publishers, announce, canaries or {}, self.metrics)
+        return Publishing(["policy"], {"policy": self.backend}, publishers, announce, canaries or {}, self.metrics, {})
 
     def _announce(self, manifest: Manifest) -> None:
         self.inbox.announce(manifest)
