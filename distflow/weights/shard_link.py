@@ -347,7 +347,8 @@ class ShardLink:
             done = transfer.receive(plan, {name: _whole(tensor) for name, tensor in tensors}, limit_s)
         if done.lost:
             lost = "; ".join(f"{group.members[rank]}: {why}" for rank, why in done.lost.items())
-            log.warning("%s, in parts: %s", manifest.title, lost)
+            # Of a death the membership tells; the version comes by the other links.
+            log.info("%s, in parts: %s", manifest.title, lost)
             with self._own.lock:
                 self._leave()
             return None

@@ -106,10 +106,21 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
     yield from filter(None, [without_agents(record), counted_rewards(rows)])
     yield from (*tracker_troubles(rows), *copy_troubles(rows))
     yield from map(_consumer_line, _consumers(rows))
+    yield from _weights_in_parts(rows)
     yield from graph.lines()
     lost_records = dropped(rows)
     if lost_records:
         yield f"the disk of {record.run_dir} was full{lost_records}"
+
+
+def _weights_in_parts(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """How weights come where trainers send each its part, as the first worker that answers says."""
+    told: dict[str, dict[str, Any]] = {}
+    for one in (one for row in rows for one in row.get("weights_in_parts", ())):
+        told.setdefault(one["model"], one)
+    for model, one in told.items():
+        group = f"a group of {one['members']} workers" if one["members"] else "no group now: by the other lanes"
+        yield f"weights of {model} in parts: {one['versions']} versions, the last {one['version']}; {group}"
 
 
 def _consumers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
