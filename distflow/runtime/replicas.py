@@ -31,7 +31,7 @@ from distflow.runtime.groups import Agreements, MemberGroup, leave
 from distflow.runtime.node import Hosts, Node
 from distflow.types import WorkerName
 from distflow.weights.shard_conductor import FORM_S, ShardConductor
-from distflow.weights.shard_link import ShardLink, Surroundings
+from distflow.weights.shard_link import LinkSurroundings, ShardLink
 from distflow.weights.shard_messages import GO, GROUP, REPORT
 
 EVERYONE = "*"
@@ -259,7 +259,7 @@ def build_shard_links(setting: Setting, node: Node, hosts: Hosts) -> Mapping[str
     return links
 
 
-def _surroundings(model: str, pools: Container[str], node: Node, hosts: Hosts) -> Surroundings:
+def _surroundings(model: str, pools: Container[str], node: Node, hosts: Hosts) -> LinkSurroundings:
     me, membership = node.endpoint.name, node.membership
     store = GroupStore(node, [me], STORE_S, f".{model}")
 
@@ -267,7 +267,7 @@ def _surroundings(model: str, pools: Container[str], node: Node, hosts: Hosts) -
         store.begin(members)
         return store
 
-    return Surroundings(
+    return LinkSurroundings(
         me=me,
         address=hosts.address or LOOPBACK,
         lock=node.board.condition,

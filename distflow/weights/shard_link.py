@@ -68,7 +68,7 @@ class HeldShard(Protocol):
         ...
 
 
-class Landing(Protocol):
+class PartsLanding(Protocol):
     """Where a reader puts what has come. Called under the worker's lock."""
 
     @property
@@ -86,7 +86,7 @@ class Landing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class LinkSurroundings:
     """What a link needs of its worker."""
 
     me: str
@@ -107,11 +107,11 @@ class Surroundings:
 class ShardLink:
     """Of one model. Methods but `keep` and `close` are called under the worker's lock."""
 
-    def __init__(self, model: str, own: Surroundings, conductor: ShardConductor | None) -> None:
+    def __init__(self, model: str, own: LinkSurroundings, conductor: ShardConductor | None) -> None:
         self._model = model
         self._own = own
         self._conductor = conductor
-        self._landing: Landing | None = None
+        self._landing: PartsLanding | None = None
         self._keeper = ""
         """Whom this worker reports to."""
         self._known = (-1, -1)
@@ -131,7 +131,7 @@ class ShardLink:
         self._thread = threading.Thread(target=self._run, name="weights-shards", daemon=True)
         self._thread.start()
 
-    def lands_at(self, landing: Landing) -> None:
+    def lands_at(self, landing: PartsLanding) -> None:
         """Set where a reader puts what has come."""
         self._landing = landing
 

@@ -6,7 +6,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from distflow.comm.collective import LOOPBACK
+from distflow.flow.plan import Plan
+from distflow.flow.plan_text import library_ports
+from distflow.flow.recipe_check import plan_recipe
 from tests.e2e.runs import PROMPTS, SAMPLES, SMALL, Launch, Run, check_positions, cli
+from tests.e2e.sockets import listening, unknown
 
 ENGINES = ("rollout-0", "rollout-1", "rollout-2")
 SETTINGS = (
@@ -26,6 +31,10 @@ def taken(run: Run) -> list[int]:
     return [log.read_text().count("came in parts") if log.exists() else 0 for log in logs]
 
 
+def the_plan() -> Plan:
+    return plan_recipe("quickstart", [*SETTINGS, "weights.link=collective"])[1]
+
+
 def stop(run: Run) -> None:
     os.kill(run.process.pid, signal.SIGINT)
     assert run.wait() == 130, run.output
@@ -37,7 +46,7 @@ def lines(run: Run, steps: int) -> list[Any]:
     found = [line for line in run.dumps() if line["uid"][2] < steps * PROMPTS]
     assert len(found) == steps * PROMPTS * SAMPLES
     for line in found:
-        line.pop("worker", None)
+        del line["worker"]
     return sorted(found, key=lambda line: (line["uid"], line["sample"]))
 
 
@@ -48,6 +57,9 @@ def test_samples_and_gradients_are_those_of_a_run_in_which_engines_map_what_is_p
     shown = cli("status", run.name, "--runs-dir", str(run.folder.parent)).stdout
     assert "weights of policy in parts: " in shown
     assert "; a group of 5 workers" in shown
+    opened = {worker: LOOPBACK for library in library_ports(the_plan()) for worker in library.workers}
+    assert len(opened) == 5
+    assert unknown(list(listening(run.processes())), opened) == []
     stop(run)
     steps = run.metrics()[-1]["step"]
     plain = launch("quickstart", *settings, f"run.stop_after={steps}")
