@@ -51,6 +51,10 @@ class ShardedReader:
         self._followed: Manifest | None = None
         """What `other` was told to bring and the engine does not have yet."""
         self._announced: Manifest | None = None
+        self._has: Version | None = None
+        """What the engine was given last."""
+        self._patient = True
+        """Whether versions came in parts so far, as soon as expected: if not, none waits until one comes again."""
         self._begins: Mapping[int, int] = {}
         self._closed = False
         self._versions = 0
@@ -91,7 +95,7 @@ class ShardedReader:
             if self._landed is not None and self._landed[0].version >= manifest.version:
                 return
             self._announced = manifest
-            if self._joined() and not self._following and not self._closed:
+            if self._patient and self._joined() and not self._following and not self._closed:
                 until = time.monotonic() + HOLD_S
                 if self._waiting_for_parts is not None:
                     # Versions that come faster than this must not put each other off for ever.
@@ -107,12 +111,13 @@ class ShardedReader:
         manifest, until = self._waiting_for_parts
         comes = self._coming is not None and self._coming.version >= manifest.version
         if not comes and (now > until or not self._joined()):
+            self._patient = not self._joined()
             self._follow(manifest)
             self._lock.notify_all()
 
     def begin(self, manifest: Manifest) -> None:
         """The trainers begin to send this version."""
-        self._coming = manifest
+        self._coming, self._patient = manifest, True
 
     def end(self, manifest: Manifest, tensors: NamedTensors | None) -> None:
         """It has come, or not: then it is followed as announced."""
@@ -120,7 +125,8 @@ class ShardedReader:
         held, version = self._waiting_for_parts, manifest.version
         if self._closed:
             return
-        if tensors is None or self._following or not version.survives(self._begins):
+        late = self._has is not None and version <= self._has
+        if tensors is None or late or self._following or not version.survives(self._begins):
             if held is not None:
                 self._follow(held[0])
         else:
@@ -141,6 +147,7 @@ class ShardedReader:
             manifest = self._other.refresh(engine)
             with self._lock:
                 followed = self._followed
+                self._has = self._has if manifest is None else manifest.version
                 if manifest is not None and followed is not None and manifest.version >= followed.version:
                     self._followed = None
                 self._freed()
@@ -150,7 +157,7 @@ class ShardedReader:
         engine.update(tensors)
         engine.end_update()
         with self._lock:
-            self._in_use = False
+            self._in_use, self._has = False, manifest.version
             self._freed()
         log.info("%s came in parts", manifest.title)
         return manifest

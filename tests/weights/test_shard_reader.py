@@ -199,3 +199,19 @@ def test_a_version_that_does_not_survive_a_restart_is_not_loaded(reading: Readin
     assert not reading.inbox.waiting
     reading.comes(4, term=1)
     assert reading.load() == 4
+
+
+def test_after_a_version_that_did_not_come_none_waits_until_one_comes_again(reading: Reading) -> None:
+    reading.announce(1)
+    reading.look(HOLD_S + 1)
+    assert reading.load() == 1
+    reading.announce(2)
+    assert reading.other.offered == [1, 2]
+    assert reading.load() == 2
+    reading.comes(2)
+    assert not reading.inbox.waiting, "the engine has it"
+    reading.announce(3)
+    assert reading.other.offered == [1, 2]
+    reading.comes(3)
+    assert reading.load() == 3
+    assert reading.engine.numbers == [1, 2, 3]
