@@ -187,6 +187,8 @@ class ShardLink:
         else:
             go = read(body, ShardGo, kind)
             Manifest.from_wire(go.manifest.to_wire())
+            if sender != self._keeper or go.manifest.model != self._model:
+                raise ProtocolError(f"{sender} sends {go.manifest.title}; {self._keeper} decides about {self._model!r}")
             self._begin(go)
 
     def lost(self, lost: Lost) -> None:
