@@ -3,9 +3,8 @@
 Handlers run on the endpoint's thread under the board's lock; they change state and never compute. Who waits for it is
 woken once all that came together has been handled.
 
-Lease messages travel by `Lanes`: over the endpoint to other workers, and inside the process to the worker itself. A
-colocated worker is its own owner. Its messages skip the sockets and are handled at once, one after another, by
-the thread that sent the first of them; that thread holds the worker's lock.
+Lease messages travel by `Lanes`: over the endpoint to other workers, and inside the process to a worker that is its own
+owner. These are handled at once, one after another, by the thread that sent the first; it holds the worker's lock.
 
 Workers of one host meet over Unix sockets whose names are known in advance (`Hosts`). For other hosts a worker listens
 on a port chosen by the system: it tells its host agent (`here`), the agents tell each other, and each agent tells its

@@ -226,7 +226,7 @@ def build_feed(
         node.on_request(kind, thread.put)
     for kind in OWNER_KINDS:
         node.on(kind, thread.put)
-    node.told["prompts"] = lambda: feed.counts
+    node.told["prompts"].append(lambda: [feed.counts])
     return thread
 
 
