@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-INPROC, SHM, ZMQ = "inproc", "shm", "zmq"
-"""The lanes: to oneself, nothing is encoded; through shared memory; over the sockets."""
+INPROC, SHM, ZMQ, GLOO = "inproc", "shm", "zmq", "gloo"
+"""The lanes: to oneself, nothing is encoded; through shared memory; over the sockets; weights in parts, over Gloo's."""
 _COUNTING = threading.Lock()
 
 
@@ -30,7 +30,9 @@ class Traffic:
     dropped: int = 0
     refused: int = 0
     """Connections refused because of their key, by us or by a peer."""
-    lanes: dict[str, LaneTraffic] = field(default_factory=lambda: {lane: LaneTraffic() for lane in (INPROC, SHM, ZMQ)})
+    lanes: dict[str, LaneTraffic] = field(
+        default_factory=lambda: {lane: LaneTraffic() for lane in (INPROC, SHM, ZMQ, GLOO)}
+    )
 
     def count(self, lane: str, messages: int, nbytes: int) -> None:
         """Add what a lane has taken. Thread-safe."""

@@ -10,8 +10,12 @@ from distflow.config.section import Section
 
 
 class WeightsConfig(Section):
-    """Weights on their way to engines on other hosts; within a host all share one copy of what was trained."""
+    """Weights on their way to engines in other processes."""
 
+    link: Literal["auto", "collective"] = "auto"
+    """auto: shared memory within a host, chunks from host to host; collective: several training workers of a model send
+    each its own part of a version to all engines, over Gloo, and what does not come so comes as with auto
+    (docs/many-hosts.md)."""
     encoding: Literal["auto", "full", "delta", "bf16", "fp8"] = "auto"
     """full: all bytes of each version; delta: only what has changed since the version that a host has, which gives the
     same bytes; bf16 and fp8 (e4m3, a scale for 128 values, matrices alone): rounded, and of that what has changed;

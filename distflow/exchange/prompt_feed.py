@@ -319,8 +319,8 @@ class PromptFeed:
             log.warning("%s is not what %s has, and is written anew", self.log.path, message.sender)
             self.log.clear()
         if lines.first <= self.log.lines:
-            given = bytes(message.payload[0]).splitlines(keepends=True)[self.log.lines - lines.first :]
-            if given and self._append(given) is None:
+            given = bytes(message.payload[0]).split(b"\n")[self.log.lines - lines.first : -1]
+            if given and self._append([line + b"\n" for line in given]) is None:
                 return
         self._say(message.sender)
 

@@ -12,9 +12,10 @@ from typing import Literal
 from distflow.flow.edges import Edge
 from distflow.flow.plan import Plan
 
-LaneName = Literal["inproc", "shm", "zmq", "tcp"]
+LaneName = Literal["inproc", "shm", "zmq", "tcp", "gloo"]
 """inproc: one process, nothing is encoded; shm: one host, what is large lies in shared memory; zmq: between hosts; tcp:
-chunks of weights for a host without a worker that trains the model, whose workers then share them by shm."""
+chunks of weights for a host without a worker that trains the model, whose workers then share them by shm; gloo: weights
+from each that trains them, its part (`weights.link: collective`); what does not come so takes the other lanes."""
 ONE_HOST: Mapping[str, int] = {}
 """No worker is known to be on another host than the first."""
 
@@ -32,6 +33,7 @@ def lanes_of(plan: Plan, edge: Edge, host_of: Mapping[str, int] = ONE_HOST) -> t
             "inproc": len(readers) < len(targets),
             "shm": any(host_of.get(name, 0) in sources_on for name in readers),
             "tcp": any(host_of.get(name, 0) not in sources_on for name in readers),
+            "gloo": edge.target in parts_readers(plan, str(edge.model)),
         }
     else:
         found = {
@@ -40,6 +42,14 @@ def lanes_of(plan: Plan, edge: Edge, host_of: Mapping[str, int] = ONE_HOST) -> t
             "zmq": len(sources_on.keys() | targets_on.keys()) > 1,
         }
     return tuple(lane for lane, taken in found.items() if taken)
+
+
+def parts_readers(plan: Plan, model: str) -> tuple[str, ...]:
+    """The pools to whose workers those that train a model send its weights in parts."""
+    if plan.recipe.weights.link != "collective" or plan.home_of(model).count < 2:
+        return ()
+    edges = (edge for edge in plan.edges if edge.kind == "weights" and edge.model == model)
+    return tuple(edge.target for edge in edges if edge.source != edge.target and not plan.pool(edge.target).validates)
 
 
 def _by_host(names: tuple[str, ...], host_of: Mapping[str, int]) -> dict[int, set[str]]:

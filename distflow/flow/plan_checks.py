@@ -24,6 +24,7 @@ from distflow.flow.structure import Structure
 from distflow.flow.training_fit import check_optimizers
 from distflow.flow.validation import check_goals, check_validation
 from distflow.flow.wait_order import check_waits
+from distflow.flow.weight_link import check_weight_link
 from distflow.types import written
 
 Check = Callable[[Recipe, Structure, Problems], None]
@@ -232,4 +233,5 @@ CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_difficulty, "always"),
     (check_fed, "always"),
     (check_goals, "always"),
+    (check_weight_link, "if sound"),
 )

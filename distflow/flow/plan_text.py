@@ -9,7 +9,7 @@ from typing import Any
 
 from distflow.config.plugins import LIBRARIES
 from distflow.flow.graph_text import edge_lines, lane_text, model_lines, pool_lines, waits_of
-from distflow.flow.lanes import ONE_HOST
+from distflow.flow.lanes import ONE_HOST, parts_readers
 from distflow.flow.memory import MIB, STEPS_OF_ROWS, rows_bytes, step_bytes
 from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
@@ -200,6 +200,8 @@ def library_ports(plan: Plan) -> list[Library]:
         for pool in plan.pools
         if pool.homes and (pool.count > 1 or divides_models(plan.recipe.layout.pools[pool.name]))
     ]
+    reading = dict.fromkeys(pool for model in plan.generating for pool in parts_readers(plan, model))
+    found += [Library("Gloo", plan.pool(pool).members, local=False) for pool in reading]
     for engine, library in LIBRARIES.items():
         having = tuple(str(worker.name) for worker in plan.workers if worker.engine == engine)
         if library.opens_ports and having:
@@ -216,6 +218,18 @@ def _encoding(plan: Plan) -> str:
     return f"{rounded}only what has changed, every {given.keyframe_every} versions all"
 
 
+def _in_parts(plan: Plan) -> Iterator[str]:
+    """Weights of which each training worker sends its part (`weights.link`)."""
+    for model in plan.generating:
+        pools = parts_readers(plan, model)
+        if pools:
+            home = ", ".join(plan.home_of(model).members)
+            yield (
+                f"weights of {model}: each of {home} sends its part to {' and '.join(pools)} "
+                "in the clear, unauthenticated, over Gloo; what does not come so takes the other lanes"
+            )
+
+
 def network_lines(plan: Plan) -> list[str]:
     """Lines for the page of a plan."""
     lines = []
@@ -225,6 +239,7 @@ def network_lines(plan: Plan) -> list[str]:
     everything = plan.recipe.security.encrypt == "all"
     weights = "encrypted" if everything else "in the clear, checked by digests (security.encrypt: all encrypts them)"
     lines.append(f"between hosts: control messages and samples encrypted; weights {weights}; {_encoding(plan)}")
+    lines += _in_parts(plan)
     if any(pool.homes and pool.count > 1 for pool in plan.pools):
         lines.append("between hosts: gradients in the clear, unauthenticated; keep training hosts in a private network")
     return lines

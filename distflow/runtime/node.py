@@ -3,9 +3,8 @@
 Handlers run on the endpoint's thread under the board's lock; they change state and never compute. Who waits for it is
 woken once all that came together has been handled.
 
-Lease messages travel by `Lanes`: over the endpoint to other workers, and inside the process to the worker itself. A
-colocated worker is its own owner. Its messages skip the sockets and are handled at once, one after another, by
-the thread that sent the first of them; that thread holds the worker's lock.
+Lease messages travel by `Lanes`: over the endpoint to other workers, and inside the process to a worker that is its own
+owner. These are handled at once, one after another, by the thread that sent the first; it holds the worker's lock.
 
 Workers of one host meet over Unix sockets whose names are known in advance (`Hosts`). For other hosts a worker listens
 on a port chosen by the system: it tells its host agent (`here`), the agents tell each other, and each agent tells its
@@ -17,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -68,8 +67,9 @@ class Node:
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
         self.counts: Callable[[], Mapping[str, float]] = dict
         """Counters of this worker by metric name: shown by `status`, and sent to peers with each heartbeat."""
-        self.told: dict[str, Callable[[], object]] = {}
+        self.told: defaultdict[str, list[Callable[[], list[dict[str, Any]]]]] = defaultdict(list)
         """What else `status` shows of this worker, by key."""
+        self.lacks: Callable[[], str] = str  # What ledgers here wait for from outside the run; "": nothing.
         self._handlers: dict[str, Handler] = {}
         self._requests: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
         self._agent_handlers: dict[str, Handler] = {}
@@ -233,7 +233,8 @@ class Node:
             "counts": dict(self.counts()),
             "checkpointed": self.checkpointed,
         }
-        self.endpoint.reply(message, row | {key: tell() for key, tell in self.told.items()})
+        told = {key: [one for tell in tells for one in tell()] for key, tells in self.told.items()}
+        self.endpoint.reply(message, row | told)
 
     def _stacks(self, message: Message) -> None:
         self.endpoint.reply(message, {"waits": self.board.waits(), "threads": thread_stacks()})

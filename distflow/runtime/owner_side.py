@@ -179,7 +179,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
             settings = replace(settings, difficulty=_difficulty(setting.recipe.data.difficulty, order, setting))
     core = OwnerCore(name, settings, list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins)
     if feed is not None:
-        core.lacks = lambda: feed.lacks
+        core.lacks = node.lacks = lambda: feed.lacks
         feed.start()
         node.on_close(lambda: feed.close(over=core.finished))
     edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
@@ -226,7 +226,7 @@ def build_feed(
         node.on_request(kind, thread.put)
     for kind in OWNER_KINDS:
         node.on(kind, thread.put)
-    node.told["prompts"] = lambda: feed.counts
+    node.told["prompts"].append(lambda: [feed.counts])
     return thread
 
 
@@ -272,7 +272,7 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     for kind in STORE_KINDS:
         node.on_request(kind, lambda message: store.on_message(message, time.monotonic()))
     node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))
-    node.told["consumers"] = lambda: [one._asdict() for one in store.consumers.counts()]
+    node.told["consumers"].append(lambda: [one._asdict() for one in store.consumers.counts()])
     node.on_tick(store.tick)
     node.on_close(store.close)
     return Owned(inbound, store)

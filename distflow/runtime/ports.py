@@ -40,7 +40,7 @@ from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.validation import Validation, val_settings
-from distflow.runtime.weight_publisher import Announcer, Publishing, build_canaries, build_inboxes
+from distflow.runtime.weight_publisher import Announcer, Publishing, ShardLinks, build_canaries, build_inboxes
 from distflow.types import LeaseKind, Version, WorkerName
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
@@ -64,6 +64,8 @@ class Base:
     writer: MetricWriter
     links: Mapping[str, InprocLink]
     """Hand the weights of each model that is trained and generated with here from one side to the other."""
+    shards: ShardLinks
+    """Move those that come in parts, by model."""
 
     @property
     def name(self) -> str:
@@ -108,19 +110,19 @@ def reads(base: Base) -> dict[str, WeightInbox]:
     stage = partial(far_reader, base)
     readers: dict[str, WeightReader] = {}
     for model in base.setting.me.generates:
-        if model in base.links:
-            readers[model] = InPlace(base.links[model])
-        else:
-            readers[model] = InPlace(ShmReader()) if base.hosts.publishes_here(model) else stage()
+        shm = ShmReader(partial(base.node.board.shown, peers=())) if base.hosts.publishes_here(model) else None
+        near = base.links.get(model, shm)
+        readers[model] = stage() if near is None else InPlace(near)
     val = base.setting.plan.val if base.setting.only_validates else None
-    return build_inboxes(base.node, readers, stage, () if val is None else val.versions)
+    return build_inboxes(base.node, readers, stage, base.shards, () if val is None else val.versions)
 
 
 def far_reader(base: Base) -> Stage:
     """A reader of weights from the network."""
-    hosts, setting = base.hosts, base.setting
-    tag = run_tag(setting.run_dir, hosts.here)
-    return Stage(SwarmReader(tag, hosts.address or LOOPBACK, setting.recipe.limits.no_progress_s), base.node.board.wake)
+    tag, limit_s = run_tag(base.setting.run_dir, base.hosts.here), base.setting.recipe.limits.no_progress_s
+    reader = SwarmReader(tag, base.hosts.address or LOOPBACK, limit_s)
+    base.node.told["weights"].append(reader.told)
+    return Stage(reader, base.node.board.wake)
 
 
 class Outbound(NamedTuple):
@@ -208,8 +210,7 @@ def asks(base: Base) -> Calls | None:
 def answers(base: Base) -> Answering | None:
     """The answering end of calls; None where nobody asks for anything."""
     setting = base.setting
-    own = setting.me.port("answers")
-    term = setting.document.term
+    own, term = setting.me.port("answers"), setting.document.term
     return Answering(base.node, setting.plan, own, setting.owners, term, base.metrics) if own else None
 
 
@@ -241,7 +242,7 @@ def receives(base: Base) -> InboundRows | None:
 
 def publishes(base: Base, held: HeldModels, inboxes: Mapping[str, WeightInbox]) -> Publishing:
     """How new versions are announced: to the engine of this process, to all readers, or not by this worker."""
-    setting, plan = base.setting, base.setting.plan
+    setting, plan, node = base.setting, base.setting.plan, base.node
     further = [model for model in plan.generating[1:] if model in base.standing.gradients]
     models = [*further, *(model for model in plan.generating[:1] if model in base.standing.gradients)]
     publishers: dict[str, WeightPublisher] = {}
@@ -250,10 +251,10 @@ def publishes(base: Base, held: HeldModels, inboxes: Mapping[str, WeightInbox]) 
         if model in base.links:
             publishers[model], announce[model] = base.links[model], inboxes[model].announce
         elif model in base.standing.publishes:
-            announcer = Announcer(setting, model, base.hosts, base.node)
+            announcer = Announcer(setting, model, base.hosts, node)
             publishers[model], announce[model] = announcer, announcer.announce
     canaries = {model: build_canaries(setting, model) for model in models}
-    return Publishing(models, held.models, publishers, announce, canaries, base.metrics, base.node.work_done)
+    return Publishing(models, held.models, publishers, announce, canaries, base.metrics, base.shards, node.work_done)
 
 
 @dataclass(frozen=True, slots=True)

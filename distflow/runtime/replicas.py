@@ -1,4 +1,4 @@
-"""What the replicas of a home do together: agree (`groups.py`), and sum gradients.
+"""What the replicas of a home do together: agree (`groups.py`), sum gradients, and send weights in parts to readers.
 
 torch's process groups are made through `GroupStore`, its view of the store in `distflow.comm.store`, over the endpoint.
 """
@@ -6,7 +6,7 @@ torch's process groups are made through `GroupStore`, its view of the store in `
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -17,22 +17,29 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from distflow.comm.collective import Collective, PendingSum, Rendezvous
+from distflow.comm.collective import LOOPBACK, Collective, PendingSum, Rendezvous
 from distflow.comm.fact_exchange import Fact
-from distflow.comm.membership import MemberMessage
 from distflow.comm.message import Message
 from distflow.comm.store import ANSWERED, ASKED, Answer, Question, StoreCore
+from distflow.comm.traffic import GLOO
 from distflow.config.schema import LimitsConfig
 from distflow.data.decoding import read
-from distflow.errors import RunStopped
+from distflow.errors import ProtocolError, RunStopped
+from distflow.flow.lanes import parts_readers
+from distflow.runtime.assembly import Setting
 from distflow.runtime.groups import Agreements, MemberGroup, leave
-from distflow.runtime.node import Node
+from distflow.runtime.node import Hosts, Node
 from distflow.types import WorkerName
+from distflow.weights.shard_conductor import FORM_S, ShardConductor
+from distflow.weights.shard_link import LinkSurroundings, ShardLink
+from distflow.weights.shard_messages import GO, GROUP, REPORT
 
 EVERYONE = "*"
 """Name of the group of all homes; that of a home's own replicas is the name of its pool."""
 JOINING = "whether to make the group"
 ASK_AGAIN_S = 0.5
+STORE_S = 2 * FORM_S
+"""For an answer of the store by which a group that moves weights in parts is made."""
 CLOSED = "the worker has left: the store of its process group is closed"
 
 
@@ -121,20 +128,24 @@ class GroupStore(Store):
     A request that is not answered within `limit_s` seconds (or torch's own timeout) raises DistStoreError, and so does
     every request once the endpoint is closed. Only `check`, which NCCL's monitor thread polls until its process group
     ends, then returns False: nothing catches an exception there, and the process would be aborted.
+    `suffix`: of the kinds of its messages, for a store beside that of the replicas.
     """
 
-    def __init__(self, node: Node, members: Sequence[str], limit_s: float) -> None:
+    def __init__(self, node: Node, members: Sequence[str], limit_s: float, suffix: str = "") -> None:
         super().__init__()
         self._node = node
-        self._keeper = members[0]
         self._limit_s = limit_s
+        self._asked, self._answered = ASKED + suffix, ANSWERED + suffix
         self._numbers = count(1)
         self._answers: dict[int, Answer | None] = {}
         """Answers by number of the open questions."""
-        self._core = StoreCore(members)
-        if node.endpoint.name == self._keeper:
-            node.on(ASKED, lambda message: self._send(self._core.handle(message.sender, message.body)))
-        node.on(ANSWERED, self._on_answer)
+        self.begin(members)
+        node.on(self._asked, self._on_question)
+        node.on(self._answered, self._on_answer)
+
+    def begin(self, members: Sequence[str]) -> None:
+        """Empty the store; from now on it is of these members."""
+        self._keeper, self._core = members[0], StoreCore(members)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
@@ -194,7 +205,7 @@ class GroupStore(Store):
                         raise failure
                     if now >= ask_at:
                         ask_at = now + ASK_AGAIN_S
-                        self._send([MemberMessage(self._keeper, ASKED, msgspec.structs.asdict(question))])
+                        self._node.send(self._keeper, self._asked, msgspec.structs.asdict(question))
                     board.condition.wait(max(0.001, min(ask_at, deadline) - now))
             finally:
                 del self._answers[number]
@@ -218,10 +229,71 @@ class GroupStore(Store):
         if message.sender == self._keeper and answer.number in self._answers:
             self._answers[answer.number] = answer
 
-    def _send(self, out: Sequence[MemberMessage]) -> None:
-        for item in out:
-            self._node.send(item.to, item.kind, item.body)
+    def _on_question(self, message: Message) -> None:
+        if self._node.endpoint.name != self._keeper:
+            raise ProtocolError(f"the store that {message.sender} asks for is kept by {self._keeper}")
+        for item in self._core.handle(message.sender, message.body):
+            self._node.send(item.to, self._answered, item.body)
 
 
 def _bytes(value: Any) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def build_shard_links(setting: Setting, node: Node, hosts: Hosts) -> Mapping[str, ShardLink]:
+    """This worker's part in moving weights in parts (`weights.link: collective`), by model."""
+    me, plan = setting.me, setting.plan
+    links = {}
+    for model in plan.generating:
+        pools = parts_readers(plan, model)
+        trainers = setting.home_of(model) if pools else ()
+        trains = str(me.name) in trainers
+        if (trains and len(trainers) > 1) or me.name.pool in pools:
+            conducts = trains and trainers[0] == str(me.name)
+            conductor = ShardConductor(model, setting.document.term, trainers) if conducts else None
+            link = ShardLink(model, _surroundings(model, pools, node, hosts), conductor)
+            if trains:
+                link.reports_to(trainers[0], setting.document.term)
+            links[model] = link
+    _connect(node, links)
+    return links
+
+
+def _surroundings(model: str, pools: Container[str], node: Node, hosts: Hosts) -> LinkSurroundings:
+    me, membership = node.endpoint.name, node.membership
+    store = GroupStore(node, [me], STORE_S, f".{model}")
+
+    def store_of(members: Sequence[str]) -> GroupStore:
+        store.begin(members)
+        return store
+
+    return LinkSurroundings(
+        me=me,
+        address=hosts.address or LOOPBACK,
+        lock=node.board.condition,
+        post=node.send,
+        store=store_of,
+        readers=lambda: [
+            name for name in membership.peers if WorkerName.parse(name).pool in pools and membership.present(name)
+        ],
+        count=lambda nbytes: node.endpoint.traffic.count(GLOO, 1, nbytes),
+        fault=node.board.fault,
+    )
+
+
+def _connect(node: Node, links: Mapping[str, ShardLink]) -> None:
+    if not links:
+        return
+
+    def on_message(message: Message) -> None:
+        link = links.get(str(message.body.get("model")))
+        if link is not None:
+            link.on_message(message.sender, message.kind, message.body)
+
+    for kind in (REPORT, GROUP, GO):
+        node.on(kind, on_message)
+    for link in links.values():
+        node.on_tick(link.tick)
+        node.on_lost(link.lost)
+        node.on_close(link.close)
+    node.told["weights_in_parts"].append(lambda: [link.told() for link in links.values()])

@@ -193,11 +193,11 @@ class RolloutLoop:
         with self._board.condition:
             if self._meanwhile is not None and self._meanwhile.something:
                 return
-            kind, name, _ = self._reason()
+            kind, _, _ = self._reason()
         with self._metrics.timed(f"timing_s/wait_{kind}"):
             self._board.until(
                 self._something,
-                name=name,
+                name=lambda: self._reason()[1],
                 peers=lambda: self._reason()[2],
                 limit_s=self._no_progress_s,
                 progress=self._signs_of_life,
@@ -273,16 +273,18 @@ class RolloutLoop:
         if answers is not None:
             return "answers", *answers
         name, owner = self._core.reason(self._inbox.loaded)
-        return name.split()[0], name, self._channel.core.owners if owner is None else owner
+        if name == "leases" and (lacks := self._node.lacks()):
+            name = f"leases, which wait for {lacks},"
+        return name.split()[0].rstrip(","), name, self._channel.core.owners if owner is None else owner
 
     def _stops(self) -> bool:
         """Whether a worker that also trains is to stop generating because the run stops."""
         return not self.endless and self._board.stopping is not None
 
     def _signs_of_life(self) -> object:
-        """A value that changes as long as peers make progress or weights arrive."""
+        """A value that changes as long as peers, or ledgers here, make progress or weights arrive."""
         chunks = self._inbox.chunks + (0 if self._meanwhile is None else self._meanwhile.chunks)
-        return chunks, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
+        return chunks, self._node.progress, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
 
 
 def load_weights(

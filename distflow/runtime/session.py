@@ -46,7 +46,7 @@ from distflow.runtime.owner_side import Owned
 from distflow.runtime.ports import Base, HeldModels, Outbound
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Engine, Tokenizer
-from distflow.runtime.replicas import Replicas
+from distflow.runtime.replicas import Replicas, build_shard_links
 from distflow.runtime.rows import InboundRows, OutboundRows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
@@ -85,8 +85,8 @@ class Session:
         peak = PeakMemory(device_of(setting))
         self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, self._disk, peak.take)
         links = {name: InprocLink(name) for name in setting.me.generates if name in self._standing.gradients}
-        lanes = Lanes(endpoint)
-        self._base = Base(setting, self._node, self._hosts, lanes, self._disk, self._metrics, self._writer, links)
+        ends = (self._disk, self._metrics, self._writer, links, build_shard_links(setting, self._node, self._hosts))
+        self._base = Base(setting, self._node, self._hosts, Lanes(endpoint), *ends)
         self._inboxes: Mapping[str, WeightInbox] = {}
         self._version: Version | None = None
         """Version of the weights that samples come from, on workers that do not train."""

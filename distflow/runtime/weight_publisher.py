@@ -10,6 +10,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -37,6 +39,8 @@ from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.rounded_publisher import RoundedPublisher
+from distflow.weights.shard_link import ShardLink
+from distflow.weights.shard_reader import ShardedReader
 from distflow.weights.shm import ShmPublisher
 from distflow.weights.swarm_server import SwarmServer
 from distflow.weights.transport import WeightPublisher, WeightReader
@@ -44,6 +48,9 @@ from distflow.weights.transport import WeightPublisher, WeightReader
 WEIGHTS = "weights"
 WIDER = ("float32", "float64")
 """Types that bf16 rounds."""
+MODEL = "model."
+"""What begins the names of weights in a replica's state."""
+ShardLinks = Mapping[str, ShardLink]
 ASK_WEIGHTS = "client.weights"
 """What clients outside the run ask every training worker: the next version of a model, from whoever publishes it."""
 MOST_CLIENTS = 1024
@@ -76,6 +83,7 @@ class Announcer:
         tag = run_tag(setting.run_dir, hosts.here)
         if hosts.address is not None:
             self._server = _server_for(setting, model, hosts.address, tag, node.board.fault)
+            node.told["weights"].append(self._server.told)
         pinned = None if self._server is None else self._server.pinned
         self._publisher = ShmPublisher(tag, model, setting.document.term, pinned)
         self._summing = Announcing("weights-sums", self._publisher.summed, node.board.fault)
@@ -218,9 +226,11 @@ class Publishing:
         announce: Mapping[str, Callable[[Manifest], None]],
         canaries: Mapping[str, Canaries],
         metrics: MetricStore,
+        shards: ShardLinks,
         work_done: Callable[[], None],
     ) -> None:
         self.models = tuple(models)
+        self._shards = shards
         self._backends = backends
         self._publishers = publishers
         self._announce = announce
@@ -247,6 +257,8 @@ class Publishing:
         """Announce what `make` has returned. Called under the worker's lock."""
         if manifest is not None:
             self._announce[manifest.model](manifest)
+            if manifest.model in self._shards:
+                self._shards[manifest.model].announce(manifest)
 
     def serve_clients(self, node: Node) -> None:
         """Tell clients outside the run which models are published here, and give them the versions of these."""
@@ -268,6 +280,10 @@ class Publishing:
 
     def _make(self, model: str, version: Version) -> Manifest | None:
         backend, publishes = self._backends[model], model in self._publishers
+        if model in self._shards:
+            shards = (shard for shard in backend.state_shards() if shard.name.startswith(MODEL))
+            own = (replace(shard, name=shard.name.removeprefix(MODEL)) for shard in shards)
+            self._shards[model].keep(version, own)
         if not publishes and not backend.lockstep:
             return None
         canary = self._canaries[model].compute(backend) if model in self._canaries else None
@@ -323,13 +339,33 @@ def build_canaries(setting: Setting, model: str) -> Canaries:
     return Canaries(canary_rows(vocabulary, setting.plan.longest_sample(model)), section.dtype)
 
 
+def _by_parts(node: Node, reader: WeightReader, link: ShardLink, inbox: Callable[[], WeightInbox]) -> WeightReader:
+    """A reader that takes what comes in parts, too."""
+
+    def arrived(manifest: Manifest) -> None:
+        inbox().announce(manifest)
+
+    by_parts = ShardedReader(reader, node.board.condition, lambda: link.joined, arrived, link.report)
+    link.lands_at(by_parts)
+    node.on_tick(by_parts.look)
+    return by_parts
+
+
 def build_inboxes(
-    node: Node, readers: Mapping[str, WeightReader], far: Callable[[], WeightReader], only: Sequence[int] = ()
+    node: Node,
+    readers: Mapping[str, WeightReader],
+    far: Callable[[], WeightReader],
+    shards: ShardLinks,
+    only: Sequence[int] = (),
 ) -> dict[str, WeightInbox]:
-    """Receive announcements of weights, by model. `far` makes a reader for weights from the network; `only`: the
-    versions that are wanted, all if there are none.
+    """Receive announcements of weights, by model. `far` makes a reader for weights from the network, `shards` bring
+    them in parts; `only`: the versions that are wanted, all if there are none.
     """
-    inboxes = {model: WeightInbox(reader, far, only) for model, reader in readers.items()}
+    inboxes: dict[str, WeightInbox] = {}
+    for model, reader in readers.items():
+        if model in shards and not only:
+            reader = _by_parts(node, reader, shards[model], partial(inboxes.__getitem__, model))
+        inboxes[model] = WeightInbox(reader, far, only)
 
     def on_weights(message: Message) -> None:
         manifest = Manifest.from_wire(message.body)

@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -238,9 +238,13 @@ def _note(manifest: Manifest) -> bytes:
 
 
 class ShmReader:
-    """Maps segments as they are announced. `begin_term` may be called on another thread, even during a `fetch`."""
+    """Maps segments as they are announced. `begin_term` may be called on another thread, even during a `fetch`.
 
-    def __init__(self) -> None:
+    `shown` is entered with the name of a wait while it lasts.
+    """
+
+    def __init__(self, shown: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
+        self._shown = shown
         self._open: dict[str, AnnouncedSegment] = {}
         self._term: int | None = None
         self._lock = threading.Lock()
@@ -264,13 +268,18 @@ class ShmReader:
         """Whether the segment still holds this version and no later term has begun. Raises ChecksumError if what was
         copied is corrupt."""
         segment, note = self._open.get(manifest.place), _note(manifest)
+        if segment is not None and not segment.checked(note):
+            with self._shown(f"a neighbour to compare the checksums of {manifest.title}"):
+                self._await_check(segment, manifest, note)
+        return segment is not None and self._open.get(manifest.place) is segment and segment.holds(manifest)
+
+    def _await_check(self, segment: AnnouncedSegment, manifest: Manifest, note: bytes) -> None:
         waits_until = time.monotonic() + CHECK_S + manifest.size / CHECK_BYTES_S
-        while segment is not None and segment.holds(manifest) and not segment.checked(note):
+        while segment.holds(manifest) and not segment.checked(note):
             if segment.begin_check() or time.monotonic() > waits_until:
                 self._check(segment, manifest, note)
             else:
                 time.sleep(LOOK_S)
-        return segment is not None and self._open.get(manifest.place) is segment and segment.holds(manifest)
 
     def begin_term(self, term: int) -> None:
         """Unmap segments of earlier terms: although removed, they occupy memory as long as they are mapped."""

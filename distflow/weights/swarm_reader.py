@@ -10,13 +10,14 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
 from distflow.weights.chunk_server import ChunkServer, HeldVersion, ServerTraffic
 from distflow.weights.delta_fetch import DeltaFetch, make
 from distflow.weights.host_segments import HostSegments, SharedSegment
-from distflow.weights.manifest import DIGEST_BYTES, Manifest, intact_chunks
+from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, intact_chunks
 from distflow.weights.rounding import restored
 from distflow.weights.shm import HEADER_BYTES, tensor_views
 from distflow.weights.swarm import SwarmPlace
@@ -62,6 +63,11 @@ class SwarmReader:
     def traffic(self) -> ServerTraffic:
         """What was sent to readers on other hosts."""
         return ServerTraffic() if self._server is None else self._server.traffic
+
+    def told(self) -> list[dict[str, Any]]:
+        """What was fetched here, and sent to how many other readers, for the status."""
+        server = self._server
+        return [] if server is None else [{**server.told(), "fetched_bytes": self.fetched * CHUNK_BYTES}]
 
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
         """Views of the announced version, in memory that others may need for newer ones: `hold` it before use.

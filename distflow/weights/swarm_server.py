@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
@@ -64,6 +65,10 @@ class SwarmServer:
     def traffic(self) -> ServerTraffic:
         """What was sent so far."""
         return self._server.traffic
+
+    def told(self) -> list[dict[str, Any]]:
+        """What was sent to how many readers, for the status."""
+        return [self._server.told()]
 
     def describe(self, manifest: Manifest) -> Manifest:
         """The manifest of the same version for readers on other hosts; from now on its chunks are served.

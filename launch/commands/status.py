@@ -110,10 +110,24 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
     if prompts := _prompts(rows):
         those = "all of them" if prompts["ended"] else f"of {prompts['of']}"
         yield f"prompts that clients have put: {prompts['rows']} {those}, {prompts['waiting']} yet to be begun"
+    sent = [f"{row['name']} {told}" for row in rows if (told := _weights(row))]
+    if sent:
+        yield f"weights between hosts: {', '.join(sent)}"
+    yield from _weights_in_parts(rows)
     yield from graph.lines()
     lost_records = dropped(rows)
     if lost_records:
         yield f"the disk of {record.run_dir} was full{lost_records}"
+
+
+def _weights_in_parts(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """How weights come where trainers send each its part, as the first worker that answers says."""
+    told: dict[str, dict[str, Any]] = {}
+    for one in (one for row in rows for one in row.get("weights_in_parts", ())):
+        told.setdefault(one["model"], one)
+    for model, one in told.items():
+        group = f"a group of {one['members']} workers" if one["members"] else "no group now: by the other lanes"
+        yield f"weights of {model} in parts: {one['versions']} versions, the last {one['version']}; {group}"
 
 
 def _consumers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -129,10 +143,20 @@ def _consumers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _prompts(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """How far the rows are that clients put, at the owner that has most; empty where they put none."""
-    found = [row["prompts"] for row in rows if "prompts" in row]
+    found = [one for row in rows for one in row.get("prompts", ())]
     begun = max((one["begun"] for one in found), default=0)
     most = max(found, key=lambda one: one["rows"], default=None)
     return {} if most is None else {**most, "begun": begun, "waiting": max(0, most["rows"] - begun)}
+
+
+def _weights(row: dict[str, Any]) -> str:
+    """What a worker has sent of weights to readers on other hosts, and fetched from there; empty if nothing."""
+    found = row.get("weights", [])
+    fetched, sent = (sum(one.get(name, 0) for one in found) for name in ("fetched_bytes", "sent_bytes"))
+    readers = sum(one["readers"] for one in found)
+    told = [f"has fetched {fetched / 1e6:.1f} MB"] if fetched else []
+    told += [f"has sent {sent / 1e6:.1f} MB ({readers} connected)"] if sent or readers else []
+    return " and ".join(told)
 
 
 def _consumer_line(one: dict[str, Any]) -> str:

@@ -272,6 +272,17 @@ def test_an_owner_with_other_rows_takes_those_of_the_one_that_has_more(tmp_path:
     assert [rows(feed) for feed in owners.feeds.values()] == [[0, 1, 2]] * 2
 
 
+def test_white_space_in_a_row_is_no_end_of_a_line(tmp_path: Path) -> None:
+    owners = Owners(tmp_path, 2)
+    owners.turn()
+    body = msgspec.to_builtins(Fed("a", 1, True))
+    owners.first.on_message(
+        Message(FEED, CLIENT, 0, body, [memoryview(b'{"prompt":\r"1"}\n{"prompt": "2"}')]), owners.now
+    )
+    owners.turn()
+    assert [rows(feed) for feed in owners.feeds.values()] == [[1, 2]] * 2
+
+
 def test_rows_that_a_checkpoint_has_used_have_to_be_there(tmp_path: Path) -> None:
     owners = Owners(tmp_path, 1, FeedSettings(rows=9, ahead=4, least=2))
     with pytest.raises(UserError, match="trainer-0.jsonl has 0 of the rows .* and the checkpoint has used 2"):

@@ -218,7 +218,8 @@ class World:
         publishers = {"policy": self.link} if publishes else {}
         announce = {"policy": self._announce}
         backends = {"policy": self.backend}
-        return Publishing(["policy"], backends, publishers, announce, canaries or {}, self.metrics, self.node.work_done)
+        about = (self.metrics, {}, self.node.work_done)
+        return Publishing(["policy"], backends, publishers, announce, canaries or {}, *about)
 
     def _announce(self, manifest: Manifest) -> None:
         self.inbox.announce(manifest)

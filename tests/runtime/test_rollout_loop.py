@@ -113,6 +113,16 @@ def test_an_idle_worker_waits_for_leases_from_its_owner_by_name(tmp_path: Path) 
     assert "timing_s/wait_leases" in made.loop._metrics.drain()
 
 
+def test_an_idle_worker_waits_while_its_own_ledgers_make_progress(tmp_path: Path) -> None:
+    made = world(tmp_path)
+    next(made.steps())
+    made.generate_all()
+    before = made.loop._signs_of_life()
+    assert made.loop._signs_of_life() == before
+    made.loop._node.work_done()
+    assert made.loop._signs_of_life() != before
+
+
 def test_a_busy_worker_does_not_wait(tmp_path: Path) -> None:
     made = world(tmp_path)
     next(made.steps())

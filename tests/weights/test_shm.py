@@ -3,6 +3,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,14 @@ def test_readers_copy_while_one_compares_and_trust_nothing_before_it_is_done(
         verify(*arguments)
 
     monkeypatch.setattr(shm, "verify", compare)
-    slow, fast, found = ShmReader(), ShmReader(), list[bool]()
+    waits: list[str] = []
+
+    @contextmanager
+    def shown(name: str) -> Iterator[None]:
+        waits.append(name)
+        yield
+
+    slow, fast, found = ShmReader(), ShmReader(shown), list[bool]()
     first = threading.Thread(target=slow.fetch, args=(manifest,))
     first.start()
     assert compares.wait(WAIT_S)
@@ -152,6 +160,7 @@ def test_readers_copy_while_one_compares_and_trust_nothing_before_it_is_done(
     second.start()
     second.join(0.05)
     assert second.is_alive()
+    assert waits == ["a neighbour to compare the checksums of weights of 'policy', term 0, version 1"]
     go_on.set()
     for thread in (first, second):
         thread.join(WAIT_S)

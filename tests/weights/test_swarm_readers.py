@@ -139,6 +139,9 @@ def test_a_late_reader_is_served_by_the_others(host: Host) -> None:
     assert holds(late.fetch(manifest), 1, SIZE)
     assert host.server.traffic.chunks == sent
     assert sum(reader.traffic.chunks for reader in readers) >= manifest.chunks
+    (told,) = host.server.told()
+    assert (told["sent_bytes"], told["chunks"], told["readers"]) == (manifest.size, manifest.chunks, 3)
+    assert [one.told()[0]["fetched_bytes"] // CHUNK_BYTES for one in (*readers, late)] == 3 * [manifest.chunks]
     for reader in (*readers, late):
         reader.close()
 

@@ -35,7 +35,7 @@ END_S = 5.0
 class Actor:
     """A process, and the pipe to it."""
 
-    def __init__(self, role: type[_Role], *setting: object) -> None:
+    def __init__(self, role: type[Role], *setting: object) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._pipe, other = context.Pipe()
@@ -67,7 +67,7 @@ class Actor:
             self._process.join(WAIT_S)
 
 
-class _Role:
+class Role:
     """What a process does for the one at the other end of its pipe."""
 
     def __init__(self, pipe: Connection) -> None:
@@ -82,7 +82,7 @@ class _Role:
         threading.Event().wait(2 * WAIT_S)
 
 
-class Publisher(_Role):
+class Publisher(Role):
     """The training worker of a host: what it publishes is announced by the test."""
 
     def __init__(self, pipe: Connection, run: str, term: int, size: int) -> None:
@@ -114,7 +114,7 @@ class Publisher(_Role):
         self.publisher.close()
 
 
-class FarReader(_Role):
+class FarReader(Role):
     """A reader on another host than the publisher's."""
 
     def __init__(self, pipe: Connection, tag: str, size: int) -> None:
@@ -151,7 +151,7 @@ class FarReader(_Role):
         self.reader.close()
 
 
-class Generating(_Role):
+class Generating(Role):
     """A worker of the publisher's host, whose engine takes what is announced."""
 
     def __init__(self, pipe: Connection, size: int) -> None:
@@ -193,7 +193,7 @@ class Generating(_Role):
         self.torn = False
 
 
-def _run(role: type[_Role], pipe: Connection, setting: tuple[Any, ...]) -> None:
+def _run(role: type[Role], pipe: Connection, setting: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     actor = role(pipe, *setting)
     try:
@@ -204,7 +204,7 @@ def _run(role: type[_Role], pipe: Connection, setting: tuple[Any, ...]) -> None:
         actor.close()
 
 
-def start(stack: ExitStack, role: type[_Role], *setting: object) -> Actor:
+def start(stack: ExitStack, role: type[Role], *setting: object) -> Actor:
     actor = Actor(role, *setting)
     stack.callback(actor.end)
     return actor
