@@ -101,7 +101,7 @@ def replica(
             if publisher is None:
                 deque(backend.named_shards(), maxlen=0)
             else:
-                manifest = publisher.publish(Version(0, step), backend.named_shards())
+                manifest = publisher.summed(publisher.publish(Version(0, step), backend.named_shards()))
                 out.send((structs.replace(manifest, canary=canary).to_wire(), scored.logprobs))
                 out.recv()
             if step < args.steps:

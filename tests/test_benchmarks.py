@@ -71,6 +71,8 @@ def test_weights_reach_readers_here_and_afar(bench: Callable[..., dict[str, Any]
     found = bench("weights", "--megabytes", "4")
     for name in (
         "shm_memcpy_ratio",
+        "publish_stall_ratio",
+        "first_memcpy_ratio",
         "shm_cpu_s_per_gb",
         "swarm_gb_s",
         "encrypted_gb_s",

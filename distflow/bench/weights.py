@@ -56,6 +56,14 @@ class Links:
             "cpu_s_per_gb": cpu_s * 1e9 / self._setting.nbytes,
         }
 
+    def publish(self) -> Figures:
+        """What a trainer waits for: a version in shared memory. Sums and announcements are made while it trains on."""
+        return {"seconds": self._publish()["publish_s"]}
+
+    def first(self) -> Figures:
+        """The first version of a publisher, until it can be announced on its host."""
+        return {"seconds": self._all([PUBLISHER], "first", None)[0]}
+
     def raw(self) -> Figures:
         """One bare socket."""
         port = self._publish()["port"]
@@ -101,7 +109,13 @@ def measure(megabytes: int, repetitions: int) -> Measurement:
         stack.callback(_remove_segments, setting.tag)
         team = stack.enter_context(Team(weights_workers.__name__))
         links = Links(team, setting, max(UPLINKS))
-        contestants: dict[str, Turn] = {"memcpy": links.memcpy, "shm": links.shm, "raw": links.raw}
+        contestants: dict[str, Turn] = {
+            "memcpy": links.memcpy,
+            "publish": links.publish,
+            "first": links.first,
+            "shm": links.shm,
+            "raw": links.raw,
+        }
         contestants |= {kind: partial(links.swarm, kind, 1) for kind in ("plain", "encrypted")}
         contestants |= {f"crowd {hosts}": partial(links.swarm, "crowd", hosts) for hosts in UPLINKS}
         found = take_turns(contestants, repetitions, WARM_UPS)
@@ -109,6 +123,10 @@ def measure(megabytes: int, repetitions: int) -> Measurement:
     measurement.tell("shm_s", found["shm"], of="seconds")
     measurement.tell("memcpy_s", found["memcpy"], of="seconds")
     figures["shm_memcpy_ratio"] = figures["shm_s"] / figures["memcpy_s"]
+    for name in ("publish", "first"):
+        measurement.tell(f"{name}_s", found[name], of="seconds")
+    figures["publish_stall_ratio"] = figures["publish_s"] / figures["memcpy_s"]
+    figures["first_memcpy_ratio"] = figures["first_s"] / figures["memcpy_s"]
     measurement.tell("shm_cpu_s_per_gb", found["shm"], of="cpu_s_per_gb")
     measurement.tell("memcpy_cpu_s_per_gb", found["memcpy"], of="cpu_s_per_gb")
     measurement.tell("raw_tcp_gb_s", found["raw"], of="gb_s")

@@ -54,9 +54,21 @@ def publish(name: str, pipe: Connection, setting: WeightsSetting) -> None:
     listener = socket.create_server((LOOPBACK, 0))
 
     def announce(number: int) -> Mapping[str, Any]:
+        began = time.perf_counter()
         local = publisher.publish(Version(0, number), weights)
+        publish_s = time.perf_counter() - began
+        local = publisher.summed(local)
         described = {kind: server.describe(local).to_wire() for kind, server in servers.items()}
-        return {"local": local.to_wire(), "port": listener.getsockname()[1], **described}
+        return {"local": local.to_wire(), "port": listener.getsockname()[1], "publish_s": publish_s, **described}
+
+    def first(_: object) -> float:
+        """From the begin of a publisher's first version until it can be announced on this host."""
+        began = time.perf_counter()
+        other = ShmPublisher(f"{setting.tag}-first", MODEL, 0, lambda: None)
+        other.summed(other.publish(Version(0, 0), weights))
+        seconds = time.perf_counter() - began
+        other.close()
+        return seconds
 
     def raw(_: object) -> None:
         link, _address = listener.accept()
@@ -69,7 +81,7 @@ def publish(name: str, pipe: Connection, setting: WeightsSetting) -> None:
     with ExitStack() as stack:
         for close in (publisher.close, listener.close, *(server.close for server in servers.values())):
             stack.callback(close)
-        _obey(pipe, {"publish": announce, "raw": raw, "sent": sent})
+        _obey(pipe, {"publish": announce, "first": first, "raw": raw, "sent": sent})
 
 
 def read_here(name: str, pipe: Connection, setting: WeightsSetting) -> None:

@@ -30,7 +30,8 @@ DEAD_LINK_MS = 3000
 """After this long with unacknowledged bytes the connection is closed; ZeroMQ makes a new one.
 
 Waiting for the old one would take as long again as the link was cut: retransmissions back off exponentially. What
-counts is that bytes are acknowledged, not that answers come: neither a slow link nor a stopped process is a dead link.
+counts is that bytes are acknowledged, not that answers come: a slow link is not a dead link. Since Linux 5.11 a process
+that is stopped for longer than this is taken for one once its buffers are full: what ZeroMQ had queued for it is lost.
 """
 SILENT_PEER_MS = 30_000
 """After this long without a pong the other machine is up but its process is not."""

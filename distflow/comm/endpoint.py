@@ -25,7 +25,7 @@ from distflow.comm.curve import leaves_machine, listener_for
 from distflow.comm.keys import NetworkListener
 from distflow.comm.lanes import TO_MYSELF, InProcessLane, Lane, SharedMemoryLane, SocketLane
 from distflow.comm.message import MAX_HEADER_BYTES, Body, Buffer, Message, decode_all, header_of, prefix_of
-from distflow.comm.outbox import SMALL_BYTES, Delivery, Outbox, Posted, bundles
+from distflow.comm.outbox import SMALL_BYTES, Delivery, Outbox, Posted, bundles, delivered
 from distflow.comm.shared_lane import KINDS, SharedLane
 from distflow.comm.shared_sending import SegmentUse
 from distflow.comm.sockets import Sockets, frames_from, send_frames
@@ -219,10 +219,9 @@ class Endpoint:
         self.traffic.dropped += delivery.dropped
         return delivery
 
-    def _tell(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
+    def _tell(self, to: str, kind: str, body: Mapping[str, Any]) -> Delivery:
         """Send a message of the shared-memory lane."""
-        if to in self.roster:
-            self._counted(self._over_sockets.send(to, kind, body))
+        return self._counted(self._over_sockets.send(to, kind, body)) if to in self.roster else delivered()
 
     # -- the thread that owns the sockets
 

@@ -18,11 +18,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
 
 from distflow.comm.message import Buffer, Message
+from distflow.comm.outbox import Delivery
 from distflow.comm.shared_reading import IncomingSegments, SegmentOffer, numbers_in
 from distflow.comm.shared_segment import MOST_BYTES
 from distflow.comm.shared_sending import WORKER_BYTES, OutgoingSegment, Room, SegmentUse, SharedPayload
@@ -34,10 +36,12 @@ LEAST_BYTES = 16 << 10
 """Smaller payloads take the sockets: copying them there costs less than two messages about them."""
 OFFER_EVERY_S = 1.0
 """An offer that was not answered is repeated after this time, if there is something to send."""
+FREE_AGAIN_S = 0.1
+"""How often what was told of free blocks is looked at: it may have been dropped, like any message."""
 OFFER, TAKEN, DECLINED, UNKNOWN, FREED = "lane.offer", "lane.taken", "lane.declined", "lane.unknown", "lane.freed"
 KINDS = frozenset({OFFER, TAKEN, DECLINED, UNKNOWN, FREED})
 """Messages of this lane, between endpoints."""
-_Tell = Callable[[str, str, Mapping[str, Any]], object]
+_Tell = Callable[[str, str, Mapping[str, Any]], Delivery]
 
 log = logger(__name__)
 
@@ -48,6 +52,16 @@ class _About(Form, frozen=True):
 
 class _Freed(Form, frozen=True):
     number: Whole
+    blocks: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Freeing:
+    """Blocks that their sender was told to be free: until that has gone out, it waits for them."""
+
+    delivery: Delivery
+    sender: str
+    number: int
     blocks: bytes
 
 
@@ -68,6 +82,8 @@ class SharedLane:
         self._without: set[str] = set()
         """Peers that cannot map a segment of this process."""
         self._incoming = IncomingSegments(wake, most_bytes)
+        self._freeing: list[_Freeing] = []
+        self._free_again_at = 0.0
 
     def uses(self) -> dict[str, SegmentUse]:
         """What was sent to each peer."""
@@ -105,9 +121,18 @@ class SharedLane:
         return structs.replace(message, payload=payload, references=b"")
 
     def flush(self) -> None:
-        """Tell each sender what was released since the last time."""
+        """Tell each sender what was released since the last time, and again what did not go out."""
+        if self._freeing and time.monotonic() >= self._free_again_at:
+            told, self._freeing = self._freeing, []
+            for one in told:
+                if one.delivery.dropped:
+                    self._incoming.release_again(one.sender, one.number, one.blocks)
+                elif not one.delivery.settled:
+                    self._freeing.append(one)
+            self._free_again_at = time.monotonic() + FREE_AGAIN_S
         for sender, number, blocks in self._incoming.released():
-            self._tell(sender, FREED, {"number": number, "blocks": blocks})
+            delivery = self._tell(sender, FREED, {"number": number, "blocks": blocks})
+            self._freeing.append(_Freeing(delivery, sender, number, blocks))
 
     def forget(self, name: str) -> None:
         """A peer is gone: free what it held, and unmap what it offered once its views here are gone."""

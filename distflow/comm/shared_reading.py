@@ -96,6 +96,11 @@ class IncomingSegments:
             if self._number(name) == number:
                 yield name, number, blocks.tobytes()
 
+    def release_again(self, sender: str, number: int, blocks: bytes) -> None:
+        """Its sender was not told."""
+        numbers = numbers_in(blocks)
+        self._released.extend((sender, number, *block) for block in zip(numbers[::2], numbers[1::2], strict=True))
+
     def _number(self, sender: str) -> int:
         return self._segments[sender][0] if sender in self._segments else -1
 

@@ -15,7 +15,9 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 | swarm-serve, -requests, -chunks        | chunks of weights for other hosts,   | sockets: readers; a queue: requests  |
 | (weights/chunk_server.py; publishers   | two for each connection              |                                      |
 | and readers)                           |                                      |                                      |
-| swarm-describe (swarm_server.py)       | digests of a version                 | a queue: `publish`                   |
+| weights-sums, swarm-describe           | checksums or digests of a version,   | a queue: `publish`                   |
+| (weights/announcing.py; publishers)    | then announces it                    |                                      |
+| weights-memory (weights/shm.py)        | reserves it for versions to come     | nothing                              |
 | swarm-fetch (weights/swarm_link.py)    | receives and checks chunks           | a socket: publisher, other readers   |
 | checkpoint, model folders              | parts and COMMIT; Hugging Face       | a queue: `save`                      |
 | (checkpoint/writer_thread.py)          | folders                              |                                      |

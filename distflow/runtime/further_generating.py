@@ -22,7 +22,7 @@ from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine, Tokenizer
-from distflow.runtime.rollout_loop import load_weights
+from distflow.runtime.rollout_loop import judge_weights, load_weights
 from distflow.runtime.trajectories import Trajectories
 from distflow.types import Version, prefixed
 from distflow.weights.receiver import WeightInbox
@@ -147,17 +147,12 @@ class FurtherGenerating:
 
     def advance(self) -> None:
         """Take newer weights, abort and start groups, and decode a token of all that run."""
+        of = f"/{self.plan.model}"
+        judge_weights(self._inbox, self._engine, self._metrics, of)
         turn = self._turn()
         while turn.load or turn.abort:
             if turn.load:
-                load_weights(
-                    self._inbox,
-                    self._engine,
-                    self._node,
-                    self._metrics,
-                    self._on_version,
-                    f"weights/canary_diff/{self.plan.model}",
-                )
+                load_weights(self._inbox, self._engine, self._node, self._metrics, self._on_version, of)
             if turn.abort:
                 self._engine.abort(turn.abort)
                 self._samples.forget(turn.abort)

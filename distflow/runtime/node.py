@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -68,7 +68,7 @@ class Node:
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
         self.counts: Callable[[], Mapping[str, float]] = dict
         """Counters of this worker by metric name: shown by `status`, and sent to peers with each heartbeat."""
-        self.told: dict[str, Callable[[], object]] = {}
+        self.told: defaultdict[str, list[Callable[[], list[dict[str, Any]]]]] = defaultdict(list)
         """What else `status` shows of this worker, by key."""
         self._handlers: dict[str, Handler] = {}
         self._requests: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
@@ -233,7 +233,8 @@ class Node:
             "counts": dict(self.counts()),
             "checkpointed": self.checkpointed,
         }
-        self.endpoint.reply(message, row | {key: tell() for key, tell in self.told.items()})
+        told = {key: [one for tell in tells for one in tell()] for key, tells in self.told.items()}
+        self.endpoint.reply(message, row | told)
 
     def _stacks(self, message: Message) -> None:
         self.endpoint.reply(message, {"waits": self.board.waits(), "threads": thread_stacks()})

@@ -192,7 +192,7 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     for kind in STORE_KINDS:
         node.on_request(kind, lambda message: store.on_message(message, time.monotonic()))
     node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))
-    node.told["consumers"] = lambda: [one._asdict() for one in store.consumers.counts()]
+    node.told["consumers"].append(lambda: [one._asdict() for one in store.consumers.counts()])
     node.on_tick(store.tick)
     node.on_close(store.close)
     return Owned(inbound, store)

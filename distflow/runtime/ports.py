@@ -110,10 +110,9 @@ def reads(base: Base) -> dict[str, WeightInbox]:
     stage = partial(far_reader, base)
     readers: dict[str, WeightReader] = {}
     for model in base.setting.me.generates:
-        if model in base.links:
-            readers[model] = InPlace(base.links[model])
-        else:
-            readers[model] = InPlace(ShmReader()) if base.hosts.publishes_here(model) else stage()
+        shm = ShmReader(partial(base.node.board.shown, peers=())) if base.hosts.publishes_here(model) else None
+        near = base.links.get(model, shm)
+        readers[model] = stage() if near is None else InPlace(near)
     val = base.setting.plan.val if base.setting.only_validates else None
     return build_inboxes(base.node, readers, stage, base.shards, () if val is None else val.versions)
 
@@ -121,7 +120,9 @@ def reads(base: Base) -> dict[str, WeightInbox]:
 def far_reader(base: Base) -> Stage:
     """A reader of weights from the network."""
     tag, limit_s = run_tag(base.setting.run_dir, base.hosts.here), base.setting.recipe.limits.no_progress_s
-    return Stage(SwarmReader(tag, base.hosts.address or LOOPBACK, limit_s), base.node.board.wake)
+    reader = SwarmReader(tag, base.hosts.address or LOOPBACK, limit_s)
+    base.node.told["weights"].append(reader.told)
+    return Stage(reader, base.node.board.wake)
 
 
 class Outbound(NamedTuple):
@@ -233,9 +234,8 @@ def receives(base: Base) -> InboundRows | None:
     if not edges:
         return None
     step_bytes = rows_bytes(plan.recipe, plan.edges, edges[0], plan.response_tokens)
-    memory = setting.me.sample_memory_mb * MIB
     home = next(iter(base.standing.gradients.values()))
-    rank = home.index(base.name)
+    memory, rank = setting.me.sample_memory_mb * MIB, home.index(base.name)
     return InboundRows(edges[0], setting.owners, setting.start, base.node, memory, step_bytes, rank)
 
 
@@ -250,10 +250,10 @@ def publishes(base: Base, held: HeldModels, inboxes: Mapping[str, WeightInbox]) 
         if model in base.links:
             publishers[model], announce[model] = base.links[model], inboxes[model].announce
         elif model in base.standing.publishes:
-            announcer = Announcer(setting, model, base.hosts, base.node)
+            announcer = Announcer(setting, model, base.hosts, base.node, base.shards.get(model))
             publishers[model], announce[model] = announcer, announcer.announce
-    canaries = {model: build_canaries(setting, model) for model in models}
-    return Publishing(models, held.models, publishers, announce, canaries, base.metrics, base.shards)
+    canaries, done = {model: build_canaries(setting, model) for model in models}, base.node.work_done
+    return Publishing(models, held.models, publishers, announce, canaries, base.metrics, done, base.shards)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,12 +156,11 @@ class RolloutLoop:
 
     def prepare(self) -> None:
         """Take newer weights, abort what is cancelled, start leases and ask for more, between two decode steps."""
+        judge_weights(self._inbox, self._engine, self._metrics)
         turn = self._turn()
         while turn.load or turn.abort:
             if turn.load:
-                load_weights(
-                    self._inbox, self._engine, self._node, self._metrics, self._on_version, "weights/canary_diff"
-                )
+                load_weights(self._inbox, self._engine, self._node, self._metrics, self._on_version)
             self._discard(turn.abort)
             turn = self._turn()
         if turn.start:
@@ -292,9 +291,10 @@ def load_weights(
     node: Node,
     metrics: MetricStore,
     on_version: Callable[[Version], None],
-    difference: str,
+    of: str = "",
 ) -> None:
-    """Give an engine the newest weights, and tell `on_version`; metric `difference` says how far its canary is off."""
+    """Give an engine the newest weights, and tell `on_version`; `of`: what metrics of its canary end with."""
+    skipped = inbox.skipped
     with metrics.timed("timing_s/weight_sync"):
         inbox.load(engine)
         loaded = inbox.loaded
@@ -304,6 +304,20 @@ def load_weights(
         return
     node.work_done()
     on_version(loaded)
+    # After `on_version`: what was measured before belongs to the previous version.
+    _note_canary(inbox, metrics, skipped, of)
+
+
+def judge_weights(inbox: WeightInbox, engine: Engine, metrics: MetricStore, of: str = "") -> None:
+    """Compare the canary of the version in use, if the engine has had room for it since it was loaded."""
+    skipped = inbox.skipped
+    judged = inbox.judge(engine)
+    if judged or inbox.skipped > skipped:
+        _note_canary(inbox, metrics, skipped, of)
+
+
+def _note_canary(inbox: WeightInbox, metrics: MetricStore, skipped: int, of: str) -> None:
     if inbox.difference is not None:
-        # After `on_version`: what was measured before belongs to the previous version.
-        metrics.mean(difference, inbox.difference)
+        metrics.mean(f"weights/canary_diff{of}", inbox.difference)
+    if inbox.skipped > skipped:
+        metrics.add(f"weights/canary_skipped{of}", inbox.skipped - skipped)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -34,6 +34,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Hosts, Node
 from distflow.runtime.protocols import Backend
 from distflow.types import Version, WorkerName
+from distflow.weights.announcing import Announcing
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
@@ -71,7 +72,8 @@ class Announcer:
     `announce` is called under the worker's lock.
     """
 
-    def __init__(self, setting: Setting, model: str, hosts: Hosts, node: Node) -> None:
+    def __init__(self, setting: Setting, model: str, hosts: Hosts, node: Node, parts: ShardLink | None = None) -> None:
+        self._parts = parts
         self._name = str(setting.me.name)
         self._model = model
         edges = [edge for edge in setting.plan.edges if edge.kind == "weights" and edge.model == model]
@@ -82,9 +84,13 @@ class Announcer:
         tag = run_tag(setting.run_dir, hosts.here)
         if hosts.address is not None:
             self._server = _server_for(setting, model, hosts.address, tag, node.board.fault)
+            node.told["weights"].append(self._server.told)
         pinned = None if self._server is None else self._server.pinned
         self._publisher = ShmPublisher(tag, model, setting.document.term, pinned)
+        self._summing = Announcing("weights-sums", self._publisher.summed, node.board.fault)
         self._newest: Manifest | None = None
+        """The version published last, and how it is announced on this host and on others, once that is known."""
+        self._summed: Manifest | None = None
         self._described: Manifest | None = None
         self._told_at: dict[str, float] = {}
         self._clients: dict[str, tuple[AskedWeights, Message]] = {}
@@ -93,15 +99,16 @@ class Announcer:
         node.on_tick(self._remind)
 
     def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-        """Copy a version into shared memory."""
+        """Copy a version into shared memory; `announce` computes what it is checked by."""
         return self._publisher.publish(version, tensors)
 
     def announce(self, manifest: Manifest) -> None:
-        """Announce a version to this worker's readers. Digests for other hosts are computed on the server's thread."""
+        """Announce a version to this worker's readers, as soon as what they check it by is computed, on threads:
+        checksums for this host, digests for others."""
         self._newest = manifest
         near, far = self._readers()
-        self._tell(near, manifest)
-        self._answer_clients()
+        if near or self._clients or self._parts is not None:
+            self._offer_near(manifest)
         if far:
             self._offer(manifest)
 
@@ -110,36 +117,38 @@ class Announcer:
         if asked.client not in self._clients and len(self._clients) >= MOST_CLIENTS:
             raise ProtocolError(f"{MOST_CLIENTS} clients wait for weights of {self._model!r} already")
         self._clients[asked.client] = (asked, message)
-        self._answer_clients()
+        if self._summed is not None and self._newest is not None and self._summed.version == self._newest.version:
+            self._answer_clients(self._summed)
+        elif self._newest is not None:
+            self._offer_near(self._newest)
 
-    def _answer_clients(self) -> None:
-        newest = self._newest
+    def _answer_clients(self, summed: Manifest) -> None:
         for client, (asked, message) in list(self._clients.items()):
-            if newest is not None and (asked.after is None or newest.version > asked.after):
+            if asked.after is None or summed.version > asked.after:
                 del self._clients[client]
-                body = {"number": asked.number, "models": [self._model], "manifest": newest.to_wire()}
+                body = {"number": asked.number, "models": [self._model], "manifest": summed.to_wire()}
                 self._node.endpoint.reply(message, body)
 
     def close(self) -> None:
         """Withdraw all versions."""
+        self._summing.close()
         if self._server is not None:
             self._server.close()
         self._publisher.close()
 
     def _welcome(self, name: str, _incarnation: int) -> None:
         near, far = self._readers()
-        if name in near and self._newest is not None:
-            self._tell([name], self._newest)
-        if name in far and self._described is not None:
-            self._tell([name], self._described)
-        if name in far and self._newest is not None:
-            described = None if self._described is None else self._described.version
-            if described != self._newest.version:
-                self._offer(self._newest)
+        for readers, announced, offer in ((near, self._summed, self._offer_near), (far, self._described, self._offer)):
+            if name not in readers or self._newest is None:
+                continue
+            if announced is not None:
+                self._tell([name], announced)
+            if announced is None or announced.version != self._newest.version:
+                offer(self._newest)
 
     def _remind(self, now: float) -> None:
         """Announce again to readers that missed it: one with nothing else to do would wait forever."""
-        for readers, manifest in zip(self._readers(), (self._newest, self._described), strict=True):
+        for readers, manifest in zip(self._readers(), (self._summed, self._described), strict=True):
             if manifest is not None:
                 self._tell([name for name in readers if self._missed(name, manifest, now)], manifest)
 
@@ -152,6 +161,17 @@ class Announcer:
         for name in readers:
             self._told_at[name] = time.monotonic()
             self._node.send(name, WEIGHTS, body)
+
+    def _offer_near(self, manifest: Manifest) -> None:
+        self._summing.offer(manifest, self._announce_near)
+
+    def _announce_near(self, summed: Manifest) -> None:
+        with self._node.board.condition:
+            self._summed = summed
+            self._tell(self._readers()[0], summed)
+            self._answer_clients(summed)
+            if self._parts is not None:
+                self._parts.announce(summed)
 
     def _offer(self, manifest: Manifest) -> None:
         if self._server is not None:
@@ -198,6 +218,7 @@ class Publishing:
     `publishers` and `announce` are empty for a model that another replica of this host publishes. `canaries`: where
     versions are compared with what engines compute with them. `models`: all that are generated with, in the order in
     which they are published; the primary one comes last, since it opens the next training step for leasing.
+    `work_done` is called for each tensor: a large model takes long, and peers wait for signs of progress.
     """
 
     def __init__(
@@ -208,6 +229,7 @@ class Publishing:
         announce: Mapping[str, Callable[[Manifest], None]],
         canaries: Mapping[str, Canaries],
         metrics: MetricStore,
+        work_done: Callable[[], None],
         shards: ShardLinks,
     ) -> None:
         self.models = tuple(models)
@@ -217,6 +239,7 @@ class Publishing:
         self._announce = announce
         self._canaries = canaries
         self._metrics = metrics
+        self._work_done = work_done
 
     def make(self, model: str, version: Version) -> Manifest | None:
         """Make a version available; returns what to announce, None where another replica publishes.
@@ -237,8 +260,6 @@ class Publishing:
         """Announce what `make` has returned. Called under the worker's lock."""
         if manifest is not None:
             self._announce[manifest.model](manifest)
-            if manifest.model in self._shards:
-                self._shards[manifest.model].announce(manifest)
 
     def serve_clients(self, node: Node) -> None:
         """Tell clients outside the run which models are published here, and give them the versions of these."""
@@ -272,10 +293,17 @@ class Publishing:
                 f"the weights of version {version.number} of {model} contain NaN or inf: training has diverged — "
                 f"resume from a checkpoint before that with a smaller models.{model}.optimizer.lr or max_grad_norm"
             )
+        tensors = self._counted(backend.named_shards())
         if publishes:
-            return structs.replace(self._publishers[model].publish(version, backend.named_shards()), canary=canary)
-        deque(backend.named_shards(), maxlen=0)
+            return structs.replace(self._publishers[model].publish(version, tensors), canary=canary)
+        deque(tensors, maxlen=0)
         return None
+
+    def _counted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for named in tensors:
+            yield named
+            del named  # before the next one is gathered
+            self._work_done()
 
 
 class Canaries:

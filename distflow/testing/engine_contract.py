@@ -11,8 +11,8 @@ import pytest
 
 from distflow.testing.engine_harness import FIRST, by_sample, reference_probs, run_until_done, submit
 from distflow.testing.engine_offload import OffloadContract
-from distflow.types import SampleRequest, SamplingParams, Span, Version
-from distflow.weights.canary import TOLERANCE, Scoring, canary_rows
+from distflow.types import SampleOutput, SampleRequest, SamplingParams, Span, Version
+from distflow.weights.canary import TOLERANCE, Scoring, ScoringLater, canary_rows
 
 SECOND = Version(0, 1)
 
@@ -202,12 +202,18 @@ class EngineContract(OffloadContract):
         self.load(engine, 1, SECOND)
         rows = canary_rows(self.vocabulary, 20)
         found = engine.logprobs(rows)
+        late: list[SampleOutput] = []
+        if found is None and isinstance(engine, ScoringLater):
+            for _ in range(10_000):
+                if engine.scoring:
+                    late += engine.poll()
+            found = engine.late_logprobs()
         assert found is not None
         for row, logprobs in zip(rows, found, strict=True):
             probs = [reference_probs(line, SamplingParams()) for line in self.logits(1, row)[:-1]]
             expected = [math.log(at[token]) for at, token in zip(probs, row[1:], strict=True)]
             np.testing.assert_allclose(logprobs, expected, atol=self.tolerance)
-        outputs = [*early, *run_until_done(engine)]
+        outputs = [*early, *late, *run_until_done(engine)]
         assert [len(output.token_ids) for output in outputs] == [30] * 4
 
     def test_abort_returns_partials_and_the_rest_goes_on(self) -> None:

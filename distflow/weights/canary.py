@@ -47,6 +47,25 @@ class Scoring(Protocol):
         ...
 
 
+@runtime_checkable
+class ScoringLater(Protocol):
+    """A Scoring engine that goes on with what `logprobs` had no room for, until the next update."""
+
+    @property
+    def precision(self) -> str:
+        """As in Scoring."""
+        ...
+
+    @property
+    def scoring(self) -> bool:
+        """Whether it does so still; does not wait."""
+        ...
+
+    def late_logprobs(self) -> Sequence[Sequence[float]] | None:
+        """What was found, once it is no longer `scoring`; None if there was never any room."""
+        ...
+
+
 class Canary(Row, frozen=True):
     """Rows of token ids, and the log-prob of every token but the first of each.
 

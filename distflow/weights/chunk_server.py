@@ -13,9 +13,10 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -183,6 +184,10 @@ class ChunkServer:
     def present(self) -> set[str]:
         """The readers that are connected, by the addresses at which they serve."""
         return {one.reader for one in list(self._connections) if one.reader}
+
+    def told(self) -> dict[str, Any]:
+        """What was sent so far, and how many readers there are, for the status."""
+        return {**asdict(self.traffic), "readers": len(self.present())}
 
     def left(self, connection: _Connection) -> None:
         """A connection is over."""

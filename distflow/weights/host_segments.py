@@ -39,8 +39,9 @@ class SharedSegment:
     path: Path
     handle: int
     memory: mmap.mmap
-    """For writing; views for engines are of a private mapping, which they may change."""
-    private: mmap.mmap
+    """For the fetch that writes it."""
+    readable: mmap.mmap
+    """For engines, whose writes would be seen by their neighbours."""
 
     @classmethod
     def open(cls, path: Path) -> SharedSegment:
@@ -49,8 +50,8 @@ class SharedSegment:
         try:
             # One that is being made grows meanwhile: both are of the same size.
             memory = map_shared(path)
-            private = mmap.mmap(handle, len(memory), access=mmap.ACCESS_COPY)
-            return cls(path, handle, memory, private)
+            readable = mmap.mmap(handle, len(memory), access=mmap.ACCESS_READ)
+            return cls(path, handle, memory, readable)
         except BaseException:
             os.close(handle)
             raise
@@ -96,7 +97,7 @@ class HostSegments:
             if segment.version == manifest.version and len(segment.memory) == HEADER_BYTES + manifest.size:
                 if segment.lock(fcntl.LOCK_SH) and segment.version == manifest.version:
                     self._used = segment
-                    return segment.private
+                    return segment.readable
                 self.let_go(segment)
         return None
 
@@ -139,12 +140,12 @@ class HostSegments:
     def writable(self, manifest: Manifest, *, further: bool = False) -> SharedSegment | None:
         """A segment for a version that will be fetched, torn until `finish`. For the reader whose turn it is.
 
-        None: all are in use, and FETCHED is enough unless `further`. Those of earlier terms are removed. Raises
-        UserError if there is no room.
+        If a fetch was interrupted it is the one of that: what has arrived is still there. None: all are in use, and
+        FETCHED is enough unless `further`. Those of earlier terms are removed. Raises UserError if there is no room.
         """
         size, term = HEADER_BYTES + manifest.size, manifest.version.term
         newest, used = self.newest(), 0
-        for segment in self._segments():
+        for segment in sorted(self._segments(), key=lambda segment: segment.version.term >= 0):
             if segment.path.name.startswith(f"{self._stem}-t{term}-") and len(segment.memory) == size:
                 if (segment.version != newest or newest is None) and segment.lock(fcntl.LOCK_EX):
                     segment.mark(Version(-1, 0))
@@ -160,7 +161,7 @@ class HostSegments:
         segment.mark(version)
         segment.lock(fcntl.LOCK_SH)
         self._used = segment
-        return segment.private
+        return segment.readable
 
     def abandon(self, segment: SharedSegment) -> None:
         """The version did not arrive."""

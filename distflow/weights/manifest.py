@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from distflow.weights.swarm import Content, SwarmPlace
 CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16
 HASHING_THREADS = 4
+RUN_BYTES = 16 * CHUNK_BYTES
+"""What a thread sums at a time."""
 _SEGMENT = re.compile(r"/dev/shm/distflow-[^/\0]{1,200}")
 DTYPE_BYTES = {"torch.float64": 8, "torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 """Types of published tensors, and the bytes of one value."""
@@ -52,7 +55,8 @@ class Delta(Row, frozen=True):
 
 
 class Manifest(Form, frozen=True):
-    """One version of one model: `place` says where the link finds the bytes, `checksums` are xxh3 of 1 MiB chunks.
+    """One version of one model: `place` says where the link finds the bytes, `checksums` are xxh3 of 1 MiB chunks. A
+    publisher that has just copied a version has none of these yet.
 
     Where the bytes cross a network that others may write to, `digests` take the place of the checksums: DIGEST_BYTES
     for each chunk, one after the other. There, `deltas` lead to this version, each from the version before it. With a
@@ -179,9 +183,27 @@ def digests(chunks: Sequence[memoryview]) -> bytes:
         return b"".join(pool.map(digest, chunks))
 
 
+def intact_chunks(manifest: Manifest, data: memoryview) -> list[int]:
+    """The chunks that have the announced digests, found on several threads."""
+
+    def right(chunk: int) -> bool:
+        return digest(data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) == manifest.digest_of(chunk)
+
+    with ThreadPoolExecutor(min(HASHING_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        return [chunk for chunk, found in enumerate(pool.map(right, range(manifest.chunks))) if found]
+
+
 def checksums(data: memoryview) -> tuple[int, ...]:
-    """xxh3 (64 bit) of each chunk of CHUNK_BYTES."""
-    return tuple(xxhash.xxh3_64_intdigest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))
+    """xxh3 (64 bit) of each chunk of CHUNK_BYTES; of many chunks on several threads, with the GIL released."""
+
+    def of_run(begin: int) -> list[int]:
+        starts = range(begin, min(begin + RUN_BYTES, len(data)), CHUNK_BYTES)
+        return [xxhash.xxh3_64_intdigest(data[at : at + CHUNK_BYTES]) for at in starts]
+
+    if len(data) <= RUN_BYTES:
+        return tuple(of_run(0))
+    with ThreadPoolExecutor(min(HASHING_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        return tuple(itertools.chain.from_iterable(pool.map(of_run, range(0, len(data), RUN_BYTES))))
 
 
 def verify(data: memoryview, expected: Sequence[int], what: str) -> None:

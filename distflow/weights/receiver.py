@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from distflow.errors import WorkerFailed
 from distflow.log import logger
 from distflow.types import Version
-from distflow.weights.canary import Scoring
+from distflow.weights.canary import Canary, Scoring, ScoringLater
 from distflow.weights.manifest import Manifest
 from distflow.weights.transport import Updatable, WeightReader
 
@@ -37,6 +37,10 @@ class WeightInbox:
         self._begins: Mapping[int, int] = {}
         self._suspected: Version | None = None
         """A loaded version with which the engine's log-probs differed from the trainer's."""
+        self._unjudged: tuple[Manifest, Canary] | None = None
+        """The loaded version, while its engine has had no room for the canary."""
+        self.skipped = 0
+        """Versions that were never compared, since the engine had no room for the canary while it had them."""
         self._told = False
         self.loaded: Version | None = None
         self.difference: float | None = None
@@ -92,6 +96,8 @@ class WeightInbox:
         the second time raises ChecksumError or WorkerFailed.
         """
         self._close_former()
+        if self._unjudged is not None:
+            self._skip(self._unjudged[0])
         # `begin_term` may run meanwhile: it forgets a version first, then reads `loaded`; here the order is reversed.
         self.loaded = self.difference = None
         manifest = self._reader.refresh(engine)
@@ -99,9 +105,30 @@ class WeightInbox:
             if self._wanted is not None and self._wanted.version == self._reader.overtaken:
                 self._choose()
         elif self._agrees(engine, manifest):
-            self.loaded, self._suspected = manifest.version, None
+            self.loaded = manifest.version
         elif self._reader.waiting:
             self.load(engine)
+
+    def judge(self, engine: Updatable) -> bool:
+        """Compare the canary of the loaded version if there was no room for it before; whether that was possible now.
+
+        If it differs, the version is fetched once more: it is `waiting` then, or will be.
+        """
+        if self._unjudged is None or not isinstance(engine, ScoringLater) or engine.scoring:
+            return False
+        (manifest, canary), found = self._unjudged, engine.late_logprobs()
+        if found is None:
+            self._skip(manifest)
+            return False
+        self._unjudged = None
+        if not self._close_enough(engine, engine.precision, manifest, canary, found):
+            self.loaded = None
+        return True
+
+    def _skip(self, manifest: Manifest) -> None:
+        log.info("%s: log-probs not compared with the trainer's: no room in the engine", manifest.title)
+        self._unjudged = self._suspected = None
+        self.skipped += 1
 
     def _choose(self) -> None:
         """Choose what to load next, after an announcement, and when a version was overtaken."""
@@ -135,20 +162,29 @@ class WeightInbox:
                     "%s has no method logprobs: its log-probs are not compared with the trainer's", type(engine)
                 )
                 self._told = True
+            self._suspected = None
             return True
         found = engine.logprobs(canary.rows)
         if found is None:
-            log.info("%s: log-probs not compared with the trainer's: no room in the engine", manifest.title)
+            self._unjudged = (manifest, canary)
+            if not isinstance(engine, ScoringLater):
+                self._skip(manifest)
             return True
+        return self._close_enough(engine, engine.precision, manifest, canary, found)
+
+    def _close_enough(
+        self, engine: Updatable, precision: str, manifest: Manifest, canary: Canary, found: Sequence[Sequence[float]]
+    ) -> bool:
         self.difference = canary.difference(found)
-        tolerance = canary.tolerance(engine.precision, manifest.precisions)
+        tolerance = canary.tolerance(precision, manifest.precisions)
         if self.difference <= tolerance:
+            self._suspected = None
             return True
-        coarser = manifest.precisions - {canary.precision, engine.precision}
+        coarser = manifest.precisions - {canary.precision, precision}
         what = (
             f"{manifest.title}: the engine's log-probs of {sum(map(len, found))} fixed tokens differ from the "
             f"trainer's by {self.difference:.3g} nats on average, expected at most {tolerance:g} between "
-            f"{canary.precision} and {engine.precision}"
+            f"{canary.precision} and {precision}"
             + (f", with weights in {', '.join(sorted(coarser))}" if coarser else "")
         )
         if self._suspected is not None:

@@ -19,12 +19,16 @@ import os
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
+from msgspec import structs
 from torch import Tensor
 
 from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
@@ -47,9 +51,23 @@ CHECK_BYTES_S = 1 << 30
 """How long a reader waits for another one's comparison: so many seconds, and at this pace. One that was stopped in the
 middle of it holds nobody up."""
 LOOK_S = 0.0005
+RESERVE_BYTES = 1 << 30
+"""Reserved at a time: a publisher that ends does not wait for more."""
 SEGMENTS = Path("/dev/shm")
 
+# Torch has no tensors that are read-only, and says so about the first view of such memory.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
 _DTYPES = {str(one): one for one in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A publisher's segment, and its tensors."""
+
+    path: Path
+    memory: mmap.mmap
+    views: list[Tensor]
 
 
 def segment_prefix(run: str) -> str:
@@ -61,6 +79,8 @@ class ShmPublisher:
     """Copies each version into one of PUBLISHED segments, named after `model` and `run`.
 
     With `pinned` there is one more segment, and the one that `pinned` returns (None: none) is not overwritten.
+    The first version is in the first segment before there are others: memory for these is reserved on a thread, which
+    takes as long as writing them, while the trainer trains on.
     """
 
     def __init__(self, run: str, model: str, term: int, pinned: Callable[[], str | None] | None = None) -> None:
@@ -68,35 +88,51 @@ class ShmPublisher:
         self._pinned = pinned
         slots = PUBLISHED if pinned is None else PUBLISHED + PINNED
         self._paths = [SEGMENTS / f"{segment_prefix(run)}{model}-t{term}-{slot}" for slot in range(slots)]
-        self._maps: list[mmap.mmap] = []
-        self._views: list[list[Tensor]] = []
+        self._slots: list[Future[_Slot]] = []
+        self._reserving = ThreadPoolExecutor(1, thread_name_prefix="weights-memory")
+        self._closing = threading.Event()
         self._entries: tuple[TensorEntry, ...] = ()
         self._size = 0
         self._turn = 0
 
     def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-        """Copy the tensors and compute checksums. Raises UserError if shared memory is too small.
+        """Copy the tensors; what is returned has no checksums yet. Raises UserError if shared memory is too small.
 
         Tensors are taken one by one, so that gathered ones need not exist all at once.
         """
-        if not self._maps:
+        if not self._slots:
             self._lay_out(tensors)
-            slot = self._next_slot()
+            slot = self._slots[self._next_slot()].result()
         else:
-            slot = self._next_slot()
-            HEADER.pack_into(self._maps[slot], 0, -1, 0)
-            views = iter(self._views[slot])
+            slot = self._slots[self._next_slot()].result()
+            HEADER.pack_into(slot.memory, 0, -1, 0)
+            views = iter(slot.views)
             for _, tensor in tensors:
                 next(views).copy_(tensor)
                 del tensor  # before the next one is gathered
             assert next(views, None) is None, "every version has the same parameters"
-        sums = checksums(memoryview(self._maps[slot])[HEADER_BYTES:])
-        HEADER.pack_into(self._maps[slot], 0, *version)
-        return Manifest(self._model, version, str(self._paths[slot]), self._size, self._entries, sums)
+        HEADER.pack_into(slot.memory, 0, *version)
+        return Manifest(self._model, version, str(slot.path), self._size, self._entries, ())
+
+    def summed(self, manifest: Manifest) -> Manifest:
+        """What `publish` has returned, with its checksums; on any thread.
+
+        Raises Overtaken if the version is overwritten meanwhile.
+        """
+        slots = self._slots
+        if not slots:
+            raise Overtaken(f"{manifest.title}: its publisher has ended")
+        slot = slots[self._paths.index(Path(manifest.place))].result()
+        sums = checksums(memoryview(slot.memory)[HEADER_BYTES:])
+        if HEADER.unpack_from(slot.memory, 0) != tuple(manifest.version):
+            raise Overtaken(f"{manifest.title}: overwritten by a newer version before its checksums were known")
+        return structs.replace(manifest, checksums=sums)
 
     def close(self) -> None:
         """Remove the segments; readers that still map them keep the bytes."""
-        self._views.clear()
+        self._closing.set()
+        self._reserving.shutdown(cancel_futures=True)
+        self._slots = []
         for path in self._paths:
             path.unlink(missing_ok=True)
 
@@ -109,24 +145,37 @@ class ShmPublisher:
 
     def _lay_out(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write the first version into the first segment, which grows as needed: its size is known only at the end."""
-        entries, at = [], 0
-        with _segment(self._paths[0]) as handle:
+        entries, at, path = [], 0, self._paths[0]
+        with _segment(path) as handle:
+            _write(handle, path, 0, HEADER.pack(-1, 0).ljust(HEADER_BYTES, b"\0"))
             for name, tensor in tensors:
-                size = tensor.numel() * tensor.element_size()
-                entries.append(TensorEntry(name, str(tensor.dtype), tuple(tensor.shape), at, size))
-                begin = HEADER_BYTES + at if entries[:-1] else 0
-                reserve(handle, self._paths[0], begin, HEADER_BYTES + at + size + (-size % ALIGN))
-                _write(handle, HEADER_BYTES + at, tensor)
-                at += size + (-size % ALIGN)
-                del tensor  # before the next one is gathered
+                data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                entries.append(TensorEntry(name, str(tensor.dtype), tuple(tensor.shape), at, len(data)))
+                _write(handle, path, HEADER_BYTES + at, data)
+                # No holes: where memory runs out later, touching one would kill this process.
+                _write(handle, path, HEADER_BYTES + at + len(data), bytes(-len(data) % ALIGN))
+                at += len(data) + (-len(data) % ALIGN)
+                del tensor, data  # before the next one is gathered
         self._entries, self._size = tuple(entries), at
-        for path in self._paths[1:]:
-            with _segment(path) as handle:
-                reserve(handle, path, 0, HEADER_BYTES + at)
-        for path in self._paths:
-            segment = map_shared(path)
-            self._maps.append(segment)
-            self._views.append([view for _, view in tensor_views(segment, self._entries, HEADER_BYTES)])
+        free = os.statvfs(SEGMENTS)
+        if free.f_bavail * free.f_frsize < (len(self._paths) - 1) * (HEADER_BYTES + at):
+            # Said now, and not when the thread finds it out, which is looked at with the next version.
+            raise _no_room(path, HEADER_BYTES + at, "too little for all versions")
+        self._slots.append(self._reserving.submit(self._open_slot, path))
+        self._slots += [self._reserving.submit(self._make_slot, other) for other in self._paths[1:]]
+
+    def _make_slot(self, path: Path) -> _Slot:
+        size = HEADER_BYTES + self._size
+        with _segment(path) as handle:
+            for begin in range(0, size, RESERVE_BYTES):
+                if self._closing.is_set():
+                    raise Overtaken(f"{path}: the publisher has ended")
+                reserve(handle, path, begin, min(begin + RESERVE_BYTES, size))
+        return self._open_slot(path)
+
+    def _open_slot(self, path: Path) -> _Slot:
+        memory = map_shared(path)
+        return _Slot(path, memory, [view for _, view in tensor_views(memory, self._entries, HEADER_BYTES)])
 
 
 class AnnouncedSegment:
@@ -145,8 +194,8 @@ class AnnouncedSegment:
         except FileNotFoundError as error:
             raise Overtaken(f"{manifest.title}: {path} is gone; its publisher has ended") from error
         try:
-            # A private mapping sees the publisher's writes but cannot change them.
-            self.memory = mmap.mmap(self._handle, HEADER_BYTES + manifest.size, access=mmap.ACCESS_COPY)
+            # A private mapping would be writable, but what an engine writes hides later versions in this segment.
+            self.memory = mmap.mmap(self._handle, HEADER_BYTES + manifest.size, access=mmap.ACCESS_READ)
         except ValueError as error:
             os.close(self._handle)
             raise ChecksumError(
@@ -189,9 +238,13 @@ def _note(manifest: Manifest) -> bytes:
 
 
 class ShmReader:
-    """Maps segments as they are announced. `begin_term` may be called on another thread, even during a `fetch`."""
+    """Maps segments as they are announced. `begin_term` may be called on another thread, even during a `fetch`.
 
-    def __init__(self) -> None:
+    `shown` is entered with the name of a wait while it lasts.
+    """
+
+    def __init__(self, shown: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
+        self._shown = shown
         self._open: dict[str, AnnouncedSegment] = {}
         self._term: int | None = None
         self._lock = threading.Lock()
@@ -215,13 +268,18 @@ class ShmReader:
         """Whether the segment still holds this version and no later term has begun. Raises ChecksumError if what was
         copied is corrupt."""
         segment, note = self._open.get(manifest.place), _note(manifest)
+        if segment is not None and not segment.checked(note):
+            with self._shown(f"a neighbour to compare the checksums of {manifest.title}"):
+                self._await_check(segment, manifest, note)
+        return segment is not None and self._open.get(manifest.place) is segment and segment.holds(manifest)
+
+    def _await_check(self, segment: AnnouncedSegment, manifest: Manifest, note: bytes) -> None:
         waits_until = time.monotonic() + CHECK_S + manifest.size / CHECK_BYTES_S
-        while segment is not None and segment.holds(manifest) and not segment.checked(note):
+        while segment.holds(manifest) and not segment.checked(note):
             if segment.begin_check() or time.monotonic() > waits_until:
                 self._check(segment, manifest, note)
             else:
                 time.sleep(LOOK_S)
-        return segment is not None and self._open.get(manifest.place) is segment and segment.holds(manifest)
 
     def begin_term(self, term: int) -> None:
         """Unmap segments of earlier terms: although removed, they occupy memory as long as they are mapped."""
@@ -260,21 +318,30 @@ def reserve(handle: int, path: Path, begin: int, size: int) -> None:
         # Only the new part: allocating existing bytes again takes as long as writing them.
         os.posix_fallocate(handle, begin, size - begin)
     except OSError as error:
-        path.unlink()
-        free = os.statvfs(SEGMENTS)
-        raise UserError(
-            f"{path}: no room for weights of {size / 1e6:.1f} MB ({error.strerror}); {SEGMENTS} has "
-            f"{free.f_bavail * free.f_frsize / 1e6:.1f} MB free and {PUBLISHED} versions are kept, on several hosts "
-            f"{PUBLISHED + PINNED}, {FETCHED} where they are fetched — enlarge it, for example with "
-            f"`mount -o remount,size=…G {SEGMENTS}`"
-        ) from error
+        raise _no_room(path, size, error.strerror) from error
 
 
-def _write(handle: int, at: int, tensor: Tensor) -> None:
-    left = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    while left:
-        done = os.pwrite(handle, left, at)
-        left, at = left[done:], at + done
+def _no_room(path: Path, size: int, why: str | None) -> UserError:
+    path.unlink(missing_ok=True)
+    free = os.statvfs(SEGMENTS)
+    return UserError(
+        f"{path}: no room for weights of {size / 1e6:.1f} MB ({why}); {SEGMENTS} has "
+        f"{free.f_bavail * free.f_frsize / 1e6:.1f} MB free and {PUBLISHED} versions are kept, on several hosts "
+        f"{PUBLISHED + PINNED}, {FETCHED} where they are fetched — enlarge it, for example with "
+        f"`mount -o remount,size=…G {SEGMENTS}`, with --shm-size=…g for a container, and in Kubernetes with a volume "
+        f"`emptyDir: {{medium: Memory}}` at {SEGMENTS}"
+    )
+
+
+def _write(handle: int, path: Path, at: int, data: bytes | memoryview) -> None:
+    """Unlike writing through a mapping, this fails where there is no memory; unlike `reserve`, it writes pages once."""
+    left = memoryview(data)
+    try:
+        while left:
+            done = os.pwrite(handle, left, at)
+            left, at = left[done:], at + done
+    except OSError as error:
+        raise _no_room(path, at + len(left), error.strerror) from error
 
 
 def map_shared(path: Path) -> mmap.mmap:
@@ -289,6 +356,7 @@ def map_shared(path: Path) -> mmap.mmap:
 def tensor_views(memory: mmap.mmap, entries: tuple[TensorEntry, ...], offset: int) -> list[tuple[str, Tensor]]:
     """Views of a version whose bytes begin at `offset`, one per parameter; those in fp8 as flat bytes.
 
+    Whoever writes into views of read-only memory is killed (SIGSEGV).
     Raises ProtocolError for another dtype.
     """
     out = []

@@ -10,13 +10,14 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
 from distflow.weights.chunk_server import ChunkServer, HeldVersion, ServerTraffic
 from distflow.weights.delta_fetch import DeltaFetch, make
 from distflow.weights.host_segments import HostSegments, SharedSegment
-from distflow.weights.manifest import DIGEST_BYTES, Manifest
+from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, intact_chunks
 from distflow.weights.rounding import restored
 from distflow.weights.shm import HEADER_BYTES, tensor_views
 from distflow.weights.swarm import SwarmPlace
@@ -62,6 +63,11 @@ class SwarmReader:
     def traffic(self) -> ServerTraffic:
         """What was sent to readers on other hosts."""
         return ServerTraffic() if self._server is None else self._server.traffic
+
+    def told(self) -> list[dict[str, Any]]:
+        """What was fetched here, and sent to how many other readers, for the status."""
+        server = self._server
+        return [] if server is None else [{**server.told(), "fetched_bytes": self.fetched * CHUNK_BYTES}]
 
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
         """Views of the announced version, in memory that others may need for newer ones: `hold` it before use.
@@ -150,6 +156,7 @@ class SwarmReader:
         server, client, deltas = self._ends(place)
         deltas.keep_for(manifest)
         base = segments.base_of(manifest)
+        *interrupted, arrived_then = segments.told()
         try:
             segment = segments.writable(manifest, further=further)
             if segment is None:
@@ -172,6 +179,9 @@ class SwarmReader:
                 there: list[int] = []
                 if base is not None:
                     there = self._make(held, segment, base, came, rules)
+                if not there and tuple(interrupted) == tuple(manifest.version) and arrived_then:
+                    there = self._arrived(held, segment)
+                    self.chunks += len(there)
                 if len(there) < manifest.chunks:
                     client.fetch(manifest, _data(segment, manifest), arrived, rules, there)
             except BaseException:
@@ -185,6 +195,14 @@ class SwarmReader:
         if there:
             client.tell_made(manifest)
         return memory
+
+    def _arrived(self, held: HeldVersion, segment: SharedSegment) -> list[int]:
+        """The chunks that are right of a fetch that was interrupted, here or at a neighbour that has died."""
+        there = intact_chunks(held.manifest, _data(segment, held.manifest))
+        log.info("%s: %d of %d chunks are here already", held.manifest.title, len(there), held.manifest.chunks)
+        for chunk in there:
+            held.add(chunk)
+        return there
 
     def _make(
         self,

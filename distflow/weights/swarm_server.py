@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
 from distflow.errors import Overtaken
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.log import logger
+from distflow.weights.announcing import Announcing
 from distflow.weights.chunk_plan import ChunkDealer
-from distflow.weights.chunk_server import CLOSE_S, ChunkServer, HeldVersion, ServerTraffic
+from distflow.weights.chunk_server import ChunkServer, HeldVersion, ServerTraffic
 from distflow.weights.delta_chain import DeltaChain
 from distflow.weights.manifest import Manifest, digests
 from distflow.weights.rounded_publisher import RoundedPublisher
@@ -49,7 +50,6 @@ class SwarmServer:
         rounding: RoundedPublisher | None = None,
         on_fault: Callable[[BaseException], None] = _tell,
     ) -> None:
-        self._on_fault = on_fault
         self._pin: tuple[Path, float] | None = None
         self._lock = threading.Lock()
         self._held: list[HeldVersion] = []
@@ -58,14 +58,17 @@ class SwarmServer:
         self._server.admit(self.place)
         self._rounding = rounding
         self._chain = DeltaChain(self._server, keyframe_every)
-        self._offers: queue.SimpleQueue[tuple[Manifest, Callable[[Manifest], None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._describe_offers, name="swarm-describe", daemon=True)
-        self._thread.start()
+        # Where there is a newer one, hashing an older one would only delay it.
+        self._announcing = Announcing("swarm-describe", self.describe, on_fault, only_newest=True)
 
     @property
     def traffic(self) -> ServerTraffic:
         """What was sent so far."""
         return self._server.traffic
+
+    def told(self) -> list[dict[str, Any]]:
+        """What was sent to how many readers, for the status."""
+        return [self._server.told()]
 
     def describe(self, manifest: Manifest) -> Manifest:
         """The manifest of the same version for readers on other hosts; from now on its chunks are served.
@@ -95,7 +98,7 @@ class SwarmServer:
 
     def offer(self, manifest: Manifest, announce: Callable[[Manifest], None]) -> None:
         """`describe` on a thread of its own, then call `announce` there; overwritten versions are skipped."""
-        self._offers.put((manifest, announce))
+        self._announcing.offer(manifest, announce)
 
     def pinned(self) -> str | None:
         """The segment that a reader is fetching: ShmPublisher does not overwrite it."""
@@ -104,12 +107,8 @@ class SwarmServer:
 
     def close(self) -> None:
         """End all threads and stop serving."""
-        self._offers.put(None)
         self._server.close()
-        self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
-            log.warning("%s did not stop within %g s", self._thread.name, CLOSE_S)
-        elif self._rounding is not None:
+        if self._announcing.close() and self._rounding is not None:
             self._rounding.close()
 
     def _pin_for(self, held: HeldVersion) -> None:
@@ -117,18 +116,3 @@ class SwarmServer:
         with self._lock:
             if self._pin is None or now > self._pin[1] or self._pin[0] == place:
                 self._pin = (place, now + PIN_S)
-
-    def _describe_offers(self) -> None:
-        while (offer := self._offers.get()) is not None:
-            if not self._offers.empty():
-                # There is a newer one: hashing this one would only delay it.
-                continue
-            manifest, announce = offer
-            try:
-                announce(self.describe(manifest))
-            except Overtaken as error:
-                log.info("%s", error)
-            except Exception as error:
-                # Readers on other hosts would wait for ever, and never know why.
-                self._on_fault(error)
-                return

@@ -25,7 +25,7 @@ class WeightPublisher(Protocol):
     """The training side; never waits for a reader."""
 
     def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-        """Make a version available and return what to announce. Recent versions stay available."""
+        """Make a version available and return what is announced of it. Recent versions stay available."""
         ...
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Updatable(Protocol):
         ...
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these tensors in."""
+        """Copy these tensors in. Nothing may be written into them: others read them where they are."""
         ...
 
     def end_update(self) -> None:

@@ -107,6 +107,9 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
     yield from (*tracker_troubles(rows), *copy_troubles(rows))
     yield from map(_consumer_line, _consumers(rows))
     yield from _weights_in_parts(rows)
+    sent = [f"{row['name']} {told}" for row in rows if (told := _weights(row))]
+    if sent:
+        yield f"weights between hosts: {', '.join(sent)}"
     yield from graph.lines()
     lost_records = dropped(rows)
     if lost_records:
@@ -132,6 +135,16 @@ def _consumers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # Each client asks every owner.
         known["clients"] = max(known["clients"], own["clients"])
     return list(found.values())
+
+
+def _weights(row: dict[str, Any]) -> str:
+    """What a worker has sent of weights to readers on other hosts, and fetched from there; empty if nothing."""
+    found = row.get("weights", [])
+    fetched, sent = (sum(one.get(name, 0) for one in found) for name in ("fetched_bytes", "sent_bytes"))
+    readers = sum(one["readers"] for one in found)
+    told = [f"has fetched {fetched / 1e6:.1f} MB"] if fetched else []
+    told += [f"has sent {sent / 1e6:.1f} MB ({readers} connected)"] if sent or readers else []
+    return " and ".join(told)
 
 
 def _consumer_line(one: dict[str, Any]) -> str:

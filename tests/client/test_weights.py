@@ -14,7 +14,7 @@ from distflow.client import WeightSubscription
 from distflow.errors import ChecksumError, UserError
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
-from distflow.weights.shm import ShmPublisher
+from tests.weights.swarm_kit import SummingPublisher
 
 NAME = f"client-{os.getpid()}"
 
@@ -27,7 +27,7 @@ class Publisher:
     """Replies to a subscription with what is next in line; a callable is called first."""
 
     def __init__(self) -> None:
-        self.shm = ShmPublisher(NAME, "policy", 0)
+        self.shm = SummingPublisher(NAME, "policy", 0)
         self.replies: list[Manifest | None] = []
         self.asked: list[Version | None] = []
         self.before: Callable[[], object] = lambda: None

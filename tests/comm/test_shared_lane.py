@@ -17,6 +17,7 @@ from distflow.comm import shared_lane, shared_sending
 from distflow.comm.arena import ALIGN
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
+from distflow.comm.outbox import Delivery
 from distflow.comm.shared_lane import FREED, LEAST_BYTES, OFFER, SharedLane
 from distflow.comm.shared_segment import OwnSegment, PeerSegment
 from distflow.comm.traffic import LaneTraffic
@@ -242,15 +243,23 @@ class Lanes:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str, Any]] = []
+        self.drops: set[str] = set()
+        """Kinds of messages that get lost."""
         self.lanes: dict[str, SharedLane] = {}
         for me in (WRITER, READER):
             self.lanes[me] = SharedLane(True, self._teller(me), lambda: None, 1 << 20)
         assert self.lanes[WRITER].put(READER, [row(1)]) is None, "it is offered first"
 
     def _teller(self, me: str) -> Any:
-        def tell(to: str, kind: str, body: Any) -> None:
+        def tell(to: str, kind: str, body: Any) -> Delivery:
             self.told.append((me, kind, body))
-            self.lanes[to].receive(Message(kind, me, 0, body))
+            delivery = Delivery()
+            if kind in self.drops:
+                delivery.drop()
+            else:
+                self.lanes[to].receive(Message(kind, me, 0, body))
+                delivery.hand_over()
+            return delivery
 
         return tell
 
@@ -322,6 +331,23 @@ def test_a_released_block_is_not_read_again(lanes: Lanes) -> None:
     assert lanes.told[-1][1] == FREED
     with pytest.raises(ProtocolError, match="generation 1 at offset 0, where generation -1 lies"):
         lanes.read(references)
+
+
+def test_what_was_not_told_of_free_blocks_is_told_again(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_lane, "FREE_AGAIN_S", 0.0)
+    writer, reader = lanes.lanes[WRITER], lanes.lanes[READER]
+    del lanes.read(lanes.numbers(row(1), row(2)).tobytes())[:]
+    lanes.drops.add(FREED)
+    for _ in range(3):
+        reader.flush()
+    assert writer.uses()[READER].held > 0
+    lanes.drops.clear()
+    reader.flush()
+    assert writer.uses()[READER].held == 0
+    told = len(lanes.told)
+    for _ in range(3):
+        reader.flush()
+    assert len(lanes.told) == told, "once is enough"
 
 
 def test_releases_that_are_wrong_are_refused_and_the_others_count(lanes: Lanes) -> None:

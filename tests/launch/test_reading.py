@@ -49,6 +49,21 @@ def test_status_asks_the_workers_themselves(going, capsys):
     assert "rollout/1" in capsys.readouterr().out
 
 
+def test_status_says_which_weights_go_between_hosts(going, capsys, monkeypatch):
+    from distflow.launch.observe import run_client
+
+    rows = run_client.worker_rows
+    sent = {"chunks": 4, "sent_bytes": 4_000_000, "gone": 0, "refused": 0, "readers": 2}
+    read = {**sent, "sent_bytes": 0, "readers": 0, "fetched_bytes": 3_000_000}
+    told = {"trainer/0": [sent, sent], "rollout/0": [read], "rollout/1": []}
+    monkeypatch.setattr(
+        run_client, "worker_rows", lambda *args: [{**row, "weights": told[row["name"]]} for row in rows(*args)]
+    )
+    assert distflow(["status", "fake-0", *runs_dir(going)]) == 0
+    line = "weights between hosts: rollout/0 has fetched 3.0 MB, trainer/0 has sent 8.0 MB (4 connected)"
+    assert line in " ".join(capsys.readouterr().out.split())
+
+
 def test_status_says_who_is_silent_and_who_has_ended(going, capsys, monkeypatch):
     import distflow.launch.commands.status as status
 

@@ -21,6 +21,7 @@ from distflow.types import Version
 from tests.messages.corpus import Example, examples
 from tests.messages.receivers import WorkerReceiver, setting_of
 from tests.messages.test_fuzz import packed, quiet, wrong
+from tests.polling import eventually
 
 __all__ = ["quiet"]
 COUNT = 1500
@@ -180,9 +181,13 @@ def test_weights_are_announced_to_those_that_read_them(tmp_path: Path) -> None:
     publisher._canaries = {}
     try:
         trainer.said.clear()
+        before = trainer.node.progress
         manifest = publisher.make("policy", Version(0, 1))
+        tensors = len(list(backend.named_shards()))
+        assert trainer.node.progress - before >= tensors > 0, "a large model is a long sign of progress"
         with trainer.node.board.condition:
             publisher.announce(manifest)
+        eventually(lambda: trainer.said, "announced")
         kinds = [decode(bytes(frames[0]), [], b"").kind for frames in trainer.said]
         assert kinds == ["weights"], "one worker generates"
     finally:

@@ -217,7 +217,9 @@ class World:
         """How the policy is published: in this process, unless another replica does."""
         publishers = {"policy": self.link} if publishes else {}
         announce = {"policy": self._announce}
-        return Publishing(["policy"], {"policy": self.backend}, publishers, announce, canaries or {}, self.metrics, {})
+        backends = {"policy": self.backend}
+        about = (self.metrics, self.node.work_done, {})
+        return Publishing(["policy"], backends, publishers, announce, canaries or {}, *about)
 
     def _announce(self, manifest: Manifest) -> None:
         self.inbox.announce(manifest)

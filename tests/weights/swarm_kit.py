@@ -37,6 +37,13 @@ def holds(tensors: Any, number: float, size: int = 1_000_000) -> bool:
     return all(torch.equal(tensor, expected[name]) for name, tensor in tensors)
 
 
+class SummingPublisher(ShmPublisher):
+    """Its versions can be announced at once."""
+
+    def publish(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+        return self.summed(super().publish(version, tensors))
+
+
 def new_tag() -> str:
     """A host of its own."""
     return f"test-{uuid.uuid4().hex[:8]}"
@@ -76,7 +83,7 @@ class Host:
         self.server = SwarmServer(
             "127.0.0.1", encrypted=encrypted, keyframe_every=keyframe_every, rounding=rounding, on_fault=on_fault
         )
-        self.publisher = ShmPublisher(self.tag, "policy", term, self.server.pinned)
+        self.publisher = SummingPublisher(self.tag, "policy", term, self.server.pinned)
 
     def publish(self, number: int, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> Manifest:
         """Publish these tensors, by default `weights(number)`."""

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from distflow.errors import ProtocolError, WorkerFailed
 from distflow.types import Version
-from distflow.weights.canary import TOKENS, Canary, Scoring, canary_rows
+from distflow.weights.canary import TOKENS, Canary, Scoring, ScoringLater, canary_rows
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import FP8, Manifest, TensorEntry
 from distflow.weights.prefetch import Stage
@@ -235,3 +235,65 @@ def test_an_engine_without_room_for_it_goes_on() -> None:
     inbox.load(Full())
     assert inbox.loaded == Version(0, 0)
     assert inbox.difference is None
+
+
+class FullEngine(ScoringEngine):
+    """Has room for the canary when a test says so; `answers`: False if it never has."""
+
+    def __init__(self, *wrong: float) -> None:
+        super().__init__(*wrong)
+        self.scoring, self.answers = False, True
+
+    def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        self.scoring = True
+        return None  # type: ignore[return-value]
+
+    def late_logprobs(self) -> list[list[float]] | None:
+        return super().logprobs(ROWS) if self.answers else None
+
+
+def test_a_full_engine_is_judged_when_it_has_had_room() -> None:
+    inbox, _ = inbox_with()
+    engine = FullEngine(1e-4)
+    assert isinstance(engine, ScoringLater)
+    inbox.load(engine)
+    assert inbox.loaded == Version(0, 0), "it generates meanwhile"
+    assert not inbox.judge(engine)
+    assert inbox.difference is None
+    engine.scoring = False
+    assert inbox.judge(engine)
+    assert inbox.difference == pytest.approx(1e-4)
+    assert not inbox.judge(engine), "once"
+    assert inbox.skipped == 0
+
+
+def test_what_a_full_engine_computed_wrongly_is_fetched_once_more_and_then_ends_the_run() -> None:
+    inbox, _ = inbox_with()
+    engine = FullEngine(0.5, 0.5)
+    for _ in range(2):
+        assert inbox.waiting
+        inbox.load(engine)
+        assert inbox.loaded == Version(0, 0)
+        engine.scoring = False
+        if engine.loads == 2:
+            with pytest.raises(WorkerFailed, match="even after the weights were fetched again"):
+                inbox.judge(engine)
+        else:
+            assert inbox.judge(engine)
+            assert (inbox.loaded, engine.version) == (None, None), "nothing is drawn from it"
+    assert engine.loads == 2
+
+
+@pytest.mark.parametrize("why", ["no room for long", "a newer version"])
+def test_versions_that_are_never_compared_are_counted(why: str) -> None:
+    inbox, link = inbox_with()
+    engine = FullEngine(0.5, 0.5)
+    inbox.load(engine)
+    if why == "a newer version":
+        inbox.announce(structs.replace(link.publish(Version(0, 1), [("w", torch.ones(1))]), canary=CANARY))
+        inbox.load(engine)
+    else:
+        engine.scoring = engine.answers = False
+        assert not inbox.judge(engine)
+    assert inbox.skipped == 1
+    assert inbox.loaded is not None

@@ -3,21 +3,25 @@ import threading
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.types import Version
 from distflow.weights import shm
+from distflow.weights.announcing import Announcing
 from distflow.weights.in_place import InPlace
-from distflow.weights.manifest import Manifest, verify
+from distflow.weights.manifest import CHUNK_BYTES, Manifest, checksums, verify
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import SEGMENTS, AnnouncedSegment, ShmPublisher, ShmReader
 from tests.polling import WAIT_S
+from tests.weights.swarm_kit import SummingPublisher
 
 
 def weights(number: float) -> list[tuple[str, torch.Tensor]]:
@@ -31,7 +35,7 @@ def weights(number: float) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.fixture
 def publisher() -> Iterator[ShmPublisher]:
-    made = ShmPublisher(f"test-{uuid.uuid4().hex[:8]}", "policy", 0)
+    made = SummingPublisher(f"test-{uuid.uuid4().hex[:8]}", "policy", 0)
     yield made
     made.close()
 
@@ -140,7 +144,14 @@ def test_readers_copy_while_one_compares_and_trust_nothing_before_it_is_done(
         verify(*arguments)
 
     monkeypatch.setattr(shm, "verify", compare)
-    slow, fast, found = ShmReader(), ShmReader(), list[bool]()
+    waits: list[str] = []
+
+    @contextmanager
+    def shown(name: str) -> Iterator[None]:
+        waits.append(name)
+        yield
+
+    slow, fast, found = ShmReader(), ShmReader(shown), list[bool]()
     first = threading.Thread(target=slow.fetch, args=(manifest,))
     first.start()
     assert compares.wait(WAIT_S)
@@ -149,6 +160,7 @@ def test_readers_copy_while_one_compares_and_trust_nothing_before_it_is_done(
     second.start()
     second.join(0.05)
     assert second.is_alive()
+    assert waits == ["a neighbour to compare the checksums of weights of 'policy', term 0, version 1"]
     go_on.set()
     for thread in (first, second):
         thread.join(WAIT_S)
@@ -178,12 +190,15 @@ def test_damage_is_found_by_readers_that_have_copied_it_already(
 
 def test_segments_are_named_after_the_run_and_leave_with_the_publisher() -> None:
     run = f"test-{uuid.uuid4().hex[:8]}"
-    publisher = ShmPublisher(run, "policy", 0)
+    publisher = SummingPublisher(run, "policy", 0)
     manifest = publisher.publish(Version(0, 0), weights(0))
+    for number in range(1, PUBLISHED):
+        publisher.publish(Version(0, number), weights(0))
     assert len(list(SEGMENTS.glob(f"distflow-{run}-*"))) == PUBLISHED
     publisher.close()
-    with_network = ShmPublisher(run, "policy", 1, lambda: None)
-    with_network.publish(Version(1, 0), weights(0))
+    with_network = SummingPublisher(run, "policy", 1, lambda: None)
+    for number in range(PUBLISHED + PINNED):
+        with_network.publish(Version(1, number), weights(0))
     assert len(list(SEGMENTS.glob(f"distflow-{run}-*"))) == PUBLISHED + PINNED, "what hosts are checked to have"
     with_network.close()
     assert not list(SEGMENTS.glob(f"distflow-{run}-*"))
@@ -195,12 +210,22 @@ def mapped(name: str) -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
 
 
+def test_what_engines_get_cannot_be_written(publisher: ShmPublisher) -> None:
+    """What one writes would hide later versions in this segment from its process."""
+    manifest = publisher.publish(Version(0, 0), weights(0))
+    before = mapped(manifest.place)
+    reader = ShmReader()
+    assert float(dict(reader.fetch(manifest))["norm"][0]) == 1.0
+    (mapping,) = [line for line in mapped(manifest.place) if line not in before]
+    assert " r--s " in mapping
+
+
 def test_a_reader_lets_go_of_former_terms() -> None:
     """Else each of them would stay in shared memory for as long as the reader lives."""
     name = f"test-{uuid.uuid4().hex[:8]}"
     inbox, engine = WeightInbox(InPlace(ShmReader())), FakeEngine()
     for term in range(3):
-        publisher = ShmPublisher(name, "policy", term)
+        publisher = SummingPublisher(name, "policy", term)
         for number in range(PUBLISHED):
             inbox.announce(publisher.publish(Version(term, number), weights(number)))
             inbox.load(engine)
@@ -229,15 +254,88 @@ def test_a_term_that_begins_while_weights_are_copied_takes_them_away(publisher: 
         assert not inbox.waiting, "those of the new term are waited for"
 
 
+@pytest.mark.parametrize("moment", ["first segment", "room for all", "further segments"])
 def test_too_little_shared_memory_is_said_with_the_cure(
-    monkeypatch: pytest.MonkeyPatch, publisher: ShmPublisher
+    moment: str, monkeypatch: pytest.MonkeyPatch, publisher: ShmPublisher
 ) -> None:
-    def full(handle: int, offset: int, size: int) -> None:
+    def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match="no room for weights of .* MB .* enlarge it, for example with `mount"):
+    if moment == "first segment":
+        monkeypatch.setattr(os, "pwrite", full)
+    elif moment == "room for all":
+        free = os.statvfs(SEGMENTS)
+        small = os.statvfs_result((*free[:4], 0, *free[5:]))
+        monkeypatch.setattr(os, "statvfs", lambda path: small)
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", full)
         publisher.publish(Version(0, 0), weights(0))
+    with pytest.raises(UserError, match="no room for weights of .* MB .* enlarge it, for example with `mount"):
+        publisher.publish(Version(0, 1), weights(1))
+
+
+def test_the_first_version_is_there_before_there_is_memory_for_others(
+    publisher: ShmPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, go_on = shm.reserve, threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        assert go_on.wait(WAIT_S)
+        reserve(*arguments)
+
+    monkeypatch.setattr(shm, "reserve", slow)
+    manifest = publisher.publish(Version(0, 0), weights(0))
+    assert not go_on.is_set()
+    assert float(dict(ShmReader().fetch(manifest))["norm"][0]) == 1.0
+    go_on.set()
+    for number in range(1, PUBLISHED):
+        publisher.publish(Version(0, number), weights(number))
+    assert float(dict(ShmReader().fetch(manifest))["norm"][0]) == 1.0, "each version has a segment of its own"
+
+
+def test_a_publisher_that_ends_while_it_reserves_memory_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, begins, go_on = f"test-{uuid.uuid4().hex[:8]}", threading.Event(), threading.Event()
+    reserve = shm.reserve
+
+    def slow(*arguments: Any) -> None:
+        begins.set()
+        assert go_on.wait(WAIT_S)
+        reserve(*arguments)
+
+    monkeypatch.setattr(shm, "reserve", slow)
+    publisher = SummingPublisher(run, "policy", 0)
+    publisher.publish(Version(0, 0), weights(0))
+    assert begins.wait(WAIT_S)
+    closing = threading.Thread(target=publisher.close)
+    closing.start()
+    go_on.set()
+    closing.join(WAIT_S)
+    assert not list(SEGMENTS.glob(f"distflow-{run}-*"))
+
+
+def test_a_version_that_is_overwritten_before_it_is_summed_is_never_announced() -> None:
+    publisher = ShmPublisher(f"test-{uuid.uuid4().hex[:8]}", "policy", 0)
+    manifests = [publisher.publish(Version(0, number), weights(number)) for number in range(PUBLISHED + 1)]
+    told: list[Manifest] = []
+    faults: list[BaseException] = []
+    announcing = Announcing("sums", publisher.summed, faults.append)
+    for manifest in (*manifests, manifests[-1]):
+        announcing.offer(manifest, told.append)
+    assert announcing.close()
+    assert [manifest.version.number for manifest in told] == list(range(1, PUBLISHED + 1)), "and each one once"
+    assert all(manifest.checksums for manifest in told)
+    publisher.close()
+    announcing = Announcing("sums", publisher.summed, faults.append)
+    announcing.offer(manifests[-1], told.append)
+    assert announcing.close()
+    assert len(told) == PUBLISHED
+    assert not faults
+
+
+def test_many_chunks_have_the_same_sums_on_several_threads() -> None:
+    data = memoryview(bytearray(os.urandom(1 << 16)) * (16 * 35 + 3) + b"end")
+    alone = [xxhash.xxh3_64_intdigest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
+    assert checksums(data) == tuple(alone)
 
 
 def test_an_announcement_cannot_name_other_files() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from distflow.flow.sizes import FETCHED
-from distflow.weights.manifest import Manifest
+from distflow.weights.host_segments import HostSegments
+from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.shm import HEADER_BYTES
 from distflow.weights.swarm_reader import SwarmReader
 from tests.polling import WAIT_S
 from tests.weights.swarm_kit import Host, holds, left_of, new_reader, new_tag, newest_memory
@@ -87,6 +89,28 @@ def test_readers_that_are_behind_keep_no_memory_of_a_host(host: Host) -> None:
         reader.close()
 
 
+@pytest.mark.parametrize("told", [0, 5])
+def test_an_interrupted_fetch_goes_on_and_trusts_only_what_is_right(host: Host, told: int) -> None:
+    tag, source = new_tag(), new_reader()
+    manifest = host.publish(1)
+    source.fetch(manifest)
+    lost = HostSegments(tag, "policy")
+    torn = lost.writable(manifest)
+    assert torn is not None
+    end = HEADER_BYTES + 5 * CHUNK_BYTES
+    torn.memory[HEADER_BYTES:end] = newest_memory(source)[HEADER_BYTES:end]
+    torn.memory[HEADER_BYTES + CHUNK_BYTES] ^= 0xFF
+    if told:
+        lost.tell(manifest.version, told)
+    lost.let_go(torn)
+    reader = new_reader(tag)
+    assert holds(reader.fetch(manifest), 1, SIZE)
+    assert reader.fetched == manifest.chunks - (4 if told else 0), "nobody says that there is something to go on with"
+    assert reader.chunks == manifest.chunks
+    for one in (reader, lost, source):
+        one.close()
+
+
 def test_nothing_of_an_earlier_term_stays_mapped(host: Host) -> None:
     tag = new_tag()
     readers = [new_reader(tag) for _ in range(2)]
@@ -115,6 +139,9 @@ def test_a_late_reader_is_served_by_the_others(host: Host) -> None:
     assert holds(late.fetch(manifest), 1, SIZE)
     assert host.server.traffic.chunks == sent
     assert sum(reader.traffic.chunks for reader in readers) >= manifest.chunks
+    (told,) = host.server.told()
+    assert (told["sent_bytes"], told["chunks"], told["readers"]) == (manifest.size, manifest.chunks, 3)
+    assert [one.told()[0]["fetched_bytes"] // CHUNK_BYTES for one in (*readers, late)] == 3 * [manifest.chunks]
     for reader in (*readers, late):
         reader.close()
 

@@ -22,11 +22,11 @@ from distflow.weights.host_segments import TURN, HostSegments
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.shm import SEGMENTS, ShmPublisher, ShmReader, segment_prefix
+from distflow.weights.shm import SEGMENTS, ShmReader, segment_prefix
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
 from tests.polling import WAIT_S
-from tests.weights.swarm_kit import holds, newest_memory, weights
+from tests.weights.swarm_kit import SummingPublisher, holds, newest_memory, weights
 
 LOOPBACK = "127.0.0.1"
 END_S = 5.0
@@ -89,7 +89,7 @@ class Publisher(Role):
         super().__init__(pipe)
         self.term, self.size = term, size
         self.server = SwarmServer(LOOPBACK)
-        self.publisher = ShmPublisher(run, "policy", term, self.server.pinned)
+        self.publisher = SummingPublisher(run, "policy", term, self.server.pinned)
 
     def publish(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The announcements to readers here and on other hosts."""

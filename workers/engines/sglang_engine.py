@@ -39,6 +39,8 @@ log = logger(__name__)
 
 WAIT_S = 0.05
 """How long a poll waits for tokens."""
+SCORE_S = 1.0
+"""How long a canary holds the worker up: longer than SGLang takes if it has room for it."""
 DEATHS = 3
 DEATHS_S = 600.0
 """How often SGLang may die within so many seconds."""
@@ -57,16 +59,44 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
         self._deaths: list[float] = []
         self._served = False
         """Whether tokens have arrived since SGLang was started."""
+        self._score: int | None = None
+        """What `logprobs` has asked SGLang for, while there is no answer."""
+        self._scored: Sequence[Sequence[float]] | None = None
 
     def logprobs(self, rows: Rows) -> Sequence[Sequence[float]] | None:
         """Log-prob (nats, temperature 1) of every token but the first of each row; samples go on meanwhile.
 
-        None if SGLang had no room for them in time, or died: a restarted one loads the weights again.
+        None if SGLang had no room for them at once (see `scoring`), or died: a restarted one loads the weights again.
         """
-        answers: list[Sequence[Sequence[float]] | None] = []
+        self._give_up_score()
         with self._surviving():
-            answers.append(self.inner.ask({"do": "score", "rows": rows})["logprobs"])
-        return answers[0] if answers else None
+            self._score = self.inner.begin({"do": "score", "rows": rows})
+            self._look_for_score(SCORE_S)
+        return self._scored
+
+    @property
+    def scoring(self) -> bool:
+        """Whether SGLang still has had no room for what `logprobs` was asked for last."""
+        if self._score is not None:
+            with self._surviving():
+                self._look_for_score(0.0)
+        return self._score is not None
+
+    def late_logprobs(self) -> Sequence[Sequence[float]] | None:
+        """What was found then; None if there was no room for long, or SGLang died."""
+        return self._scored
+
+    def _look_for_score(self, wait_s: float) -> None:
+        assert self._score is not None, "it was asked for"
+        answer = self.inner.answer(self._score, wait_s)
+        if answer is not None:
+            self._score, self._scored = None, answer["logprobs"]
+
+    def _give_up_score(self) -> None:
+        """What it finds is of other weights."""
+        if self._score is not None:
+            self.inner.forget(self._score)
+        self._score = self._scored = None
 
     def _can_release(self, spec: EngineSpec) -> bool:
         releases = memory_saver(spec.device)
@@ -130,6 +160,7 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
             self.inner.send({"do": "abort", "rids": names})
 
     def _load(self, version: Version) -> None:
+        self._give_up_score()
         described = self.staged.described(self.inner.process.pid, self.staged.descriptor)
         self.inner.ask({"do": "load", "version": list(version), "staged": described})
 
@@ -158,6 +189,7 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
             log.warning("%s", gone)
             log.warning("restarting SGLang; %d running samples will continue then", len(self.samples.running))
             self.inner.close()
+            self._score = None
             self.samples.put_back(begun=True)
             # With another seed, or it would draw the same random numbers again.
             start, args = self.inner.start, self.inner.start.args

@@ -85,6 +85,9 @@ class EngineProcess:
         self._pending: list[Message] = []
         self._closed = False
         self._asked = 0
+        self._awaited: dict[int, str] = {}
+        """What requests without an answer are to do."""
+        self._answers: dict[int, Message] = {}
         self._said: deque[str] = deque(maxlen=TAIL_LINES)
         self._line, theirs = socket.socketpair()
         title = getproctitle()
@@ -125,7 +128,10 @@ class EngineProcess:
             raise self._failure() from error
 
     def receive(self, wait_s: float) -> list[Message]:
-        """The messages that have arrived; waits up to `wait_s` for one. Raises EngineGone if the process has ended."""
+        """The messages that have arrived, but for answers; waits up to `wait_s` for one.
+
+        Raises EngineGone if the process has ended.
+        """
         if not self._pending:
             self._read(wait_s)
         messages, self._pending = self._pending, []
@@ -137,21 +143,37 @@ class EngineProcess:
         Raises EngineGone if the process has ended or takes longer than ASK_S, WorkerFailed if it fails, and whatever
         `start.go_on` raises.
         """
+        number = self.begin(message)
+        answer = self.answer(number, ASK_S)
+        if answer is None:
+            raise self._failure(f"did not {message['do']} within {ASK_S:.0f} s")
+        return answer
+
+    def begin(self, message: Message) -> int:
+        """Send a request; returns the number by which to look for its `answer`."""
         self._asked += 1
+        self._awaited[self._asked] = str(message["do"])
         self.send({**message, "ask": self._asked})
-        deadline = time.monotonic() + ASK_S
-        while True:
-            for place, answer in enumerate(self._pending):
-                if answer.get("done") == self._asked:
-                    del self._pending[place]
-                    return answer
-                if answer.get("failed") == self._asked:
-                    raise WorkerFailed(self._with_output(f"failed to {message['do']}: {answer['text']}"))
+        return self._asked
+
+    def answer(self, number: int, wait_s: float) -> Message | None:
+        """The answer to a request, for which it waits so long; None: there is none yet. Raises what `ask` raises."""
+        deadline = time.monotonic() + wait_s
+        while number not in self._answers:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise self._failure(f"did not {message['do']} within {ASK_S:.0f} s")
+                return None
             self._read(min(left, SLICE_S))
             self.start.go_on()
+        answer, what = self._answers.pop(number), self._awaited.pop(number)
+        if "failed" in answer:
+            raise WorkerFailed(self._with_output(f"failed to {what}: {answer['text']}"))
+        return answer
+
+    def forget(self, number: int) -> None:
+        """Nobody waits for this answer any more."""
+        self._awaited.pop(number, None)
+        self._answers.pop(number, None)
 
     def close(self) -> None:
         """Kill the process, and with it all of SGLang's."""
@@ -192,7 +214,12 @@ class EngineProcess:
             raise self._failure() from error
         if not data:
             raise self._failure()
-        self._pending += self._frames.feed(data)
+        for message in self._frames.feed(data):
+            number = message.get("done", message.get("failed"))
+            if number is None:
+                self._pending.append(message)
+            elif number in self._awaited:
+                self._answers[number] = message
 
     def _failure(self, what: str | None = None) -> EngineGone:
         """The error to raise; `what` happened, or None to find out."""

@@ -22,8 +22,9 @@ from distflow.workers.engines.sglang_updates import CallRefused, GroupUpdates, M
 from distflow.workers.engines.sglang_wire import Frames, Message, frame
 
 _CHUNK = 1 << 20
-SCORE_S = 20.0
-"""Limit for scoring given tokens: running samples may fill the memory until one of them ends."""
+SCORE_S = 60.0
+"""Limit for scoring given tokens, for which the worker does not wait: running samples may fill the memory until one of
+them ends."""
 IDLE_S = 60.0
 """Limit for aborted samples to end, before memory is released."""
 
