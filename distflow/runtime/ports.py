@@ -234,9 +234,8 @@ def receives(base: Base) -> InboundRows | None:
     if not edges:
         return None
     step_bytes = rows_bytes(plan.recipe, plan.edges, edges[0], plan.response_tokens)
-    memory = setting.me.sample_memory_mb * MIB
     home = next(iter(base.standing.gradients.values()))
-    rank = home.index(base.name)
+    memory, rank = setting.me.sample_memory_mb * MIB, home.index(base.name)
     return InboundRows(edges[0], setting.owners, setting.start, base.node, memory, step_bytes, rank)
 
 
@@ -251,10 +250,10 @@ def publishes(base: Base, held: HeldModels, inboxes: Mapping[str, WeightInbox]) 
         if model in base.links:
             publishers[model], announce[model] = base.links[model], inboxes[model].announce
         elif model in base.standing.publishes:
-            announcer = Announcer(setting, model, base.hosts, node)
+            announcer = Announcer(setting, model, base.hosts, node, base.shards.get(model))
             publishers[model], announce[model] = announcer, announcer.announce
     canaries = {model: build_canaries(setting, model) for model in models}
-    return Publishing(models, held.models, publishers, announce, canaries, base.metrics, base.shards, node.work_done)
+    return Publishing(models, held.models, publishers, announce, canaries, base.metrics, node.work_done, base.shards)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ class Announcer:
     `announce` is called under the worker's lock.
     """
 
-    def __init__(self, setting: Setting, model: str, hosts: Hosts, node: Node) -> None:
+    def __init__(self, setting: Setting, model: str, hosts: Hosts, node: Node, parts: ShardLink | None = None) -> None:
+        self._parts = parts
         self._name = str(setting.me.name)
         self._model = model
         edges = [edge for edge in setting.plan.edges if edge.kind == "weights" and edge.model == model]
@@ -106,7 +107,7 @@ class Announcer:
         checksums for this host, digests for others."""
         self._newest = manifest
         near, far = self._readers()
-        if near or self._clients:
+        if near or self._clients or self._parts is not None:
             self._offer_near(manifest)
         if far:
             self._offer(manifest)
@@ -169,6 +170,8 @@ class Announcer:
             self._summed = summed
             self._tell(self._readers()[0], summed)
             self._answer_clients(summed)
+            if self._parts is not None:
+                self._parts.announce(summed)
 
     def _offer(self, manifest: Manifest) -> None:
         if self._server is not None:
@@ -226,8 +229,8 @@ class Publishing:
         announce: Mapping[str, Callable[[Manifest], None]],
         canaries: Mapping[str, Canaries],
         metrics: MetricStore,
-        shards: ShardLinks,
         work_done: Callable[[], None],
+        shards: ShardLinks,
     ) -> None:
         self.models = tuple(models)
         self._shards = shards
@@ -257,8 +260,6 @@ class Publishing:
         """Announce what `make` has returned. Called under the worker's lock."""
         if manifest is not None:
             self._announce[manifest.model](manifest)
-            if manifest.model in self._shards:
-                self._shards[manifest.model].announce(manifest)
 
     def serve_clients(self, node: Node) -> None:
         """Tell clients outside the run which models are published here, and give them the versions of these."""

@@ -218,7 +218,7 @@ class World:
         publishers = {"policy": self.link} if publishes else {}
         announce = {"policy": self._announce}
         backends = {"policy": self.backend}
-        about = (self.metrics, {}, self.node.work_done)
+        about = (self.metrics, self.node.work_done, {})
         return Publishing(["policy"], backends, publishers, announce, canaries or {}, *about)
 
     def _announce(self, manifest: Manifest) -> None:
