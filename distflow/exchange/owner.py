@@ -76,9 +76,7 @@ class OwnerCore:
         self.exhausted: RefillsExhausted | None = None
         self.progress_count = 0
         """Increases with every accepted result and every report of new tokens: the progress that waits look at."""
-        self.lapsed: list[
-            tuple[str, int]
-        ] = []  # Workers that lost leases by silence, and how many; the caller empties it.
+        self.lapsed: list[tuple[str, int]] = []  # Who lost leases by silence, and how many; the caller empties it.
         self.settings = settings
         self.reading: Callable[[], bool] = bool  # Whether prompts that may be leased are still being read.
         self.held_up: Callable[[], str] = str  # Who has to read samples before anything may be leased; "": nobody.

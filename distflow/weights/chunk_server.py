@@ -6,7 +6,6 @@ straight from the segment where chunks are not encrypted. A slow reader delays n
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import socket
@@ -14,8 +13,6 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from mmap import ACCESS_READ, mmap
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,9 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from distflow.errors import ProtocolError
 from distflow.log import logger
-from distflow.weights.chunk_plan import ChunkDealer
-from distflow.weights.manifest import CHUNK_BYTES, Manifest
-from distflow.weights.shm import HEADER, HEADER_BYTES
+from distflow.weights.held_version import HeldVersion
 from distflow.weights.swarm import (
     FRAME,
     LENGTH,
@@ -42,7 +37,7 @@ from distflow.weights.swarm import (
     read_opening,
     seal_nonce,
 )
-from distflow.weights.swarm_socket import Refused, address_of, listen, receive_for, take, welcome
+from distflow.weights.swarm_socket import Refused, address_of, hang_up, listen, receive_for, take, welcome
 
 CLOSE_S = 5.0
 ACCEPT_PAUSE_S = 0.5
@@ -54,50 +49,6 @@ MOST_HELD = 8
 """Versions that are served at a time; who holds deltas between them forgets these itself."""
 
 log = logger(__name__)
-
-
-class HeldVersion:
-    """One version, or a delta, in a segment at `path`: all of it, or what a reader here has fetched so far.
-
-    `dealer` is the publisher's. Once it is whole, the header of the segment says whether it is still there.
-    """
-
-    def __init__(self, manifest: Manifest, path: Path, dealer: ChunkDealer | None = None) -> None:
-        self.manifest = manifest
-        self.dealer = dealer
-        self.order: list[int] = []
-        """The chunks that have been fetched, in the order in which they came."""
-        self.whole = dealer is not None
-        self._got: set[int] = set()
-        # Closed with the last reference: a thread may be sending from it.
-        self.file = path.open("rb", buffering=0)
-        self.memory = mmap(self.file.fileno(), HEADER_BYTES + manifest.size, access=ACCESS_READ)
-
-    def add(self, chunk: int) -> None:
-        """A chunk has arrived and is right."""
-        self._got.add(chunk)
-        self.order.append(chunk)
-
-    def has(self, chunk: int) -> bool:
-        """Whether this chunk is there."""
-        if self.whole:
-            return chunk < self.manifest.chunks and self.intact
-        return chunk in self._got
-
-    @property
-    def intact(self) -> bool:
-        """Whether the segment holds the whole version."""
-        return bool(HEADER.unpack_from(self.memory, 0) == tuple(self.manifest.version))
-
-    def span(self, chunk: int) -> tuple[int, int]:
-        """Offset in the segment, and bytes."""
-        start = chunk * CHUNK_BYTES
-        return HEADER_BYTES + start, min(CHUNK_BYTES, self.manifest.size - start)
-
-    def bytes_of(self, chunk: int) -> memoryview:
-        """A chunk, in place."""
-        start, size = self.span(chunk)
-        return memoryview(self.memory)[start : start + size]
 
 
 @dataclass(slots=True)
@@ -402,9 +353,3 @@ class _Connection:
     def _frame(self, says: Says, ask: ChunkAsk | None, chunk: int = 0, payload: bytes = b"") -> None:
         content = Content(0, 0) if ask is None else ask.content
         self._link.sendall(FRAME.pack(says, len(payload), *content, chunk) + payload)
-
-
-def hang_up(link: socket.socket) -> None:
-    """End a connection, or listening, also for threads that wait for it."""
-    with contextlib.suppress(OSError):
-        link.shutdown(socket.SHUT_RDWR)

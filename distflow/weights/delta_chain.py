@@ -8,8 +8,9 @@ from pathlib import Path
 
 from distflow.flow.sizes import CHAINED
 from distflow.weights.chunk_plan import ChunkDealer
-from distflow.weights.chunk_server import ChunkServer, HeldVersion
+from distflow.weights.chunk_server import ChunkServer
 from distflow.weights.delta import encode
+from distflow.weights.held_version import HeldVersion
 from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
 from distflow.weights.shm import HEADER, HEADER_BYTES
 

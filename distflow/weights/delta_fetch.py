@@ -11,9 +11,10 @@ import numpy as np
 from distflow.errors import ProtocolError
 from distflow.log import logger
 from distflow.types import Version
-from distflow.weights.chunk_server import ChunkServer, HeldVersion
+from distflow.weights.chunk_server import ChunkServer
 from distflow.weights.delta import apply_part, parts_of
 from distflow.weights.delta_chain import DeltaMemory
+from distflow.weights.held_version import HeldVersion
 from distflow.weights.manifest import CHUNK_BYTES, HASHING_THREADS, Manifest, digest
 from distflow.weights.swarm_client import FetchRules, SwarmClient
 

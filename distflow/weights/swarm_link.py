@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from distflow.errors import ProtocolError
 from distflow.log import logger
-from distflow.weights.chunk_server import hang_up
 from distflow.weights.manifest import CHUNK_BYTES, digest
 from distflow.weights.swarm import (
     FRAME,
@@ -30,7 +29,7 @@ from distflow.weights.swarm import (
     read_peers,
     seal_nonce,
 )
-from distflow.weights.swarm_socket import connect, receive_for
+from distflow.weights.swarm_socket import connect, hang_up, receive_for
 
 STEP_S = 0.5
 """How often a waiting thread notes that nothing comes."""

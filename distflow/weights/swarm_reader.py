@@ -14,8 +14,9 @@ from typing import Any
 
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
-from distflow.weights.chunk_server import ChunkServer, HeldVersion, ServerTraffic
+from distflow.weights.chunk_server import ChunkServer, ServerTraffic
 from distflow.weights.delta_fetch import DeltaFetch, make
+from distflow.weights.held_version import HeldVersion
 from distflow.weights.host_segments import HostSegments, SharedSegment
 from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, intact_chunks
 from distflow.weights.rounding import restored

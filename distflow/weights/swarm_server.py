@@ -16,8 +16,9 @@ from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.log import logger
 from distflow.weights.announcing import Announcing
 from distflow.weights.chunk_plan import ChunkDealer
-from distflow.weights.chunk_server import ChunkServer, HeldVersion, ServerTraffic
+from distflow.weights.chunk_server import ChunkServer, ServerTraffic
 from distflow.weights.delta_chain import DeltaChain
+from distflow.weights.held_version import HeldVersion
 from distflow.weights.manifest import Manifest, digests
 from distflow.weights.rounded_publisher import RoundedPublisher
 from distflow.weights.shm import AnnouncedSegment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import struct
@@ -116,3 +117,9 @@ def welcome(link: socket.socket, known: Mapping[bytes, Secret]) -> tuple[Secret,
         raise Refused("the reader does not know the token")
     link.sendall(secret.proof("holder", nonces))
     return secret, nonces
+
+
+def hang_up(link: socket.socket) -> None:
+    """End a connection, or listening, also for threads that wait for it."""
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)

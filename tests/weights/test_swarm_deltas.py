@@ -12,8 +12,8 @@ from msgspec import structs
 from distflow.errors import Overtaken, ProtocolError
 from distflow.flow.sizes import PUBLISHED
 from distflow.types import Version
-from distflow.weights.chunk_server import HeldVersion
 from distflow.weights.delta_chain import DeltaMemory
+from distflow.weights.held_version import HeldVersion
 from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
 from distflow.weights.rounding import Rounding
 from distflow.weights.shm import HEADER_BYTES, ShmReader
