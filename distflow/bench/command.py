@@ -14,7 +14,10 @@ from distflow.bench.turns import Measurement
 
 REPETITIONS = 5
 OPTION_PEERS = click.option(
-    "--peers", metavar="PYTHON", help="Python that has the other systems [.venv-peers/bin/python]"
+    "--peers",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="PYTHON",
+    help="Python that has the other systems [.venv-peers/bin/python]",
 )
 
 

@@ -30,7 +30,7 @@ class AttachedRun:
     """A run, or the one in a folder, which may be a copy of its run.json and key on another machine. For any thread."""
 
     def __init__(self, run: HasPath | str | os.PathLike[str]) -> None:
-        self._path = Path(run) if isinstance(run, str | os.PathLike) else run.path
+        self._path = _folder_of(run)
         self._looked_at = 0.0
         self.record = read_record(self._path)
 
@@ -82,3 +82,11 @@ class AttachedRun:
     def _state_by_agents(self, record: RunRecord) -> str:
         answer = ask_any_agent(record, "status", {}, ANSWER_S) if record.hosts else None
         return "" if answer is None else str(answer["state"])
+
+
+def _folder_of(run: HasPath | str | os.PathLike[str]) -> Path:
+    if isinstance(run, str | os.PathLike):
+        return Path(run)
+    if not isinstance(getattr(run, "path", None), Path):
+        raise UserError(f"run: expected a run's folder, or what distflow.launch or load_run returned, got {run!r}")
+    return run.path

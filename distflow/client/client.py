@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 from msgspec import structs
 
+from distflow.client.arguments import check_request, check_seconds
 from distflow.client.attached_run import CHECK_EVERY_S, AttachedRun, HasPath
 from distflow.client.feeding import FeedCall, Feeding
 from distflow.client.reading import REPEAT_S, AnswerBody, ConsumerReading, OwnerAnswer, Part
@@ -58,6 +59,7 @@ class Client:
     """
 
     def __init__(self, run: HasPath | str | os.PathLike[str], *, timeout_s: float = 60.0) -> None:
+        check_seconds("timeout_s", timeout_s)
         self._name = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._readings: dict[str, ConsumerReading] = {}
@@ -104,12 +106,13 @@ class Client:
         TimeoutError after `timeout` seconds, WorkerFailed if the run has failed, and NoProgressError if nothing of it
         answers.
         """
+        check_request(fields, consumer, rows, tokens, timeout)
         reading = self._reading(consumer, fields, lossless=lossless)
         with self._changed:
             self._check_unused(consumer)
             self._using.add(consumer)
             try:
-                reading.want(max(0, rows), max(0, tokens))
+                reading.want(rows, tokens)
                 self._ask()
                 none: list[Part] = []
                 parts = self._until(lambda: self._taken(reading), f"samples for consumer {consumer!r}", timeout, none)
@@ -152,6 +155,7 @@ class Client:
 
     def close(self) -> None:
         """Leave: what was claimed and not acknowledged goes to others."""
+        self._on_fault(UserError("this client is closed — make another one"))
         for owner in self._owners:
             self._wire.send(owner, LEAVE, msgspec.to_builtins(From(self._name)))
         self._wire.close()
@@ -233,8 +237,6 @@ class Client:
             )
 
     def _reading(self, consumer: str, fields: Sequence[str], *, lossless: bool) -> ConsumerReading:
-        if isinstance(fields, str) or not fields:
-            raise UserError(f"fields: expected a list of names such as ['prompt_text', 'reward'], got {fields!r}")
         with self._changed:
             known = self._readings.get(consumer)
             if known is None:
@@ -244,7 +246,7 @@ class Client:
         if (known.fields, known.lossless) != (tuple(fields), lossless):
             raise UserError(
                 f"consumer {consumer!r} reads {list(known.fields)}, lossless={known.lossless}: it cannot change — use "
-                "another name, or forget it first"
+                "another Client, another name, or forget it first"
             )
         return known
 
@@ -386,7 +388,7 @@ class Client:
 
     def _on_fault(self, error: Exception) -> None:
         with self._changed:
-            self._fault = error if isinstance(error, ProtocolError) else _broken(error)
+            self._fault = error if isinstance(error, ProtocolError | UserError) else _broken(error)
             self._changed.notify_all()
 
 

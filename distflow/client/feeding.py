@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from distflow.client.arguments import check_seconds
 from distflow.comm.message import Buffer
 from distflow.errors import UserError
 from distflow.exchange.prompt_feed import END, FEED, MOST_BYTES, MOST_ROWS, Ended, Fed
@@ -65,6 +66,9 @@ class Feeding:
 
     def put(self, rows: Iterable[Mapping[str, Any]], timeout: float | None) -> int:
         """See `Client.put_prompts`."""
+        check_seconds("timeout", timeout)
+        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+            raise UserError(f"put_prompts: expected a list of rows, got a {type(rows).__name__}")
         lines = [_line(index, row) for index, row in enumerate(rows)]
         size = sum(map(len, lines)) + len(lines)
         if len(lines) > MOST_ROWS or size > MOST_BYTES:
@@ -103,8 +107,9 @@ class Feeding:
 
 
 def _line(index: int, row: Mapping[str, Any]) -> bytes:
-    if not isinstance(row, Mapping):
-        raise UserError(f"put_prompts: row {index} is a {type(row).__name__}; expected a mapping with a prompt")
+    if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+        told = "has names that are no text" if isinstance(row, Mapping) else f"is a {type(row).__name__}"
+        raise UserError(f"put_prompts: row {index} {told}; expected a mapping such as {{'prompt': 'two and two'}}")
     try:
         return json.dumps(dict(row), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:

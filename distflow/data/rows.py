@@ -45,7 +45,8 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     if isinstance(prompt, str):
         return PromptText(prompt, task, (), _tools(task))
     if not _is_chat(prompt):
-        raise UserError(f"the prompt is {str(prompt)[:60]!r}; expected text, or a list of chat messages")
+        found = f"{str(prompt)[:60]!r}, a {type(prompt).__name__}"
+        raise UserError(f"the prompt is {found}; expected text, or a list of chat messages")
     messages = _messages(prompt)
     reply = messages.pop() if messages[-1]["role"] == "assistant" else None
     if reply is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -278,3 +280,37 @@ def test_off_the_host_the_key_of_the_run_is_needed(tmp_path: Path, closing: Exit
     write_keys(copy / "keys" / "run.key", make_keys())
     with pytest.raises(ProtocolError, match="refused the connection"):
         Client(copy, timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rows": 4.0}, "rows: expected a whole number, 0 for any number, got 4.0"),
+        ({"tokens": -4}, "tokens: expected a whole number, 0 for any number, got -4"),
+        ({"consumer": ""}, "consumer: expected a name of 1 to 64 characters, got ''"),
+        ({"consumer": "x" * 65}, "consumer: expected a name of 1 to 64 characters"),
+        ({"fields": "reward"}, "fields: expected a list of names such as"),
+        ({"fields": [1]}, "fields: expected a list of names such as"),
+        ({"timeout": "1"}, "timeout: expected a number of seconds, got '1'"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_at_once(
+    tmp_path: Path, open_shop: Callable[..., Shop], given: dict[str, Any], said: str
+) -> None:
+    open_shop()
+    with Client(tmp_path) as client, pytest.raises(UserError, match=re.escape(said)):
+        client.get(**{"fields": list(FIELDS), "consumer": "all", **given})
+
+
+def test_a_closed_client_says_so(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
+    open_shop()
+    client = Client(tmp_path)
+    client.close()
+    client.close()
+    with pytest.raises(UserError, match="this client is closed"):
+        client.get(list(FIELDS), consumer="all")
+
+
+def test_what_is_no_run_is_refused() -> None:
+    with pytest.raises(UserError, match="run: expected a run's folder, .*, got None"):
+        Client(None)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def test_after_the_end_the_client_puts_no_more() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([{"prompt": 1}, "text"], "row 1 is a str; expected a mapping with a prompt"),
+        ([{"prompt": 1}, "text"], "row 1 is a str; expected a mapping such as"),
         ([{"prompt": {1, 2}}], "row 0 is no JSON: Object of type set"),
         ([{"prompt": float("nan")}], "row 0 is no JSON: Out of range float"),
         ([{"prompt": 1}] * (MOST_ROWS + 1), f"at most {MOST_ROWS} rows .* put them in several calls"),

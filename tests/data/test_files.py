@@ -304,7 +304,7 @@ def test_conversations(tmp_path: Path, chat: Callable[[str], PretrainedTokenizer
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": []}, r"p\.jsonl:1\): the prompt is '\[\]'; expected text, or a list of chat messages"),
+        ({"prompt": []}, r"p\.jsonl:1\): the prompt is '\[\]', a list; expected text, or a list of chat messages"),
         ({"prompt": ["x"]}, r"message 0 is 'x'; expected \{role: user, content: …\}"),
         ({"prompt": [{"role": "user", "content": 3}]}, r"message 0 has content that is no text: '3'"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, r"message 0 has content that is no text"),
