@@ -16,12 +16,17 @@ def check_request(fields: Sequence[str], consumer: str, rows: int, tokens: int, 
     listed = isinstance(fields, Sequence) and not isinstance(fields, str | bytes) and len(fields) > 0
     if not (listed and all(isinstance(name, str) and name for name in fields)):
         raise UserError(f"fields: expected a list of names such as ['prompt_text', 'reward'], got {fields!r}")
-    if not (isinstance(consumer, str) and 0 < len(consumer) <= MOST_CHARACTERS):
-        raise UserError(f"consumer: expected a name of 1 to {MOST_CHARACTERS} characters, got {consumer!r}")
+    check_consumer(consumer)
     for what, value in (("rows", rows), ("tokens", tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise UserError(f"{what}: expected a whole number, 0 for any number, got {value!r}")
     check_seconds("timeout", timeout)
+
+
+def check_consumer(name: str) -> None:
+    """Raise UserError unless this can be the name of a consumer."""
+    if not (isinstance(name, str) and 0 < len(name) <= MOST_CHARACTERS):
+        raise UserError(f"consumer: expected a name of 1 to {MOST_CHARACTERS} characters, got {str(name)[:80]!r}")
 
 
 def check_seconds(what: str, value: float | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 from msgspec import structs
 
-from distflow.client.arguments import check_request, check_seconds
+from distflow.client.arguments import check_consumer, check_request, check_seconds
 from distflow.client.attached_run import CHECK_EVERY_S, AttachedRun, HasPath
 from distflow.client.feeding import FeedCall, Feeding
 from distflow.client.reading import REPEAT_S, AnswerBody, ConsumerReading, OwnerAnswer, Part
@@ -147,6 +147,7 @@ class Client:
 
     def forget(self, consumer: str) -> None:
         """Close a consumer for all its clients: the run keeps nothing for it any longer."""
+        check_consumer(consumer)
         with self._changed:
             self._check_unused(consumer)
             self._readings.pop(consumer, None)

@@ -302,9 +302,11 @@ def test_what_cannot_be_asked_for_is_refused_at_once(
         client.get(**{"fields": list(FIELDS), "consumer": "all", **given})
 
 
-def test_a_closed_client_says_so(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
+def test_what_is_no_name_and_a_closed_client_are_refused(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
     open_shop()
     client = Client(tmp_path)
+    with pytest.raises(UserError, match="consumer: expected a name of 1 to 64 characters, got '5'"):
+        client.forget(5)  # type: ignore[arg-type]
     client.close()
     client.close()
     with pytest.raises(UserError, match="this client is closed"):
