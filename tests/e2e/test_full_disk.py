@@ -46,7 +46,9 @@ def test_a_run_begins_though_its_disk_fills_up_before_its_workers_have_begun(tmp
     with SmallDisk(tmp_path / "disk", size_kb=48 << 10) as disk:
         run = Run(disk.folder, f"early-{os.getpid()}", ["quickstart", "run.training_steps=100", *PACED])
         try:
-            run.until(lambda: run.pids_of("nursery/0"), "the fork server")
+            # `status` finds the run by its record, in which the agent notes what it has started.
+            record = run.folder / "run.json"
+            run.until(lambda: record.exists() and "nursery/0" in run.record()["pids"], "the fork server")
             disk.fill()
             run.until(lambda: run.version() >= 2, "training on a full disk")
             disk.free()
