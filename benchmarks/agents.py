@@ -1,15 +1,21 @@
-"""What a turn of a host agent's loop costs, by workers and hosts. No process, no socket: the agent's own code alone.
+"""What a host agent costs, by workers and hosts. No process, no socket: the agent's own code alone.
 
     python -m benchmarks.agents [--workers 16 128 1000 4000] [--rounds 9]
+    python -m benchmarks.agents --mesh 16 128 1024 4096 [--seconds 5]
 
-Eight workers a host. *quiet*: nothing new was heard; *news*: another host's report has changed, so `run.json` is
-composed and written; *beat*: the regular beat to all other agents, encoded; *hear*: the beats of all others, decoded,
-which come once a second. Medians of CPU time, in milliseconds.
+First, turns of the agent's loop, with eight workers a host. *quiet*: nothing new was heard; *news*: another host's
+report has changed, so `run.json` is composed and written. Medians of CPU time, in milliseconds.
+
+With `--mesh`, what the agents tell each other: all agents of a mesh in one process, in virtual time, with messages
+encoded and decoded. Of each agent and second, once all know all: messages sent, bytes sent, and CPU time of what it
+sends and hears (that of the simulated network is in it). Then one agent dies while another has something to report:
+after how many seconds everybody knows.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
@@ -21,18 +27,22 @@ from unittest import mock
 
 from msgspec import structs
 
+from distflow.comm.beats import BEAT, BEAT_S
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.message import decode, encode
+from distflow.comm.roll_call import RollCall
 from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent import record_writer
 from distflow.launch.agent.agent import Agent
-from distflow.launch.cluster.gossip import BEAT, BEAT_S
 from distflow.launch.cluster.host_report import HostedWorker, HostReport, to_wire
 from distflow.launch.run.folder import claim
 from distflow.launch.run.process_table import process_id
 from distflow.launch.run.record import HostEntry, ProcessId, RunRecord, WorkerEntry, agent_name, nursery_name
+from tests.launch.meshes import Mesh
 
 WORKERS_A_HOST = 8
+KNOWN_WITHIN_S = 15.0
+STEP_S = 0.1
 
 
 class Wire:
@@ -105,7 +115,7 @@ def make(record: RunRecord) -> Agent:
     now = time.monotonic()
     agent._peers.mesh.tick(now)
     for host in agent._peers.mesh.others:
-        agent._peers.hear(beat(record, host, report(record, host)))
+        agent._peers.hear(beat(record, host, report(record, host)), now)
     turn(agent)
     return agent
 
@@ -139,7 +149,7 @@ def measure(workers: int, rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         record = world(workers, Path(folder))
         agent = make(record)
-        mesh, one = agent._peers.mesh, report(record, 1)
+        one = report(record, 1)
         changed = [
             beat(
                 record,
@@ -148,32 +158,54 @@ def measure(workers: int, rounds: int) -> dict[str, float]:
             )
             for n in range(rounds)
         ]
-        beats = [beat(record, host) for host in mesh.others]
 
         def news(number: int) -> None:
-            agent._peers.hear(changed[number])
+            agent._peers.hear(changed[number], time.monotonic())
             turn(agent)
 
-        def regular(number: int) -> None:
-            # The last one may have been a moment ago.
-            agent._peers._send(mesh.tick(time.monotonic() + (number + 1) * BEAT_S))
-
-        def hear(number: int) -> None:
-            for message in beats:
-                agent._peers.hear(message)
-
-        # In turns of the loop the regular beat is due once a second: measured for itself.
+        # What agents tell each other is measured for itself.
         with mock.patch.object(agent._peers, "tick", return_value=None):
             quiet, fresh = median_ms(rounds, lambda number: turn(agent)), median_ms(rounds, news)
-        return {"quiet": quiet, "news": fresh, "beat": median_ms(rounds, regular), "hear": median_ms(rounds, hear)}
+        return {"quiet": quiet, "news": fresh}
+
+
+def measure_mesh(hosts: int, seconds: int) -> str:
+    """A line about a mesh of so many hosts."""
+    mesh = Mesh(hosts)
+    mesh.everybody_knows_everything()
+    # Long enough for two rolls to be called.
+    mesh.run(2 * RollCall.length_s(hosts))
+    mesh.messages = mesh.bytes = 0
+    begin = time.process_time()
+    mesh.run(float(seconds))
+    cpu, each = time.process_time() - begin, hosts * seconds
+    cost = f"{mesh.messages / each:.1f} messages, {mesh.bytes / each:.0f} bytes, {1e3 * cpu / each:.2f} ms CPU"
+    died_at, dead = mesh.now, hosts // 2
+    del mesh.agents[dead]
+    mesh.publish(1, reason="a worker was killed")
+    told_s, silent_s = math.nan, math.nan
+    while math.isnan(told_s + silent_s) and mesh.now < died_at + KNOWN_WITHIN_S:
+        mesh.run(STEP_S)
+        agents, after = mesh.agents.values(), mesh.now - died_at
+        if math.isnan(told_s) and all(agent.reports[1].reason for agent in agents):
+            told_s = after
+        if math.isnan(silent_s) and all(agent.unheard_s(dead) >= 2 * BEAT_S for agent in agents):
+            silent_s = after
+    return f"{hosts} hosts, each agent and second: {cost}; report known after {told_s:.1f} s, silence {silent_s:.1f} s"
 
 
 def main() -> None:
-    """A line for each number of workers."""
+    """A line for each number of workers, or of hosts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 128, 1000, 4000])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--mesh", type=int, nargs="+", default=[], help="hosts: what agents tell each other instead")
+    parser.add_argument("--seconds", type=int, default=5, help="of virtual time that are measured")
     chosen = parser.parse_args()
+    for hosts in chosen.mesh:
+        print(measure_mesh(hosts, chosen.seconds), flush=True)
+    if chosen.mesh:
+        return
     with mock.patch.object(record_writer, "Endpoint", Wire), mock.patch.object(agent_module, "WorkerGroup", Quiet):
         for workers in chosen.workers:
             found = measure(workers, chosen.rounds)

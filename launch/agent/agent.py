@@ -29,11 +29,13 @@ from typing import Any
 from msgspec import structs
 
 from distflow.comm.addresses import ensure_socket_dir
+from distflow.comm.beats import BEAT
 from distflow.comm.message import Message
 from distflow.comm.processes import name_process
 from distflow.data.decoding import Form, read
 from distflow.errors import DistflowError, UserError
-from distflow.launch.agent.peer_agents import ExitBarrier, OrphanedWorkers, PeerAgents, reach
+from distflow.launch.agent.exit_barrier import ExitBarrier
+from distflow.launch.agent.peer_agents import OrphanedWorkers, PeerAgents, reach
 from distflow.launch.agent.pool_recovery import PoolRecovery
 from distflow.launch.agent.record_writer import Journal, RecordWriter, Succession, make_endpoint, read_journal
 from distflow.launch.agent.restart_policy import RestartPolicy
@@ -41,7 +43,6 @@ from distflow.launch.agent.scaling import Scaling
 from distflow.launch.agent.start import RestartLimit, lock_host
 from distflow.launch.agent.worker_group import ENTRY, WorkerGroup, note_checkpointed
 from distflow.launch.cluster import cluster_view
-from distflow.launch.cluster.gossip import BEAT
 from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.run.exit_status import STOPPED, Outcome, explain, finish, log_file, read_exits
@@ -103,7 +104,7 @@ class Agent:
             "hosts.release": lambda message: self._scaling.release(),
             "hosts.reach": lambda message: reach(message, self._endpoint.reply),
             "here": lambda message: self._peers.here(message),
-            BEAT: lambda message: self._peers.hear(message),
+            BEAT: lambda message: self._peers.hear(message, time.monotonic()),
             "mesh.begin": lambda message: self._peers.begin(message.body),
             "files.list": lambda message: self._files.list(message.body),
             "files.read": lambda message: self._files.read(message.body),
@@ -134,10 +135,10 @@ class Agent:
         self._worker_group.begin()
         self._publish()
         while self._core.outcome is None:
-            self._listen()
-            self._conclude()
-            self._worker_group.do(self._core.tick(time.monotonic()))
-            self._publish()
+            if self._listen() or not self._peers.rest(time.monotonic(), self._core.deadline):
+                self._conclude()
+                self._worker_group.do(self._core.tick(time.monotonic()))
+                self._publish()
         return self._close(self._core.outcome)
 
     def _announce(self) -> None:
@@ -184,32 +185,36 @@ class Agent:
     def _on_leave(self, number: int, frame: object) -> None:
         self._leave = True
 
-    def _listen(self) -> None:
-        """Wait up to a second for something to happen, and handle it."""
+    def _listen(self) -> bool:
+        """Wait up to a second for something to happen, and handle it; returns False if only beats have arrived."""
         patience = min(1.0, max(0.0, self._core.deadline - time.monotonic()))
         if self._exit_barrier is not None:
             patience = 0.1
         ready, _, _ = select.select([self._wake_r, *self._worker_group.inputs], [], [], patience)
-        if self._wake_r in ready:
-            os.read(self._wake_r, 65536)
+        # A byte for each message, and the number of each signal.
+        woken = os.read(self._wake_r, 65536) if self._wake_r in ready else b""
         self._worker_group.hear()
-        self._hear_messages()
+        only_beats = self._hear_messages() and ready == [self._wake_r] and not woken.strip(b"m")
         if self._leave:
             self._leave = False
             self._stop("the launch command was told to terminate", at_once=False)
         if self._terminated > self._heard:
             self._heard = self._terminated
             self._stop("the host agent was told to terminate", at_once=self._heard > 1)
+        return not only_beats
 
-    def _hear_messages(self) -> None:
+    def _hear_messages(self) -> bool:
+        """Handle what has arrived; returns whether all of it were beats."""
+        kinds: set[str] = set()
         while True:
             try:
                 message = self._inbox.get_nowait()
             except queue.Empty:
-                return
+                return kinds <= {BEAT}
             if isinstance(message, BaseException):
                 # An agent without its endpoint is useless: the workers go on, and the next agent takes over.
                 raise message
+            kinds.add(message.kind)
             if message.kind in self._handlers:
                 self._handle(message)
             elif message.kind not in ("hello", "welcome", "beat"):

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import structs
 
 from distflow.comm.addresses import Address, worker_address
+from distflow.comm.beats import BEAT, BEAT_S, STRIDE, Beat
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
 from distflow.data.decoding import Form, read, shown
@@ -31,7 +32,7 @@ from distflow.launch.agent.remote_helper import try_all
 from distflow.launch.agent.restart_policy import Life, RestartPolicy, Tell
 from distflow.launch.cluster import cluster_view
 from distflow.launch.cluster.cluster_view import HEAD, awaited, unseen
-from distflow.launch.cluster.gossip import STRIDE, Beat, Gossip
+from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostedWorker, HostReport
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.observe.file_sync import COLLECTED, FileSync
@@ -48,6 +49,8 @@ takes. It gives up when no piece has arrived for so long, and on a single host a
 SILENT_S = 5.0
 """At the end of the run, an agent that has been silent for so long is not waited for, since it could only report its
 exit, and the workers of its host are told of the end by another agent."""
+IDLE_S = 15.0
+"""In a mesh of many an agent talks to others one after another: it keeps no connection that is not used."""
 HostName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z_:%-]{1,63}(\.[0-9a-zA-Z_:%-]{1,63})*\Z")]
 Port = Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
 
@@ -70,13 +73,20 @@ class PeerAgents:
         self._endpoint = endpoint
         self._many = bool(record.hosts)
         self._entry = record.hosts[host] if record.hosts else HostEntry("", "", gpus=record.gpus)
-        self.mesh = Gossip(HostReport(host, self._entry), set(record.numbers) - {host}, record.host_silence_s)
+        others = set(record.numbers) - {host}
+        self.mesh = Gossip(HostReport(host, self._entry), others, record.host_silence_s, secrets.randbelow)
         self.first = 0
         """The number that our reports and pulses are counted from."""
         self.begun = not self._many
         """Whether this agent may start its workers."""
         self._sharing: set[int] = set()
         self._told: set[tuple[str, int]] = set()
+        self._told_of, self._concluded = -1, (-1, 0.0)
+        """The revision of the reports whose deaths our workers have been told, and from which all else was concluded,
+        and when."""
+        self._ticked_at = 0.0
+        self._talked_at: dict[str, float] = {}
+        """By agent: when we last sent it something; its connection is closed after `IDLE_S`."""
         self._here: dict[str, tuple[int, str]] = {}
         self._rosters: dict[str, tuple[int, int]] = {}
         """By worker: its incarnation, and the number of the roster that it was sent last."""
@@ -122,15 +132,15 @@ class PeerAgents:
         self.begun = True
         return {"begun": True, "agent": self._host}
 
-    def hear(self, message: Message) -> None:
+    def hear(self, message: Message, now: float) -> None:
         """Handle a beat; one from a former launch of this run is dropped."""
         if message.incarnation != self._term:
             return
         if "from" in message.body and message.sender != f"agent/{message.body['from']}":
             raise ProtocolError(f"a beat of host {shown(message.body['from'])}, sent by {message.sender}")
-        if not self.mesh.hear(message.body):
+        if not self.mesh.hear(message.body, now):
             return
-        for host in self.mesh.others:
+        for host in {one["host"] for one in message.body["reports"]} - {self._host}:
             report = self.mesh.report(host)
             if report is not None and report.entry.agent and self._address(host) != report.entry.agent:
                 self._endpoint.learn(agent_name(host), report.entry.agent)
@@ -170,8 +180,24 @@ class PeerAgents:
         self._send(self.mesh.publish(report))
 
     def tick(self, now: float) -> None:
-        """Send the regular beat when it is due."""
+        """Send the regular beat when it is due, and answers."""
+        self._ticked_at = now
         self._send(self.mesh.tick(now))
+        for name in [name for name, at in self._talked_at.items() if now - at >= IDLE_S]:
+            del self._talked_at[name]
+            self._endpoint.disconnect(name)
+
+    def rest(self, now: float, deadline: float) -> bool:
+        """Only beats were heard: answer them if nothing else follows; returns whether that was so.
+
+        In a mesh of many they come all the time, and conclusions are drawn once a second, from news at once.
+        """
+        revision, at = self._concluded
+        if self.mesh.few or self.mesh.revision != revision or now >= min(deadline, at + BEAT_S):
+            self._concluded = self.mesh.revision, now
+            return False
+        self.tick(now)
+        return True
 
     def apart(self) -> frozenset[int]:
         """Hosts whose agents have another run folder than this one."""
@@ -179,6 +205,9 @@ class PeerAgents:
 
     def deaths(self) -> Iterator[Tell]:
         """Deaths on other hosts that our workers have not been told of; each once."""
+        if self._told_of == self.mesh.revision:
+            return
+        self._told_of = self.mesh.revision
         for host in self.mesh.others:
             report = self.mesh.report(host)
             for name, hosted in report.workers.items() if report is not None else ():
@@ -221,7 +250,8 @@ class PeerAgents:
     def _send(self, beats: list[Beat]) -> None:
         for beat in beats:
             if self._address(beat.host):
-                self._endpoint.send(agent_name(beat.host), "mesh.beat", beat.body)
+                self._talked_at[agent_name(beat.host)] = self._ticked_at
+                self._endpoint.send(agent_name(beat.host), BEAT, beat.body)
 
 
 class ExitBarrier:
@@ -312,11 +342,11 @@ class OrphanedWorkers:
 
     def tells(self, mesh: Gossip, core: RestartPolicy) -> Iterator[Tell]:
         """What they must be told now; each thing once."""
-        for name, host in _orphaned(mesh, mesh.silent()):
+        for name, host in cluster_view.orphaned(mesh, mesh.silent()):
             yield from self._deaths_for(name, mesh)
             yield from self._roster_for(name, host, mesh)
         if core.winding_up:
-            for name, _ in _orphaned(mesh, _quiet(mesh)):
+            for name, _ in cluster_view.orphaned(mesh, _quiet(mesh)):
                 if (name, core.course) not in self._stopped:
                     self._stopped.add((name, core.course))
                     yield Tell("stop", {"reason": core.reason or f"the run is {core.course}"}, name)
@@ -340,26 +370,11 @@ class OrphanedWorkers:
 
 def addresses(mesh: Gossip) -> dict[str, str]:
     """The addresses of workers on silent hosts."""
-    return {name: mesh.reports[host].workers[name].address for name, host in _orphaned(mesh, _quiet(mesh))}
+    return {name: mesh.reports[host].workers[name].address for name, host in cluster_view.orphaned(mesh, _quiet(mesh))}
 
 
 def _quiet(mesh: Gossip) -> frozenset[int]:
     return mesh.silent(SILENT_S) | mesh.silent()
-
-
-def _orphaned(mesh: Gossip, silent: frozenset[int]) -> Iterator[tuple[str, int]]:
-    first = min(host for host in (mesh.host, *mesh.others) if host not in silent)
-    if first != mesh.host:
-        return
-    for host in sorted(silent):
-        report = mesh.report(host)
-        for name, hosted in report.workers.items() if report is not None else ():
-            if _reachable(hosted):
-                yield name, host
-
-
-def _reachable(hosted: HostedWorker) -> bool:
-    return hosted.living and bool(hosted.address)
 
 
 class _Reach(Form, frozen=True):

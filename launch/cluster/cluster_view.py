@@ -84,6 +84,18 @@ def network_roster(mesh: Gossip, *, leaving_out: int) -> dict[str, str]:
     return found
 
 
+def orphaned(mesh: Gossip, silent: Collection[int]) -> Iterator[tuple[str, int]]:
+    """Workers on silent hosts, with their hosts, if this agent is the one that tells them things: the first of those
+    that are not silent."""
+    if mesh.host != min(host for host in (mesh.host, *mesh.others) if host not in silent):
+        return
+    for host in sorted(silent):
+        report = mesh.report(host)
+        for name, hosted in report.workers.items() if report is not None else ():
+            if hosted.living and hosted.address:
+                yield name, host
+
+
 def outcome(mesh: Gossip, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> Outcome:
     """How the run ended, once no worker is alive: the same on every host that has the same reports.
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from distflow.comm.addresses import Address
+from distflow.comm.beats import HostNumber
 from distflow.data.decoding import Form, Name, Whole, read
 from distflow.launch.run.record import Failure, HostEntry, ProcessId
 
 TRACEBACK_CHARACTERS = 20_000
 """How much of a failure's traceback is sent: it begins with the user's frames."""
-HostNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
 class Death(Form, frozen=True):

@@ -23,7 +23,9 @@ later; and no later pulse of it is confirmed, so it notices at t + `silence_s` t
 `margin_s` to end its workers, which takes a tick (1 s) and a SIGKILL. If it fails to (its agent is stopped, say), its
 workers still cannot train, since each gradient reduction and each COMMIT needs every member. These ages do not include
 the time in which our own agent was not running (a slow turn of its loop, SIGSTOP): it did not read what arrived then,
-and most likely no host was cut off.
+and most likely no host was cut off. Among many hosts few beats go from one to another directly (`gossip.py`): there
+rolls confirm them (`comm/roll_call.py`), and the silence of a host counts from a question on that it did not answer,
+which is later still.
 
 Example: trainer/0, 1, 2 on hosts 0, 1, 2; host 2 is cut off. After 60 s it ends trainer/2; after 75 s hosts 0 and 1 end
 theirs, and propose and vote for term 1 with trainer/0 and 1. With four on two hosts, neither side has a majority.

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from distflow.comm.beats import BEAT_S, Beat
 from distflow.errors import ProtocolError
 from distflow.launch.cluster import cluster_view
-from distflow.launch.cluster.gossip import BEAT_S, Beat, Gossip
+from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport
 from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.record import Failure, HostEntry, ProcessId
@@ -128,8 +129,8 @@ def test_whatever_an_agent_begins_to_count_from_it_is_heard_and_no_other_is_take
         else:
             world.happens(kind, host, number)
         for one, agent in world.agents.items():
-            arrived = [at for pulse, at in agent._sent.items() if (one, pulse) in world.arrived]
-            assert all(at <= max(arrived, default=0.0) for at in agent._heard_us.values()), "heard, and was not"
+            arrived = [at for pulse, at in agent._pulses.sent.items() if (one, pulse) in world.arrived]
+            assert all(at <= max(arrived, default=0.0) for at in agent._pulses.heard_us.values()), "heard, and was not"
     world.beat(4)
     for host, agent in world.agents.items():
         for peer, other in world.agents.items():

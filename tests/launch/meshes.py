@@ -1,0 +1,130 @@
+"""Agents of a mesh and the network between them, in virtual time: messages take a while, are lost, or come twice."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterable, Sequence
+
+import msgpack
+from msgspec import structs
+
+from distflow.comm.beats import STRIDE, Beat
+from distflow.comm.probes import RUMOUR_BEATS
+from distflow.launch.cluster.gossip import Gossip
+from distflow.launch.cluster.host_report import HostReport
+from distflow.launch.run.record import HostEntry
+
+SILENCE_S = 15.0
+TURN_S = 1.0
+"""An agent's loop waits for so long at most."""
+
+
+class Mesh:
+    """`loss`, `doubling`: shares of the messages. What is sent takes up to `late_s`."""
+
+    def __init__(
+        self, hosts: int, seed: int = 0, *, loss: float = 0.0, doubling: float = 0.0, late_s: float = 0.02
+    ) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.loss, self.doubling, self.late_s = loss, doubling, late_s
+        self.agents = {host: self.agent(host, range(hosts)) for host in range(hosts)}
+        self.group = dict.fromkeys(range(hosts), 0)
+        """Hosts of one group hear each other."""
+        self.cut: set[tuple[int, int]] = set()
+        """Sender and receiver."""
+        self.asleep: set[int] = set()
+        self.messages = self.bytes = 0
+        self._events: list[tuple[float, int, int, bytes]] = []
+        """When, number of the event, host, and the message that arrives; empty: a turn of the agent's loop."""
+        self._number = 0
+        self._waiting: dict[int, list[bytes]] = {}
+        """What arrived at hosts that are asleep."""
+        for host in self.agents:
+            self._plan(self.random.random(), host, b"")
+
+    def agent(self, host: int, hosts: Iterable[int]) -> Gossip:
+        """One that has just started."""
+        own = HostReport(host, HostEntry(f"node{host}", f"10.0.0.{host}", f"tcp://10.0.0.{host}:1"))
+        return Gossip(own, set(hosts) - {host}, SILENCE_S, self.random.randrange)
+
+    def everybody_knows_everything(self) -> None:
+        """Skip the first moments, in which all reports are spread."""
+        for agent in self.agents.values():
+            for other in self.agents.values():
+                if other is not agent:
+                    agent._news.take(other.own, -RUMOUR_BEATS)
+
+    def join(self, host: int, *, knows: Iterable[int]) -> None:
+        """A host is added to the run."""
+        self.agents[host] = self.agent(host, knows)
+        self.group[host] = 0
+        self._plan(self.now, host, b"")
+
+    def restart(self, host: int) -> None:
+        """The agent of a host is followed by another one, which knows what was last written down."""
+        before = self.agents[host]
+        self.agents[host] = self.agent(host, before.others)
+        self.agents[host].resume(before.own, before.own.serial + 1 + self.random.randrange(STRIDE))
+
+    def publish(self, host: int, **changes: object) -> None:
+        """A host has something new to report."""
+        agent = self.agents[host]
+        self._send(host, agent.publish(structs.replace(agent.own, **changes)))
+
+    def wake(self, host: int) -> None:
+        """An agent that was stopped goes on, and reads what arrived meanwhile."""
+        self.asleep.discard(host)
+        for body in self._waiting.pop(host, []):
+            self._arrive(host, body)
+        self._turn(host)
+
+    def run(self, seconds: float) -> None:
+        """Let time pass."""
+        until = self.now + seconds
+        while self._events and self._events[0][0] <= until:
+            self.now, _, host, body = heapq.heappop(self._events)
+            if host not in self.agents:
+                continue
+            if not body:
+                self._plan(self.now + TURN_S * (1 + 0.05 * self.random.random()), host, b"")
+                if host not in self.asleep:
+                    self._turn(host)
+            elif host in self.asleep:
+                self._waiting.setdefault(host, []).append(body)
+            else:
+                self._arrive(host, body)
+                self._turn(host)
+        self.now = until
+
+    def _arrive(self, host: int, body: bytes) -> None:
+        beat = msgpack.unpackb(body)
+        sender = beat["from"]
+        if self.group[sender] == self.group[host] and (sender, host) not in self.cut:
+            self.agents[host].hear(beat, self.now)
+
+    def _turn(self, host: int) -> None:
+        self._send(host, self.agents[host].tick(self.now))
+
+    def _send(self, host: int, beats: Sequence[Beat]) -> None:
+        for beat in beats:
+            body = msgpack.packb(dict(beat.body))
+            self.messages += 1
+            self.bytes += len(body)
+            if self.random.random() < self.loss:
+                continue
+            for _ in range(1 + (self.random.random() < self.doubling)):
+                self._plan(self.now + self.late_s * self.random.random(), beat.host, body)
+
+    def _plan(self, at: float, host: int, body: bytes) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (at, self._number, host, body))
+
+    def serials(self) -> set[tuple[tuple[int, int], ...]]:
+        """What the agents know of all reports: one element if they agree."""
+        return {
+            tuple(sorted((host, report.serial) for host, report in agent.reports.items()))
+            for host, agent in self.agents.items()
+            if host not in self.asleep
+        }

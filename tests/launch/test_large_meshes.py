@@ -1,0 +1,267 @@
+"""Meshes in which agents talk to few others: who is silent, what is known where, and who may go on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.comm import roll_call
+from distflow.comm.probes import PARTNERS
+from distflow.comm.roll_call import RollCall, bits, pack, roll_from
+from distflow.errors import ProtocolError
+from distflow.launch.cluster.gossip import FEW, Gossip
+from distflow.launch.cluster.host_report import HostReport
+from distflow.launch.run.record import HostEntry
+from tests.budget import within
+from tests.launch.meshes import SILENCE_S, Mesh
+
+KNOWN_S = 5.0
+"""Within so long all that live know of a death, and of a silence."""
+SETTLED_S = 10.0
+"""Within so long all that live have the same reports, whatever was lost before."""
+HOSTS = 20
+
+
+def settled(hosts: int = HOSTS, seed: int = 0, **network: float) -> Mesh:
+    """A mesh in which all know all."""
+    mesh = Mesh(hosts, seed, **network)
+    mesh.run(6.0)
+    assert len(mesh.serials()) == 1
+    return mesh
+
+
+def split(mesh: Mesh, part: set[int]) -> None:
+    mesh.group = {host: int(host in part) for host in mesh.group}
+
+
+def near(agent: Gossip, now: float) -> set[int]:
+    """Hosts that have confirmed a pulse of this agent lately, and itself."""
+    return {agent.host, *(host for host in agent.others if agent.unseen_s(host, now) < SILENCE_S)}
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["publish", "publish", "crash", "sleep", "wake", "restart", "join", "split", "heal", "cut"]),
+        st.integers(0, 63),
+        st.integers(0, 6),
+    ),
+    max_size=8,
+)
+
+
+def happens(mesh: Mesh, kind: str, number: int) -> None:
+    host = sorted(mesh.agents)[number % len(mesh.agents)]
+    if kind in ("split", "heal", "cut"):
+        befalls_the_network(mesh, kind, host, number)
+    elif kind == "publish" and host not in mesh.asleep:
+        mesh.publish(host, reason=str(mesh.now))
+    elif kind == "crash" and len(mesh.agents) > HOSTS - 4:
+        mesh.wake(host)
+        del mesh.agents[host]
+    elif kind == "sleep" and len(mesh.asleep) < 4:
+        mesh.asleep.add(host)
+    elif kind == "wake":
+        for sleeping in sorted(mesh.asleep):
+            mesh.wake(sleeping)
+    elif kind == "restart" and host not in mesh.asleep:
+        mesh.restart(host)
+    elif kind == "join" and len(mesh.group) < HOSTS + 4:
+        mesh.join(len(mesh.group), knows=range(len(mesh.group)))
+
+
+def befalls_the_network(mesh: Mesh, kind: str, host: int, number: int) -> None:
+    if kind == "split":
+        split(mesh, {one for one in mesh.group if (one * 7 + number) % 5 < 2})
+    elif kind == "heal":
+        mesh.group, mesh.cut = dict.fromkeys(mesh.group, 0), set()
+    elif kind == "cut":
+        mesh.cut.add((host, (host + 1 + number) % HOSTS))
+
+
+@settings(max_examples=5)
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.1]), EVENTS)
+@within(30, examples=5)
+def test_whatever_happened_in_the_end_all_have_the_same_and_only_the_dead_are_silent(
+    seed: int, loss: float, events: list[tuple[str, int, int]]
+) -> None:
+    mesh = Mesh(HOSTS, seed, loss=loss, doubling=0.1, late_s=0.3)
+    for kind, number, seconds in events:
+        happens(mesh, kind, number)
+        mesh.run(seconds)
+    for kind in ("heal", "wake"):
+        happens(mesh, kind, 0)
+    mesh.loss = 0.0
+    mesh.run(2 * SETTLED_S)
+    assert len(mesh.serials()) == 1
+    dead = set(mesh.group) - mesh.agents.keys()
+    for host, agent in mesh.agents.items():
+        assert {other for other in agent.others if agent.unheard_s(other) >= KNOWN_S} == dead
+        assert near(agent, mesh.now) == set(mesh.agents)
+        assert agent.report(host) == agent.own
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.1])
+def test_all_that_live_know_of_a_death_and_of_a_silence_within_seconds(loss: float) -> None:
+    mesh = settled(48, loss=loss, doubling=loss, late_s=0.1)
+    del mesh.agents[40]
+    mesh.publish(7, reason="a worker was killed")
+    mesh.run(KNOWN_S)
+    for agent in mesh.agents.values():
+        assert agent.report(7).reason == "a worker was killed"
+        assert 0.0 < agent.unheard_s(40) < KNOWN_S
+    mesh.run(SILENCE_S)
+    assert all(agent.silent() == {40} for agent in mesh.agents.values())
+
+
+def test_nobody_who_is_heard_is_called_silent_whatever_is_lost() -> None:
+    mesh = settled(seed=1, loss=0.15, late_s=0.3)
+    mesh.cut = {(one, one + 1) for one in range(0, HOSTS, 2)} | {(one + 2, one) for one in range(0, HOSTS, 4)}
+    for _ in range(12):
+        mesh.run(1.0)
+        for agent in mesh.agents.values():
+            assert agent.silent(KNOWN_S) == frozenset()
+            assert near(agent, mesh.now) == set(mesh.agents)
+
+
+@pytest.mark.parametrize("part", [1, 8])
+def test_a_minority_finds_itself_cut_off_before_it_counts_as_gone(part: int) -> None:
+    """As `term_vote` needs it: at `silence_s` by the one side, and not before `silence_s` and a margin by the other."""
+    mesh = settled()
+    cut_at, few = mesh.now, set(range(part))
+    split(mesh, few)
+    noticed: dict[int, float] = {}
+    while mesh.now < cut_at + 1.5 * SILENCE_S:
+        mesh.run(0.5)
+        for host in sorted(few - noticed.keys()):
+            if 2 * len(near(mesh.agents[host], mesh.now)) <= HOSTS:
+                noticed[host] = mesh.now - cut_at
+        for host in range(part, HOSTS):
+            assert all(mesh.agents[host].unheard_s(one) <= mesh.now - cut_at + 0.5 for one in few)
+            assert 2 * len(near(mesh.agents[host], mesh.now)) > HOSTS
+    assert noticed.keys() == few
+    assert max(noticed.values()) <= SILENCE_S + 1.0
+    assert {host for host, agent in mesh.agents.items() if agent.is_outnumbered()} == few
+    assert all(mesh.agents[host].silent() == few for host in range(part, HOSTS))
+    mesh.group = dict.fromkeys(mesh.group, 0)
+    mesh.run(SETTLED_S)
+    for agent in mesh.agents.values():
+        assert agent.silent(KNOWN_S) == frozenset()
+        assert near(agent, mesh.now) == set(mesh.agents)
+
+
+def test_of_two_halves_neither_is_outnumbered_and_both_are_cut_off() -> None:
+    mesh = settled()
+    split(mesh, set(range(HOSTS // 2)))
+    mesh.run(2 * SILENCE_S)
+    for agent in mesh.agents.values():
+        assert not agent.is_outnumbered()
+        assert 2 * len(near(agent, mesh.now)) <= HOSTS
+
+
+def test_an_agent_that_slept_doubts_nobody_for_it() -> None:
+    mesh = settled()
+    mesh.asleep.add(3)
+    mesh.run(2 * SILENCE_S)
+    assert all(agent.silent() == {3} for host, agent in mesh.agents.items() if host != 3)
+    mesh.wake(3)
+    assert mesh.agents[3].silent(KNOWN_S) == frozenset()
+    mesh.run(SETTLED_S)
+    assert all(agent.silent(KNOWN_S) == frozenset() for agent in mesh.agents.values())
+
+
+def test_a_host_that_joins_has_all_reports_and_all_have_its_own() -> None:
+    mesh = settled(40)
+    mesh.join(40, knows=[0, 1, 40])
+    mesh.run(SETTLED_S)
+    assert len(mesh.serials()) == 1
+    assert mesh.agents[40].others == list(range(40))
+    assert all(agent.others == sorted({*range(41)} - {host}) for host, agent in mesh.agents.items())
+
+
+def test_a_mesh_that_outgrows_the_few_goes_on() -> None:
+    mesh = settled(FEW)
+    del mesh.agents[2]
+    mesh.run(KNOWN_S)
+    for host in range(FEW, FEW + 6):
+        mesh.join(host, knows=range(FEW))
+        mesh.run(0.5)
+    mesh.run(SILENCE_S)
+    assert len(mesh.serials()) == 1
+    assert not any(agent.few for agent in mesh.agents.values())
+    assert all(agent.silent() == {2} for agent in mesh.agents.values())
+
+
+def test_whoever_exits_knows_that_all_have_heard_how() -> None:
+    mesh = settled()
+    for host in mesh.agents:
+        mesh.publish(host, clean=True)
+    assert not any(mesh.agents[0].seen_by(host) for host in range(1, HOSTS))
+    mesh.run(SETTLED_S)
+    # One after another leaves, and what the others know of those that are left stays known.
+    for host in range(HOSTS - 1, 0, -1):
+        agent = mesh.agents[host]
+        assert all(agent.seen_by(other) for other in mesh.agents if other != host)
+        mesh.publish(host, gone=True)
+        del mesh.agents[host]
+        mesh.run(0.2)
+    assert all(mesh.agents[0].report(host).gone for host in range(1, HOSTS))
+
+
+def test_an_agent_takes_no_confirmation_of_the_one_before_it_for_its_own() -> None:
+    mesh = settled()
+    mesh.restart(5)
+    mesh.cut = {(5, other) for other in range(HOSTS)}
+    for _ in range(8):
+        mesh.run(0.5)
+        # It hears others, who have heard the agent before it; nobody hears this one.
+        agent = mesh.agents[5]
+        assert all(agent.unseen_s(other, mesh.now) >= agent._pulses.clock for other in agent.others)
+
+
+def test_each_agent_talks_to_few_and_to_all_in_turn() -> None:
+    mesh = settled(40)
+    agent, asked = mesh.agents[0], set()
+    for _ in range(40):
+        mesh.run(1.05)
+        partners = set(agent._partners._probes.partners)
+        assert len(partners) == PARTNERS
+        asked |= partners
+    assert asked == set(range(1, 40))
+    before = mesh.messages
+    mesh.run(10.5)
+    assert mesh.messages - before < 40 * 10 * (2 * PARTNERS + 2)
+
+
+def test_who_is_in_the_intersection_was_heard_by_all_that_agreed() -> None:
+    zero, one, two = RollCall(0), RollCall(1), RollCall(2)
+    for roll in (zero, one, two):
+        roll.call(1.0, 3)
+    one.hear(told(zero), 1.0, 3)
+    one.agree(0b011, 77, 4)
+    zero.hear(told(one), 1.5, 3)
+    assert (zero.seen_at(1), zero.seen_at(2)) == (1.0, 0.0)
+    # Host 2 agrees without having heard host 0: from then on nothing is proven for 0 in this roll.
+    two.hear(told(RollCall(2)), 2.0, 3)
+    two.agree(0b100, 77, 9)
+    one.hear(told(two), 2.0, 3)
+    assert (one.seen_at(2), two.seen_at(1)) == (0.0, 0.0)
+
+
+def told(roll: RollCall) -> roll_call.Roll:
+    number, present, agreed, common, checksum = roll.as_wire()
+    return roll_from(roll_call.Told(number, present, agreed, common, checksum))
+
+
+@given(st.sets(st.integers(0, 5000)))
+def test_a_list_survives_the_wire(hosts: set[int]) -> None:
+    packed = pack(sum(1 << host for host in hosts))
+    assert set(bits(roll_call.unpack(packed))) == hosts
+
+
+@pytest.mark.parametrize("packed", [b"", b"no list", pack(1 << (1 << 17))])
+def test_what_is_no_list_is_refused(packed: bytes) -> None:
+    body = {"from": 1, "seen": [], "reports": [], "checksum": 1, "roll": [1, packed, b"", b"", 0]}
+    agent = Gossip(HostReport(0, HostEntry("h", "")), range(1, 40), SILENCE_S)
+    with pytest.raises(ProtocolError, match="malformed"):
+        agent.hear(body)
