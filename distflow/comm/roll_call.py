@@ -65,9 +65,9 @@ def pack(hosts: int) -> bytes:
 def unpack(packed: bytes) -> int:
     """The inverse; raises ProtocolError for what is no list."""
     opened = zlib.decompressobj()
-    found = opened.decompress(packed, MOST_BYTES)
-    if not opened.eof and opened.unconsumed_tail:
-        raise ProtocolError("malformed beat of a host agent: a list of more hosts than there can be")
+    found = opened.decompress(packed, MOST_BYTES + 1)
+    if not opened.eof or len(found) > MOST_BYTES:
+        raise ProtocolError("malformed beat: not a list of hosts, or one of more than there can be")
     return int.from_bytes(found, "little")
 
 

@@ -8,8 +8,8 @@ reached it. A host is silent from when no agent that we hear has heard its pulse
 In a larger mesh an agent talks to a few partners, whom it asks for a sign of life, and answers whoever asks it, so that
 its work does not grow with the number of hosts:
 
-- Silence: who does not answer is doubted, and others are told so (`comm/probes.py`). A host is silent from the question on
-  that it did not answer, until anybody hears a newer pulse of it.
+- Silence: who does not answer is doubted, and others are told so (`comm/probes.py`). A host is silent from the question
+  on that it did not answer, until anybody hears a newer pulse of it.
 - Reports: a beat lists what is new (`News`). Who lacks a listed report says so, and gets it at once. News are passed on
   as soon as they are heard.
 - What did not arrive so: every beat has a checksum over the serials of all reports. Two agents with different ones list
