@@ -11,6 +11,7 @@ COMMANDS = (
     ["benchmarks.owner", "--rounds", "7"],
     ["benchmarks.agents"],
     ["benchmarks.agents", "--mesh", "16", "128", "1024", "4096"],
+    ["benchmarks.agents", "--live", "64"],
 )
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.agents [--workers 16 128 1000 4000] [--rounds 9]
     python -m benchmarks.agents --mesh 16 128 1024 4096 [--seconds 5]
+    python -m benchmarks.agents --live 64
 
 First, turns of the agent's loop, with eight workers a host. *quiet*: nothing new was heard; *news*: another host's
 report has changed, so `run.json` is composed and written. Medians of CPU time, in milliseconds.
@@ -9,7 +10,8 @@ report has changed, so `run.json` is composed and written. Medians of CPU time, 
 With `--mesh`, what the agents tell each other: all agents of a mesh in one process, in virtual time, with messages
 encoded and decoded. Of each agent and second, once all know all: messages sent, bytes sent, and CPU time of what it
 sends and hears (that of the simulated network is in it). Then one agent dies while another has something to report:
-after how many seconds everybody knows.
+after how many seconds everybody knows. `--live` does the same with a process for each agent, on real sockets; there the
+CPU time is that of the processes.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 from msgspec import structs
 
 from distflow.comm.beats import BEAT, BEAT_S
@@ -39,9 +44,11 @@ from distflow.launch.run.folder import claim
 from distflow.launch.run.process_table import process_id
 from distflow.launch.run.record import HostEntry, ProcessId, RunRecord, WorkerEntry, agent_name, nursery_name
 from tests.launch.meshes import Mesh
+from tests.launch.real_meshes import LiveMesh
 
 WORKERS_A_HOST = 8
 KNOWN_WITHIN_S = 15.0
+STARTS_WITHIN_S, LIVE_S, ENDS_WITHIN_S = 300.0, 20.0, 10.0
 STEP_S = 0.1
 
 
@@ -194,17 +201,54 @@ def measure_mesh(hosts: int, seconds: int) -> str:
     return f"{hosts} hosts, each agent and second: {cost}; report known after {told_s:.1f} s, silence {silent_s:.1f} s"
 
 
+def measure_live(hosts: int) -> str:
+    """A line about agents that are processes of their own, without workers, on this machine."""
+    processes: list[ForkProcess] = []
+
+    def start(target: Callable[..., None], args: tuple[Any, ...]) -> Callable[[], None]:
+        process = get_context("fork").Process(target=target, args=args)
+        process.start()
+        processes.append(process)
+        return lambda: process.join(ENDS_WITHIN_S) or process.kill()
+
+    def cpu_s() -> float:
+        return sum(sum(psutil.Process(process.pid).cpu_times()[:2]) for process in processes)
+
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = LiveMesh(Path(folder), hosts, start)
+        try:
+            mesh.all_know("all", STARTS_WITHIN_S)
+            before = cpu_s()
+            time.sleep(LIVE_S)
+            cost = 1e3 * (cpu_s() - before) / LIVE_S / hosts
+            begin, dead = time.monotonic(), hosts // 2
+            mesh.tell(1, "publish")
+            told_s = mesh.all_know("report", STARTS_WITHIN_S) - begin
+            begin = time.monotonic()
+            processes[dead].kill()
+            mesh.kill(dead)
+            silent_s = mesh.all_know("silence", STARTS_WITHIN_S) - begin
+        finally:
+            mesh.end()
+    return f"{hosts} live agents, each {cost:.1f} ms CPU a second; report known after {told_s:.1f} s, silence {silent_s:.1f} s"
+
+
 def main() -> None:
     """A line for each number of workers, or of hosts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 128, 1000, 4000])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--mesh", type=int, nargs="+", default=[], help="hosts: what agents tell each other instead")
+    parser.add_argument(
+        "--live", type=int, nargs="+", default=[], help="hosts: the same, with a process for each agent"
+    )
     parser.add_argument("--seconds", type=int, default=5, help="of virtual time that are measured")
     chosen = parser.parse_args()
     for hosts in chosen.mesh:
         print(measure_mesh(hosts, chosen.seconds), flush=True)
-    if chosen.mesh:
+    for hosts in chosen.live:
+        print(measure_live(hosts), flush=True)
+    if chosen.mesh or chosen.live:
         return
     with mock.patch.object(record_writer, "Endpoint", Wire), mock.patch.object(agent_module, "WorkerGroup", Quiet):
         for workers in chosen.workers:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +20,7 @@ from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.run.record import HostEntry
 from tests.budget import within
 from tests.launch.meshes import SILENCE_S, Mesh
+from tests.launch.real_meshes import LiveMesh
 
 KNOWN_S = 5.0
 """Within so long all that live know of a death, and of a silence."""
@@ -265,3 +271,25 @@ def test_what_is_no_list_is_refused(packed: bytes) -> None:
     agent = Gossip(HostReport(0, HostEntry("h", "")), range(1, 40), SILENCE_S)
     with pytest.raises(ProtocolError, match="malformed"):
         agent.hear(body)
+
+
+def test_twenty_agents_on_sockets_know_of_a_death_and_of_a_silence(tmp_path: Path) -> None:
+    lines: list[threading.Thread] = []
+
+    def start(target: Callable[..., None], args: tuple[Any, ...]) -> Callable[[], None]:
+        thread = threading.Thread(target=target, args=args)
+        thread.start()
+        lines.append(thread)
+        return thread.join
+
+    mesh = LiveMesh(tmp_path, 20, start)
+    try:
+        mesh.all_know("all", within_s=60.0)
+        mesh.tell(1, "publish")
+        mesh.all_know("report", within_s=60.0)
+        mesh.tell(12, "end")
+        mesh.kill(12)
+        mesh.all_know("silence", within_s=60.0)
+    finally:
+        mesh.end()
+    assert not any(thread.is_alive() for thread in lines)
