@@ -230,7 +230,8 @@ def measure_live(hosts: int) -> str:
             silent_s = mesh.all_know("silence", STARTS_WITHIN_S) - begin
         finally:
             mesh.end()
-    return f"{hosts} live agents, each {cost:.1f} ms CPU a second; report known after {told_s:.1f} s, silence {silent_s:.1f} s"
+    known = f"report known after {told_s:.1f} s, silence {silent_s:.1f} s"
+    return f"{hosts} live agents, each {cost:.1f} ms CPU a second; {known}"
 
 
 def main() -> None:
