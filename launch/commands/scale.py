@@ -25,7 +25,7 @@ from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.agent.scaling import plan_documents
 from distflow.launch.deploy.fan_out import Fleet, SshWays
-from distflow.launch.deploy.folder_contents import Beginning, RunContents, CheckedHost, description_in, key_of, tar
+from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunContents, description_in, key_of, tar
 from distflow.launch.deploy.host_checks import link_problems
 from distflow.launch.deploy.hostfile import Host, read_hosts
 from distflow.launch.deploy.job_environment import forwarded

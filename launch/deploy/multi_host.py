@@ -26,8 +26,8 @@ from distflow.launch.agent.start import agent_command
 from distflow.launch.deploy.fan_out import Fleet, Note, Ways, reachable_address
 from distflow.launch.deploy.folder_contents import (
     CODE,
-    RunContents,
     CheckedHost,
+    RunContents,
     code_bundle,
     fill,
     with_agents,

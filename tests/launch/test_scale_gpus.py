@@ -13,7 +13,7 @@ from distflow.launch.agent.restart_policy import RestartLimit, RestartPolicy, St
 from distflow.launch.agent.scaling import Scaling
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostedWorker, HostReport
-from distflow.launch.deploy.folder_contents import Beginning, RunContents, CheckedHost, fill
+from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunContents, fill
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.placement import place_workers
 from distflow.launch.run.folder import create_run_folder

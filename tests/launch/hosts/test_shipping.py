@@ -15,7 +15,7 @@ from distflow.flow.planner import make_plan
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.resolve import resolve
 from distflow.launch.agent.host_facts import code_digest, code_files
-from distflow.launch.deploy.folder_contents import Beginning, RunContents, CheckedHost
+from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunContents
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.job_environment import forwarded
 from distflow.launch.deploy.placement import place_workers
