@@ -201,7 +201,7 @@ class _Addition:
 
     def _fill(self, fleet: Fleet, checked: Mapping[int, CheckedHost]) -> dict[int, Path]:
         """Write what the agents read. In a shared folder each gets a record of its own: run.json has another writer."""
-        entries = [checked[n].entry(self._hosts[n].name) for n in sorted(checked)]
+        entries = [checked[n].entry(self._hosts[n]) for n in sorted(checked)]
         record = structs.replace(self._record, hosts=(*self._here, *entries))
         shared = {n: Path(HOSTS) / f"{n}.json" for n, host in checked.items() if host.same_folder}
         for path in shared.values():

@@ -82,9 +82,9 @@ class CheckedHost:
     missing_parts: tuple[Path, ...] = ()
     """Files of the checkpoint to resume from that it lacks, as paths on the head."""
 
-    def entry(self, name: str) -> HostEntry:
+    def entry(self, host: Host) -> HostEntry:
         """The host, as the agents know it."""
-        return HostEntry(name, self.address, gpus=self.gpus)
+        return HostEntry(host.name, self.address, gpus=self.gpus, site=host.site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class RunContents:
             connect_s=limits.connect_s,
             host_silence_s=limits.host_silence_s,
             no_progress_s=limits.no_progress_s,
-            hosts=tuple(self.checked[n].entry(self.host(n).name) for n in sorted(self.checked)),
+            hosts=tuple(self.checked[n].entry(self.host(n)) for n in sorted(self.checked)),
             gpus=self.gpus,
             launch_term=self.beginning.term,
             term=self.beginning.term,
@@ -192,7 +192,8 @@ class RunContents:
         if not self.checked:
             return Place(run_dir, roster)
         elsewhere = {name: number for name, number in hosts.items() if number}
-        return Place(run_dir, roster, host, self.checked[host].address, elsewhere)
+        sites = {str(number): site for number in self.checked if (site := self.host(number).site)}
+        return Place(run_dir, roster, host, self.checked[host].address, elsewhere, sites)
 
     def _moved_plugins(self, host: int) -> dict[Path, Path]:
         """Paths on a host of the plug-in files that were copied there, by their path on this machine."""

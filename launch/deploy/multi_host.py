@@ -317,11 +317,11 @@ def start_agents(
     `records`: files that agents read instead of the run.json of their run folder.
     """
     given = {}
-    for n, host in checked.items():
+    for n, there in checked.items():
         python = fleet.hosts[n].python or sys.executable
         record = str(records[n]) if n in records else FILE_NAME
-        command = agent_command(host.run_dir, n, request.entry, record, python)
-        log = log_file(host.run_dir, f"agent/{n}")
+        command = agent_command(there.run_dir, n, request.entry, record, python)
+        log = log_file(there.run_dir, f"agent/{n}")
         given[n] = {"command": command, "log": str(log), "limit_s": START_S}
     answers, problems = fleet.ask("start", given, limit_s=START_S + 10.0)
     for n, answer in answers.items():
