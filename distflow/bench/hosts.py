@@ -89,6 +89,7 @@ class BridgedHosts:
         self._far = frozenset(far)
         self._link = link
         self._carrier: BaseProcess | None = None
+        self._ends: list[str] = []
 
     def __enter__(self) -> Self:
         try:
@@ -121,10 +122,11 @@ class BridgedHosts:
     def _join(self, bridges: Sequence[str]) -> None:
         """Join the bridges of two sites by the slow link."""
         ends = []
-        for number, bridge in enumerate(bridges):
+        for bridge in bridges:
             # A TAP device begins in the namespace of who makes it, so its name must be free there.
-            name = f"df{os.getpid() % 10**6}-{number}"
+            name = f"df{os.getpid() % 10**6}-{next(_SERIAL)}"
             ends.append(open_tap(name))
+            self._ends.append(name)
             run("ip", "link", "set", name, "netns", self.switch)
             run("ip", "-n", self.switch, "link", "set", name, "master", bridge)
             run("ip", "-n", self.switch, "link", "set", name, "up")
@@ -145,6 +147,14 @@ class BridgedHosts:
             shaped = ["root", "tbf", "rate", str(self._rate), "burst", "256kb", "latency", "50ms"]
             run("tc", "-n", where, "qdisc", "add", "dev", interface, *shaped)
 
+    def crossed(self) -> tuple[int, int]:
+        """Bytes that have left the first site for the second so far, and the other way round."""
+        first, second = [
+            int(run("ip", "netns", "exec", self.switch, "cat", f"/sys/class/net/{end}/statistics/tx_bytes"))
+            for end in self._ends
+        ]
+        return first, second
+
 
 def pids_in(namespace: str) -> list[int]:
     """Everything that runs in a namespace."""
@@ -152,11 +162,12 @@ def pids_in(namespace: str) -> list[int]:
     return [int(pid) for pid in found.stdout.split()]
 
 
-def run(*words: str) -> None:
-    """Run a command; raises HostsFailed with what it says."""
+def run(*words: str) -> str:
+    """Run a command, and return what it prints; raises HostsFailed with what it says."""
     done: subprocess.CompletedProcess[str] = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise HostsFailed(f"{' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def _end_processes(namespace: str) -> None:
