@@ -10,7 +10,7 @@ COMMANDS = (
     *(["distflow.launch", "bench", name] for name in ("exchange", "latency", "step", "weights")),
     ["benchmarks.owner", "--rounds", "7"],
     ["benchmarks.agents"],
-    ["benchmarks.agents", "--mesh", "16", "128", "1024", "4096"],
+    ["benchmarks.agents", "--mesh", "16", "128", "1024"],
     ["benchmarks.agents", "--live", "64"],
 )
 

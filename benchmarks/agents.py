@@ -1,7 +1,7 @@
 """What a host agent costs, by workers and hosts. No process, no socket: the agent's own code alone.
 
     python -m benchmarks.agents [--workers 16 128 1000 4000] [--rounds 9]
-    python -m benchmarks.agents --mesh 16 128 1024 4096 [--seconds 5]
+    python -m benchmarks.agents --mesh 16 128 1024 [--seconds 5]
     python -m benchmarks.agents --live 64
 
 First, turns of the agent's loop, with eight workers a host. *quiet*: nothing new was heard; *news*: another host's
