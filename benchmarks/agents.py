@@ -67,6 +67,9 @@ class Wire:
 
     learn = know
 
+    def disconnect(self, name: str) -> None:
+        """There is no connection."""
+
     def send(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
         """Encode a message."""
         encode(kind, self._name, self._incarnation, body)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
@@ -84,7 +85,6 @@ class PeerAgents:
         self._told_of, self._concluded = -1, (-1, 0.0)
         """The revision of the reports whose deaths our workers have been told, and from which all else was concluded,
         and when."""
-        self._ticked_at = 0.0
         self._talked_at: dict[str, float] = {}
         """By agent: when we last sent it something; its connection is closed after `IDLE_S`."""
         self._here: dict[str, tuple[int, str]] = {}
@@ -181,7 +181,6 @@ class PeerAgents:
 
     def tick(self, now: float) -> None:
         """Send the regular beat when it is due, and answers."""
-        self._ticked_at = now
         self._send(self.mesh.tick(now))
         for name in [name for name, at in self._talked_at.items() if now - at >= IDLE_S]:
             del self._talked_at[name]
@@ -250,7 +249,7 @@ class PeerAgents:
     def _send(self, beats: list[Beat]) -> None:
         for beat in beats:
             if self._address(beat.host):
-                self._talked_at[agent_name(beat.host)] = self._ticked_at
+                self._talked_at[agent_name(beat.host)] = time.monotonic()
                 self._endpoint.send(agent_name(beat.host), BEAT, beat.body)
 
 
