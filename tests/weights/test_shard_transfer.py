@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distflow.weights import shard_transfer
+from distflow.weights import shard_plan, shard_transfer
 from distflow.weights.shard_plan import Box, RankPart, ShardPiece, TensorLayout, boxes_of, plan_pieces
 from distflow.weights.shard_transfer import HeldPart, ShardTransfer
 from tests.weights.weight_processes import Actor, Role, start
@@ -67,12 +68,12 @@ class Rank(Role):
 
     def __init__(self, pipe: Connection, store: Path, rank: int) -> None:
         super().__init__(pipe)
+        # Small enough that each pair has several of them.
+        shard_plan.MOST_BYTES, shard_transfer.BUNDLE_BYTES = 16 << 10, 32 << 10
         self.rank, self.plan = rank, plan_pieces(layouts())
         self.group = ShardTransfer(
             dist.FileStore(str(store), TRAINERS + READERS), rank, TRAINERS + READERS, "127.0.0.1", LIMIT_S
         )
-        # Small enough that each pair has several of them.
-        shard_transfer.BUNDLE_BYTES = 64 << 10
 
     def parts(self, source: bool, number: int | None) -> dict[str, list[HeldPart]]:
         found: dict[str, list[HeldPart]] = {}
@@ -86,15 +87,15 @@ class Rank(Role):
                     found.setdefault(layout.name, []).append(HeldPart(part.box, data))
         return found
 
-    def send(self, number: int) -> tuple[list[int], int]:
+    def send(self, number: int, still_s: float = LIMIT_S) -> tuple[list[int], int]:
         """The ranks that were lost, and what was sent."""
-        done = self.group.send(self.plan, self.parts(True, number), LIMIT_S)
+        done = self.group.send(self.plan, self.parts(True, number), still_s)
         return sorted(done.lost), done.nbytes
 
-    def receive(self, number: int) -> tuple[list[int], bool]:
+    def receive(self, number: int, still_s: float = LIMIT_S) -> tuple[list[int], bool]:
         """The ranks that were lost, and whether what came is right."""
         found = self.parts(False, None)
-        done = self.group.receive(self.plan, found, LIMIT_S)
+        done = self.group.receive(self.plan, found, still_s)
         right = self.parts(False, number)
         return sorted(done.lost), all(
             torch.equal(have.data, want.data)
@@ -112,6 +113,17 @@ class Rank(Role):
 
         shard_transfer._unpack = until
         self.receive(number)
+
+    def linger(self, number: int, pause_s: float, still_s: float) -> tuple[list[int], bool]:
+        """Receive slowly: what comes is looked at with a pause after each message."""
+        unpack = shard_transfer._unpack
+
+        def late(*arguments: Any) -> None:
+            unpack(*arguments)
+            time.sleep(pause_s)
+
+        shard_transfer._unpack = late
+        return self.receive(number, still_s)
 
     def spoil(self) -> None:
         """Send wrong bytes from now on."""
@@ -158,6 +170,19 @@ def test_a_reader_that_is_killed_in_the_middle_costs_nobody_else_anything(ranks:
     assert found[TRAINERS:] == [([], True)] * (READERS - 1)
     # What the system has taken for it may be all that was left for it.
     assert all(one in ([], [TRAINERS + READERS - 1]) for one, _ in found[:TRAINERS])
+
+
+def test_a_transfer_may_take_longer_than_a_member_may_stand_still(ranks: list[Actor]) -> None:
+    """A reader that takes eleven messages of each trainer, or more, and pauses after each."""
+    still_s = 4.0
+    slow, *others = ranks[TRAINERS:]
+    for trainer in ranks[:TRAINERS]:
+        trainer.tell("send", 1, still_s)
+    slow.tell("linger", 1, 0.15 * still_s, still_s)
+    for other in others:
+        other.tell("receive", 1, still_s)
+    assert [trainer.answer()[0] for trainer in ranks[:TRAINERS]] == [[]] * TRAINERS
+    assert [reader.answer() for reader in ranks[TRAINERS:]] == [([], True)] * READERS
 
 
 def test_wrong_bytes_are_refused_by_all_who_get_them(ranks: list[Actor]) -> None:
