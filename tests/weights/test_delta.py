@@ -28,7 +28,7 @@ def part_of(new: bytes, base: bytes) -> bytes:
     return encode_part(memoryview(new), memoryview(base))
 
 
-def encoded(new: bytes, base: bytes, most: int) -> bytes | None:
+def encoded(new: bytes | bytearray, base: bytes, most: int) -> bytes | None:
     found = bytearray(most)
 
     def write(at: int, data: bytes) -> None:

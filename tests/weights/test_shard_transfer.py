@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,15 +88,15 @@ class Rank(Role):
                     found.setdefault(layout.name, []).append(HeldPart(part.box, data))
         return found
 
-    def send(self, number: int, still_s: float = LIMIT_S) -> tuple[list[int], int]:
+    def send(self, number: int) -> tuple[list[int], int]:
         """The ranks that were lost, and what was sent."""
-        done = self.group.send(self.plan, self.parts(True, number), still_s)
+        done = self.group.send(self.plan, self.parts(True, number), LIMIT_S)
         return sorted(done.lost), done.nbytes
 
-    def receive(self, number: int, still_s: float = LIMIT_S) -> tuple[list[int], bool]:
+    def receive(self, number: int) -> tuple[list[int], bool]:
         """The ranks that were lost, and whether what came is right."""
         found = self.parts(False, None)
-        done = self.group.receive(self.plan, found, still_s)
+        done = self.group.receive(self.plan, found, LIMIT_S)
         right = self.parts(False, number)
         return sorted(done.lost), all(
             torch.equal(have.data, want.data)
@@ -113,17 +114,6 @@ class Rank(Role):
 
         shard_transfer._unpack = until
         self.receive(number)
-
-    def linger(self, number: int, pause_s: float, still_s: float) -> tuple[list[int], bool]:
-        """Receive slowly: what comes is looked at with a pause after each message."""
-        unpack = shard_transfer._unpack
-
-        def late(*arguments: Any) -> None:
-            unpack(*arguments)
-            time.sleep(pause_s)
-
-        shard_transfer._unpack = late
-        return self.receive(number, still_s)
 
     def spoil(self) -> None:
         """Send wrong bytes from now on."""
@@ -172,17 +162,49 @@ def test_a_reader_that_is_killed_in_the_middle_costs_nobody_else_anything(ranks:
     assert all(one in ([], [TRAINERS + READERS - 1]) for one, _ in found[:TRAINERS])
 
 
-def test_a_transfer_may_take_longer_than_a_member_may_stand_still(ranks: list[Actor]) -> None:
-    """A reader that takes eleven messages of each trainer, or more, and pauses after each."""
-    still_s = 4.0
-    slow, *others = ranks[TRAINERS:]
-    for trainer in ranks[:TRAINERS]:
-        trainer.tell("send", 1, still_s)
-    slow.tell("linger", 1, 0.15 * still_s, still_s)
-    for other in others:
-        other.tell("receive", 1, still_s)
-    assert [trainer.answer()[0] for trainer in ranks[:TRAINERS]] == [[]] * TRAINERS
-    assert [reader.answer() for reader in ranks[TRAINERS:]] == [([], True)] * READERS
+class OneMessage:
+    """Under way: how long it may be waited for is written down."""
+
+    def __init__(self, waited: list[float]) -> None:
+        self.waited = waited
+
+    def wait(self, limit: timedelta) -> None:
+        self.waited.append(limit.total_seconds())
+
+
+class Gloo:
+    """Instead of torch's: each message passes at once."""
+
+    _Options = SimpleNamespace
+
+    def __init__(self, *_: object) -> None:
+        self.waited: list[float] = []
+
+    @staticmethod
+    def create_device(interface: str) -> str:
+        return interface
+
+    def send(self, buffers: list[torch.Tensor], peer: int, tag: int) -> OneMessage:
+        return OneMessage(self.waited)
+
+    recv = send
+
+
+def test_a_member_may_stand_still_as_long_before_the_last_message_as_before_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of messages may take minutes; nobody waits minutes for one that does not come."""
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Gloo)
+    monkeypatch.setattr(shard_plan, "MOST_BYTES", 16 << 10)
+    monkeypatch.setattr(shard_transfer, "BUNDLE_BYTES", 32 << 10)
+    group: Any = ShardTransfer(dist.HashStore(), 0, 2, "127.0.0.1", LIMIT_S)
+    box, tensor = Box((0, 0), (500, 400)), torch.zeros(500, 400)
+    layout = TensorLayout("w", (500, 400), 4, (RankPart(0, box),), (RankPart(1, box),))
+    back = TensorLayout("w", (500, 400), 4, (RankPart(1, box),), (RankPart(0, box),))
+    group.send(plan_pieces([layout]), {"w": [HeldPart(box, tensor)]}, 7.0)
+    group.receive(plan_pieces([back]), {"w": [HeldPart(box, tensor)]}, 7.0)
+    assert set(group._group.waited) == {7.0}
+    assert len(group._group.waited) > 2 * 20, "one piece would be one message, however large"
 
 
 def test_wrong_bytes_are_refused_by_all_who_get_them(ranks: list[Actor]) -> None:
