@@ -10,7 +10,7 @@ import pytest
 
 from distflow.weights import swarm_client
 from distflow.weights.manifest import coding_threads
-from distflow.weights.swarm import SwarmPlace
+from distflow.weights.swarm import Opening, SwarmPlace
 from distflow.weights.swarm_client import SwarmClient
 
 
@@ -25,7 +25,7 @@ def test_a_reader_receives_on_as_many_connections(
     threads: int, connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swarm_client, "coding_threads", lambda: threads)
-    client: Any = SwarmClient(SwarmPlace("tcp://127.0.0.1:1", bytes(16), False), "tcp://127.0.0.1:2")
+    client: Any = SwarmClient(SwarmPlace("tcp://127.0.0.1:1", bytes(16), False), Opening("tcp://127.0.0.1:2"))
     made: list[str] = []
     monkeypatch.setattr(client, "_connect_to", lambda job, address: made.append(address))
     client._connect(SimpleNamespace(plan=SimpleNamespace(done=False)))
