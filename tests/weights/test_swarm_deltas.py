@@ -158,7 +158,7 @@ def test_a_late_reader_gets_the_version_from_hosts_that_made_it_themselves(host:
     fetch_together(readers, manifest)
     dealer = host.server._held[-1].dealer
     assert dealer is not None
-    eventually(lambda: dealer._next == manifest.chunks, "readers have told the publisher")
+    eventually(lambda: dealer._sites[""].next == manifest.chunks, "readers have told the publisher")
     late = new_reader()
     assert sent_for(host, late, manifest) == 0
     for reader in (*readers, late):
