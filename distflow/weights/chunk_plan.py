@@ -2,7 +2,8 @@
 
 The publisher gives each chunk to one reader; the others get it from there, and from everyone who has got it so. Thus it
 sends the model about once, however many read. Whoever lacks a chunk that no present reader was given, or that does not
-come, asks the publisher for it.
+come, asks the publisher for it. A reader that passes nothing on is dealt nothing, so that nobody waits for it: it asks
+for chunks by number, the publisher or the readers that were given them.
 
 Example, two readers of four chunks: A is dealt 0 and 1, B 2 and 3; A then hears that B has 2 and asks B for it, and so
 on. If B is lost before A has 3, A asks the publisher, which sees that B is gone and gives 3 to A.
@@ -50,10 +51,13 @@ class ChunkPlan:
 
     Connections are named by numbers. After each event, `next` of that connection says what to ask there; after `leave`
     and `urge`, all of them may have something. Readers with different `start`s ask for missing chunks in other orders,
-    so that each gets some and the others get them there. `there`: what has arrived before.
+    so that each gets some and the others get them there. `there`: what has arrived before. Without `deals` none are
+    dealt to this reader.
     """
 
-    def __init__(self, count: int, window: int = WINDOW, start: int = 0, there: Collection[int] = ()) -> None:
+    def __init__(
+        self, count: int, window: int = WINDOW, start: int = 0, there: Collection[int] = (), *, deals: bool = True
+    ) -> None:
         self.count = count
         self.arrived = len(there)
         self._window = window
@@ -65,7 +69,7 @@ class ChunkPlan:
         self._missing: deque[int] = deque()
         """What to ask the publisher for by number, since it was last urged; `_urge` says how."""
         self._urge: Literal["want", "again"] = "want"
-        if there:
+        if there or not deals:
             # What is left is asked for by number: most of what the publisher would deal is there.
             self._all_dealt = True
             self.urge(again=False)
@@ -202,7 +206,9 @@ def _popped(queue: deque[int], open_chunks: Set[int], most: int) -> list[int]:
 
 
 class ChunkDealer:
-    """To whom the publisher gave the chunks of one version. Readers are named by the addresses at which they serve."""
+    """To whom the publisher gave the chunks of one version. Readers are named by the addresses at which they serve; "":
+    one that passes nothing on, of which nothing is noted.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -212,7 +218,7 @@ class ChunkDealer:
     def deal(self, reader: str, count: int) -> list[int]:
         """Up to `count` chunks that nobody was given."""
         dealt: list[int] = []
-        while self._next < self._count and len(dealt) < count:
+        while reader and self._next < self._count and len(dealt) < count:
             if self._next not in self._given:
                 dealt.append(self._next)
                 self._given[self._next] = reader
@@ -221,6 +227,8 @@ class ChunkDealer:
 
     def made(self, reader: str) -> None:
         """This reader has all chunks without having been given them: those that nobody was given are had there."""
+        if not reader:
+            return
         for chunk in range(self._next, self._count):
             self._given.setdefault(chunk, reader)
         self._next = self._count
@@ -229,7 +237,8 @@ class ChunkDealer:
         """Whether a reader gets this chunk: not if another one that is `present` was given it, unless `again`."""
         holder = self._given.get(chunk)
         if again or holder is None or holder == reader or holder not in present:
-            self._given[chunk] = reader
+            if reader:
+                self._given[chunk] = reader
             return True
         return False
 

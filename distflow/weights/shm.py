@@ -75,6 +75,13 @@ def segment_prefix(run: str) -> str:
     return f"distflow-{run}-"
 
 
+def memory_name() -> str:
+    """Tells whose shared memory this process can read: the same name for two processes if each can read the other's."""
+    # The device number tells containers of one machine apart, each with its own file system there.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{SEGMENTS.stat().st_dev}/{os.getuid()}"
+
+
 class ShmPublisher:
     """Copies each version into one of PUBLISHED segments, named after `model` and `run`.
 

@@ -68,7 +68,7 @@ class _Trouble:
 
 
 class SwarmClient:
-    """Fetches from the swarm around one publisher; `own`: where this reader serves what it has fetched.
+    """Fetches from the swarm around one publisher; `own`: where this reader serves what it has fetched, "": nowhere.
 
     One thread fetches at a time. Connections stay open between fetches: so the publisher knows which readers there are.
     """
@@ -99,7 +99,8 @@ class SwarmClient:
         Raises Overtaken, ChecksumError, NoProgressError; nothing is written to `memory` any more then.
         """
         now = time.monotonic()
-        plan = ChunkPlan(manifest.chunks, start=hash(self._own) % max(manifest.chunks, 1), there=there)
+        start = hash(self._own) % max(manifest.chunks, 1)
+        plan = ChunkPlan(manifest.chunks, start=start, there=there, deals=self._own != "")
         job = _Job(manifest, memory, arrived, plan, now, RETRY_S, now + MISSING_S)
         with self._condition:
             self._job = job
