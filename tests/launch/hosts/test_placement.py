@@ -7,7 +7,9 @@ import pytest
 from distflow.errors import UserError
 from distflow.flow.memory_fit import Capacity
 from distflow.flow.recipe_check import plan_recipe
+from distflow.flow.sizes import FETCHED, PINNED, PUBLISHED, model_size
 from distflow.launch.cli import run
+from distflow.launch.deploy.host_checks import GIB
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.placement import (
     WorkerSlot,
@@ -16,6 +18,7 @@ from distflow.launch.deploy.placement import (
     needs_of,
     place_workers,
     placement_lines,
+    shared_memory_lines,
 )
 
 IN_TWO = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.engine_options.tensor_parallel=2"]
@@ -91,6 +94,17 @@ def test_they_go_to_the_host_with_most_slots_and_are_spread_only_where_none_has_
     assert "the models of pool 'trainer' are divided over a, b, c, so each micro-batch waits" in apart[-1]
     together = placement_lines(plan, place_workers(plan, parse_hosts("a slots=4\nb slots=4", "hosts")))
     assert not any("divided" in line for line in together)
+
+
+def test_a_plan_says_how_much_room_weights_take_in_shared_memory():
+    sizes = "model_type: qwen2, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16"
+    plan = plan_recipe("quickstart", [f"models.policy.init={{{sizes}}}", "models.policy.dtype=bfloat16"])[1]
+    size = model_size(plan.recipe.models["policy"]).published / GIB
+    assert shared_memory_lines(plan, None) == [f"this machine  {PUBLISHED * size:.2f}"]
+    apart = place_workers(plan, parse_hosts("a slots=1\nb slots=2", "hosts"))
+    own, fetched = (PUBLISHED + PINNED) * size, FETCHED * size
+    found = dict(line.split() for line in shared_memory_lines(plan, apart))
+    assert sorted(found.values()) == sorted([f"{own:.2f}", f"{fetched:.2f}"])
 
 
 def trainers(found):
