@@ -25,7 +25,8 @@ from distflow.bench.team import Team
 from distflow.bench.turns import Figures, Measurement, Turn, take_turns
 from distflow.bench.weights_parts import PartSetting
 from distflow.bench.weights_workers import WeightsSetting
-from distflow.weights.shm import SEGMENTS, segment_prefix
+from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.shm import segment_prefix
 
 PUBLISHER = "publisher"
 STEPPER, FOLLOWER = "stepper", "follower"

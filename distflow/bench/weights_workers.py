@@ -16,7 +16,8 @@ import torch
 
 from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
-from distflow.weights.shm import SEGMENTS, ShmPublisher, ShmReader
+from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.shm import ShmPublisher, ShmReader
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
 from distflow.weights.transport import NamedTensors

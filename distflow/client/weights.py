@@ -15,7 +15,8 @@ from distflow.errors import ChecksumError, Overtaken, UserError
 from distflow.runtime.weight_clients import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
-from distflow.weights.shm import ShmReader, memory_name
+from distflow.weights.segment_file import memory_name
+from distflow.weights.shm import ShmReader
 from distflow.weights.swarm_reader import SwarmReader
 
 T = TypeVar("T")
@@ -122,9 +123,13 @@ class WeightSubscription:
         """Copies of a version's tensors; raises Overtaken."""
         if manifest.digests:
             return {name: view.clone() for name, view in self._far.fetch(manifest, superseded)}
-        tensors = {name: view.clone() for name, view in self._near.fetch(manifest)}
-        if not self._near.intact(manifest):
-            raise Overtaken(f"{manifest.title}: overwritten by a newer version while it was copied")
+        try:
+            tensors = {name: view.clone() for name, view in self._near.fetch(manifest)}
+            if not self._near.intact(manifest):
+                raise Overtaken(f"{manifest.title}: overwritten by a newer version while it was copied")
+        finally:
+            # While the caller computes, a term may begin that needs the memory.
+            self._near.close()
         return tensors
 
     def _superseded(self, version: Version, until: float | None) -> bool:

@@ -38,9 +38,10 @@ from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.rounded_publisher import RoundedPublisher
+from distflow.weights.segment_file import memory_name
 from distflow.weights.shard_link import ShardLink
 from distflow.weights.shard_reader import ShardedReader
-from distflow.weights.shm import ShmPublisher, memory_name
+from distflow.weights.shm import ShmPublisher
 from distflow.weights.swarm_server import SwarmServer
 from distflow.weights.transport import WeightPublisher, WeightReader
 
@@ -73,7 +74,8 @@ class Announcer:
             self._server = _server_for(setting, model, hosts.address, tag, node.board.fault)
             node.told["weights"].append(self._server.told)
         pinned = None if self._server is None else self._server.pinned
-        self._publisher = ShmPublisher(tag, model, setting.document.term, pinned)
+        shown = partial(node.board.shown, peers=())
+        self._publisher = ShmPublisher(tag, model, setting.document.term, pinned, shown)
         self._summing = Announcing("weights-sums", self._publisher.summed, node.board.fault)
         self._newest: Manifest | None = None
         """The version published last, and how it is announced on this host and on others, once that is known."""

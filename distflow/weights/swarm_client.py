@@ -27,6 +27,9 @@ SLOW_FACTOR = 4.0
 MISSING_S = 0.3
 """After this long without a chunk, the publisher is asked for those that no present reader was given."""
 RECONNECT_S = 0.2
+BAN_S = 10.0
+"""After wrong chunks a reader is asked nothing for this long, the next time for twice as long, and so on: they may have
+come of a version that it was writing over."""
 ATTEMPTS = 3
 """How often one chunk of the publisher, or chunks of one reader, may arrive with wrong bytes."""
 TICK_S = 0.1
@@ -64,7 +67,15 @@ class _Trouble:
     """What is wrong with an address."""
 
     retry_at: float = 0.0
-    banned: bool = False
+    banned: int = 0
+    """How often it has sent wrong chunks."""
+    banned_until: float = 0.0
+
+    def ban(self, now: float) -> None:
+        """Ask nothing there for a while, each time for longer; of several connections the first one counts."""
+        if now >= self.banned_until:
+            self.banned_until = self.retry_at = now + BAN_S * 2**self.banned
+            self.banned += 1
 
 
 class SwarmClient:
@@ -162,7 +173,7 @@ class SwarmClient:
 
     def _usable(self, address: str, now: float) -> bool:
         trouble = self._trouble.get(address)
-        return trouble is None or (not trouble.banned and now >= trouble.retry_at)
+        return trouble is None or now >= trouble.retry_at
 
     def _connect_to(self, job: _Job, address: str) -> None:
         try:
@@ -275,7 +286,7 @@ class SwarmClient:
             self._condition.notify_all()
         else:
             log.warning("%s, nor had others from there; fetching from elsewhere", what)
-            self._trouble.setdefault(link.address, _Trouble()).banned = True
+            self._trouble.setdefault(link.address, _Trouble()).ban(time.monotonic())
             link.close()
 
     def heard(self, link: SwarmLink, says: Says, content: Content, chunk: int, chunks: tuple[int, ...]) -> None:
@@ -305,7 +316,8 @@ class SwarmClient:
         with self._condition:
             link.over = True
             self._links.pop(link.number, None)
-            self._trouble.setdefault(link.address, _Trouble()).retry_at = time.monotonic() + RECONNECT_S
+            trouble = self._trouble.setdefault(link.address, _Trouble())
+            trouble.retry_at = max(trouble.retry_at, time.monotonic() + RECONNECT_S)
             job = self._job
             if job is not None:
                 job.plan.leave(link.number)

@@ -19,7 +19,7 @@ from distflow.runtime.weight_clients import ASK_PUBLISHERS, ASK_WEIGHTS
 from distflow.types import Version
 from distflow.weights import swarm_client
 from distflow.weights.manifest import Manifest
-from distflow.weights.shm import SEGMENTS
+from distflow.weights.segment_file import SEGMENTS
 from tests.polling import WAIT_S
 from tests.weights.swarm_kit import Host
 
@@ -94,6 +94,15 @@ def test_each_version_is_a_copy_of_what_was_published(publisher: Publisher) -> N
     for one in versions:
         assert one.tensors["a"].tolist() == [float(one.version)] * 7
         assert one.tensors["b"].tolist() == [[-float(one.version)] * 2] * 3
+
+
+def test_what_was_read_is_let_go_of_while_the_program_computes(publisher: Publisher) -> None:
+    """Or a run that begins again meanwhile finds too little room for its weights."""
+    publisher.replies = [publisher.publish(1)]
+    assert publisher.subscription.take() is not None
+    publisher.host.close()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert [line for line in maps if publisher.host.tag in line] == []
 
 
 def test_a_version_that_was_overwritten_is_passed_over(publisher: Publisher) -> None:

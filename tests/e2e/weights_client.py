@@ -11,7 +11,7 @@ import distflow
 import distflow.client
 
 print("ready", flush=True)
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 180
 while not Path(sys.argv[1], "run.json").exists() and time.monotonic() < deadline:
     time.sleep(0.05)
 with distflow.Client(sys.argv[1]) as client:

@@ -23,7 +23,8 @@ from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.private_segments import PrivateSegments
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.shm import SEGMENTS, ShmReader, segment_prefix
+from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.shm import ShmReader, segment_prefix
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
 from tests.polling import WAIT_S
