@@ -52,7 +52,7 @@ def test_they_take_from_hosts_of_the_run_what_these_were_given(host: Host) -> No
     assert host.server.told()[0]["readers"] == len(within), "nobody is sent to them"
     for reader in beyond:
         reader.close()
-    assert "memfd:distflow" not in Path("/proc/self/maps").read_text(), "they keep no memory"
+    assert "memfd:distflow-weights" not in Path("/proc/self/maps").read_text(), "they keep no memory"
     for reader in within:
         reader.close()
 
