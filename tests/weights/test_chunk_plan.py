@@ -175,7 +175,8 @@ def test_the_chunks_of_a_lost_reader_are_sent_once_more(readers: int, chunks: in
         if swarm.waiting:
             swarm.turn(swarm.random.choice(swarm.waiting))
     swarm.lose(0)
-    dealt = [chunk for chunk, reader in swarm.dealer._given.items() if reader == "0"]
+    given = [item for site in swarm.dealer._sites.values() for item in site.given.items()]
+    dealt = [chunk for chunk, reader in given if reader == "0"]
     for turn in range(TURNS):
         if not swarm.waiting:
             break
