@@ -78,8 +78,13 @@ def test_weights_reach_readers_here_and_afar(bench: Callable[..., dict[str, Any]
         "encrypted_gb_s",
         "raw_tcp_gb_s",
         "cpu_s_per_gb",
+        "collective_gb_s",
+        "collective_of_raw_tcp",
+        "delta_s_ratio",
     ):
         assert found[name] > 0.0, name
+    assert found["collective_uplink_ratio"] == pytest.approx(1.0, abs=0.01)
+    assert 0.0 < found["delta_bytes_ratio"] < 0.2
     for hosts in (1, 4, 12):
         assert 1.0 <= found[f"uplink_ratio_{hosts}"] < hosts + 0.5, "not to each host by itself"
 

@@ -55,7 +55,7 @@ class AttachedRun:
     def owners(self) -> tuple[str, ...]:
         """Who owns samples now; nobody if no training worker answers."""
         record = self.record
-        for name in (worker.name for worker in record.workers if worker.trains):
+        for name in record.trainers:
             address = record.roster.get(name)
             answer = ask(address, OWNERS, {}, ANSWER_S, keys_of(record)) if address else None
             if answer is not None:

@@ -22,7 +22,7 @@ from distflow.client.attached_run import CHECK_EVERY_S, AttachedRun, HasPath
 from distflow.client.feeding import FeedCall, Feeding
 from distflow.client.reading import REPEAT_S, AnswerBody, ConsumerReading, OwnerAnswer, Part
 from distflow.client.samples import Samples, check_stale
-from distflow.client.weights import Ready, WeightSubscription
+from distflow.client.weights import Replies, WeightSubscription
 from distflow.comm.client import BackgroundClient
 from distflow.comm.message import Buffer, Message
 from distflow.data.batch import Batch
@@ -42,9 +42,7 @@ from distflow.exchange.store_channel import (
     Written,
 )
 from distflow.launch.observe.run_client import keys_of
-from distflow.weights.manifest import Manifest
 
-IPC = "ipc://"
 SILENT_S = 5.0
 """After so long without a word of an owner the run itself is looked at: it may be over."""
 T = TypeVar("T")
@@ -70,6 +68,9 @@ class Client:
         self._awaited: set[int] = set()
         self._refused: dict[str, str] = {}
         """Why an owner does not serve a consumer."""
+        self._over: set[str] = set()
+        """Owners that have said that the run is over."""
+        self._subscriptions: list[WeightSubscription] = []
         self._fault: Exception | None = None
         self._say_alive_at = 0.0
         self._run = AttachedRun(run)
@@ -133,17 +134,11 @@ class Client:
         self._feeding.end()
 
     def subscribe_weights(self, model: str = "policy") -> WeightSubscription:
-        """The newest version of a model, and each one after it, on the host of a training worker; nobody waits for
-        this client. Raises UserError on another host.
-        """
+        """The newest version of a model, and each one after it; nobody waits for this client."""
         record = self._run.record
-        trains = [worker.name for worker in record.workers if worker.trains]
-        near = {name: place for name in trains if (place := record.roster.get(name, "")).startswith(IPC)}
-        if not near:
-            raise UserError(f"{record.name}: no training worker is on this host — run this client where one is")
-        for name, address in near.items():
-            self._wire.know(name, address)
-        return WeightSubscription(model, self._name, tuple(near), self._ask_all)
+        found = WeightSubscription(model, self._name, record.trainers, self._ask_all, record.no_progress_s)
+        self._subscriptions.append(found)
+        return found
 
     def forget(self, consumer: str) -> None:
         """Close a consumer for all its clients: the run keeps nothing for it any longer."""
@@ -160,6 +155,8 @@ class Client:
         for owner in self._owners:
             self._wire.send(owner, LEAVE, msgspec.to_builtins(From(self._name)))
         self._wire.close()
+        for subscription in self._subscriptions:
+            subscription.close()
 
     # -- used by Samples
     def _put(self, step: str, parts: Sequence[Part], fields: Batch) -> None:
@@ -192,25 +189,26 @@ class Client:
         kind: str,
         body: Callable[[int], msgspec.Struct],
         timeout: float | None,
-        ready: Ready,
-    ) -> Manifest | None:
+        ready: Callable[[Replies], T | None],
+    ) -> T | None:
         """Ask these workers, again and again, until their replies are what is awaited; None: the run is over."""
-        replies: dict[int, dict[str, Any]] = {}
+        replies: dict[str, dict[str, Any]] = {}
         sent = [0.0]
 
-        def heard() -> Manifest | None:
+        def heard() -> T | None:
             if time.monotonic() - sent[0] >= REPEAT_S:
                 sent[0] = time.monotonic()
-                for number in numbers.keys() - replies.keys():
-                    self._wire.send(numbers[number], kind, msgspec.to_builtins(body(number)))
-            replies.update({number: self._replies.pop(number) for number in numbers if number in self._replies})
-            return ready(replies.values())
+                for number, name in numbers.items():
+                    if name not in replies:
+                        self._wire.send(name, kind, msgspec.to_builtins(body(number)))
+            replies.update({name: self._replies.pop(at) for at, name in numbers.items() if at in self._replies})
+            return ready(replies)
 
         with self._changed:
             numbers = {self._number(): name for name in names}
             self._awaited.update(numbers)
             try:
-                return self._until(heard, "weights", timeout, None)
+                return self._until(heard, "weights", timeout, None, told=True)
             finally:
                 self._awaited.difference_update(numbers)
 
@@ -226,7 +224,7 @@ class Client:
         with self._changed:
             self._awaited.add(number := self._number())
             try:
-                return self._until(replied, "prompts to be taken", None, None)
+                return self._until(replied, "prompts to be taken", None, None, told=True)
             finally:
                 self._awaited.discard(number)
 
@@ -296,8 +294,10 @@ class Client:
             raise UserError(str(reply["error"]))
         return reply
 
-    def _until(self, ready: Callable[[], T | None], what: str, timeout: float | None, over: T) -> T:
-        """Wait under the condition; `over`: what to return once the run has ended in order."""
+    def _until(
+        self, ready: Callable[[], T | None], what: str, timeout: float | None, over: T, *, told: bool = False
+    ) -> T:
+        """Wait under the condition; `over`: what to return once the run has ended, or with `told` all owners say so."""
         began, name = time.monotonic(), self._run.record.name
         while (found := ready()) is None:
             if self._fault is not None:
@@ -305,6 +305,9 @@ class Client:
             now = time.monotonic()
             if timeout is not None and now - began >= timeout:
                 raise TimeoutError(f"{name}: waited {timeout:g} s for {what} — the run goes on; ask again")
+            if told and self._over.issuperset(self._owners):
+                self._look()
+                return over
             silent = [owner for owner, at in self._heard.items() if now - at > SILENT_S]
             if silent and self._run.due(now):
                 if self._look():
@@ -339,8 +342,9 @@ class Client:
         return ended
 
     def _meet(self) -> None:
-        for owner in self._owners:
-            self._wire.know(owner, self._run.record.roster.get(owner, ""))
+        record = self._run.record
+        for name in record.trainers:
+            self._wire.know(name, record.roster.get(name, ""))
 
     # -- on the thread of the connection
     def _on_reply(self, owner: str, message: Message) -> None:
@@ -349,6 +353,8 @@ class Client:
             number = body.get("number")
             if message.kind == f"{ASK}.reply":
                 self._on_answer(owner, message)
+            elif message.kind == f"{ALIVE}.reply":
+                (self._over.add if body["over"] else self._over.discard)(owner)
             elif isinstance(number, int) and number in self._awaited:
                 self._replies[number] = dict(body)
             if owner in self._heard:
@@ -360,13 +366,8 @@ class Client:
 
     def _on_answer(self, owner: str, message: Message) -> None:
         answered = msgspec.convert(message.body, AnswerBody)
-        if answered.error:
-            self._refused[answered.consumer] = answered.error
-            return
-        if answered.end == "closed":
-            self._refused[answered.consumer] = (
-                f"consumer {answered.consumer!r}: another client has closed it (`forget`)"
-            )
+        if answered.refusal:
+            self._refused[answered.consumer] = answered.refusal
             return
         reading = self._readings.get(answered.consumer)
         if reading is None:

@@ -49,6 +49,12 @@ class AnswerBody(msgspec.Struct, frozen=True):
     batch: Mapping[str, Any] | None = None
     error: str = ""
 
+    @property
+    def refusal(self) -> str:
+        """Why the owner does not serve the consumer; "": it does."""
+        closed = f"consumer {self.consumer!r}: another client has closed it (`forget`)" if self.end == "closed" else ""
+        return self.error or closed
+
 
 @dataclass(frozen=True, slots=True)
 class OwnerAnswer:

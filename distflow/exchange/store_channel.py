@@ -125,6 +125,8 @@ class SampleStore:
         self._held: dict[int, ArrivedGroup] = {}
         self._lacking = lacking
         self._reply = reply
+        self._heard: dict[str, tuple[Envelope, float]] = {}
+        """The newest word of each client, and when it came."""
         self._asks: dict[str, Envelope] = {}
         """The newest ask of each client: answers go over its connection."""
         self._parts: set[str] = set()
@@ -195,12 +197,15 @@ class SampleStore:
         """Look which clients are silent; say when nothing more will come."""
         self._send(self.consumers.tick(now))
         self._asks = {client: ask for client, ask in self._asks.items() if self.consumers.knows(client)}
+        self._heard = {client: one for client, one in self._heard.items() if now - one[1] < SILENCE_S}
         if self._inbound.core.finished:
             self._send(self.consumers.finish())
 
     def close(self) -> None:
-        """Tell all who wait that nothing more comes."""
+        """Tell all who wait that nothing more comes, and all who are there whether the run is over."""
         self._send(self.consumers.close())
+        for message, _ in self._heard.values() if self._inbound.core.finished else ():
+            self._reply(message, {"over": True}, ())
 
     def _on_ask(self, message: Envelope, now: float) -> None:
         asked = read(message.body, Asked, message.kind)
@@ -272,12 +277,14 @@ class SampleStore:
         self.consumers.alive(alive.client, now)
         if alive.feeds and self._inbound.core.lacks():
             self._inbound.core.progress_count += 1
-        self._reply(message, {}, ())
+        self._heard[alive.client] = message, now
+        self._reply(message, {"over": False}, ())
 
     def _on_leave(self, message: Envelope, now: float) -> None:
         client = read(message.body, From, message.kind).client
         self._send(self.consumers.leave(client))
         self._asks.pop(client, None)
+        self._heard.pop(client, None)
 
     def _on_forget(self, message: Envelope, now: float) -> None:
         forgotten = read(message.body, Forgotten, message.kind)

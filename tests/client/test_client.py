@@ -85,6 +85,24 @@ def test_everything_is_read_once_and_the_end_is_told(tmp_path: Path, open_shop: 
         assert client.get(list(FIELDS), consumer="all") is None
 
 
+def test_a_wait_for_weights_ends_with_the_run_and_with_nothing_less(
+    tmp_path: Path, open_shop: Callable[..., Shop]
+) -> None:
+    """A copy of the record never tells that a run is over: its owners do, and one that is only gone does not."""
+    shop = open_shop()
+    with Client(tmp_path) as client, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(client.subscribe_weights().take)
+        eventually(lambda: shop.store._heard, "a word of the client")
+        with shop.lock:
+            shop.store.close()
+        with pytest.raises(TimeoutError):
+            found.result(0.5)
+        with shop.lock:
+            shop.samples.send(shop.core.finish(0.0))
+        shop.close()
+        assert found.result(10) is None
+
+
 def test_what_an_exception_leaves_is_given_back(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
     shop = open_shop()
     with Client(tmp_path) as client, Client(tmp_path) as other:

@@ -229,11 +229,11 @@ def test_samples_are_written_once_although_a_labeller_and_the_trainers_are_kille
 def test_versions_of_the_policy_are_taken_whoever_dies(launch: Launch, tmp_path: Path) -> None:
     name = f"versions-{os.getpid()}"
     folder, program = tmp_path / "runs" / name, Path(__file__).with_name("weights_client.py")
-    other = subprocess.Popen([sys.executable, str(program), str(folder)], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen([sys.executable, str(program), str(folder), "--hang"], stdout=subprocess.PIPE, text=True)
     assert next_line(other) == "ready"
     run = launch("quickstart", *PACED, "run.save_every=5", f"run.training_steps={STEPS}", name=name)
     try:
-        taken = [int(next_line(other)) for _ in range(3)]
+        taken = [int(next_line(other).split()[0]) for _ in range(3)]
         other.send_signal(signal.SIGKILL)
         with Client(run.folder) as client:
             subscription = client.subscribe_weights()
