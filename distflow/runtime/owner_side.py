@@ -20,7 +20,7 @@ from distflow.config.data_schema import DataConfig, DifficultyConfig
 from distflow.config.paths import FED
 from distflow.config.plugins import TOKENIZER
 from distflow.data.difficulty import Difficulty, DifficultyRule
-from distflow.data.fed import RowLog
+from distflow.data.fed import PROMPTS, RowLog
 from distflow.data.files import Row
 from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings, SourceUse
@@ -60,8 +60,6 @@ from distflow.types import GivenResponse, LeaseKind, Prompt
 
 CONSUMERS = "consumers"
 """Folder of a run in which each owner lists the lossless consumers that it has."""
-PROMPTS = "prompts"
-"""Folder of a run for the rows that clients have put: each owner's own copy."""
 READ_AHEAD = 64
 """Fewest prompts that are read ahead; otherwise those of two training steps."""
 
