@@ -246,6 +246,12 @@ class Consumers:
         busy = {name for client in self._clients.values() if not client.silent for name in client.last}
         return [one.name for one in self._consumers.values() if one.nbytes and (one.lossless or one.name in busy)]
 
+    def held_for_more(self, name: str) -> SamplesWanted | None:
+        """What a client still wants that keeps groups until it has more, while there are none."""
+        one = self._consumers[name]
+        asks = [known.asks[name][1] for known in self._clients.values() if name in known.asks]
+        return None if one.ready else next((wanted for wanted in asks if wanted.holds), None)
+
     def counts(self) -> list[ConsumerCounts]:
         """How far each consumer is."""
         clients = Counter(name for client in self._clients.values() if not client.silent for name in client.last)

@@ -41,8 +41,11 @@ def test_the_feeder_that_is_shown(launch: Launch, tmp_path: Path, monkeypatch: p
     run.until(lambda: (run.folder / "run.json").exists(), "run.json")
     waits = "clients to put prompts (Client.put_prompts), row 1 of 4096, before training step 0 gets more"
     run.until(lambda: waits in status(run), "the wait for prompts")
+    run.until(lambda: json.loads(status(run, "--json"))["waits"][0]["since_s"] > 9, "the launching command to tell")
     exec(compile(files_in(ROOT / "docs" / "feeding.md")["feed.py"], "feed.py", "exec"), {})
     assert run.wait() == 0, run.output
+    told = "the run waits for clients to put prompts (Client.put_prompts), row 1 of 4096: put some (a training step"
+    assert run.output.count(told) == 1
     check_trained_once(run, 10)
     (log,) = (run.folder / "prompts").glob("*.jsonl")
     put = [json.loads(line)["row"]["prompt"] for line in log.read_text().splitlines()]
