@@ -204,7 +204,7 @@ def build_feed(
         return None
     batch = setting.plan.batch
     used = setting.start.number * batch.ledgers * batch.groups_per_ledger
-    settings = FeedSettings(fed.rows, fed.ahead, min(used, fed.rows))
+    settings = FeedSettings(fed.rows, fed.ahead, used)
     fed.log = RowLog(setting.run_dir / PROMPTS / f"{setting.me.name.file_stem}.jsonl")
     feed = PromptFeed(
         name,
