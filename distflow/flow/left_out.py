@@ -52,9 +52,7 @@ def _unread(node: StepNode, steps: Sequence[StepNode], dumped: Sequence[str]) ->
     """The fields of a step that nothing reads."""
     read = [*DUMPED, *dumped, *(field for other in steps if other is not node for field in other.reads)]
     return [
-        field
-        for field in node.writes
-        if not written(field, read) and not any(written(name, [field]) for name in read)
+        field for field in node.writes if not written(field, read) and not any(written(name, [field]) for name in read)
     ]
 
 
