@@ -19,6 +19,8 @@ from distflow.config.data_schema import MOST_FED_ROWS
 from distflow.data.files import checked_row
 from distflow.errors import UserError
 
+PROMPTS = "prompts"
+"""Folder of a run for the rows that clients have put: each owner's own copy."""
 _NONE = b"null"
 
 

@@ -24,7 +24,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distflow.errors import ProtocolError
+from distflow.errors import ProtocolError, nearest
 from distflow.exchange.consumer_types import ConsumerCounts, End, Handed, Offered, SamplesWanted
 
 ANSWER_BYTES = 4 << 20
@@ -34,6 +34,8 @@ REMEMBERED = 1024
 REMEMBERED_SILENCES = 30
 """For so many times the limit of silence they are kept of a client that says nothing."""
 MOST_CONSUMERS = 64
+ALIKE = 0.8
+"""How similar the name of a new consumer may not be to that of a step: its client would wait, and so would the run."""
 MOST_CLIENTS = 4096
 
 
@@ -246,6 +248,12 @@ class Consumers:
         busy = {name for client in self._clients.values() if not client.silent for name in client.last}
         return [one.name for one in self._consumers.values() if one.nbytes and (one.lossless or one.name in busy)]
 
+    def held_for_more(self, name: str) -> SamplesWanted | None:
+        """What a client still wants that keeps groups until it has more, while there are none."""
+        one = self._consumers[name]
+        asks = [known.asks[name][1] for known in self._clients.values() if name in known.asks]
+        return None if one.ready else next((wanted for wanted in asks if wanted.holds), None)
+
     def counts(self) -> list[ConsumerCounts]:
         """How far each consumer is."""
         clients = Counter(name for client in self._clients.values() if not client.silent for name in client.last)
@@ -271,10 +279,7 @@ class Consumers:
         fields = frozenset(wanted.fields)
         found = self._consumers.get(wanted.consumer)
         if found is None:
-            if len(self._consumers) >= MOST_CONSUMERS:
-                raise ProtocolError(
-                    f"there are {MOST_CONSUMERS} consumers already — close one that is not read any more"
-                )
+            self._check_new(wanted.consumer)
             found = self._consumers[wanted.consumer] = _Consumer(wanted.consumer, fields, wanted.lossless)
         if found.owned:
             if not fields <= found.fields:
@@ -290,6 +295,16 @@ class Consumers:
                 "same — use these, or another name for the consumer"
             )
         return found
+
+    def _check_new(self, name: str) -> None:
+        if len(self._consumers) >= MOST_CONSUMERS:
+            raise ProtocolError(f"there are {MOST_CONSUMERS} consumers already — close one that is not read any more")
+        step = nearest(name, [one.name for one in self._consumers.values() if one.owned], ALIKE)
+        if step is not None:
+            raise ProtocolError(
+                f"consumer {name!r}: did you mean step {step!r}, whose fields clients write? To read only, use a name "
+                "that is less like it"
+            )
 
     def _heard(self, client: str, now: float) -> _Client:
         if client not in self._clients and len(self._clients) >= MOST_CLIENTS:

@@ -94,8 +94,8 @@ class FeedSettings(NamedTuple):
     """How many there will be."""
     ahead: int
     """How many may wait to be asked for."""
-    least: int
-    """How many there must be already: the checkpoint has used them."""
+    used: int
+    """Prompt positions that the checkpoint has trained on: each has taken a row, unless the rows were ended before."""
 
 
 @dataclass(slots=True)
@@ -176,10 +176,12 @@ class PromptFeed:
             self._said_at, self._said = now, self._reached
             if self._name != self._first:
                 self._say(self._first)
-        if self._synced and not self._whole and len(self.log) < self._settings.least:
+        # With all rows, or their end, it is whole, and passes over it follow.
+        if self._synced and not self._whole and len(self.log) < self._settings.used:
             raise UserError(
-                f"{self.log.path} has {len(self.log)} of the rows that clients have put, and the checkpoint has used "
-                f"{self._settings.least}: copy the file back, or begin a new run"
+                f"{self.log.path} has {len(self.log)} rows that clients have put, and not their end, but the "
+                f"checkpoint has trained on {self._settings.used} prompt positions, each with a row: copy the file "
+                "back, or begin a new run"
             )
 
     def close(self, *, over: bool) -> None:

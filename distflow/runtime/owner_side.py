@@ -20,12 +20,12 @@ from distflow.config.data_schema import DataConfig, DifficultyConfig
 from distflow.config.paths import FED
 from distflow.config.plugins import TOKENIZER
 from distflow.data.difficulty import Difficulty, DifficultyRule
-from distflow.data.fed import RowLog
+from distflow.data.fed import PROMPTS, RowLog
 from distflow.data.files import Row
 from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings, SourceUse
 from distflow.data.responses import Reading
-from distflow.errors import DistflowError, NoProgressError, Problem, RunStopped, UserError, did_you_mean
+from distflow.errors import DistflowError, Problem, UserError, did_you_mean
 from distflow.exchange.feed_thread import FeedThread
 from distflow.exchange.kept_samples import KeptSamples
 from distflow.exchange.lease_settings import LeaseSettings
@@ -53,15 +53,13 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.disk import replace_file
 from distflow.runtime.node import Lanes, Node
+from distflow.runtime.outside import Outside
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
-from distflow.runtime.waits import WaitBoard
 from distflow.types import GivenResponse, LeaseKind, Prompt
 
 CONSUMERS = "consumers"
 """Folder of a run in which each owner lists the lossless consumers that it has."""
-PROMPTS = "prompts"
-"""Folder of a run for the rows that clients have put: each owner's own copy."""
 READ_AHEAD = 64
 """Fewest prompts that are read ahead; otherwise those of two training steps."""
 
@@ -206,7 +204,7 @@ def build_feed(
         return None
     batch = setting.plan.batch
     used = setting.start.number * batch.ledgers * batch.groups_per_ledger
-    settings = FeedSettings(fed.rows, fed.ahead, min(used, fed.rows))
+    settings = FeedSettings(fed.rows, fed.ahead, used)
     fed.log = RowLog(setting.run_dir / PROMPTS / f"{setting.me.name.file_stem}.jsonl")
     feed = PromptFeed(
         name,
@@ -266,13 +264,16 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     edges = [plan.edge(port.edge) for end in ("asks", "collects") for port in setting.me.port(end)]
     fields.update(field for edge in edges if edge.when in ("on arrival", "in window") for field in edge.back)
     limit = setting.recipe.limits.consumer_mb * MIB
-    steps = [_client_step(step) for step in plan.steps if step.role == "client"]
+    written = [step for step in plan.steps if step.role == "client"]
+    steps = list(map(_client_step, written))
     store = SampleStore(inbound, limit, partial(_lacking, sorted(fields)), node.endpoint.reply, steps)
     _go_on(store, setting)
     for kind in STORE_KINDS:
         node.on_request(kind, lambda message: store.on_message(message, time.monotonic()))
     node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))
     node.told["consumers"].append(lambda: [one._asdict() for one in store.consumers.counts()])
+    outside = Outside(inbound.core, store, plan, written, lambda: node.board.current is not None)
+    node.told["outside"].append(outside.told)
     node.on_tick(store.tick)
     node.on_close(store.close)
     return Owned(inbound, store)
@@ -315,30 +316,6 @@ def _lacking(known: Sequence[str], fields: Iterable[str]) -> str:
         return ""
     cure = "only what the run itself reads reaches the training workers: add others to run.dump_fields"
     return f"samples have no field {lacking[0]!r} when they arrive — {did_you_mean(lacking[0], known)}; {cure}"
-
-
-def await_readers(store: SampleStore, board: WaitBoard, drain_s: float) -> None:
-    """All samples have arrived: give clients outside the run time to read the last ones."""
-    consumers = store.consumers
-    with board.condition:
-        store.tick(time.monotonic())
-    try:
-        board.until(
-            lambda: None if consumers.unread() else True,
-            name=lambda: f"consumer {_named(consumers.unread())} outside the run to read the last samples",
-            peers=(),
-            limit_s=drain_s,
-            limit="limits.drain_s",
-            progress=lambda: consumers.progress,
-        )
-    except RunStopped:
-        log.warning("stopped before consumer %s had read the last samples", _named(consumers.unread()))
-    except NoProgressError as error:
-        log.warning("%s; they are lost to it", error)
-
-
-def _named(consumers: Sequence[str]) -> str:
-    return ", ".join(map(repr, consumers))
 
 
 def _difficulty(config: DifficultyConfig, order: PromptOrder, setting: Setting) -> Difficulty:

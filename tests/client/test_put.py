@@ -206,3 +206,9 @@ def test_other_consumers_write_nothing_and_steps_show_what_the_recipe_says(tmp_p
             got.put(reward=[1.0] * len(got))
         with pytest.raises(UserError, match=r"step 'labels' shows clients .* and not \['response_text'\]"):
             client.get(["response_text"], consumer="labels", timeout=10)
+        for alike in ("label", "Labels", "labels2"):
+            why = f"consumer .{alike}.: did you mean step .labels., whose fields clients"
+            with pytest.raises(UserError, match=why):
+                client.get(["prompt_text"], consumer=alike, timeout=10)
+        with pytest.raises(TimeoutError):
+            client.get(["prompt_text"], consumer="labels-of-interest", timeout=0.1)

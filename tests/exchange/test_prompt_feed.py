@@ -31,7 +31,7 @@ from distflow.exchange.prompt_feed import (
 )
 
 AHEAD = 4
-MANY = FeedSettings(rows=1000, ahead=AHEAD, least=0)
+MANY = FeedSettings(rows=1000, ahead=AHEAD, used=0)
 Reply = Mapping[str, Any]
 
 
@@ -181,7 +181,7 @@ def test_a_call_with_a_wrong_row_is_refused_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_more_rows_than_the_recipe_says_are_refused(tmp_path: Path) -> None:
-    owners = Owners(tmp_path, 1, FeedSettings(rows=3, ahead=8, least=0))
+    owners = Owners(tmp_path, 1, FeedSettings(rows=3, ahead=8, used=0))
     owners.put(1, 0, 1)
     owners.put(2, 2, 3)
     taken, refused = owners.answered()
@@ -284,8 +284,8 @@ def test_white_space_in_a_row_is_no_end_of_a_line(tmp_path: Path) -> None:
 
 
 def test_rows_that_a_checkpoint_has_used_have_to_be_there(tmp_path: Path) -> None:
-    owners = Owners(tmp_path, 1, FeedSettings(rows=9, ahead=4, least=2))
-    with pytest.raises(UserError, match="trainer-0.jsonl has 0 of the rows .* and the checkpoint has used 2"):
+    owners = Owners(tmp_path, 1, FeedSettings(rows=9, ahead=4, used=12))
+    with pytest.raises(UserError, match=r"trainer-0.jsonl has 0 rows .* has trained on 12 prompt positions"):
         owners.turn()
 
 
