@@ -39,3 +39,9 @@ class ConsumerState:
     """By client and number of the ask."""
     nbytes: int = 0
     missed: int = 0
+    full: bool = False
+    """Claims leave no room, so that a group was let go which nobody has seen."""
+
+    def holds_up(self, limit: int) -> bool:
+        """Whether nothing may be leased until it has read."""
+        return self.lossless and not self.owned and self.nbytes >= limit

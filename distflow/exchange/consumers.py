@@ -7,8 +7,10 @@ The life of a group at one consumer:  (waits for its fields) → ready → claim
 when its client gives it back or ends, or is silent and another one finds nothing else. A claim is what one answer hands
 out, named by the number of the ask; an ask that is repeated gets the same claim, so that a lost answer loses nothing.
 
-What a consumer keeps is bounded in bytes. One that loses nothing (`lossless`) holds the owner up at its bound:
-nothing is leased until it has read. For others the oldest groups that nobody has claimed are let go, and counted.
+What a consumer keeps is bounded in bytes, claims included. One that loses nothing (`lossless`) holds the owner up at
+its bound: nothing is leased until it has read. For others the oldest groups that nobody has claimed are let go, and
+counted. A client that keeps claims until it has more hears that the bound is reached ("full"): it has to do with them.
+Steps that clients write have no bound of their own: their groups are those that the owner stores for training.
 
 Example (bound of 3 groups):
     ask(a, 1, rows=8) -> []                       nothing has arrived
@@ -144,6 +146,7 @@ class Consumers:
             positions = None if consumer is None else consumer.claims.pop((client, number), None)
             if consumer is not None and positions is not None:
                 self.progress += 1
+                consumer.full = False
                 known.done[number] = None
                 for position in positions:
                     self._let_go(consumer, position)
@@ -212,7 +215,7 @@ class Consumers:
     @property
     def held_up_by(self) -> str:
         """A consumer that loses nothing and has reached its bound: nothing may be leased until it has read. Or ""."""
-        return next((one.name for one in self._consumers.values() if one.lossless and one.nbytes >= self._limit), "")
+        return next((one.name for one in self._consumers.values() if one.holds_up(self._limit)), "")
 
     def unread(self) -> list[str]:
         """Consumers that have not read everything and have clients, and those that lose nothing."""
@@ -294,6 +297,7 @@ class Consumers:
             consumer.ready.pop(oldest, None)
             consumer.partial.pop(oldest, None)
             consumer.missed += 1
+            consumer.full = bool(consumer.claims) and not consumer.ready
             self._let_go(consumer, oldest)
 
     def _let_go(self, consumer: ConsumerState, position: int) -> None:
@@ -305,13 +309,14 @@ class Consumers:
     def _waits_for(self, name: str) -> bool:
         """Whether the owner waits for clients of this consumer."""
         one = self._consumers.get(name)
-        return one is not None and (bool(one.nbytes) if one.owned else one.lossless and one.nbytes >= self._limit)
+        return one is not None and (bool(one.nbytes) if one.owned else one.holds_up(self._limit))
 
     def _take_back_from_silent(self, consumer: ConsumerState) -> None:
         for claim in reversed([claim for claim in consumer.claims if self._clients[claim[0]].silent]):
             self._take_back(consumer, claim)
 
     def _take_back(self, consumer: ConsumerState, claim: tuple[str, int]) -> None:
+        consumer.full = False
         for position in reversed(consumer.claims.pop(claim, ())):
             consumer.ready[position] = None
             consumer.ready.move_to_end(position, last=False)
@@ -341,7 +346,8 @@ class Consumers:
             consumer.claims[client, number] = positions
             return self._handed(consumer, client, number, positions)
         if not self._finished:
-            return None
+            full = wanted.holds and (consumer.full or consumer.holds_up(self._limit))
+            return self._handed(consumer, client, number, (), "full") if full else None
         others = any(holder != client for holder, _ in consumer.claims)
         if self._closed or not (others or consumer.partial):
             return self._handed(consumer, client, number, (), "over")
