@@ -15,7 +15,8 @@ import pytest
 from msgspec import structs
 
 from distflow.client import Client, StaleRows
-from distflow.comm.keys import make_keys, write_keys
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import NetworkListener, make_keys, write_keys
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.kept_samples import KeptSamples
 from distflow.exchange.store_channel import ALIVE, FORGET, KINDS, Forgotten
@@ -356,6 +357,41 @@ def test_off_the_host_the_key_of_the_run_is_needed(tmp_path: Path, closing: Exit
     write_keys(copy / "keys" / "run.key", make_keys())
     with pytest.raises(ProtocolError, match="refused the connection"):
         Client(copy, timeout_s=5)
+
+
+def test_off_the_host_a_client_finds_workers_that_were_restarted(
+    tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of run.json stays as it was: where they listen now, an agent tells."""
+    monkeypatch.setattr("distflow.client.client.SILENT_S", 0.3)
+    monkeypatch.setattr("distflow.client.attached_run.LOOK_EVERY_S", 0.1)
+    keys, copy, listening = make_keys(), tmp_path / "copy", dict[str, str]()
+    copy.mkdir()
+    ipc = {"agent/0": f"ipc://{tmp_path}/agent-0"}
+    agent = Endpoint("agent/0", 0, ipc, listener=NetworkListener("127.0.0.1", keys))
+    agent.start(lambda message: agent.reply(message, {"state": "running", "roster": listening, "workers": []}))
+    closing.callback(agent.close)
+
+    def open_shop(incarnation: int) -> Shop:
+        shop = Shop(tmp_path, keys=keys, incarnation=incarnation).open()
+        closing.callback(shop.close)
+        listening[shop.name] = str(shop.endpoint.network_address)
+        return shop
+
+    shop = open_shop(0)
+    record = write_record(copy, [shop], keys)
+    # As it is copied before all addresses are in it.
+    structs.replace(record, roster={shop.name: "", "agent/0": str(agent.network_address)}).write()
+    with Client(copy) as client:
+        first(client, shop)
+        got = client.get(list(FIELDS), consumer="all", rows=ROWS, timeout=10)
+        assert got is not None
+        shop.endpoint.close()
+        again = open_shop(1)
+        with pytest.raises(StaleRows, match="a training worker has restarted"):
+            got.acknowledge()
+        first(client, again)
+        assert positions(client, rows=ROWS) == list(range(GROUPS))
 
 
 @pytest.mark.parametrize(
