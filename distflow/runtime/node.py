@@ -36,7 +36,7 @@ from distflow.runtime.waits import WaitBoard
 Handler = Callable[[Message], None]
 AGENT_POOL = "agent"
 COMPLAIN_EVERY_S = 10.0
-"""How often malformed messages of one sender are logged."""
+"""How often malformed messages of one kind and sender are logged."""
 SAY_EVERY_S = 1.0
 """How often a worker tells its agent where it listens, until the agent answers, and how far it is with a checkpoint."""
 
@@ -71,8 +71,8 @@ class Node:
         self._lost: list[Callable[[Lost], None]] = []
         self._closing: list[Callable[[], None]] = []
         self._ticks: list[Callable[[float], None]] = []
-        self._complained: dict[str, tuple[float, int]] = {}
-        """When a malformed message of a sender was logged, and how many have come since."""
+        self._complained: dict[tuple[str, str], tuple[float, int]] = {}
+        """When a malformed message of a sender and kind was logged, and how many have come since."""
 
     def on(self, kind: str, handler: Handler) -> None:
         """Handle messages of this kind from peers that are present."""
@@ -168,15 +168,15 @@ class Node:
                 self.endpoint.traffic.count_dropped(1)
 
     def _complain(self, message: Message, error: ProtocolError, now: float) -> None:
-        """Log that a message was dropped; of one sender, further ones are only counted for a while."""
-        sender = message.sender if message.sender in self.endpoint.roster else CLIENT
-        at, more = self._complained.get(sender, (-math.inf, 0))
+        """Log that a message was dropped; further ones of one kind and sender are only counted for a while."""
+        about = (message.sender if message.sender in self.endpoint.roster else CLIENT, message.kind)
+        at, more = self._complained.get(about, (-math.inf, 0))
         if now - at < COMPLAIN_EVERY_S:
-            self._complained[sender] = (at, more + 1)
+            self._complained[about] = (at, more + 1)
             return
         told = f" (and {more} more since the last such line)" if more else ""
         log.warning("dropped a %r message from %s: %s%s", message.kind, message.sender, error, told)
-        self._complained[sender] = (now, 0)
+        self._complained[about] = (now, 0)
 
     def _dispatch(self, message: Message, now: float) -> None:
         if message.kind in KINDS:
