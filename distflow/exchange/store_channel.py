@@ -27,6 +27,7 @@ from distflow.errors import ProtocolError, UserError
 from distflow.exchange.consumer_types import Handed, Offered, SamplesWanted
 from distflow.exchange.consumers import Consumers
 from distflow.exchange.kept_samples import KeptConsumer, KeptSamples, trained_by
+from distflow.exchange.listing import Listing
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.types import TOKENS, is_reward_part
 
@@ -49,6 +50,13 @@ Write = Callable[[str, int, Batch], None]
 """Takes the fields of a step for the group of a position."""
 Lacking = Callable[[Iterable[str]], str]
 """Why these fields cannot be read, with what can be done; "": they can."""
+
+
+def refusal(request: Envelope, why: str) -> dict[str, Any]:
+    """Body of the reply to a request that is refused; it names the request as far as that can be read."""
+    body = request.body if isinstance(request.body, dict) else {}
+    parts = (("number", int), ("consumer", str))
+    return {name: body[name] for name, kind in parts if name in body and type(body[name]) is kind} | {"error": why}
 
 
 class Asked(Form, frozen=True):
@@ -77,7 +85,10 @@ class Settled(Form, frozen=True):
 
 
 class Written(Form, frozen=True):
-    """Body of PUT; `batch` describes the fields that are written for the rows of one claim, in their order."""
+    """Body of PUT; `batch` describes the fields that are written for the rows of one claim, in their order.
+
+    `looks`: nothing is written; the reply says whether it could be.
+    """
 
     client: Text
     number: Whole
@@ -85,6 +96,7 @@ class Written(Form, frozen=True):
     claim: Whole
     """The number of the ask."""
     batch: Any
+    looks: bool = False
 
 
 class ClientStep(NamedTuple):
@@ -134,8 +146,7 @@ class SampleStore:
         self._inbound = inbound
         self._steps = {step.name: step for step in steps}
         self._write: Write | None = None
-        self.note: Callable[[Mapping[str, Sequence[str]]], None] = lambda listed: None
-        """Gets what lossless consumers read, by name, whenever there is another one, or one less."""
+        self.listing = Listing()
         for step in steps:
             self.consumers.open(step.name, step.reads)
         self._handlers = {
@@ -188,10 +199,18 @@ class SampleStore:
         self._handlers[message.kind](message, now)
         core.progress_count += consumers.progress + consumers.signs - before
         if self.consumers.lossless() != listed:
-            self.note(self.consumers.lossless())
+            self.listing.changed(self.consumers.lossless())
         if held_up and not self.consumers.held_up_by:
             # Asks of generating workers were left unanswered meanwhile.
             self._inbound.send(core.prompts_arrived(now))
+
+    def listed(self, names: Iterable[str]) -> None:
+        """These lossless consumers are listed on the disk: what has waited for that is said."""
+        answers, forgotten = self.listing.written(names)
+        consumers = self.consumers
+        self._send(one for one in answers if consumers.claimed(one.client, one.consumer, one.number) == one.positions)
+        for message in forgotten:
+            self._reply(message, {"number": message.body["number"]}, ())
 
     def tick(self, now: float) -> None:
         """Look which clients are silent; say when nothing more will come."""
@@ -218,7 +237,7 @@ class SampleStore:
             self._parts.update(filter(is_reward_part, asked.fields))
             answers = self.consumers.ask(asked.client, asked.number, wanted, now, again=asked.again)
         except ProtocolError as error:
-            self._reply(message, {"number": asked.number, "consumer": asked.consumer, "error": str(error)}, ())
+            self._reply(message, refusal(message, str(error)), ())
             return
         self._send(answers)
 
@@ -226,7 +245,7 @@ class SampleStore:
         settled = read(message.body, Settled, message.kind)
         if settled.used and settled.consumer in self._steps:
             error = f"the samples of step {settled.consumer!r} are done once its fields are written: samples.put(…)"
-            self._reply(message, {"number": settled.number, "error": error}, ())
+            self._reply(message, refusal(message, error), ())
             return
         about = (settled.client, settled.consumer, settled.used, settled.returned)
         stale, answers = self.consumers.settle(*about, now)
@@ -238,7 +257,10 @@ class SampleStore:
         try:
             fields = self._fields(put, message)
         except (ProtocolError, UserError) as error:
-            self._reply(message, {"number": put.number, "error": str(error)}, ())
+            self._reply(message, refusal(message, str(error)), ())
+            return
+        if put.looks:
+            self._reply(message, {"number": put.number, "stale": []}, ())
             return
         stale, answers = self.consumers.settle(put.client, put.step, (put.claim,), (), now)
         self._reply(message, {"number": put.number, "stale": stale}, ())
@@ -291,9 +313,10 @@ class SampleStore:
         try:
             self._send(self.consumers.forget(forgotten.consumer))
         except ProtocolError as error:
-            self._reply(message, {"number": forgotten.number, "error": str(error)}, ())
+            self._reply(message, refusal(message, str(error)), ())
             return
-        self._reply(message, {"number": forgotten.number}, ())
+        if not self.listing.holds_word(forgotten.client, forgotten.consumer, message):
+            self._reply(message, {"number": forgotten.number}, ())
 
     # -- samples
     def _arrived(self, lengths: Mapping[int, Sequence[int]]) -> None:
@@ -317,9 +340,10 @@ class SampleStore:
         self._prune()
 
     def _send(self, answers: Iterable[Handed]) -> None:
+        lossless = self.consumers.lossless()
         for answer in answers:
             ask = self._asks.get(answer.client)
-            if ask is not None:
+            if ask is not None and not (answer.consumer in lossless and self.listing.holds(answer)):
                 self._reply(ask, *self._answer(answer))
         self._prune()
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -125,6 +126,11 @@ def test_the_run_waits_for_a_lossless_consumer_until_it_reads_or_is_forgotten(la
         assert f"{counted['unread']} groups unread" in status(run)
         first.acknowledge()
         seen = positions(first)
+        more = claimed(client, rows=2 * steps * many * many)
+        assert more is not None
+        assert run.steps_done() < steps, "more rows than are kept are not waited for"
+        more.acknowledge()
+        seen |= positions(more)
         while len(seen) < (trained + 2) * many:
             some = claimed(client)
             assert some is not None
@@ -195,6 +201,14 @@ def test_the_labeller_that_is_shown(launch: Launch, tmp_path: Path, monkeypatch:
     Path("runs/labelled").symlink_to(run.folder)
     run.until(lambda: (run.folder / "run.json").exists(), "run.json")
     run.until(lambda: "a client outside the run to write 'reward'" in status(run), "the wait for a labeller")
+    assert "the run waits for a client to write 'reward' (consumer 'reward'): start a program" in status(run)
+    more = "waits for 936 rows more, but layout.max_staleness=0 bounds what is generated until then: let it get fewer"
+    with Client(run.folder) as greedy, ThreadPoolExecutor() as pool:
+        got = pool.submit(greedy.get, ["prompt_text"], rows=1000, consumer="reward", timeout=60)
+        run.until(lambda: more in status(run), "the hint for a client that asks for more than there can be")
+        greedy.close()
+        with pytest.raises(UserError, match="this client is closed"):
+            got.result()
     exec(compile(files_in(ROOT / "docs" / "service.md")["labeller.py"], "labeller.py", "exec"), {})
     assert run.wait() == 0, run.output
     check_trained_once(run, 10)
