@@ -25,12 +25,13 @@ ALLOWED["algorithms"] = ALLOWED["data"] | {"data", "flow"}
 ALLOWED["comm"] = ALLOWED["algorithms"] | {"algorithms"}
 ALLOWED["exchange"] = ALLOWED["comm"] | {"comm"}
 ALLOWED["weights"] = ALLOWED["comm"] | {"comm"}
+ALLOWED["sim"] = ALLOWED["exchange"] | {"exchange", "weights"}
 ALLOWED["runtime"] = ALLOWED["exchange"] | {"exchange", "weights"}
 ALLOWED["workers"] = ALLOWED["runtime"] | {"runtime"}
-ALLOWED["launch"] = ALLOWED["runtime"] | {"runtime"}
+ALLOWED["launch"] = ALLOWED["runtime"] | {"runtime", "sim"}
 ALLOWED["client"] = ALLOWED["launch"] | {"launch"}
 ALLOWED["bench"] = ALLOWED["runtime"] | {"runtime"}
-ALLOWED["testing"] = ALLOWED["runtime"] | {"runtime", "workers"}
+ALLOWED["testing"] = ALLOWED["runtime"] | {"runtime", "sim", "workers"}
 """The roof (workers, launch, bench) and the test kit beside it; nobody imports recipes."""
 
 ROOMS: dict[str, set[str]] = {"run": set(), "cluster": {"run"}}

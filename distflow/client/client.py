@@ -98,13 +98,13 @@ class Client:
     ) -> Samples | None:
         """Wait for samples, and claim them: at least `rows` rows and `tokens` tokens, in whole groups.
 
-        Without either: whatever has arrived. Fewer at the end of the run; None once all has been read, or the run is
-        stopped. `consumer`: a name whose clients share what arrives after its first `get`; each of them asks for the
-        same fields. A `lossless` one gets every group: when it has `limits.consumer_mb` unread, the run waits for it.
-        Others lose the oldest. A step that clients write is a consumer by its name: it gets every group, and samples
-        are done once its fields are written with `samples.put`. Raises UserError for fields that samples do not have,
-        TimeoutError after `timeout` seconds, WorkerFailed if the run has failed, and NoProgressError if nothing of it
-        answers.
+        Without either: whatever has arrived. Fewer at the end of the run, and where an owner keeps no more
+        (`limits.consumer_mb`); None once all has been read, or the run is stopped. `consumer`: a name whose clients
+        share what arrives after its first `get`; each of them asks for the same fields. A `lossless` one gets every
+        group: when it has `limits.consumer_mb` unread, the run waits for it. Others lose the oldest. A step that
+        clients write is a consumer by its name: it gets every group, and samples are done once its fields are written
+        with `samples.put`. Raises UserError for fields that samples do not have, TimeoutError after `timeout` seconds,
+        WorkerFailed if the run has failed, and NoProgressError if nothing of it answers.
         """
         check_request(fields, consumer, rows, tokens, timeout)
         reading = self._reading(consumer, fields, lossless=lossless)

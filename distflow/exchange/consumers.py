@@ -7,8 +7,10 @@ The life of a group at one consumer:  (waits for its fields) → ready → claim
 when its client gives it back or ends, or is silent and another one finds nothing else. A claim is what one answer hands
 out, named by the number of the ask; an ask that is repeated gets the same claim, so that a lost answer loses nothing.
 
-What a consumer keeps is bounded in bytes. One that loses nothing (`lossless`) holds the owner up at its bound:
-nothing is leased until it has read. For others the oldest groups that nobody has claimed are let go, and counted.
+What a consumer keeps is bounded in bytes, claims included. One that loses nothing (`lossless`) holds the owner up at
+its bound: nothing is leased until it has read. For others the oldest groups that nobody has claimed are let go, and
+counted. A client that keeps claims until it has more hears that the bound is reached ("full"): it has to do with them.
+Steps that clients write have no bound of their own: their groups are those that the owner stores for training.
 
 Example (bound of 3 groups):
     ask(a, 1, rows=8) -> []                       nothing has arrived
@@ -20,11 +22,11 @@ Example (bound of 3 groups):
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from distflow.errors import ProtocolError, nearest
+from distflow.exchange.consumer_state import ClientState, ConsumerState
 from distflow.exchange.consumer_types import ConsumerCounts, End, Handed, Offered, SamplesWanted
 
 ANSWER_BYTES = 4 << 20
@@ -39,35 +41,6 @@ ALIKE = 0.8
 MOST_CLIENTS = 4096
 
 
-@dataclass(slots=True)
-class _Client:
-    heard_at: float
-    silent: bool = False
-    """It may be dead, or a computer that sleeps: its claims are its own until another client wants them."""
-    asks: dict[str, tuple[int, SamplesWanted]] = field(default_factory=dict)
-    """The ask that waits, by consumer."""
-    last: dict[str, int] = field(default_factory=dict)
-    """The number of the newest ask, by consumer."""
-    done: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Numbers of claims that were acknowledged."""
-
-
-@dataclass(slots=True)
-class _Consumer:
-    name: str
-    fields: frozenset[str]
-    lossless: bool
-    owned: bool = False
-    """Opened by the owner, which waits for what is written about each group."""
-    ready: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    partial: dict[int, None] = field(default_factory=dict)
-    """Groups that lack a field."""
-    claims: OrderedDict[tuple[str, int], tuple[int, ...]] = field(default_factory=OrderedDict)
-    """By client and number of the ask."""
-    nbytes: int = 0
-    missed: int = 0
-
-
 class Consumers:
     """Of one owner. `limit_bytes` bounds what each consumer keeps; who is silent for `silence_s` may lose claims."""
 
@@ -80,8 +53,8 @@ class Consumers:
         """Rises while the owner waits for a consumer of which a client is alive."""
         self._limit = limit_bytes
         self._silence_s = silence_s
-        self._consumers: dict[str, _Consumer] = {}
-        self._clients: dict[str, _Client] = {}
+        self._consumers: dict[str, ConsumerState] = {}
+        self._clients: dict[str, ClientState] = {}
         self._uses: Counter[int] = Counter()
         self._finished = self._closed = False
 
@@ -126,7 +99,7 @@ class Consumers:
 
     def open(self, name: str, fields: Iterable[str]) -> None:
         """Open a consumer for what clients are to write: it gets every group, and is closed by nobody."""
-        self._consumers[name] = _Consumer(name, frozenset(fields), lossless=True, owned=True)
+        self._consumers[name] = ConsumerState(name, frozenset(fields), lossless=True, owned=True)
 
     def lossless(self) -> dict[str, tuple[str, ...]]:
         """What consumers of clients' own that lose nothing read, by name."""
@@ -140,7 +113,7 @@ class Consumers:
 
     def restore(self, name: str, fields: Iterable[str], groups: Mapping[int, Offered]) -> None:
         """Open a consumer that loses nothing with what it had yet to acknowledge when its owner ended."""
-        consumer = self._consumers.setdefault(name, _Consumer(name, frozenset(fields), lossless=True))
+        consumer = self._consumers.setdefault(name, ConsumerState(name, frozenset(fields), lossless=True))
         for position, group in groups.items():
             self._add(consumer, position, group)
 
@@ -173,6 +146,7 @@ class Consumers:
             positions = None if consumer is None else consumer.claims.pop((client, number), None)
             if consumer is not None and positions is not None:
                 self.progress += 1
+                consumer.full = False
                 known.done[number] = None
                 for position in positions:
                     self._let_go(consumer, position)
@@ -241,7 +215,7 @@ class Consumers:
     @property
     def held_up_by(self) -> str:
         """A consumer that loses nothing and has reached its bound: nothing may be leased until it has read. Or ""."""
-        return next((one.name for one in self._consumers.values() if one.lossless and one.nbytes >= self._limit), "")
+        return next((one.name for one in self._consumers.values() if one.holds_up(self._limit)), "")
 
     def unread(self) -> list[str]:
         """Consumers that have not read everything and have clients, and those that lose nothing."""
@@ -275,12 +249,12 @@ class Consumers:
         return tuple(sorted(self._consumers[name].fields))
 
     # -- details
-    def _open(self, wanted: SamplesWanted) -> _Consumer:
+    def _open(self, wanted: SamplesWanted) -> ConsumerState:
         fields = frozenset(wanted.fields)
         found = self._consumers.get(wanted.consumer)
         if found is None:
             self._check_new(wanted.consumer)
-            found = self._consumers[wanted.consumer] = _Consumer(wanted.consumer, fields, wanted.lossless)
+            found = self._consumers[wanted.consumer] = ConsumerState(wanted.consumer, fields, wanted.lossless)
         if found.owned:
             if not fields <= found.fields:
                 more = sorted(fields - found.fields)
@@ -306,14 +280,14 @@ class Consumers:
                 "that is less like it"
             )
 
-    def _heard(self, client: str, now: float) -> _Client:
+    def _heard(self, client: str, now: float) -> ClientState:
         if client not in self._clients and len(self._clients) >= MOST_CLIENTS:
             raise ProtocolError(f"there are {MOST_CLIENTS} clients already — close some")
-        known = self._clients.setdefault(client, _Client(now))
+        known = self._clients.setdefault(client, ClientState(now))
         known.heard_at, known.silent = now, False
         return known
 
-    def _add(self, consumer: _Consumer, position: int, group: Offered) -> None:
+    def _add(self, consumer: ConsumerState, position: int, group: Offered) -> None:
         self.kept.setdefault(position, group)
         self._uses[position] += 1
         consumer.nbytes += group.nbytes
@@ -323,9 +297,10 @@ class Consumers:
             consumer.ready.pop(oldest, None)
             consumer.partial.pop(oldest, None)
             consumer.missed += 1
+            consumer.full = bool(consumer.claims) and not consumer.ready
             self._let_go(consumer, oldest)
 
-    def _let_go(self, consumer: _Consumer, position: int) -> None:
+    def _let_go(self, consumer: ConsumerState, position: int) -> None:
         consumer.nbytes -= self.kept[position].nbytes
         self._uses[position] -= 1
         if not self._uses[position]:
@@ -334,13 +309,14 @@ class Consumers:
     def _waits_for(self, name: str) -> bool:
         """Whether the owner waits for clients of this consumer."""
         one = self._consumers.get(name)
-        return one is not None and (bool(one.nbytes) if one.owned else one.lossless and one.nbytes >= self._limit)
+        return one is not None and (bool(one.nbytes) if one.owned else one.holds_up(self._limit))
 
-    def _take_back_from_silent(self, consumer: _Consumer) -> None:
+    def _take_back_from_silent(self, consumer: ConsumerState) -> None:
         for claim in reversed([claim for claim in consumer.claims if self._clients[claim[0]].silent]):
             self._take_back(consumer, claim)
 
-    def _take_back(self, consumer: _Consumer, claim: tuple[str, int]) -> None:
+    def _take_back(self, consumer: ConsumerState, claim: tuple[str, int]) -> None:
+        consumer.full = False
         for position in reversed(consumer.claims.pop(claim, ())):
             consumer.ready[position] = None
             consumer.ready.move_to_end(position, last=False)
@@ -360,7 +336,7 @@ class Consumers:
             self._clients[answer.client] = self._clients.pop(answer.client)
         return answers
 
-    def _answer(self, consumer: _Consumer, client: str, number: int, wanted: SamplesWanted) -> Handed | None:
+    def _answer(self, consumer: ConsumerState, client: str, number: int, wanted: SamplesWanted) -> Handed | None:
         if not consumer.ready:
             self._take_back_from_silent(consumer)
         if consumer.ready:
@@ -370,19 +346,20 @@ class Consumers:
             consumer.claims[client, number] = positions
             return self._handed(consumer, client, number, positions)
         if not self._finished:
-            return None
+            full = wanted.holds and (consumer.full or consumer.holds_up(self._limit))
+            return self._handed(consumer, client, number, (), "full") if full else None
         others = any(holder != client for holder, _ in consumer.claims)
         if self._closed or not (others or consumer.partial):
             return self._handed(consumer, client, number, (), "over")
         return self._handed(consumer, client, number, (), "drained") if wanted.holds else None
 
     def _handed(
-        self, consumer: _Consumer, client: str, number: int, positions: tuple[int, ...], end: End = ""
+        self, consumer: ConsumerState, client: str, number: int, positions: tuple[int, ...], end: End = ""
     ) -> Handed:
         tokens = sum(self.kept[position].tokens for position in positions)
         return Handed(client, number, consumer.name, positions, end, consumer.missed, tokens)
 
-    def _fitting(self, consumer: _Consumer, wanted: SamplesWanted) -> tuple[int, ...]:
+    def _fitting(self, consumer: ConsumerState, wanted: SamplesWanted) -> tuple[int, ...]:
         """The next groups, until they reach what is wanted; whole groups, so the last one may go beyond."""
         found: list[int] = []
         rows = tokens = nbytes = 0

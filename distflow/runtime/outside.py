@@ -41,9 +41,7 @@ class Outside(NamedTuple):
         name = self.core.held_up()
         if name and self._idle and not self.core.set_complete():
             limit = f"limits.consumer_mb={self.plan.recipe.limits.consumer_mb} bounds what is kept"
-            do = self._more(name, "acknowledged", limit) or (
-                f"{limit}; let a program read them, or close the consumer with Client.forget (docs/service.md)"
-            )
+            do = f"{limit}; let a program read them, or close the consumer with Client.forget (docs/service.md)"
             yield f"consumer {name}", f"consumer {name!r}, which loses nothing, to read samples: {do}"
 
     def _prompts(self) -> Iterator[tuple[str, str]]:
@@ -63,17 +61,17 @@ class Outside(NamedTuple):
                 there = "1 client is there" if one.clients == 1 else f"{one.clients} clients are there"
                 do = there if one.clients else "start a program that gets these samples and puts it (docs/service.md)"
                 do += f"; {bound}" if bound and self._idle else ""
-                do = self._more(step.name, "put", bound) or do
+                do = self._more(step.name, bound) or do
                 fields = ", ".join(map(repr, step.writes))
                 yield f"step {step.name}", f"a client to write {fields} (consumer {step.name!r}): {do}"
 
-    def _more(self, consumer: str, done: str, bound: str) -> str:
+    def _more(self, consumer: str, bound: str) -> str:
         """What to do about a client that waits for more before it is done with what it has."""
         wanted = self.store.consumers.held_for_more(consumer)
         if wanted is None or not bound or not self._idle:
             return ""
         more = f"{wanted.rows} rows" if wanted.rows else f"{wanted.tokens} tokens"
-        return f"one has some and waits for {more} more, but {bound}: let it get fewer at once, to be {done} first"
+        return f"one has some and waits for {more} more, but {bound}: let it get fewer at once, to be put first"
 
 
 def await_readers(store: SampleStore, board: WaitBoard, drain_s: float) -> None:

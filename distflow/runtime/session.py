@@ -23,6 +23,7 @@ from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import frame_bytes
 from distflow.log import logger
 from distflow.runtime import ports
+from distflow.runtime.agent_links import CheckpointReports, Greeting
 from distflow.runtime.assembly import (
     Setting,
     build_contexts,
@@ -41,7 +42,7 @@ from distflow.runtime.further_training import FurtherTraining
 from distflow.runtime.generating import Generating, OffloadedModels, Turns
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory
-from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
+from distflow.runtime.node import Hosts, Lanes, Node, identity
 from distflow.runtime.owner_side import Owned
 from distflow.runtime.ports import Base, HeldModels, Outbound
 from distflow.runtime.process_record import note_term

@@ -126,6 +126,11 @@ def test_the_run_waits_for_a_lossless_consumer_until_it_reads_or_is_forgotten(la
         assert f"{counted['unread']} groups unread" in status(run)
         first.acknowledge()
         seen = positions(first)
+        more = claimed(client, rows=2 * steps * many * many)
+        assert more is not None
+        assert run.steps_done() < steps, "more rows than are kept are not waited for"
+        more.acknowledge()
+        seen |= positions(more)
         while len(seen) < (trained + 2) * many:
             some = claimed(client)
             assert some is not None

@@ -247,6 +247,37 @@ def test_a_consumer_that_the_owner_waits_for_gets_every_group_and_stays(store: C
     assert store.claimed("a", "labels", 1) == ()
 
 
+@pytest.mark.parametrize("lossless", [True, False])
+def test_a_client_that_waits_for_more_than_is_kept_hears_so(store: Consumers, *, lossless: bool) -> None:
+    def ask(number: int, *, holds: bool) -> list[Handed]:
+        return store.ask("a", number, wanted(rows=1000, lossless=lossless, holds=holds), 0.0)
+
+    ask(1, holds=False)
+    assert positions(store.arrived({n: group() for n in range(9)})) == [("a", 1, tuple(range(9)))]
+    ask(2, holds=True)
+    assert positions(store.arrived({9: group()})) == [("a", 2, (9,))]
+    told = ask(3, holds=True) or store.arrived({10: group()})
+    assert [(answer.number, answer.positions, answer.end) for answer in told] == [(3, (), "full")]
+    assert store.settle("a", "reader", [1, 2], [], 0.0) == ([], [])
+    assert ask(4, holds=True) == [], "there is room again"
+    assert store.held_up_by == ""
+    assert positions(store.arrived({11: group()})) == [("a", 4, (11,))]
+
+
+def test_what_a_step_waits_for_is_bounded_by_its_owner_alone(store: Consumers) -> None:
+    store.open("labels", ["text"])
+    store.ask("a", 1, wanted("labels"), 0.0)
+    store.arrived({n: group() for n in range(10)})
+    assert store.held_up_by == ""
+    assert store.ask("a", 2, wanted("labels", holds=True), 0.0) == []
+    assert positions(store.arrived({10: group()})) == [("a", 2, (10,))]
+    assert store.settle("a", "labels", [1, 2], [], 0.0)[0] == []
+    signs = store.signs
+    store.arrived({11: group()})
+    store.alive("a", 1.0)
+    assert store.signs == signs + 1, "the run waits for what is written, for as long as its client is there"
+
+
 def test_a_lossless_consumer_goes_on_with_what_it_had_to_acknowledge(store: Consumers) -> None:
     store.ask("a", 1, wanted(rows=8, lossless=True), 0.0)
     store.ask("b", 1, wanted("other"), 0.0)

@@ -1,0 +1,107 @@
+"""How long devices take: a decode step, a training batch, new weights. Data files name figures and their sources.
+
+    decode step of b samples, c tokens of context each:  max(floor_s, b · sample_s) + b · c · context_s
+    forward and backward of rows of n tokens:            latency_s + Σ (n · token_s + n² · pair_s)
+    a version of the weights:                            publish_s at the trainer, bytes over a link, swap_s at engines
+
+The first is a roofline: reading the weights once bounds a small batch (floor_s), arithmetic a large one (sample_s), and
+reading the keys and values of the context is added to both.
+
+Example: load("h100-qwen2.5-7b").decode.seconds(samples=64, context=2_000)  # about 0.010
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from distflow.config.yamlfile import read_yaml
+from distflow.errors import UserError, did_you_mean
+
+DEVICES = Path(__file__).with_name("devices")
+Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+Positive = Annotated[float, msgspec.Meta(gt=0.0)]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLatency:
+    """Of one engine, however many devices it has."""
+
+    floor_s: Positive
+    """Seconds of a decode step of a small batch: reading all weights once, and launching kernels."""
+    sample_s: Seconds
+    """Seconds for each sample of a batch so large that arithmetic bounds it."""
+    context_s: Seconds = 0.0
+    """Seconds for each token of context of each sample."""
+    prefill_s: Seconds = 0.0
+    """Seconds for each prompt token that is computed."""
+
+    def seconds(self, samples: float, context: float = 0.0) -> float:
+        """Seconds of one decode step of `samples` samples whose mean context is `context` tokens."""
+        return max(self.floor_s, samples * self.sample_s) + samples * context * self.context_s
+
+
+@dataclass(frozen=True, slots=True)
+class TrainLatency:
+    """Of one replica, however many devices it has."""
+
+    token_s: Seconds
+    """Seconds of forward and backward for each token."""
+    pair_s: Seconds = 0.0
+    """And for each pair of tokens of a row, as attention takes them."""
+    latency_s: Seconds = 0.0
+    """And for each batch, whatever it holds."""
+    apply_s: Seconds = 0.0
+    """Seconds of an optimizer step, summing the gradients included."""
+
+    def seconds(self, lengths: Iterable[float]) -> float:
+        """Seconds of forward and backward of rows of these lengths in tokens."""
+        return self.latency_s + sum(n * self.token_s + n * n * self.pair_s for n in lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLatency:
+    """Of a new version of the policy's weights."""
+
+    bytes: Positive
+    publish_s: Seconds = 0.0
+    """Seconds for which the trainer stands still."""
+    swap_s: Seconds = 0.0
+    """Seconds for which an engine stands still."""
+    host_bytes_s: Positive = 2e10
+    """Bytes per second between processes of one host."""
+    link_bytes_s: Positive = 1e9
+    """Bytes per second between hosts."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLatency:
+    """A kind of device with a model of some size: the content of a data file."""
+
+    device: str
+    model: str
+    sources: tuple[str, ...]
+    """Where the figures come from: a document, a computation, or the command that measured them."""
+    decode: DecodeLatency
+    train: TrainLatency
+    weights: WeightLatency
+
+
+def names() -> list[str]:
+    """Names of the shipped data files."""
+    return sorted(path.stem for path in DEVICES.glob("*.yaml"))
+
+
+def load(name: str) -> DeviceLatency:
+    """The model of a shipped name, or of a path that ends in .yaml. Raises UserError if there is none."""
+    path = Path(name) if name.endswith(".yaml") else DEVICES / f"{name}.yaml"
+    if not path.is_file():
+        raise UserError(f"latency model {name!r}: no such data file; {did_you_mean(name, names())}; or a path of .yaml")
+    try:
+        return msgspec.convert(read_yaml(path).value, DeviceLatency, strict=False)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: not a latency model: {error}") from None
