@@ -313,7 +313,10 @@ def test_a_result_without_its_rows_keeps_no_other_one_from_being_used(pair: Pair
     pair.lease(4)
     with pair.changed:
         pair.inbound.on_arrival(lambda lengths: told.append(list(lengths)))
-        out = [*pair.holder.finished(0, Version(0, 0), 8, "", pair.now), *pair.holder.finished(1, Version(0, 0), 8, "", 0)]
+        out = [
+            *pair.holder.finished(0, Version(0, 0), 8, "", pair.now),
+            *pair.holder.finished(1, Version(0, 0), 8, "", 0),
+        ]
         results = [item.message for item in out]
         with pytest.raises(ProtocolError, match="for position 0 without its rows"):
             pair.inbound.accept(results, groups(1), pair.now)
