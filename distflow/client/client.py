@@ -21,12 +21,13 @@ from distflow.client.arguments import check_consumer, check_request, check_secon
 from distflow.client.attached_run import CHECK_EVERY_S, AttachedRun, HasPath
 from distflow.client.feeding import FeedCall, Feeding
 from distflow.client.reading import REPEAT_S, AnswerBody, ConsumerReading, OwnerAnswer, Part
-from distflow.client.samples import Samples, check_stale
+from distflow.client.samples import Samples
+from distflow.client.settling import Settling
 from distflow.client.weights import Ready, WeightSubscription
 from distflow.comm.client import BackgroundClient
 from distflow.comm.message import Buffer, Message
-from distflow.data.batch import Batch
-from distflow.data.batch_wire import decode_batch, encode_batch
+from distflow.comm.outbox import SentOnce
+from distflow.data.batch_wire import decode_batch
 from distflow.errors import NoProgressError, ProtocolError, UserError
 from distflow.exchange.store_channel import (
     ALIVE,
@@ -34,12 +35,8 @@ from distflow.exchange.store_channel import (
     ASK,
     FORGET,
     LEAVE,
-    PUT,
-    SETTLE,
     Forgotten,
     From,
-    Settled,
-    Written,
 )
 from distflow.launch.observe.run_client import keys_of
 from distflow.weights.manifest import Manifest
@@ -47,6 +44,8 @@ from distflow.weights.manifest import Manifest
 IPC = "ipc://"
 SILENT_S = 5.0
 """After so long without a word of an owner the run itself is looked at: it may be over."""
+REQUEST_AGAIN_S = 1.0
+"""After so long without a reply a request is repeated, once the former copy has left."""
 T = TypeVar("T")
 
 
@@ -76,6 +75,7 @@ class Client:
         self._owners = self._run.find_owners(time.monotonic() + timeout_s)
         self._heard = dict.fromkeys(self._owners, time.monotonic())
         self._feeding = Feeding(self._name, self._ask_first)
+        self._settling = Settling(self._name, self._request, self._gave_back)
         self._wire = BackgroundClient(keys_of(self._run.record), self._on_reply, self._on_tick, self._on_fault)
         self._meet()
         self._wire.start()
@@ -107,9 +107,9 @@ class Client:
         WorkerFailed if the run has failed, and NoProgressError if nothing of it answers.
         """
         check_request(fields, consumer, rows, tokens, timeout)
-        reading = self._reading(consumer, fields, lossless=lossless)
         with self._changed:
             self._check_unused(consumer)
+            reading = self._reading(consumer, fields, lossless=lossless)
             self._using.add(consumer)
             try:
                 reading.want(rows, tokens)
@@ -118,7 +118,7 @@ class Client:
                 parts = self._until(lambda: self._taken(reading), f"samples for consumer {consumer!r}", timeout, none)
             finally:
                 self._using.discard(consumer)
-        return Samples(self, reading, parts) if parts else None
+        return Samples(self._settling, reading, parts) if parts else None
 
     def put_prompts(self, rows: Iterable[Mapping[str, Any]], *, timeout: float | None = None) -> int:
         """Put prompts, rows as of a file, into a run that gets them by `distflow.data.fed:by_clients`.
@@ -146,13 +146,17 @@ class Client:
         return WeightSubscription(model, self._name, tuple(near), self._ask_all)
 
     def forget(self, consumer: str) -> None:
-        """Close a consumer for all its clients: the run keeps nothing for it any longer."""
+        """Close a consumer for all its clients: the run keeps nothing for it any longer.
+
+        Raises UserError for a step, and if the run ends before it is closed.
+        """
         check_consumer(consumer)
         with self._changed:
             self._check_unused(consumer)
             self._readings.pop(consumer, None)
         for owner in self._owners:
-            self._request(owner, FORGET, partial(structs.replace, Forgotten(self._name, 0, consumer)))
+            if self._request(owner, FORGET, partial(structs.replace, Forgotten(self._name, 0, consumer))) is None:
+                raise UserError(f"consumer {consumer!r}: the run has ended before {owner} closed it")
 
     def close(self) -> None:
         """Leave: what was claimed and not acknowledged goes to others."""
@@ -160,30 +164,6 @@ class Client:
         for owner in self._owners:
             self._wire.send(owner, LEAVE, msgspec.to_builtins(From(self._name)))
         self._wire.close()
-
-    # -- used by Samples
-    def _put(self, step: str, parts: Sequence[Part], fields: Batch) -> None:
-        """Write the fields of a step for all these rows. Raises UserError if an owner refuses them."""
-        stale, start = 0, 0
-        for part in parts:
-            stop = start + part.batch.rows
-            described, buffer = encode_batch(fields.slice(start, stop))
-            written = Written(self._name, 0, step, part.number, described)
-            answer = self._request(part.owner, PUT, partial(structs.replace, written), (buffer,))
-            stale, start = stale + len(answer["stale"]), stop
-        check_stale(step, stale)
-
-    def _settle(self, consumer: str, parts: Sequence[Part], *, used: bool) -> None:
-        stale = 0
-        for owner in dict.fromkeys(part.owner for part in parts):
-            numbers = tuple(part.number for part in parts if part.owner == owner)
-            settled = Settled(self._name, 0, consumer, numbers if used else (), () if used else numbers)
-            answer = self._request(owner, SETTLE, partial(structs.replace, settled))
-            stale += len(answer["stale"])
-            with self._changed:
-                if not used and consumer in self._readings:
-                    self._readings[consumer].gave_back(owner)
-        check_stale(consumer, stale)
 
     # -- used by WeightSubscription
     def _ask_all(
@@ -231,6 +211,11 @@ class Client:
                 self._awaited.discard(number)
 
     # -- requests
+    def _gave_back(self, consumer: str, owner: str) -> None:
+        with self._changed:
+            if consumer in self._readings:
+                self._readings[consumer].gave_back(owner)
+
     def _check_unused(self, consumer: str) -> None:
         if consumer in self._using:
             raise UserError(
@@ -238,12 +223,11 @@ class Client:
             )
 
     def _reading(self, consumer: str, fields: Sequence[str], *, lossless: bool) -> ConsumerReading:
-        with self._changed:
-            known = self._readings.get(consumer)
-            if known is None:
-                known = ConsumerReading(self._name, consumer, fields, self._owners, self._number, lossless=lossless)
-                self._readings[consumer] = known
-            self._refused.pop(consumer, None)
+        known = self._readings.get(consumer)
+        if known is None:
+            known = ConsumerReading(self._name, consumer, fields, self._owners, self._number, lossless=lossless)
+            self._readings[consumer] = known
+        self._refused.pop(consumer, None)
         if (known.fields, known.lossless) != (tuple(fields), lossless):
             raise UserError(
                 f"consumer {consumer!r} reads {list(known.fields)}, lossless={known.lossless}: it cannot change — use "
@@ -271,28 +255,30 @@ class Client:
 
     def _request(
         self, owner: str, kind: str, body: Callable[..., msgspec.Struct], payload: Sequence[Buffer] = ()
-    ) -> dict[str, Any]:
-        """Send a request until its reply comes; raises UserError if that is a refusal."""
+    ) -> dict[str, Any] | None:
+        """Send a request until its reply comes; None: the run is over. Raises UserError if that is a refusal."""
         with self._changed:
             number = self._number()
             self._awaited.add(number)
             sent = [0.0]
+            copies = SentOnce()
 
             def replied() -> dict[str, Any] | None:
-                if number not in self._replies and time.monotonic() - sent[0] >= 1.0:
+                due = time.monotonic() - sent[0] >= REQUEST_AGAIN_S and not copies.under_way(owner, number)
+                if number not in self._replies and due:
                     sent[0] = time.monotonic()
                     plain = msgspec.to_builtins(body(number=number), builtin_types=(bytes,))
-                    self._wire.send(owner, kind, plain, payload)
+                    copies.note(owner, number, self._wire.send(owner, kind, plain, payload))
                 if owner not in self._owners:
                     # It is gone for good, and its claims with it.
                     return {"stale": [number]}
                 return self._replies.pop(number, None)
 
             try:
-                reply: dict[str, Any] = self._until(replied, f"{owner} to confirm", None, {"stale": []})
+                reply: dict[str, Any] | None = self._until(replied, f"{owner} to confirm", None, None)
             finally:
                 self._awaited.discard(number)
-        if "error" in reply:
+        if reply is not None and "error" in reply:
             raise UserError(str(reply["error"]))
         return reply
 

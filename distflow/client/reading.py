@@ -41,7 +41,8 @@ class Part:
 class AnswerBody(msgspec.Struct, frozen=True):
     """An answer to an ask, as it travels."""
 
-    number: int
+    number: int = 0
+    """0: that of the ask could not be read."""
     consumer: str = ""
     end: End = ""
     missed: int = 0

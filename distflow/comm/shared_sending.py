@@ -83,7 +83,8 @@ class SharedPayload:
     __slots__ = ("_blocks", "_segment", "nbytes", "references")
 
     def __init__(self, segment: OutgoingSegment, blocks: dict[int, Block], references: bytes, nbytes: int) -> None:
-        self._segment = segment
+        self._segment: OutgoingSegment | None = segment
+        """None once nothing of it is there: whoever remembers this message does not keep the memory."""
         self._blocks = blocks
         self.references = references
         """What the receiver finds them by."""
@@ -97,11 +98,14 @@ class SharedPayload:
     def release(self, generation: int) -> None:
         """The receiver needs this block no longer."""
         self._blocks.pop(generation, None)
+        if not self._blocks:
+            self._segment = None
 
     def withdraw(self) -> None:
         """The message was not sent: nobody will release it."""
-        blocks = list(self._blocks.values())
-        self._segment.free([number for block in blocks for number in (block.offset, block.generation)])
+        segment, blocks = self._segment, list(self._blocks.values())
+        if segment is not None:
+            segment.free([number for block in blocks for number in (block.offset, block.generation)])
 
 
 class OutgoingSegment:

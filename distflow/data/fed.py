@@ -161,6 +161,13 @@ def logged_line(client: str, call: int, row: bytes | None) -> bytes:
     return msgspec.json.encode(LoggedRow(client, call, msgspec.Raw(_NONE if row is None else row))) + b"\n"
 
 
+def check_line(line: bytes) -> None:
+    """Raise UserError for what is no line of a log, or not that of a row or of the end."""
+    logged = _parsed(line, "a line of another owner")
+    if not logged.ends:
+        checked_row(bytes(logged.row), "a row of another owner")
+
+
 def _parsed(line: bytes, where: str) -> LoggedRow:
     try:
         return msgspec.json.decode(line, type=LoggedRow)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -84,6 +85,8 @@ class ConsumerState:
     missed: int = 0
     full: bool = False
     """Claims leave no room, so that a group was let go which nobody has seen."""
+    unread_since: float = math.inf
+    """Since when it has had no client that is there."""
 
     def holds_up(self, limit: int) -> bool:
         """Whether nothing may be leased until it has read."""

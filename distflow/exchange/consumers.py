@@ -22,6 +22,7 @@ Example (bound of 3 groups):
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -35,7 +36,10 @@ owner's lock, on the thread that its peers wait for."""
 REMEMBERED = 1024
 """Claims of a client that were acknowledged last: an acknowledgement may be repeated."""
 REMEMBERED_SILENCES = 30
-"""For so many times the limit of silence they are kept of a client that says nothing."""
+"""For so many times the limit of silence they are kept of a client that says nothing, and a consumer that may lose
+groups without any client."""
+ABANDONED_SILENCES = 1000
+"""The same for one whose clients have claimed something: their computer may sleep."""
 MOST_CONSUMERS = 64
 ALIKE = 0.8
 """How similar the name of a new consumer may not be to that of a step: its client would wait, and so would the run."""
@@ -207,7 +211,20 @@ class Consumers:
                 long_ago = now - known.heard_at > REMEMBERED_SILENCES * self._silence_s
                 if name not in holders and (long_ago or not known.done):
                     del self._clients[name]
+        self._close_unread(now)
         return self._serve()
+
+    def _close_unread(self, now: float) -> None:
+        """Close consumers that may lose groups and have had no client for long: they would keep memory for nobody."""
+        read = {name for known in self._clients.values() if not known.silent for name in known.last}
+        for name, one in list(self._consumers.items()):
+            if one.lossless or name in read:
+                one.unread_since = math.inf
+                continue
+            one.unread_since = min(one.unread_since, now)
+            limit = ABANDONED_SILENCES if one.claims else REMEMBERED_SILENCES
+            if now - one.unread_since > limit * self._silence_s:
+                self.forget(name)
 
     def knows(self, client: str) -> bool:
         """Whether a client has asked for something, and has not been given up."""

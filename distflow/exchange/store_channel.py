@@ -51,6 +51,13 @@ Lacking = Callable[[Iterable[str]], str]
 """Why these fields cannot be read, with what can be done; "": they can."""
 
 
+def refusal(request: Envelope, why: str) -> dict[str, Any]:
+    """Body of the reply to a request that is refused; it names the request as far as that can be read."""
+    body = request.body if isinstance(request.body, dict) else {}
+    parts = (("number", int), ("consumer", str))
+    return {name: body[name] for name, kind in parts if name in body and type(body[name]) is kind} | {"error": why}
+
+
 class Asked(Form, frozen=True):
     """Body of ASK; see `SamplesWanted`."""
 
@@ -77,7 +84,10 @@ class Settled(Form, frozen=True):
 
 
 class Written(Form, frozen=True):
-    """Body of PUT; `batch` describes the fields that are written for the rows of one claim, in their order."""
+    """Body of PUT; `batch` describes the fields that are written for the rows of one claim, in their order.
+
+    `looks`: nothing is written; the reply says whether it could be.
+    """
 
     client: Text
     number: Whole
@@ -85,6 +95,7 @@ class Written(Form, frozen=True):
     claim: Whole
     """The number of the ask."""
     batch: Any
+    looks: bool = False
 
 
 class ClientStep(NamedTuple):
@@ -213,7 +224,7 @@ class SampleStore:
             self._parts.update(filter(is_reward_part, asked.fields))
             answers = self.consumers.ask(asked.client, asked.number, wanted, now, again=asked.again)
         except ProtocolError as error:
-            self._reply(message, {"number": asked.number, "consumer": asked.consumer, "error": str(error)}, ())
+            self._reply(message, refusal(message, str(error)), ())
             return
         self._send(answers)
 
@@ -221,7 +232,7 @@ class SampleStore:
         settled = read(message.body, Settled, message.kind)
         if settled.used and settled.consumer in self._steps:
             error = f"the samples of step {settled.consumer!r} are done once its fields are written: samples.put(…)"
-            self._reply(message, {"number": settled.number, "error": error}, ())
+            self._reply(message, refusal(message, error), ())
             return
         about = (settled.client, settled.consumer, settled.used, settled.returned)
         stale, answers = self.consumers.settle(*about, now)
@@ -233,7 +244,10 @@ class SampleStore:
         try:
             fields = self._fields(put, message)
         except (ProtocolError, UserError) as error:
-            self._reply(message, {"number": put.number, "error": str(error)}, ())
+            self._reply(message, refusal(message, str(error)), ())
+            return
+        if put.looks:
+            self._reply(message, {"number": put.number, "stale": []}, ())
             return
         stale, answers = self.consumers.settle(put.client, put.step, (put.claim,), (), now)
         self._reply(message, {"number": put.number, "stale": stale}, ())
@@ -284,7 +298,7 @@ class SampleStore:
         try:
             self._send(self.consumers.forget(forgotten.consumer))
         except ProtocolError as error:
-            self._reply(message, {"number": forgotten.number, "error": str(error)}, ())
+            self._reply(message, refusal(message, str(error)), ())
             return
         self._reply(message, {"number": forgotten.number}, ())
 

@@ -43,7 +43,7 @@ from distflow.exchange.prompt_feed import (
 from distflow.exchange.prompt_reader import PromptReader
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import KINDS as STORE_KINDS
-from distflow.exchange.store_channel import OWNERS, ClientStep, SampleStore
+from distflow.exchange.store_channel import OWNERS, ClientStep, SampleStore, refusal
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan, StepPlan
@@ -237,8 +237,7 @@ def _check_rows(data: DataConfig, seed: int, tokenizer: Tokenizer, rows: Sequenc
 
 
 def _refuse_rows(node: Node, why: str, message: Message) -> None:
-    number = message.body.get("number") if isinstance(message.body, dict) else None
-    node.endpoint.reply(message, {"number": number, "error": why})
+    node.endpoint.reply(message, refusal(message, why))
 
 
 def _more_rows(node: Node, core: OwnerCore, reader: PromptReader) -> None:

@@ -247,6 +247,7 @@ class Agent:
         collecting = self._exit_barrier.collecting if self._exit_barrier is not None else None
         saved = sum(report.saved for report in mesh.reports.values())
         told = {"workers": workers, "state": state, "silent": silent, "hosts": sorted(mesh.reports), "saved": saved}
+        told["roster"] = cluster_view.network_roster(mesh)
         return told if collecting is None else {**told, "collecting": collecting}
 
     # -- consequences of the other agents' reports

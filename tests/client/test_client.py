@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 from msgspec import structs
 
 from distflow.client import Client, StaleRows
-from distflow.comm.keys import make_keys, write_keys
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import NetworkListener, make_keys, write_keys
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.kept_samples import KeptSamples
-from distflow.exchange.store_channel import KINDS
+from distflow.exchange.store_channel import ALIVE, FORGET, KINDS, Forgotten
 from tests.client.shop import FIELDS, GROUPS, SAMPLES, STEPS, TOKENS_A_GROUP, Shop, write_record
 from tests.polling import eventually
 
@@ -204,6 +206,81 @@ def test_malformed_requests_harm_nobody(tmp_path: Path, open_shop: Callable[...,
         assert positions(client, rows=ROWS) == list(range(GROUPS))
 
 
+@pytest.mark.parametrize("fields", [["x" * 201], [f"f{n}" for n in range(257)]])
+def test_what_an_owner_cannot_read_is_refused(
+    tmp_path: Path, open_shop: Callable[..., Shop], fields: list[str]
+) -> None:
+    shop = open_shop()
+    with Client(tmp_path) as client:
+        with pytest.raises(UserError, match=r"malformed client.ask: Expected .* of length <= 2"):
+            client.get(fields, consumer="all", timeout=10)
+        first(client, shop)
+        assert positions(client, rows=ROWS) == list(range(GROUPS)), "and the client goes on"
+
+
+def test_what_the_end_of_the_run_leaves_unconfirmed_is_said(
+    tmp_path: Path, open_shop: Callable[..., Shop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.client.client.SILENT_S", 0.3)
+    monkeypatch.setattr("distflow.client.attached_run.LOOK_EVERY_S", 0.1)
+    shop = open_shop()
+    with Client(tmp_path) as client:
+        first(client, shop)
+        got = client.get(list(FIELDS), consumer="all", rows=ROWS, timeout=10)
+        assert got is not None
+        shop.endpoint.close()
+        structs.replace(write_record(tmp_path, [shop]), state="done").write()
+        with pytest.raises(StaleRows, match="the run has ended before trainer/0 confirmed this"):
+            got.acknowledge()
+        got.give_back()
+        with pytest.raises(UserError, match="the run has ended before trainer/0 closed it"):
+            client.forget("all")
+
+
+def test_a_consumer_is_not_closed_while_get_begins(
+    tmp_path: Path, open_shop: Callable[..., Shop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_shop()
+    with Client(tmp_path) as client, ThreadPoolExecutor() as pool:
+        begun, forgotten = threading.Event(), threading.Event()
+        reading = client._reading
+
+        def slow(*about: Any, **how: Any) -> Any:
+            found = reading(*about, **how)
+            begun.set()
+            forgotten.wait(0.3)
+            return found
+
+        monkeypatch.setattr(client, "_reading", slow)
+        waiting = pool.submit(client.get, list(FIELDS), consumer="all", timeout=1)
+        assert begun.wait(10)
+        with pytest.raises(UserError, match="another thread is in `get`"):
+            client.forget("all")
+        forgotten.set()
+        with pytest.raises(TimeoutError):
+            waiting.result()
+
+
+def test_a_request_is_not_repeated_while_it_is_under_way(
+    tmp_path: Path, open_shop: Callable[..., Shop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.client.client.REQUEST_AGAIN_S", 0.05)
+    shop = open_shop()
+    with Client(tmp_path) as client, ThreadPoolExecutor() as pool:
+        first(client, shop)
+        shop.endpoint.close()
+        sent: list[str] = []
+        send = client._wire.send
+        monkeypatch.setattr(client._wire, "send", lambda *message: (sent.append(message[1]), send(*message))[1])
+        body = partial(Forgotten, client._name, consumer="all")
+        waiting = pool.submit(client._request, shop.name, FORGET, body, (bytes(1 << 20),))
+        eventually(lambda: sent.count(ALIVE) >= 1, "a sign of life")
+        assert sent.count(FORGET) == 1, "nobody has taken the first copy"
+        client.close()
+        with pytest.raises(UserError, match="this client is closed"):
+            waiting.result()
+
+
 def test_an_owner_that_is_gone_for_good_is_not_waited_for(
     tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,10 +359,46 @@ def test_off_the_host_the_key_of_the_run_is_needed(tmp_path: Path, closing: Exit
         Client(copy, timeout_s=5)
 
 
+def test_off_the_host_a_client_finds_workers_that_were_restarted(
+    tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of run.json stays as it was: where they listen now, an agent tells."""
+    monkeypatch.setattr("distflow.client.client.SILENT_S", 0.3)
+    monkeypatch.setattr("distflow.client.attached_run.LOOK_EVERY_S", 0.1)
+    keys, copy, listening = make_keys(), tmp_path / "copy", dict[str, str]()
+    copy.mkdir()
+    ipc = {"agent/0": f"ipc://{tmp_path}/agent-0"}
+    agent = Endpoint("agent/0", 0, ipc, listener=NetworkListener("127.0.0.1", keys))
+    agent.start(lambda message: agent.reply(message, {"state": "running", "roster": listening, "workers": []}))
+    closing.callback(agent.close)
+
+    def open_shop(incarnation: int) -> Shop:
+        shop = Shop(tmp_path, keys=keys, incarnation=incarnation).open()
+        closing.callback(shop.close)
+        listening[shop.name] = str(shop.endpoint.network_address)
+        return shop
+
+    shop = open_shop(0)
+    record = write_record(copy, [shop], keys)
+    # As it is copied before all addresses are in it.
+    structs.replace(record, roster={shop.name: "", "agent/0": str(agent.network_address)}).write()
+    with Client(copy) as client:
+        first(client, shop)
+        got = client.get(list(FIELDS), consumer="all", rows=ROWS, timeout=10)
+        assert got is not None
+        shop.endpoint.close()
+        again = open_shop(1)
+        with pytest.raises(StaleRows, match="a training worker has restarted"):
+            got.acknowledge()
+        first(client, again)
+        assert positions(client, rows=ROWS) == list(range(GROUPS))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"rows": 4.0}, "rows: expected a whole number, 0 for any number, got 4.0"),
+        ({"rows": 1 << 64}, "rows: expected a whole number, 0 for any number, got 18446744073709551616"),
         ({"tokens": -4}, "tokens: expected a whole number, 0 for any number, got -4"),
         ({"consumer": ""}, "consumer: expected a name of 1 to 64 characters, got ''"),
         ({"consumer": "x" * 65}, "consumer: expected a name of 1 to 64 characters"),

@@ -8,6 +8,7 @@ import mmap
 import os
 import resource
 import threading
+import weakref
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from distflow.comm import shared_lane, shared_sending
 from distflow.comm.arena import ALIGN
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
-from distflow.comm.outbox import Delivery
+from distflow.comm.outbox import Delivery, SentOnce
 from distflow.comm.shared_lane import FREED, LEAST_BYTES, OFFER, SharedLane
 from distflow.comm.shared_segment import OwnSegment, PeerSegment
 from distflow.comm.shared_sending import Room
@@ -494,3 +495,29 @@ def test_a_segment_that_finds_no_room_for_a_step_takes_what_it_needs(monkeypatch
         assert segment.put([memoryview(bytes(2 << 20))]) is None, "the sockets"
     finally:
         segment.close()
+
+
+def test_a_segment_is_let_go_of_although_its_messages_are_remembered() -> None:
+    room, once = shared_sending.Room(1 << 30), SentOnce()
+    segments = [shared_sending.OutgoingSegment(room) for _ in range(2)]
+    memory = [weakref.ref(segment.segment) for segment in segments]
+    for number, segment in enumerate(segments):
+        payload = segment.put([memoryview(bytes(LEAST_BYTES))])
+        assert payload is not None
+        delivery = Delivery(payload)
+        delivery.hand_over()
+        once.note(READER, number, delivery)
+    released, lost = segments
+    released.free(array("q", payload_blocks(released)).tolist())
+    lost.close()
+    del segments, released, lost, segment, payload, delivery
+    gc.collect()
+    assert [found() for found in memory] == [None, None]
+    assert not once.under_way(READER, 0)
+    assert not once.under_way(READER, 1)
+
+
+def payload_blocks(segment: shared_sending.OutgoingSegment) -> list[int]:
+    """Offset and generation of what is held."""
+    blocks = [block for payload in segment._payloads.values() for block in payload._blocks.values()]
+    return [number for block in blocks for number in (block.offset, block.generation)]

@@ -8,7 +8,14 @@ import pytest
 
 from distflow.errors import ProtocolError
 from distflow.exchange.consumer_types import ConsumerCounts, Handed, Offered, SamplesWanted
-from distflow.exchange.consumers import ANSWER_BYTES, ANSWER_GROUPS, REMEMBERED, REMEMBERED_SILENCES, Consumers
+from distflow.exchange.consumers import (
+    ABANDONED_SILENCES,
+    ANSWER_BYTES,
+    ANSWER_GROUPS,
+    REMEMBERED,
+    REMEMBERED_SILENCES,
+    Consumers,
+)
 
 LIMIT = 1000
 SILENCE_S = 10.0
@@ -276,6 +283,33 @@ def test_what_a_step_waits_for_is_bounded_by_its_owner_alone(store: Consumers) -
     store.arrived({11: group()})
     store.alive("a", 1.0)
     assert store.signs == signs + 1, "the run waits for what is written, for as long as its client is there"
+
+
+def test_a_consumer_that_nobody_reads_is_closed_unless_it_is_lossless(store: Consumers) -> None:
+    store.open("labels", ["text"])
+    store.ask("a", 1, wanted("left"), 0.0)
+    store.ask("b", 1, wanted("silent"), 0.0)
+    store.ask("c", 1, wanted("kept", lossless=True), 0.0)
+    store.ask("d", 1, wanted("read"), 0.0)
+    assert len(store.arrived({0: group()})) == 4
+    assert store.settle("a", "left", [1], [], 0.0)[0] == []
+    for client in ("a", "c"):
+        store.leave(client)
+    limit = REMEMBERED_SILENCES * SILENCE_S
+    for now in (limit, limit + SILENCE_S):
+        store.alive("d", now)
+        store.tick(now)
+    assert len(store.counts()) == 5
+    store.ask("e", 1, wanted("left"), limit + SILENCE_S)
+    for now in (limit + SILENCE_S + 1, 2 * limit + 2 * SILENCE_S):
+        store.alive("d", now)
+        store.alive("e", now)
+        store.tick(now)
+    assert [one.name for one in store.counts()] == ["labels", "left", "silent", "kept", "read"], "it has a claim"
+    store.ask("e", 2, wanted("left"), (ABANDONED_SILENCES + 40) * SILENCE_S)
+    store.tick((ABANDONED_SILENCES + 40) * SILENCE_S)
+    assert [one.name for one in store.counts()] == ["labels", "left", "kept", "read"]
+    assert store.settle("b", "silent", [1], [], 1e6)[0] == [1], "its claims went with it"
 
 
 def test_a_lossless_consumer_goes_on_with_what_it_had_to_acknowledge(store: Consumers) -> None:
