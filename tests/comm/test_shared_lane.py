@@ -212,19 +212,32 @@ def test_a_reader_killed_with_rows_leaves_their_memory(tmp_path: Path) -> None:
         writer.close(0.1)
 
 
-def test_a_writer_killed_in_the_middle_harms_no_reader(tmp_path: Path) -> None:
+def mapped() -> set[str]:
+    """The shared segments that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.partition("/memfd:")[2].split()[0] for line in lines if "/memfd:distflow-" in line}
+
+
+def test_a_writer_killed_in_the_middle_harms_no_reader_and_leaves_no_memory(tmp_path: Path) -> None:
     kept: list[Message] = []
+    gc.collect()
+    before = mapped()
     reader = Endpoint(READER, 0, roster(tmp_path), tick_s=0.02, shared_memory=True)
     reader.start(kept.append)
     try:
         with process("writes", tmp_path) as writer:
             await_there(writer)
-        eventually(lambda: [message for message in kept if message.kind == "rows"])
+            eventually(lambda: [message for message in kept if message.kind == "rows"])
         reader.disconnect(WRITER)
         eventually(lambda: not reader._shared._incoming._segments)
         (rows,) = [message for message in kept if message.kind == "rows"]
         assert [bytes(part) for part in rows.payload] == [row(n) for n in range(ROWS)]
         assert reader.traffic.dropped == 0
+        assert mapped() - before, "as long as its rows are read"
+        kept.clear()
+        del rows
+        gc.collect()
+        assert mapped() <= before
     finally:
         reader.close(0.1)
 
