@@ -27,6 +27,7 @@ from distflow.errors import ProtocolError, UserError
 from distflow.exchange.consumer_types import Handed, Offered, SamplesWanted
 from distflow.exchange.consumers import Consumers
 from distflow.exchange.kept_samples import KeptConsumer, KeptSamples, trained_by
+from distflow.exchange.listing import Listing
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.types import TOKENS, is_reward_part
 
@@ -143,8 +144,7 @@ class SampleStore:
         self._inbound = inbound
         self._steps = {step.name: step for step in steps}
         self._write: Write | None = None
-        self.note: Callable[[Mapping[str, Sequence[str]]], None] = lambda listed: None
-        """Gets what lossless consumers read, by name, whenever there is another one, or one less."""
+        self.listing = Listing()
         for step in steps:
             self.consumers.open(step.name, step.reads)
         self._handlers = {
@@ -197,10 +197,18 @@ class SampleStore:
         self._handlers[message.kind](message, now)
         core.progress_count += consumers.progress + consumers.signs - before
         if self.consumers.lossless() != listed:
-            self.note(self.consumers.lossless())
+            self.listing.changed(self.consumers.lossless())
         if held_up and not self.consumers.held_up_by:
             # Asks of generating workers were left unanswered meanwhile.
             self._inbound.send(core.prompts_arrived(now))
+
+    def listed(self, names: Iterable[str]) -> None:
+        """These lossless consumers are listed on the disk: what has waited for that is said."""
+        answers, forgotten = self.listing.written(names)
+        consumers = self.consumers
+        self._send(one for one in answers if consumers.claimed(one.client, one.consumer, one.number) == one.positions)
+        for message in forgotten:
+            self._reply(message, {"number": message.body["number"]}, ())
 
     def tick(self, now: float) -> None:
         """Look which clients are silent; say when nothing more will come."""
@@ -300,7 +308,8 @@ class SampleStore:
         except ProtocolError as error:
             self._reply(message, refusal(message, str(error)), ())
             return
-        self._reply(message, {"number": forgotten.number}, ())
+        if not self.listing.holds_word(forgotten.client, forgotten.consumer, message):
+            self._reply(message, {"number": forgotten.number}, ())
 
     # -- samples
     def _arrived(self, lengths: Mapping[int, Sequence[int]]) -> None:
@@ -324,9 +333,10 @@ class SampleStore:
         self._prune()
 
     def _send(self, answers: Iterable[Handed]) -> None:
+        lossless = self.consumers.lossless()
         for answer in answers:
             ask = self._asks.get(answer.client)
-            if ask is not None:
+            if ask is not None and not (answer.consumer in lossless and self.listing.holds(answer)):
                 self._reply(ask, *self._answer(answer))
         self._prune()
 

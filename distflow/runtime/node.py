@@ -21,25 +21,24 @@ from typing import Any
 
 from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import Keys, NetworkListener, key_file, read_keys
-from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, MemberMessage, Membership
+from distflow.comm.membership import GREETINGS, KINDS, Joined, Lost, MemberMessage, Membership
 from distflow.comm.message import Body, Buffer, Message
 from distflow.comm.outbox import Delivery, delivered
-from distflow.comm.processes import resident_mb, started_at
+from distflow.comm.processes import resident_mb
 from distflow.comm.traffic import INPROC
 from distflow.data.decoding import Form, read
 from distflow.errors import ProtocolError, RecipeMismatch
 from distflow.exchange.store_channel import refusal
-from distflow.flow.plan import leaders_of, publisher_for
 from distflow.log import logger
-from distflow.runtime.assembly import Setting
 from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
 
 Handler = Callable[[Message], None]
 AGENT_POOL = "agent"
 COMPLAIN_EVERY_S = 10.0
-"""How often malformed messages of one sender are logged."""
+"""How often malformed messages of one kind and sender are logged."""
+SAY_EVERY_S = 1.0
+"""How often a worker tells its agent where it listens, until the agent answers, and how far it is with a checkpoint."""
 
 log = logger(__name__)
 LeaseHandler = Callable[[Message, float], None]
@@ -72,8 +71,8 @@ class Node:
         self._lost: list[Callable[[Lost], None]] = []
         self._closing: list[Callable[[], None]] = []
         self._ticks: list[Callable[[float], None]] = []
-        self._complained: dict[str, tuple[float, int]] = {}
-        """When a malformed message of a sender was logged, and how many have come since."""
+        self._complained: dict[tuple[str, str], tuple[float, int]] = {}
+        """When a malformed message of a sender and kind was logged, and how many have come since."""
 
     def on(self, kind: str, handler: Handler) -> None:
         """Handle messages of this kind from peers that are present."""
@@ -169,15 +168,15 @@ class Node:
                 self.endpoint.traffic.count_dropped(1)
 
     def _complain(self, message: Message, error: ProtocolError, now: float) -> None:
-        """Log that a message was dropped; of one sender, further ones are only counted for a while."""
-        sender = message.sender if message.sender in self.endpoint.roster else CLIENT
-        at, more = self._complained.get(sender, (-math.inf, 0))
+        """Log that a message was dropped; further ones of one kind and sender are only counted for a while."""
+        about = (message.sender if message.sender in self.endpoint.roster else CLIENT, message.kind)
+        at, more = self._complained.get(about, (-math.inf, 0))
         if now - at < COMPLAIN_EVERY_S:
-            self._complained[sender] = (at, more + 1)
+            self._complained[about] = (at, more + 1)
             return
         told = f" (and {more} more since the last such line)" if more else ""
         log.warning("dropped a %r message from %s: %s%s", message.kind, message.sender, error, told)
-        self._complained[sender] = (now, 0)
+        self._complained[about] = (now, 0)
 
     def _dispatch(self, message: Message, now: float) -> None:
         if message.kind in KINDS:
@@ -270,13 +269,6 @@ def is_agent(name: str) -> bool:
     return name.startswith(f"{AGENT_POOL}/")
 
 
-def identity(name: str, incarnation: int, digest: str, parts: Mapping[str, str], host: int = 0) -> Identity:
-    """The identity of this process."""
-    started = started_at(os.getpid())
-    assert started is not None, "this process is running"
-    return Identity(name, incarnation, os.getpid(), started, digest, parts, host)
-
-
 class Lanes:
     """Sends lease messages: over the endpoint, or directly to the handlers of this worker if it is its own owner."""
 
@@ -315,41 +307,18 @@ class Lanes:
         return delivered()
 
 
-class Hosts:
-    """The hosts and workers of a run, from a worker's document."""
+class CheckpointReports:
+    """Tells the agent how far this worker is with a checkpoint: it gives a worker that is ending time to save."""
 
-    def __init__(self, setting: Setting) -> None:
-        document = setting.document
-        self._run_dir = setting.run_dir
-        self.roster = {str(worker.name): "" for worker in setting.plan.workers} | document.roster
-        """Address of every worker by name; "" while it is unknown."""
-        self.here = document.host
-        self.address = document.address
-        self._leaders = {
-            model: leaders_of(setting.home_of(model), document.placement) for model in setting.plan.generating
-        }
-        """The workers that publish each model, by host."""
+    def __init__(self, node: Node, host: int) -> None:
+        self._node = node
+        self._agent = agent_of(host)
+        self._say_at = 0.0
+        self._said = 0
+        node.on_tick(self._tick)
 
-    @property
-    def keys(self) -> Keys | None:
-        """The keys of a run on several hosts; None on one host. Raises UserError when they are missing."""
-        return None if self.address is None else read_keys(key_file(self._run_dir))
-
-    @property
-    def listener(self) -> NetworkListener | None:
-        """Where to listen for other hosts; None if there are none."""
-        keys = self.keys
-        return None if self.address is None or keys is None else NetworkListener(self.address, keys)
-
-    def endpoint(self, name: str, incarnation: int, most_bytes: int) -> Endpoint:
-        """The endpoint of a worker, which sends to others on its host through shared memory."""
-        about, listener = (name, incarnation, self.roster), self.listener
-        return Endpoint(*about, listener=listener, max_frame_bytes=most_bytes, shared_memory=True)
-
-    def publishes_here(self, model: str) -> bool:
-        """Whether a worker that trains a model is on this host, so that its weights come through shared memory."""
-        return self.here in self._leaders[model]
-
-    def publisher_for(self, host: int, model: str) -> str:
-        """The worker that publishes a model's weights for a host: one of its own, else one of the others in turn."""
-        return publisher_for(host, self._leaders[model])
+    def _tick(self, now: float) -> None:
+        amount = self._node.checkpointed
+        if amount != self._said and now >= self._say_at and self._agent in self._node.endpoint.roster:
+            self._say_at, self._said = now + SAY_EVERY_S, amount
+            self._node.send(self._agent, "checkpointed", {"bytes": amount})

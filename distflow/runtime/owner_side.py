@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from distflow.comm.message import Message
@@ -51,7 +50,7 @@ from distflow.flow.resolve import check_step, resolve
 from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
-from distflow.runtime.disk import replace_file
+from distflow.runtime.consumer_list import ConsumerList
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.outside import Outside
 from distflow.runtime.protocols import Tokenizer
@@ -266,7 +265,7 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     written = [step for step in plan.steps if step.role == "client"]
     steps = list(map(_client_step, written))
     store = SampleStore(inbound, limit, partial(_lacking, sorted(fields)), node.endpoint.reply, steps)
-    _go_on(store, setting)
+    _go_on(store, setting, node)
     for kind in STORE_KINDS:
         node.on_request(kind, lambda message: store.on_message(message, time.monotonic()))
     node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))
@@ -278,7 +277,7 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     return Owned(inbound, store)
 
 
-def _go_on(store: SampleStore, setting: Setting) -> None:
+def _go_on(store: SampleStore, setting: Setting, node: Node) -> None:
     """Open the lossless consumers again that were there before a restart, and list them from now on, before the groups
     that clients have been promised arrive. What they had not read goes with checkpoints.
     """
@@ -291,15 +290,16 @@ def _go_on(store: SampleStore, setting: Setting) -> None:
         kept = replace(kept, consumers=[one for one in kept.consumers if one.name in listed or not lists])
         store.restore(kept, lambda position: position % setting.plan.batch.ledgers in ledgers)
     store.open_again(listed)
-    store.note = partial(_list_consumers, folder / f"{setting.me.name.file_stem}.json")
+    store.listed(listed)
 
+    def written(names: Iterable[str]) -> None:
+        with node.board.condition:
+            store.listed(names)
 
-def _list_consumers(file: Path, listed: Mapping[str, Sequence[str]]) -> None:
-    try:
-        file.parent.mkdir(exist_ok=True)
-        replace_file(file, json.dumps(listed))
-    except OSError as error:
-        log.error("could not write %s, so these consumers may miss samples after a restart: %s", file, error)
+    consumers = ConsumerList(folder / f"{setting.me.name.file_stem}.json", written, node.board.fault)
+    store.listing.write = consumers.write
+    consumers.start()
+    node.on_close(consumers.close)
 
 
 def _client_step(step: StepPlan) -> ClientStep:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -157,11 +158,51 @@ def test_an_owner_that_restarts_goes_on_with_what_its_checkpoint_holds(
         again.close()
 
 
+def listing(shop: Shop, noted: list[dict[str, Any]]) -> Callable[[Mapping[str, Any]], None]:
+    """A disk that takes whatever it is given."""
+
+    def write(listed: Mapping[str, Any]) -> None:
+        noted.append(dict(listed))
+        shop.store.listed(listed)
+
+    return write
+
+
+def test_a_slow_disk_holds_back_what_depends_on_it_and_nothing_else(
+    tmp_path: Path, open_shop: Callable[..., Shop]
+) -> None:
+    shop, writes = open_shop(), list[Mapping[str, Any]]()
+    shop.store.listing.write = writes.append
+    with Client(tmp_path) as client, Client(tmp_path) as other, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(client.get, ["uid"], consumer="all", rows=ROWS, lossless=True, timeout=30)
+        eventually(lambda: writes, "a list to write")
+        with pytest.raises(TimeoutError):
+            other.get(["uid"], consumer="lossy", timeout=0.1)
+        shop.begin()
+        assert other.get(["uid"], consumer="lossy", timeout=10) is not None
+        eventually(lambda: shop.store.consumers.counts()[0].claimed, "a claim")
+        assert not waiting.done()
+        with shop.lock:
+            shop.store.listed(writes[-1])
+        got = waiting.result()
+        assert got is not None
+        got.acknowledge()
+        closing = pool.submit(client.forget, "all")
+        eventually(lambda: len(writes) == 2, "another list to write")
+        assert "all" not in [one.name for one in shop.store.consumers.counts()]
+        time.sleep(0.1)
+        assert not closing.done()
+        with shop.lock:
+            shop.store.listed(writes[-1])
+        closing.result()
+    assert [list(one) for one in writes] == [["all"], []]
+
+
 def test_lossless_consumers_are_listed_for_the_owner_that_follows(
     tmp_path: Path, open_shop: Callable[..., Shop]
 ) -> None:
     shop, noted = open_shop(), []
-    shop.store.note = lambda listed: noted.append(dict(listed))
+    shop.store.listing.write = listing(shop, noted)
     with Client(tmp_path) as client:
         for name, lossless in (("all", True), ("some", False)):
             with pytest.raises(TimeoutError):
@@ -171,7 +212,8 @@ def test_lossless_consumers_are_listed_for_the_owner_that_follows(
         again.store.open_again(noted[-1])
         again.begin()
         write_record(tmp_path, [again.open()])
-        again.store.note = lambda listed: noted.append(dict(listed))
+        again.store.listed(noted[-1])
+        again.store.listing.write = listing(again, noted)
         got = client.get(["uid"], consumer="all", rows=ROWS, lossless=True, timeout=10)
         assert got is not None
         assert sorted(set(got.batch.dense("uid")[:, 2].tolist())) == list(range(GROUPS)), "made before anybody asked"
