@@ -80,7 +80,7 @@ class Endpoint:
         self.traffic = Traffic()
         self._tick_s = tick_s
         self._outbox = Outbox()
-        self._shared = SharedLane(shared_memory, self._tell, self._outbox.nudge, max_frame_bytes)
+        self._shared = SharedLane(shared_memory, self._tell, self._outbox.nudge, max_frame_bytes, self._neighbours)
         self._to_myself = InProcessLane(self._outbox, name, incarnation)
         self._over_sockets = SocketLane(self._outbox, name, max_frame_bytes)
         self._through_memory = SharedMemoryLane(self._outbox, self._shared, self._over_sockets)
@@ -218,6 +218,10 @@ class Endpoint:
         if self.roster[to].startswith("ipc://"):
             return self._through_memory, self._over_sockets
         return (self._compressed, self._over_sockets) if self.afar(to) else (self._over_sockets,)
+
+    def _neighbours(self) -> int:
+        """Peers on this machine, as far as they are known."""
+        return sum([address.startswith("ipc://") for address in self.roster.values()]) - 1
 
     def _counted(self, delivery: Delivery) -> Delivery:
         if delivery.dropped:

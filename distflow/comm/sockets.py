@@ -21,7 +21,8 @@ SEND_LIMIT = 1_000
 """Messages queued for one peer before further ones are dropped; large ones are bounded before, in bytes."""
 RECEIVE_LIMIT = 16
 """Unread messages of one peer; further ones wait at the peer, where they are bounded in bytes. Few messages are larger
-than 4 MiB, so it is about the same bound."""
+than 4 MiB, so it is about the same bound. ZeroMQ bounds frames, and hands a message on when all of it has come: how
+many frames it has is up to the sender, who has the run's key or is the same user on this machine."""
 REPLY_LIMIT = 100
 """Replies queued for one client before further ones are dropped."""
 REPLACED_LINGER_S = 1.0

@@ -17,7 +17,10 @@ class Offered(NamedTuple):
     rows: int
     tokens: int
     nbytes: int
+    """Its own share of the message that it came in."""
     fields: frozenset[str]
+    message: tuple[int, int] | None = None
+    """By what that message is told apart from others whose groups are kept, and its bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,9 @@ from distflow.errors import ProtocolError, nearest
 from distflow.exchange.consumer_state import ClientState, ConsumerState
 from distflow.exchange.consumer_types import ConsumerCounts, End, Handed, Offered, SamplesWanted
 
-ANSWER_BYTES = 4 << 20
-"""Most bytes of groups in one answer, unless a single group is larger; a client asks again for the rest."""
+ANSWER_BYTES, ANSWER_GROUPS = 1 << 20, 64
+"""Most of one answer, unless a single group is larger; a client asks again for the rest. An answer is made under the
+owner's lock, on the thread that its peers wait for."""
 REMEMBERED = 1024
 """Claims of a client that were acknowledged last: an acknowledgement may be repeated."""
 REMEMBERED_SILENCES = 30
@@ -70,13 +71,14 @@ class Consumers:
                 self._add(consumer, position, group)
         return self._serve()
 
-    def gained(self, position: int, fields: Iterable[str]) -> list[Handed]:
-        """A stored group has further fields by now."""
+    def gained(self, position: int, fields: Iterable[str], nbytes: int = 0) -> list[Handed]:
+        """A stored group has further fields by now, of so many bytes."""
         if position not in self.kept:
             return []
         group = self.kept[position]
         group = self.kept[position] = group._replace(fields=group.fields | set(fields))
         for consumer in self._consumers.values():
+            consumer.pinned.write(position, nbytes)
             if position in consumer.partial and consumer.fields <= group.fields:
                 del consumer.partial[position]
                 consumer.ready[position] = None
@@ -237,7 +239,7 @@ class Consumers:
     def unread(self) -> list[str]:
         """Consumers that have not read everything and have clients, and those that lose nothing."""
         busy = {name for client in self._clients.values() if not client.silent for name in client.last}
-        return [one.name for one in self._consumers.values() if one.nbytes and (one.lossless or one.name in busy)]
+        return [one.name for one in self._consumers.values() if one.pinned.total and (one.lossless or one.name in busy)]
 
     def held_for_more(self, name: str) -> SamplesWanted | None:
         """What a client still wants that keeps groups until it has more, while there are none."""
@@ -256,7 +258,7 @@ class Consumers:
                 claimed=sum(map(len, one.claims.values())),
                 missed=one.missed,
                 clients=clients[one.name],
-                kept_bytes=one.nbytes,
+                kept_bytes=one.pinned.total,
             )
             for one in self._consumers.values()
         ]
@@ -307,9 +309,9 @@ class Consumers:
     def _add(self, consumer: ConsumerState, position: int, group: Offered) -> None:
         self.kept.setdefault(position, group)
         self._uses[position] += 1
-        consumer.nbytes += group.nbytes
+        consumer.pinned.add(position, group)
         (consumer.ready if consumer.fields <= group.fields else consumer.partial)[position] = None
-        while not consumer.lossless and consumer.nbytes > self._limit and (consumer.ready or consumer.partial):
+        while not consumer.lossless and consumer.pinned.total > self._limit and (consumer.ready or consumer.partial):
             oldest = next(iter(consumer.ready or consumer.partial))
             consumer.ready.pop(oldest, None)
             consumer.partial.pop(oldest, None)
@@ -318,7 +320,7 @@ class Consumers:
             self._let_go(consumer, oldest)
 
     def _let_go(self, consumer: ConsumerState, position: int) -> None:
-        consumer.nbytes -= self.kept[position].nbytes
+        consumer.pinned.let_go(position)
         self._uses[position] -= 1
         if not self._uses[position]:
             del self._uses[position], self.kept[position]
@@ -326,7 +328,7 @@ class Consumers:
     def _waits_for(self, name: str) -> bool:
         """Whether the owner waits for clients of this consumer."""
         one = self._consumers.get(name)
-        return one is not None and (bool(one.nbytes) if one.owned else one.holds_up(self._limit))
+        return one is not None and (bool(one.pinned.total) if one.owned else one.holds_up(self._limit))
 
     def _take_back_from_silent(self, consumer: ConsumerState) -> None:
         for claim in reversed([claim for claim in consumer.claims if self._clients[claim[0]].silent]):
@@ -383,7 +385,7 @@ class Consumers:
         for position in consumer.ready:
             group = self.kept[position]
             full = (wanted.rows and rows >= wanted.rows) or (wanted.tokens and tokens >= wanted.tokens)
-            if found and (full or nbytes + group.nbytes > ANSWER_BYTES):
+            if found and (full or nbytes + group.nbytes > ANSWER_BYTES or len(found) == ANSWER_GROUPS):
                 break
             found.append(position)
             rows, tokens, nbytes = rows + group.rows, tokens + group.tokens, nbytes + group.nbytes

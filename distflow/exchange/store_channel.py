@@ -20,7 +20,7 @@ import torch
 
 from distflow.comm.message import Buffer
 from distflow.comm.message import Message as Envelope
-from distflow.data.batch import Batch, Column
+from distflow.data.batch import Batch, Column, join
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import Form, Whole, read
 from distflow.errors import ProtocolError, UserError
@@ -286,7 +286,7 @@ class SampleStore:
             raise ProtocolError(f"{given.rows} values for {sum(sizes)} samples of step {put.step!r}")
         if TOKENS in given:
             raise ProtocolError(f"field {TOKENS!r} is not written by clients")
-        tokens = Batch.concat([_only(group, [TOKENS]) for group in groups])
+        tokens = _joined(groups, [TOKENS])
         fields = step.accept(given.with_columns(**tokens.columns))
         ends = list(accumulate(sizes))
         return {
@@ -330,10 +330,10 @@ class SampleStore:
                 self._held[position] = self._inbound.peek(position)
         self._send(answers)
 
-    def _answered(self, position: int, fields: Iterable[str]) -> None:
+    def _answered(self, position: int, columns: Mapping[str, Column]) -> None:
         if position in self._held:
             self._held[position] = self._inbound.peek(position)
-            self._send(self.consumers.gained(position, fields))
+            self._send(self.consumers.gained(position, columns, Batch(columns).nbytes))
 
     def _left(self, positions: Iterable[int]) -> None:
         self.consumers.left(positions)
@@ -352,8 +352,7 @@ class SampleStore:
         if not answer.positions:
             return body, ()
         fields = self.consumers.fields_of(answer.consumer)
-        batch = Batch.concat([_only(self._held[position], fields) for position in answer.positions])
-        body["batch"], buffer = encode_batch(batch)
+        body["batch"], buffer = encode_batch(_joined([self._held[position] for position in answer.positions], fields))
         return body, (buffer,)
 
     def _prune(self) -> None:
@@ -364,9 +363,23 @@ class SampleStore:
 def _offered(group: ArrivedGroup, tokens: int, parts: Iterable[str]) -> Offered:
     """A group as consumers see it; `parts`: of the reward, which it may lack."""
     rows = group.rows
-    share = rows.batch.nbytes * (rows.stop - rows.start) // max(1, rows.batch.rows)
+    whole = rows.batch.nbytes
+    share = whole * (rows.stop - rows.start) // max(1, rows.batch.rows)
     fields = frozenset((*rows.batch.columns, *group.more, *parts))
-    return Offered(rows.stop - rows.start, tokens, share, fields)
+    # The batch is kept with its groups, so that no other one has its id.
+    return Offered(rows.stop - rows.start, tokens, share, fields, (id(rows.batch), whole))
+
+
+def _joined(groups: Sequence[ArrivedGroup], fields: Sequence[str]) -> Batch:
+    """The rows of these groups with these fields; what came in messages of the same columns is copied as bytes."""
+    names = groups[0].rows.batch.columns.keys()
+    alike = all(group.rows.batch.columns.keys() == names for group in groups)
+    came = [name for name in fields if alike and name in names and not any(name in group.more for group in groups)]
+    found: dict[str, Column] = dict(join([group.rows for group in groups]).only(came).columns) if came else {}
+    later = [name for name in fields if name not in found]
+    if later:
+        found |= Batch.concat([_only(group, later) for group in groups]).columns
+    return Batch({name: found[name] for name in fields})
 
 
 def _only(group: ArrivedGroup, fields: Iterable[str]) -> Batch:

@@ -8,7 +8,14 @@ import pytest
 
 from distflow.errors import ProtocolError
 from distflow.exchange.consumer_types import ConsumerCounts, Handed, Offered, SamplesWanted
-from distflow.exchange.consumers import ABANDONED_SILENCES, ANSWER_BYTES, REMEMBERED, REMEMBERED_SILENCES, Consumers
+from distflow.exchange.consumers import (
+    ABANDONED_SILENCES,
+    ANSWER_BYTES,
+    ANSWER_GROUPS,
+    REMEMBERED,
+    REMEMBERED_SILENCES,
+    Consumers,
+)
 
 LIMIT = 1000
 SILENCE_S = 10.0
@@ -361,3 +368,39 @@ def test_an_acknowledgement_is_known_after_a_silence(store: Consumers) -> None:
     assert store.settle("a", "reader", [1], [], 0.0) == ([], [])
     store.tick(SILENCE_S + 1)
     assert store.settle("a", "reader", [1], [], SILENCE_S + 2) == ([], [])
+
+
+def test_a_group_keeps_the_message_that_it_came_in(store: Consumers) -> None:
+    """And what is written about it later."""
+
+    def kept() -> int:
+        return store.counts()[0].kept_bytes
+
+    store.ask("a", 1, wanted(rows=8, lossless=True), 0.0)
+    of_one_message = group(100)._replace(message=(1, 700))
+    answers = store.arrived({0: of_one_message, 1: of_one_message, 2: group(200)})
+    assert positions(answers) == [("a", 1, (0,))]
+    assert kept() == 700 + 200
+    store.gained(0, ["ref"], 50)
+    store.gained(9, ["ref"], 50)
+    assert kept() == 950
+    store.settle("a", "reader", [1], [], 0.0)
+    assert kept() == 900, "the other group of the message is there"
+    store.ask("a", 2, wanted(rows=8, lossless=True), 0.0)
+    store.settle("a", "reader", [2], [], 0.0)
+    assert kept() == 200
+
+
+def test_a_consumer_that_may_lose_groups_is_bounded_by_their_messages(store: Consumers) -> None:
+    store.ask("a", 1, wanted(rows=8), 0.0)
+    store.arrived({n: group(10)._replace(message=(n, 400)) for n in range(3)})
+    assert (store.counts()[0].kept_bytes, store.counts()[0].missed) == (800, 1)
+
+
+def test_an_answer_is_small(store: Consumers) -> None:
+    """It is made where peers wait."""
+    store.ask("a", 1, wanted("all", lossless=True), 0.0)
+    store.arrived({0: group(1)})
+    store.arrived({n: group(1) for n in range(1, 200)})
+    (answer,) = store.ask("a", 2, wanted("all", lossless=True), 0.0)
+    assert len(answer.positions) == ANSWER_GROUPS
