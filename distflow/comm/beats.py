@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from distflow.comm.roll_call import Told
+from distflow.comm.roll_call import ToldRoll
 from distflow.data.decoding import MOST, Form, Whole
 
 HostNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -52,4 +52,4 @@ class Heard(Form, frozen=True):
     """Hosts of which it wants a sign of life: the receiver's own, and others through the receiver."""
     doubts: tuple[tuple[HostNumber, Whole, Whole], ...] = ()
     """Host, its last known pulse, and for how long it has not answered (ms)."""
-    roll: Told | None = None
+    roll: ToldRoll | None = None

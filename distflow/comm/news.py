@@ -18,7 +18,7 @@ WIDER = 4
 """While checksums differ, a beat lists so many times the hosts that the one before listed."""
 
 
-class Report(Protocol):
+class Reported(Protocol):
     """What a host says about itself; of two, the one with the higher serial is newer."""
 
     @property
@@ -34,7 +34,7 @@ class Report(Protocol):
         """It is the last one."""
 
 
-R = TypeVar("R", bound=Report)
+R = TypeVar("R", bound=Reported)
 
 
 class News(Generic[R]):

@@ -44,7 +44,7 @@ class Doubt:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class OpenQuestion:
     """Asked with our beat of this number, at this time on our clock (s), and not answered yet."""
 
     beat: int
@@ -63,7 +63,7 @@ class Probes:
         self._draw = draw
         self._round: list[int] = []
         """Hosts whose turn is still to come, the next one last."""
-        self._open: dict[int, Question] = {}
+        self._open: dict[int, OpenQuestion] = {}
         self._relays: dict[int, set[int]] = {}
         """By host: who wants to hear of a sign of life."""
 
@@ -101,12 +101,12 @@ class Probes:
             for relay in self._some(RELAYS, host):
                 asks[relay].append(host)
         for host in self.partners:
-            self._open.setdefault(host, Question(beat, clock))
+            self._open.setdefault(host, OpenQuestion(beat, clock))
         return asks, late
 
     def forgive(self, beat: int, clock: float) -> None:
         """Our own agent was not running: what was asked before counts as asked now."""
-        self._open = dict.fromkeys(self._open, Question(beat, clock))
+        self._open = dict.fromkeys(self._open, OpenQuestion(beat, clock))
 
     def relay(self, host: int, to: int) -> None:
         """Another agent wants to hear of a sign of life."""

@@ -38,7 +38,7 @@ MIXED = 0
 """In place of the checksum, once two were different."""
 
 
-class Told(Row, frozen=True):
+class ToldRoll(Row, frozen=True):
     """A roll as it travels."""
 
     number: Whole
@@ -82,7 +82,7 @@ class Roll:
     checksum: int
 
 
-def roll_from(told: Told) -> Roll:
+def roll_from(told: ToldRoll) -> Roll:
     """Unpack; raises ProtocolError."""
     return Roll(told.number, unpack(told.present), unpack(told.agreed), unpack(told.common), told.checksum)
 

@@ -256,7 +256,7 @@ def test_who_is_in_the_intersection_was_heard_by_all_that_agreed() -> None:
 
 def told(roll: RollCall) -> roll_call.Roll:
     number, present, agreed, common, checksum = roll.as_wire()
-    return roll_from(roll_call.Told(number, present, agreed, common, checksum))
+    return roll_from(roll_call.ToldRoll(number, present, agreed, common, checksum))
 
 
 @given(st.sets(st.integers(0, 5000)))
