@@ -4,6 +4,8 @@ import contextlib
 import logging
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +17,9 @@ from distflow.comm.addresses import place_of
 from distflow.comm.client import RequestClient, ask
 from distflow.comm.curve import Watch, present_key
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import Keys, NetworkListener, make_keys
+from distflow.comm.keys import Keys, NetworkListener, key_file, make_keys, write_keys
 from distflow.comm.message import Message, encode, prefix_of
+from distflow.comm.sockets import RECEIVE_LIMIT
 from distflow.errors import ProtocolError
 from tests.polling import WAIT_S, eventually
 
@@ -248,6 +251,30 @@ def test_a_link_that_was_cut_heals(make: Callable[..., Peer], keys: Keys, reset:
     assert found == sorted(set(found))
     assert reset or found == [1, 2, 3, 4, 5]
     proxy.close()
+
+
+def test_a_busy_receiver_survives_a_full_queue_and_the_end_of_its_sender(
+    tmp_path: Path, make: Callable[..., Peer], keys: Keys
+) -> None:
+    write_keys(key_file(tmp_path), keys)
+    rollout = make("rollout/0", keys)
+    arguments = [sys.executable, "-m", "tests.comm.slow_receiver", str(tmp_path), rollout.address]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as busy:
+        assert busy.stdin is not None and busy.stdout is not None
+        rollout.endpoint.know("trainer/0", busy.stdout.readline().strip())
+        for n in range(3 * RECEIVE_LIMIT):
+            delivery = rollout.endpoint.send("trainer/0", "note", {"n": n})
+            eventually(lambda sent=delivery: sent.sent, "handed over")
+        assert busy.stdout.readline() == "0\n"
+        rollout.endpoint.close()
+        # ZeroMQ's pings would end it within two or three of them.
+        with pytest.raises(subprocess.TimeoutExpired):
+            busy.wait(timeout=3.5)
+        print(file=busy.stdin, flush=True)
+        assert [int(busy.stdout.readline()) for _ in range(RECEIVE_LIMIT - 1)] == list(range(1, RECEIVE_LIMIT))
+        with pytest.raises(subprocess.TimeoutExpired):
+            busy.wait(timeout=0.5)
+        busy.kill()
 
 
 def test_a_peer_without_address_gets_nothing_until_it_is_known(make: Callable[..., Peer], keys: Keys) -> None:
