@@ -23,6 +23,8 @@ RECEIVE_LIMIT = 16
 """Unread messages of one peer; further ones wait at the peer, where they are bounded in bytes. Few messages are larger
 than 4 MiB, so it is about the same bound. ZeroMQ bounds frames, and hands a message on when all of it has come: how
 many frames it has is up to the sender, who has the run's key or is the same user on this machine."""
+MOST_SOCKETS = 16_384
+"""Of one endpoint, with three for a peer on another host; ZeroMQ's own limit, 1,023, would do for 340 of them."""
 REPLY_LIMIT = 100
 """Replies queued for one client before further ones are dropped."""
 REPLACED_LINGER_S = 1.0
@@ -92,6 +94,7 @@ class Sockets:
         self._name_of = name_of
         self._max_frame_bytes = max_frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
         self._listener = listener
         self._dealers: dict[str, _Dealer] = {}
         self._refusing: dict[str, float] = {}

@@ -50,8 +50,9 @@ takes. It gives up when no piece has arrived for so long, and on a single host a
 SILENT_S = 5.0
 """At the end of the run, an agent that has been silent for so long is not waited for, since it could only report its
 exit, and the workers of its host are told of the end by another agent."""
-IDLE_S = 15.0
-"""In a mesh of many an agent talks to others one after another: it keeps no connection that is not used."""
+KEPT_LINKS, IDLE_S = 64, 15.0
+"""In a mesh of many an agent talks to others one after another. It keeps so many connections, in most meshes those to
+all, and closes older ones that it has not used for so long."""
 HostName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z_:%-]{1,63}(\.[0-9a-zA-Z_:%-]{1,63})*\Z")]
 Port = Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
 
@@ -86,7 +87,7 @@ class PeerAgents:
         """The revision of the reports whose deaths our workers have been told, and from which all else was concluded,
         and when."""
         self._talked_at: dict[str, float] = {}
-        """By agent: when we last sent it something; its connection is closed after `IDLE_S`."""
+        """By agent: when we last sent it something, the longest ago first."""
         self._here: dict[str, tuple[int, str]] = {}
         self._rosters: dict[str, tuple[int, int]] = {}
         """By worker: its incarnation, and the number of the roster that it was sent last."""
@@ -182,9 +183,10 @@ class PeerAgents:
     def tick(self, now: float) -> None:
         """Send the regular beat when it is due, and answers."""
         self._send(self.mesh.tick(now))
-        for name in [name for name, at in self._talked_at.items() if now - at >= IDLE_S]:
-            del self._talked_at[name]
-            self._endpoint.disconnect(name)
+        for name, at in list(self._talked_at.items())[: max(0, len(self._talked_at) - KEPT_LINKS)]:
+            if now - at >= IDLE_S:
+                del self._talked_at[name]
+                self._endpoint.disconnect(name)
 
     def rest(self, now: float, deadline: float) -> bool:
         """Only beats were heard: answer them if nothing else follows; returns whether that was so.
@@ -249,8 +251,10 @@ class PeerAgents:
     def _send(self, beats: list[Beat]) -> None:
         for beat in beats:
             if self._address(beat.host):
-                self._talked_at[agent_name(beat.host)] = time.monotonic()
-                self._endpoint.send(agent_name(beat.host), BEAT, beat.body)
+                name = agent_name(beat.host)
+                self._talked_at.pop(name, None)
+                self._talked_at[name] = time.monotonic()
+                self._endpoint.send(name, BEAT, beat.body)
 
 
 class ExitBarrier:

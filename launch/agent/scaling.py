@@ -22,7 +22,7 @@ from distflow.data.decoding import Form, Whole, read
 from distflow.errors import UserError
 from distflow.launch.agent.restart_policy import Action, RestartPolicy
 from distflow.launch.cluster import cluster_view
-from distflow.launch.cluster.gossip import Gossip
+from distflow.launch.cluster.gossip import Gossip, least_silence_s
 from distflow.launch.cluster.host_report import DesiredWorkers, HostedWorker, Term
 from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name, sites_of
 from distflow.log import logger
@@ -121,6 +121,12 @@ class Scaling:
         coming = self._reserved is not None and now < self._reserved[1] and len(known) < self._reserved[0]
         if coming or known.keys() != set(range(len(known))) or not known.keys() >= set(mesh.others):
             raise UserError("scale --hosts: other hosts are being added right now — try again when they have joined")
+        least = least_silence_s(len(known) + further)
+        if self._record.host_silence_s <= least:
+            raise UserError(
+                f"scale --hosts: limits.host_silence_s of this run, {self._record.host_silence_s:g} s, is too short "
+                f"for {len(known) + further} hosts — stop it, and continue with --resume and more than {least:g} s"
+            )
         self._reserved = (len(known) + further, now + RESERVED_S)
         return {"was": was, "hosts": [structs.asdict(known[host]) for host in range(len(known))]}
 

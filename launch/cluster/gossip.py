@@ -36,6 +36,7 @@ from distflow.comm.news import News
 from distflow.comm.partners import Partners
 from distflow.comm.probes import Draw
 from distflow.comm.pulses import Pulses
+from distflow.comm.roll_call import RollCall
 from distflow.data.decoding import read
 from distflow.launch.cluster.host_report import HostReport, to_wire
 
@@ -43,6 +44,11 @@ FEW = 16
 """As long as there are no more other hosts than this, each of them gets every beat."""
 PATIENT_BEATS = 2
 """An agent that was silent for more of our beats may still hear us: it is sent all that it may lack."""
+
+
+def least_silence_s(hosts: int) -> float:
+    """What the limit of silence must exceed in a run on so many hosts: how old the proof can be that others hear us."""
+    return 0.0 if hosts <= FEW + 1 else 2 * RollCall.length_s(hosts)
 
 
 def in_order(below: int) -> int:

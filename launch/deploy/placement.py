@@ -18,6 +18,7 @@ from distflow.flow.lanes import Whereabouts
 from distflow.flow.memory import group_bytes
 from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
 from distflow.flow.sizes import CHAINED, FETCHED, PINNED, PUBLISHED, ModelSize, model_size
+from distflow.launch.cluster.gossip import least_silence_s
 from distflow.launch.deploy.host_checks import GIB, Needs, Threshold, at_least, needs_of_workers
 from distflow.launch.deploy.hostfile import Host, HostsError
 
@@ -82,7 +83,7 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
             places[str(worker.name)] = WorkerSlot(number, _take(free[number], width(worker)))
             turn = number + 1
     placement = WorkerPlacement(tuple(hosts), {str(worker.name): places[str(worker.name)] for worker in plan.workers})
-    if problems := _gradient_problems(plan, placement):
+    if problems := [*_gradient_problems(plan, placement), *_silence_problems(plan, len(hosts))]:
         raise HostsError(problems)
     return placement
 
@@ -174,6 +175,15 @@ def _gradient_problems(plan: Plan, placement: WorkerPlacement) -> list[Problem]:
         "between the hosts); or pin the training pool to one host with layout.pools.NAME.hosts"
     )
     return [Problem("recipe", key, message, hint)]
+
+
+def _silence_problems(plan: Plan, hosts: int) -> list[Problem]:
+    """Refuse a limit within which agents of many hosts cannot tell whether most of them hear each other."""
+    given, least = plan.recipe.limits.host_silence_s, least_silence_s(hosts)
+    if given > least:
+        return []
+    message = f"{given:g} s is too short for {hosts} hosts, whose agents need {least:g} s to know that most hear them"
+    return [Problem("recipe", "limits.host_silence_s", message, f"raise it: 30 s, or at least {least + 1:g} s")]
 
 
 def _shown(plan: Plan, name: str, place: WorkerSlot) -> str:

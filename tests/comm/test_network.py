@@ -260,7 +260,8 @@ def test_a_busy_receiver_survives_a_full_queue_and_the_end_of_its_sender(
     rollout = make("rollout/0", keys)
     arguments = [sys.executable, "-m", "tests.comm.slow_receiver", str(tmp_path), rollout.address]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as busy:
-        assert busy.stdin is not None and busy.stdout is not None
+        assert busy.stdin is not None
+        assert busy.stdout is not None
         rollout.endpoint.know("trainer/0", busy.stdout.readline().strip())
         for n in range(3 * RECEIVE_LIMIT):
             delivery = rollout.endpoint.send("trainer/0", "note", {"n": n})

@@ -120,3 +120,16 @@ def test_they_go_to_the_host_that_has_a_free_gpu(tmp_path: Path) -> None:
     assert agent.scaling.wanted(agent.mesh)["rollout"].hosts["rollout/2"] == 1
     with pytest.raises(UserError, match=r"of 5 GPUs a, b have none to spare — scale another pool down, add a host"):
         agent.ask("rollout", 4)
+
+
+def test_hosts_do_not_join_where_their_number_makes_the_limit_of_silence_too_short(tmp_path: Path) -> None:
+    loaded, plan = plan_recipe("quickstart", [*BOTH, "limits.host_silence_s=5"])
+    run_dir = create_run_folder(tmp_path, "run", explicit=True)
+    checked = {n: CheckedHost(run_dir, f"10.0.0.{n}", True, 0, missing_plugins=False) for n in (0, 1)}
+    placement = place_workers(plan, parse_hosts("a slots=2\nb slots=2", "hosts"))
+    agent = OneAgent(RunContents(loaded, plan, Beginning(), run_dir, placement, checked).record())
+    body = {"pool": "rollout", "count": 20, "hosts": 15}
+    assert len(agent.scaling.reserve(body, agent.mesh, 0.0)["hosts"]) == 2
+    agent.scaling.release()
+    with pytest.raises(UserError, match=r"limits.host_silence_s of this run, 5 s, is too short for 18 hosts .* 9 s"):
+        agent.scaling.reserve({**body, "hosts": 16}, agent.mesh, 0.0)

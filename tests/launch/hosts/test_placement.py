@@ -25,6 +25,8 @@ from distflow.launch.deploy.placement import (
 
 IN_TWO = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.engine_options.tensor_parallel=2"]
 
+TWENTY = "\n".join(f"h{n}" for n in range(20))
+
 
 def placed(text, *overrides):
     plan = plan_recipe("quickstart", overrides)[1]
@@ -204,11 +206,21 @@ def test_the_numbers_can_begin_with_another_host():
             ["layout.pools.trainer.count=2", "security.encrypt=all"],
             r"security.encrypt — all does not encrypt gradients, and training workers on a, b .*trusted_network",
         ),
+        (
+            TWENTY,
+            ["limits.host_silence_s=9"],
+            r"limits.host_silence_s — 9 s is too short for 20 hosts, whose agents need 9 s .*: 30 s, or at least 10 s",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(text, overrides, message):
     with pytest.raises(UserError, match=message):
         placed(text, *overrides)
+
+
+@pytest.mark.parametrize("text, silence", [(TWENTY, 10), ("a\nb\nc", 1)])
+def test_hosts_may_be_silent_for_long_enough(text, silence):
+    assert placed(text, f"limits.host_silence_s={silence}")
 
 
 def test_an_engine_over_two_gpus_takes_two_slots():
