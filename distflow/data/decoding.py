@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import reprlib
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, ParamSpec, TypeVar
 
 import msgspec
@@ -35,6 +37,9 @@ FromMinusOne = Annotated[int, msgspec.Meta(ge=-1, lt=MOST)]
 """A whole number ≥ 0, or −1: none yet."""
 QUOTED = 150
 """Characters at the beginning and at the end of an error that `read` passes on."""
+_PREPARED: set[object] = set()
+"""Forms that msgspec has used. At first it looks at the fields, and crashes if two threads make it do so at once."""
+_PREPARING = threading.Lock()
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -65,6 +70,10 @@ def decoder(function: Callable[P, T]) -> Callable[P, T]:
 @decoder
 def read(body: object, form: type[T], what: str) -> T:
     """Convert plain values into a `form`; the ProtocolError for malformed ones names `what` and where the value is."""
+    if form not in _PREPARED:
+        with _PREPARING, suppress(msgspec.ValidationError):
+            msgspec.convert(None, form)
+        _PREPARED.add(form)
     try:
         return msgspec.convert(body, form, builtin_types=(bytes,))
     except msgspec.ValidationError as error:

@@ -51,10 +51,15 @@ class Mesh:
 
     def everybody_knows_everything(self) -> None:
         """Skip the first moments, in which all reports are spread."""
+        first = next(iter(self.agents.values()))._news
         for agent in self.agents.values():
-            for other in self.agents.values():
-                if other is not agent:
-                    agent._news.take(other.own, -RUMOUR_BEATS)
+            if agent.host not in first.reports:
+                first.take(agent.own, -RUMOUR_BEATS)
+        for agent in self.agents.values():
+            news = agent._news
+            news.reports.update(first.reports)
+            news._came = dict.fromkeys(first.reports, -RUMOUR_BEATS)
+            news.checksum = first.checksum
 
     def join(self, host: int, *, knows: Iterable[int]) -> None:
         """A host is added to the run."""

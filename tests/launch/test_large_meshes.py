@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.comm import roll_call
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.message import Body, Buffer
+from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.probes import PARTNERS
 from distflow.comm.roll_call import RollCall, bits, pack, roll_from
 from distflow.errors import ProtocolError
+from distflow.launch.agent.peer_agents import IDLE_S, KEPT_LINKS, PeerAgents
 from distflow.launch.cluster.gossip import FEW, Gossip
 from distflow.launch.cluster.host_report import HostReport
-from distflow.launch.run.record import HostEntry
+from distflow.launch.run.record import HostEntry, RunRecord, agent_name
 from tests.budget import within
 from tests.launch.meshes import SILENCE_S, Mesh
 from tests.launch.real_meshes import LiveMesh
@@ -271,6 +276,35 @@ def test_what_is_no_list_is_refused(packed: bytes) -> None:
     agent = Gossip(HostReport(0, HostEntry("h", "")), range(1, 40), SILENCE_S)
     with pytest.raises(ProtocolError, match="malformed"):
         agent.hear(body)
+
+
+class Links(Endpoint):
+    """To which agents there are connections; nothing is sent."""
+
+    def __init__(self, name: str, roster: Mapping[str, str]) -> None:
+        super().__init__(name, 0, roster)
+        self.open: set[str] = set()
+
+    def send(self, to: str, kind: str, body: Body, payload: Sequence[Buffer] = ()) -> Delivery:
+        self.open.add(to)
+        return delivered()
+
+    def disconnect(self, name: str) -> None:
+        self.open.remove(name)
+
+
+def test_an_agent_keeps_so_many_connections_and_no_more(tmp_path: Path) -> None:
+    hosts = range(2 * KEPT_LINKS)
+    entries, roster = tuple(HostEntry(f"node{n}", "") for n in hosts), {agent_name(n): "" for n in hosts}
+    links = Links(agent_name(0), roster)
+    peers = PeerAgents(RunRecord("run", str(tmp_path), 1, (), roster, 30.0, 3, hosts=entries), 0, links)
+    peers.begin({"agents": {str(n): f"ipc://{tmp_path}/{n}" for n in hosts}})
+    begin, found = time.monotonic(), list[int]()
+    for number in range(KEPT_LINKS):
+        peers.tick(begin + IDLE_S + 1.5 * number)
+        found.append(len(links.open))
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (PARTNERS, KEPT_LINKS)
 
 
 def test_twenty_agents_on_sockets_know_of_a_death_and_of_a_silence(tmp_path: Path) -> None:
