@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import CostRule, DealRule, Hand, Offer, deal, in_rounds, padded, ranks
 from distflow.exchange.steal_core import GROUPS, KEPT, REPEAT_S, Send
-from distflow.testing.lease_network import SMALL, LeaseNetwork, Scenario
+from distflow.sim.lease_network import SMALL, LeaseNetwork, Scenario
 from tests.budget import within
 
 REPLICAS = 8

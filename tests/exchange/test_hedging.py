@@ -14,8 +14,8 @@ from distflow.exchange.entry import Entry
 from distflow.exchange.hedging import Copies
 from distflow.exchange.holder_table import Peer, Peers, PendingGrant
 from distflow.exchange.owner import OwnerCore
-from distflow.testing import lease_trainer
-from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario
+from distflow.sim import lease_trainer
+from distflow.sim.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario
 from tests.exchange.test_lease_properties import check, doom, long_tail
 
 BUDGET_S = 3.0

@@ -17,7 +17,7 @@ from distflow.exchange.intake_core import IntakeCall, IntakeCore, IntakeRule, Ta
 from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.steal_core import ASK, GROUPS, KEPT, RETURNED, Send
-from distflow.testing.lease_network import SMALL, LeaseNetwork, Scenario, prompt_at
+from distflow.sim.lease_network import SMALL, LeaseNetwork, Scenario, prompt_at
 from distflow.types import Version
 from tests.budget import within
 
@@ -241,10 +241,10 @@ def test_memory_for_three_steps_reaches_a_lag_of_two(lazy: bool) -> None:
     assert record.peak_bytes <= limits.memory_bytes
 
 
-def test_the_test_kit_takes_by_the_core_and_has_no_copy_of_it() -> None:
-    for path in sorted((ROOT / "distflow" / "testing").glob("*.py")):
+def test_the_simulator_takes_by_the_core_and_has_no_copy_of_it() -> None:
+    for path in sorted((ROOT / "distflow" / "sim").glob("*.py")):
         calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         deciding = {call.attr for call in calls if isinstance(call, ast.Attribute)} & {"set_complete", "step_complete"}
         assert not deciding, f"{path.name} decides when groups are taken"
-    trainer = (ROOT / "distflow" / "testing" / "lease_trainer.py").read_text()
+    trainer = (ROOT / "distflow" / "sim" / "lease_trainer.py").read_text()
     assert "from distflow.exchange.intake_core import IntakeCore" in trainer

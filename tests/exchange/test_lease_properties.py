@@ -16,8 +16,8 @@ from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import RefillsExhausted
 from distflow.exchange.rollout_core import RolloutCore, Turn
-from distflow.testing import lease_worker
-from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Leave, Pause, Record, Scenario, StuckError
+from distflow.sim import lease_worker
+from distflow.sim.lease_network import SMALL, Crash, LeaseNetwork, Leave, Pause, Record, Scenario, StuckError
 from distflow.types import Version
 from tests.budget import within
 

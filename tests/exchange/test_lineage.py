@@ -14,9 +14,9 @@ from msgspec import structs
 from distflow.errors import ProtocolError
 from distflow.exchange.messages import Ack, Cancel, Finished, Result
 from distflow.exchange.owner import OwnerCore
+from distflow.sim.lease_network import SMALL, LeaseNetwork, Scenario, prompt_at
+from distflow.sim.lease_scenario import Record, Renewal
 from distflow.testing.lease_asker import Asker, granted, kinds
-from distflow.testing.lease_network import SMALL, LeaseNetwork, Scenario, prompt_at
-from distflow.testing.lease_scenario import Record, Renewal
 from distflow.types import Version
 from tests.exchange.test_lease_client import asks, grant, new_holder
 from tests.exchange.test_lease_properties import doom, long_tail

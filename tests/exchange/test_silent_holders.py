@@ -12,8 +12,8 @@ from msgspec import structs
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Ack, Cancel
 from distflow.exchange.owner import OwnerCore
+from distflow.sim.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario
 from distflow.testing.lease_asker import Asker, granted, leases, new_owner
-from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario
 from distflow.types import Version
 from tests.exchange.test_lease_properties import check, doom, long_tail
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
 from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
-from distflow.testing.lease_scenario import Crash, Leave, Pause, Record, Scenario, prompt_at
+from distflow.sim.lease_scenario import Crash, Leave, Pause, Record, Scenario, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest

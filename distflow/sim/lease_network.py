@@ -24,9 +24,9 @@ from distflow.exchange.intake_core import Sending
 from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.steal_core import Send
-from distflow.testing.lease_scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at
-from distflow.testing.lease_trainer import LeaseTrainer
-from distflow.testing.lease_worker import LeaseWorker
+from distflow.sim.lease_scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at
+from distflow.sim.lease_trainer import LeaseTrainer
+from distflow.sim.lease_worker import LeaseWorker
 from distflow.types import Version
 
 __all__ = [

@@ -18,7 +18,7 @@ from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.steal_core import GROUPS, Send
-from distflow.testing.lease_scenario import Record, Scenario, prompt_at
+from distflow.sim.lease_scenario import Record, Scenario, prompt_at
 from distflow.types import Version
 
 
