@@ -2,7 +2,7 @@
 
     decode step of b samples, c tokens of context each:  max(floor_s, b · sample_s) + b · c · context_s
     forward and backward of rows of n tokens:            latency_s + Σ (n · token_s + n² · pair_s)
-    a version of the weights:                            publish_s at the trainer, bytes over a link, swap_s at the engine
+    a version of the weights:                            publish_s at the trainer, bytes over a link, swap_s at engines
 
 The first is a roofline: reading the weights once bounds a small batch (floor_s), arithmetic a large one (sample_s), and
 reading the keys and values of the context is added to both.
