@@ -25,7 +25,7 @@ from distflow.exchange.call_messages import (
 )
 from distflow.exchange.call_server import CallKey, CallServer
 from distflow.exchange.call_targets import SERVER_BYTES, allows
-from distflow.sim.lease_scenario import Crash, Pause
+from distflow.sim.scenario import Crash, Pause
 from distflow.testing.call_scenario import FROZEN, VERSIONED
 from distflow.types import Version
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Outgoing, Refuse
-from distflow.sim.lease_network import SMALL
+from distflow.sim.network import SMALL
 from tests.exchange.test_lease_client import HOME, asks, grant, new_holder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.sim.lease_scenario import Crash, Leave, Pause
+from distflow.sim.scenario import Crash, Leave, Pause
 from distflow.testing.call_network import CallNetwork
 from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario, Cut, Withdrawal
 from tests.budget import within

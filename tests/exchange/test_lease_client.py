@@ -24,7 +24,7 @@ from distflow.exchange.messages import (
     Result,
     Running,
 )
-from distflow.sim.lease_network import SMALL, prompt_at
+from distflow.sim.network import SMALL, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
 
 HOME = "trainer/0"

@@ -16,8 +16,8 @@ from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import RefillsExhausted
 from distflow.exchange.rollout_core import RolloutCore, Turn
-from distflow.sim import lease_worker
-from distflow.sim.lease_network import SMALL, Crash, LeaseNetwork, Leave, Pause, Record, Scenario, StuckError
+from distflow.sim import worker
+from distflow.sim.network import SMALL, Crash, LeaseNetwork, Leave, Pause, Record, Scenario, StuckError
 from distflow.types import Version
 from tests.budget import within
 
@@ -89,7 +89,7 @@ def scenarios(draw: st.DrawFn, *, colocated: bool = False) -> Scenario:
         limits,
         owners=owners,
         workers=workers,
-        groups_at_once=draw(st.integers(1, 6)),
+        slots=4 * draw(st.integers(1, 6)),
         seconds=long_tail(seed, draw(st.booleans())),
         slowness=lambda number: 20.0 if number == workers - 1 and seed % 3 == 0 else 1.0,
         dropped=doom(draw(st.sampled_from([0.0, 0.1, 0.3, 0.5])), seed),
@@ -203,9 +203,9 @@ def test_an_engine_that_disregards_the_minimum_version_breaks_the_bound_and_is_c
     monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
     limits = replace(SMALL, max_staleness=staleness, training_steps=6)
-    scenario = Scenario(limits, workers=3, groups_at_once=6, seconds=lambda position: 0.1)
+    scenario = Scenario(limits, workers=3, slots=24, seconds=lambda position: 0.1)
     check(scenario, LeaseNetwork(scenario).run())
-    monkeypatch.setattr(lease_worker, "RolloutCore", Hasty)
+    monkeypatch.setattr(worker, "RolloutCore", Hasty)
     with pytest.raises(ProtocolError, match=r"rollout/\d started position \d+ on version \d .*training step \d with"):
         LeaseNetwork(scenario).run()
 
@@ -241,7 +241,7 @@ def test_parked_asks_are_quiet() -> None:
 
 def test_few_messages_a_group() -> None:
     limits = replace(SMALL, ledgers=8, groups_per_ledger=4, memory_bytes=10**6, training_steps=10)
-    record = LeaseNetwork(Scenario(limits, owners=4, workers=8, groups_at_once=4, seconds=long_tail(1, False))).run()
+    record = LeaseNetwork(Scenario(limits, owners=4, workers=8, slots=16, seconds=long_tail(1, False))).run()
     groups = 10 * 32
     assert sum(record.messages.values()) - record.messages["progress"] < 6 * groups
 
@@ -253,7 +253,7 @@ def test_idle_workers_find_the_owners_that_have_work(workers: int, owners: int) 
     limits = replace(SMALL, ledgers=8, groups_per_ledger=4, memory_bytes=10**6, training_steps=4, max_refills=10**6)
     for rate in (0.0, 0.3):
         scenario = Scenario(
-            limits, workers=workers, groups_at_once=8, seconds=long_tail(5, False), dropped=doom(rate, 5)
+            limits, workers=workers, slots=32, seconds=long_tail(5, False), dropped=doom(rate, 5)
         )
         one = LeaseNetwork(scenario).run().seconds
         assert LeaseNetwork(replace(scenario, owners=owners)).run().seconds < 1.4 * one
@@ -297,7 +297,7 @@ def test_a_slow_worker_is_hedged_and_its_tokens_are_not_made_again() -> None:
 
 def test_equal_workers_are_not_hedged() -> None:
     """All groups take as long as usual: nothing is done twice, however idle somebody is."""
-    scenario = Scenario(HEDGING, workers=3, groups_at_once=9, seconds=lambda position: 3.0, tokens=40)
+    scenario = Scenario(HEDGING, workers=3, slots=36, seconds=lambda position: 3.0, tokens=40)
     record = LeaseNetwork(scenario).run()
     assert record.copies == 0
     assert record.started == 4 * 8
@@ -306,7 +306,7 @@ def test_equal_workers_are_not_hedged() -> None:
 def test_a_group_that_waits_for_its_turn_is_run_by_an_idle_worker() -> None:
     """8 groups for 3 workers with 4 places: the first has fetched one ahead, the third has nothing to do."""
     limits = replace(HEDGING, training_steps=1)
-    scenario = Scenario(limits, workers=3, groups_at_once=4, seconds=lambda position: 30.0, tokens=40)
+    scenario = Scenario(limits, workers=3, slots=16, seconds=lambda position: 30.0, tokens=40)
     record = LeaseNetwork(scenario).run()
     check(scenario, record)
     assert record.copies == 1

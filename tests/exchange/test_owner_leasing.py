@@ -20,7 +20,7 @@ from distflow.exchange.messages import (
 )
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.partials import cut
-from distflow.sim.lease_network import SMALL, prompt_at
+from distflow.sim.network import SMALL, prompt_at
 from distflow.testing.lease_asker import Asker, finish_step, granted, kinds, leases, new_owner
 from distflow.types import BegunSample, SampleOutput, Span
 

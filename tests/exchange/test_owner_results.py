@@ -20,7 +20,7 @@ from distflow.exchange.messages import (
     merge_acks,
 )
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.lease_network import SMALL, prompt_at
+from distflow.sim.network import SMALL, prompt_at
 from distflow.testing.lease_asker import Asker, finish_step, kinds, leases, new_owner
 
 

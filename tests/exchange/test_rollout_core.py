@@ -29,7 +29,7 @@ from distflow.exchange.messages import (
     Result,
 )
 from distflow.exchange.rollout_core import Messages, RolloutCore, Turn
-from distflow.sim.lease_network import SMALL, prompt_at
+from distflow.sim.network import SMALL, prompt_at
 from distflow.types import VALIDATION, SampleOutput, Version
 from tests.budget import within
 

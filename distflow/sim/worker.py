@@ -1,34 +1,39 @@
-"""The generating worker of `lease_network`: the cores of a real one, a weight receiver, and an engine in virtual time.
+"""A generating worker in virtual time: the cores of a real one, a weight receiver, and a fluid engine.
 
-Each token names the worker that produced it, and every prefix that any worker ever had is remembered: a lease that
-comes with tokens must come with one of these, from one worker and what that one went on from.
+Where the scenario is audited, each token names the worker that produced it, and every sample that any worker ever had
+is remembered: a lease that comes with tokens must come with one of these, from one worker and what that one went on
+from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
 from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
-from distflow.sim.lease_scenario import Crash, Leave, Pause, Record, Scenario, prompt_at
-from distflow.types import FinishReason, SampleOutput, Span, Version
+from distflow.sim.account import WorkerTime
+from distflow.sim.fluid_engine import FluidEngine, FluidSample
+from distflow.sim.scenario import Crash, Leave, Pause, Record, Scenario
+from distflow.sim.workload import Workload
+from distflow.types import BegunSample, SampleOutput, Version
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 
-Tokens = list[int]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Had = tuple[FluidEngine, FluidSample]
 
 
 class Surroundings(Protocol):
     """The part of the network that a worker uses."""
 
     scenario: Scenario
+    workload: Workload
     now: float
     version: int
     term: int
@@ -36,9 +41,9 @@ class Surroundings(Protocol):
     owner_names: list[str]
     record: Record
     versions: dict[tuple[str, int], set[Version]]
-    """All tokens with which a worker finished a position."""
-    histories: dict[tuple[int, int], list[Tokens]]
-    """All tokens that workers produced, by position and sample."""
+    """All versions of the tokens with which a worker finished a position."""
+    histories: dict[tuple[int, int], list[Had]]
+    """All samples that workers had, by position and sample, where the scenario is audited."""
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         """Schedule an event."""
@@ -52,55 +57,8 @@ class Surroundings(Protocol):
     def train_when_ready(self) -> None:
         """Begin the training step if it can."""
 
-
-@dataclass(slots=True)
-class _Running:
-    """A group in the engine: `rate` tokens per second and sample, up to `length`."""
-
-    lease: Lease
-    began: float
-    rate: float
-    length: int
-    version: Version
-    samples: list[Tokens]
-    spans: list[list[Span]]
-    had: list[int] = field(default_factory=list)
-
-    def grow(self, now: float, mark: int, version: Version) -> int:
-        """Advance all samples to `now`; returns the number of new tokens."""
-        new = 0
-        for tokens, spans, had in zip(self.samples, self.spans, self.had, strict=True):
-            goal = min(self.length, had + int((now - self.began) * self.rate + 1e-9))
-            if goal > len(tokens):
-                new += goal - len(tokens)
-                spans.append(Span(version.term, version.number, len(tokens), goal))
-                tokens += [mark] * (goal - len(tokens))
-        return new
-
-    def produced(self) -> int:
-        """Tokens so far, of all samples."""
-        return sum(map(len, self.samples))
-
-    def outputs(self) -> list[SampleOutput]:
-        """The samples in the form in which an engine returns them."""
-        return [
-            SampleOutput(
-                self.lease.position,
-                number,
-                tuple(tokens),
-                tuple(float(place) for place in range(len(tokens))),
-                tuple(spans),
-                self._reason(tokens),
-            )
-            for number, (tokens, spans) in enumerate(zip(self.samples, self.spans, strict=True))
-        ]
-
-    def versions(self) -> set[Version]:
-        """The versions of its tokens, and the one it started under."""
-        return {self.version, *(Version(span.term, span.version) for spans in self.spans for span in spans)}
-
-    def _reason(self, tokens: Tokens) -> FinishReason:
-        return "length" if len(tokens) == self.length else "abort"
+    def started(self, worker: SimulatedWorker) -> None:
+        """A worker has come back."""
 
 
 class Memory:
@@ -121,7 +79,7 @@ class Memory:
         """Nothing to release."""
 
 
-class LeaseWorker:
+class SimulatedWorker:
     """A generating worker: its cores, a weight receiver, and an engine that takes time."""
 
     def __init__(self, network: Surroundings, number: int) -> None:
@@ -137,26 +95,34 @@ class LeaseWorker:
         """Version of the weights in its engine."""
         self.fetched = False
         """Whether the weights announced can be loaded."""
-        self.running: dict[int, _Running] = {}
+        self.leases: dict[int, tuple[Lease, Version]] = {}
+        """Groups in the engine, with the version under which each was started here."""
         self.mail: list[Message] = []
-        self.judging = False
-        """Whether it computes the reward of a group, and does nothing else meanwhile."""
+        self.judging: list[tuple[FinishedGroup, set[Version]]] = []
+        """Groups whose reward it computes, and does nothing else meanwhile."""
+        self.time = WorkerTime()
         self.inbox: WeightInbox
         self.holder: HolderCore
         self.core: RolloutCore
+        self.engine: FluidEngine
+        self._armed = 0
+        self._armed_at = -1.0
+        self._ticking = 0
 
     def start(self) -> None:
         """Start an incarnation."""
         scenario = self.network.scenario
         self.incarnation += 1
-        self.alive, self.judging, self.fetched = True, False, False
+        self.alive, self.fetched = True, False
         self.term = self.network.term
+        self.engine = self._new_engine()
         self.inbox = WeightInbox(InPlace(Memory()))
         self.inbox.begin_term(self.term, self.network.begins)
         self.inbox.announce(_manifest(Version(self.term, self.network.version)))
         self.inbox.load(self)
-        self.running.clear()
+        self.leases.clear()
         self.mail.clear()
+        self.judging.clear()
         self.holder = HolderCore(
             self.name,
             self.incarnation,
@@ -168,13 +134,27 @@ class LeaseWorker:
         )
         self.core = RolloutCore(self.holder)
         self._generate_for(self.network.version)
+        self.time.settle(self.network.now)
+        self.network.started(self)
         self.work()
+        phase = 0.0 if scenario.audited else scenario.tick_s * (self.number * 0.618 % 1.0)
+        self.network.after(phase, partial(self.tick, self.incarnation))
+
+    def _new_engine(self) -> FluidEngine:
+        scenario = self.network.scenario
+        decode, slow = self.network.workload.decode(self.number)
+        mark = 100 * self.number + self.incarnation if scenario.audited else None
+        engine = FluidEngine(scenario.slots, decode, slow, mark)
+        engine.advance(self.network.now)
+        return engine
 
     def die(self, crash: Crash) -> None:
         """Crash."""
         if not self.alive or self.leaving:
             return
         self.alive = False
+        self.engine.close(self.network.now)
+        self._count_engine()
         if crash.noticed:
             self.network.after(0.5, partial(self.network.tell_lost, self.name, self.incarnation))
         if crash.restart_s is not None:
@@ -184,17 +164,20 @@ class LeaseWorker:
         """Suspend it."""
         self.paused_until = max(self.paused_until, self.network.now + pause.seconds)
         self.network.after(pause.seconds, self._resume)
+        self._let_run()
 
-    def leave(self, _leave: Leave) -> None:
+    def leave(self, leave: Leave) -> None:
         """Be drained."""
         if not self.alive or self.leaving:
             return
         if self.paused:
-            self.network.after(1.0, partial(self.leave, _leave))
+            self.network.after(1.0, partial(self.leave, leave))
             return
-        outputs = self._outputs()
+        outputs = self.engine.close(self.network.now)
         self.leaving = True
-        self.running.clear()
+        self.leases.clear()
+        self.judging.clear()
+        self._count_engine()
         self.network.send(self.name, self.core.hand_back(outputs, self.network.now).train)
 
     @property
@@ -216,14 +199,16 @@ class LeaseWorker:
             self.network.send(self.name, self.holder.handle(message, self.network.now))
             self.work()
 
-    def tick(self) -> None:
+    def tick(self, incarnation: int) -> None:
         """Let the core act on the time that has passed."""
-        if not self.alive or self.paused:
+        if not self.alive or incarnation != self.incarnation:
             return
-        if not (self.frozen or self.judging or self.leaving):
-            self._report()
-        self.network.send(self.name, self.holder.tick(self.network.now))
-        self.work()
+        if not self.paused:
+            if not (self.frozen or self.judging or self.leaving):
+                self._report()
+            self.network.send(self.name, self.holder.tick(self.network.now))
+            self.work()
+        self.network.after(self.network.scenario.tick_s, partial(self.tick, incarnation))
 
     def begin_term(self, term: int) -> None:
         """The owners have restarted; a little later their weights arrive, too."""
@@ -253,7 +238,7 @@ class LeaseWorker:
 
     def begin_update(self, version: Version) -> None:
         """What was generated so far came from the former weights."""
-        self._outputs()
+        self.engine.advance(self.network.now)
         self.version = version
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -261,6 +246,7 @@ class LeaseWorker:
 
     def end_update(self) -> None:
         """The engine continues."""
+        self.engine.load(self.version)
 
     def _fetch(self) -> None:
         self.fetched = self.inbox.waiting
@@ -274,103 +260,142 @@ class LeaseWorker:
         self.holder.take_acked()
         if self.leaving:
             self._go_when_done()
-        elif self.frozen:
+            return
+        if self.frozen:
+            self._let_run()
             self.network.train_when_ready()
         elif not (self.judging or self.paused) and self.core.open():
+            self.engine.advance(self.network.now)
             turn = self._turn()
             while turn.load or turn.abort:
                 if turn.load:
                     self.inbox.load(self)
+                    self.engine.stall(self.network.now, self.network.workload.swap_s)
                     self.fetched = False
+                if turn.abort:
+                    self.engine.abort(turn.abort)
                 for position in turn.abort:
-                    del self.running[position]
+                    del self.leases[position]
                 turn = self._turn()
             for lease in turn.start:
                 self.begin(lease)
+        self._let_run()
 
     def _turn(self) -> Turn:
         newer = self.fetched and self.inbox.waiting
-        turn = self.core.turn(self._free_slots(), self.version, self.inbox.loaded, newer, self.network.now)
+        free = self.engine.free_slots
+        turn = self.core.turn(free, self.version, self.inbox.loaded, newer, self.network.now)
         self.network.send(self.name, turn.messages.train)
         return turn
 
-    def _free_slots(self) -> int:
-        scenario = self.network.scenario
-        return (scenario.groups_at_once - len(self.running)) * scenario.settings.samples_per_prompt
-
     def begin(self, lease: Lease) -> None:
         """Start a group, or continue one."""
-        scenario, record = self.network.scenario, self.network.record
-        position, samples = lease.position, scenario.settings.samples_per_prompt
-        assert position not in self.running, f"{self.name} started {position} twice"
-        tokens: list[Tokens] = [[] for _ in range(samples)]
-        spans: list[list[Span]] = [[] for _ in range(samples)]
-        for sample in lease.begun:
-            known = self.network.histories[position, sample.sample]
-            assert any(tuple(had[: len(sample.token_ids)]) == sample.token_ids for had in known), "tokens were mixed"
-            assert sample.logprobs == tuple(map(float, range(len(sample.token_ids)))), "log-probs were mixed"
-            tokens[sample.sample], spans[sample.sample] = list(sample.token_ids), list(sample.spans)
-            record.continued += len(sample.token_ids)
-        record.started += 1
-        record.copies += lease.copy
-        for number, had in enumerate(tokens):
-            self.network.histories.setdefault((position, number), []).append(had)
-        seconds = scenario.seconds(position) * scenario.slowness(self.number)
-        rate, length = scenario.tokens / seconds, scenario.tokens
-        run = _Running(lease, self.network.now, rate, length, self.version, tokens, spans, list(map(len, tokens)))
-        self.running[position] = run
+        network, position = self.network, lease.position
+        assert position not in self.leases, f"{self.name} started {position} twice"
+        begun = {sample.sample: sample for sample in lease.begun}
+        rate, prompt = network.workload.rate(position, self.number), len(lease.prompt_ids)
+        samples = [
+            FluidSample(position, number, length, prompt, rate, begun.get(number))
+            for number, length in enumerate(network.workload.lengths(position))
+        ]
+        if network.scenario.audited:
+            self._check_begun(position, lease.begun)
+            for number, sample in enumerate(samples):
+                network.histories.setdefault((position, number), []).append((self.engine, sample))
+        had = sum(sample.had for sample in samples)
+        network.record.started += 1
+        network.record.continued += had
+        network.record.copies += lease.copy
+        prefill_s = network.workload.prefill_s * (prompt + had)
+        if prefill_s:
+            self.engine.stall(network.now, prefill_s)
+        self.leases[position] = (lease, self.version)
+        self.engine.add(samples)
         self.core.report({position: 1}, None, self.inbox.loaded)
-        left = max(length - had for had in run.had) / rate
-        self.network.after(left, partial(self.end, run, self.incarnation))
 
-    def end(self, run: _Running, incarnation: int) -> None:
-        """Finish a group."""
-        position = run.lease.position
-        current = incarnation == self.incarnation and position in self.running and self.running[position] is run
-        if not self.alive or not current:
+    def _check_begun(self, position: int, begun: Sequence[BegunSample]) -> None:
+        for sample in begun:
+            known = self.network.histories[position, sample.sample]
+            tokens = len(sample.token_ids)
+            same = any(engine.wrote(had)[:tokens] == sample.token_ids for engine, had in known)
+            assert same, "tokens were mixed"
+            assert sample.logprobs == tuple(map(float, range(tokens))), "log-probs were mixed"
+
+    # -- the engine
+    def _let_run(self) -> None:
+        """The engine runs unless something keeps it from it; there is an event when its next sample ends."""
+        engine = self.engine
+        halted = self.paused or bool(self.judging) or self.leaving or self.frozen
+        if halted != engine.paused:
+            engine.pause(self.network.now, paused=halted)
+        self.time.look(self.network.now, engine, self._idle_for)
+        at = engine.next_end()
+        if at is not None and at != self._armed_at:
+            self._armed, self._armed_at = self._armed + 1, at
+            self.network.after(at - self.network.now, partial(self._sample_ended, self._armed, self.incarnation))
+
+    def _idle_for(self) -> str:
+        return "weights" if self.core.reason(self.inbox.loaded)[1] is None else "leases"
+
+    def _sample_ended(self, armed: int, incarnation: int) -> None:
+        if not self.alive or armed != self._armed or incarnation != self.incarnation or self.engine.paused:
             return
-        if self.frozen or self.paused or self.judging:
-            self.network.after(0.25, partial(self.end, run, incarnation))
-            return
-        self._grow(run)
-        del self.running[position]
-        (whole,) = self.core.collect(run.outputs())
-        self.network.send(self.name, self.core.ask(self._free_slots(), self.network.now).train)
+        self._armed_at = -1.0
+        engine, size = self.engine, self.network.scenario.settings.samples_per_prompt
+        before = engine.free_slots // size
+        whole = self.core.collect(engine.take_ended(self.network.now))
+        if whole:
+            self.finish(whole)
+        elif engine.free_slots // size != before:
+            self.work()
+        else:
+            self._let_run()
+
+    def finish(self, groups: Sequence[FinishedGroup]) -> None:
+        """These groups are generated; now they are judged."""
+        found = [(whole, self._versions(whole)) for whole in groups]
+        self.network.send(self.name, self.core.ask(self.engine.free_slots, self.network.now).train)
         step_s = self.network.scenario.step_s
         if step_s:
-            self.judging = True
-            self.network.after(step_s, partial(self._deliver, whole, run.versions(), incarnation))
+            self.judging += found
+            self._let_run()
+            self.network.after(step_s, partial(self._judged, self.incarnation))
         else:
-            self._deliver(whole, run.versions(), incarnation)
+            self._deliver(found)
 
-    def _deliver(self, whole: FinishedGroup, versions: set[Version], incarnation: int) -> None:
-        if not self.alive or incarnation != self.incarnation:
-            return
-        self.judging = False
-        position, scenario = whole.lease.position, self.network.scenario
-        self.network.versions[self.name, position] = versions
-        oldest = min(versions)
-        nbytes = scenario.settings.group_bytes(len(prompt_at(position).prompt_ids))
-        reason = scenario.dropped(position)
-        self.network.send(self.name, self.holder.finished(position, oldest, nbytes, reason, self.network.now))
+    def _versions(self, whole: FinishedGroup) -> set[Version]:
+        _, started = self.leases.pop(whole.lease.position)
+        spans = (span for sample in whole.samples for span in sample.spans)
+        return {started, *(Version(span.term, span.version) for span in spans)}
+
+    def _judged(self, incarnation: int) -> None:
+        if self.alive and incarnation == self.incarnation:
+            found, self.judging = self.judging, []
+            self._deliver(found)
+
+    def _deliver(self, found: Sequence[tuple[FinishedGroup, set[Version]]]) -> None:
+        network = self.network
+        for whole, versions in found:
+            position = whole.lease.position
+            network.versions[self.name, position] = versions
+            nbytes = network.workload.result_bytes(position)
+            reason = network.scenario.dropped(position)
+            out = self.holder.finished(position, min(versions), nbytes, reason, network.now)
+            self.core.sent([position])
+            network.send(self.name, out)
         self.work()
 
     def _report(self) -> None:
         """Do what the worker's loop does after a decode step."""
-        outputs = self._outputs()
-        progress = {position: max(1, run.produced()) for position, run in self.running.items()}
+        self.engine.advance(self.network.now)
         due = self.core.wants_partials(self.network.now)
-        self.core.report(progress, outputs if due else None, self.inbox.loaded)
+        outputs: list[SampleOutput] | None = self.engine.partials() if due else None
+        self.core.report(self.engine.progress(), outputs, self.inbox.loaded)
 
-    def _outputs(self) -> list[SampleOutput]:
-        """What all samples have now."""
-        for run in self.running.values():
-            self._grow(run)
-        return [output for run in self.running.values() for output in run.outputs()]
-
-    def _grow(self, run: _Running) -> None:
-        mark = 100 * self.number + self.incarnation
-        self.network.record.produced += run.grow(self.network.now, mark, self.version)
+    def _count_engine(self) -> None:
+        self.network.record.produced += self.engine.produced
+        self.time.close(self.network.now, self.engine)
+        self.engine.produced = 0
 
     def _resume(self) -> None:
         if not self.paused and self.alive:
