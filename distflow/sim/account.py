@@ -102,6 +102,7 @@ class Totals:
     messages: int
     sent_bytes: int
     produced: int
+    lags: Counter[int]
 
 
 @dataclass(slots=True)

@@ -318,8 +318,8 @@ class LeaseNetwork:
         for trainer in self.trainers.values():
             trainer.time.settle(self.now)
             training.update(trainer.time.seconds)
-        traffic = self.traffic
-        return Totals(self.now, generating, training, slot_s, stalled_s, traffic.count, traffic.total, produced)
+        messages, nbytes, lags = self.traffic.count, self.traffic.total, self.record.lags.copy()
+        return Totals(self.now, generating, training, slot_s, stalled_s, messages, nbytes, produced, lags)
 
     def _describe(self) -> str:
         lines = [

@@ -117,7 +117,7 @@ class Prediction:
     """Response tokens trained on per second."""
     pools: tuple[PoolUse, ...]
     staleness: Mapping[int, float]
-    """Share of the groups by how many versions they are old; of the whole simulation."""
+    """Share of the groups by how many versions they are old."""
     produced: int
     trained: int
     """Response tokens, of the whole simulation."""
@@ -192,10 +192,10 @@ def predict(
     lengths: Lengths,
     *,
     prompt_tokens: int | None = None,
-    options: Options = Options(),  # noqa: B008
+    options: Options | None = None,
 ) -> Prediction:
     """Simulate a plan. Raises UserError for one that cannot be simulated."""
-    return simulate(load_of(plan, prompt_tokens=prompt_tokens), device, lengths, options)
+    return simulate(load_of(plan, prompt_tokens=prompt_tokens), device, lengths, options or Options())
 
 
 def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Options) -> Prediction:
@@ -226,18 +226,16 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Optio
         audited=False,
         seed=load.job.seed,
         limit_s=1e9,
-        **_given(options),
     )
+    if options.hub_s is not None:
+        scenario = replace(scenario, hub_s=options.hub_s)
+    if options.dropped is not None:
+        scenario = replace(scenario, dropped=options.dropped)
     began = time.process_time()
     with _without_collector():
         network = LeaseNetwork(scenario, timeline=options.timeline)
         network.run()
     return _read(load, network, warm, last, time.process_time() - began)
-
-
-def _given(options: Options) -> dict[str, Callable[..., object]]:
-    given = {"hub_s": options.hub_s, "dropped": options.dropped}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 @contextmanager
@@ -257,14 +255,14 @@ def _read(load: Load, network: LeaseNetwork, warm: int, last: int, took_s: float
     begin, end = totals[warm - 1], totals[last - 1]
     seconds, count = end.at - begin.at, last - warm
     tokens = sum(record.tokens[step] for step in range(warm, last))
-    traffic, groups = network.traffic, sum(record.lags.values())
+    traffic, lags = network.traffic, end.lags - begin.lags
     busiest = max(traffic.messages, key=lambda name: traffic.messages[name])
     steps = len(totals)
     links = {f"{a} → {b}": nbytes / steps for (a, b), nbytes in sorted(traffic.sent.items())}
     workload = network.workload
     if not load.colocated and isinstance(workload, DeviceWorkload):
         links["weights, to each host"] = workload.device.weights.bytes
-    every = {**{w.name: w.time.spans for w in network.workers.values()}}
+    every = {name: worker.time.spans for name, worker in network.workers.items()}
     every |= {name: trainer.time.spans for name, trainer in network.trainers.items()}
     return Prediction(
         step_s=seconds / count,
@@ -272,7 +270,7 @@ def _read(load: Load, network: LeaseNetwork, warm: int, last: int, took_s: float
         samples_s=load.prompts * load.job.samples * count / seconds,
         tokens_s=tokens / seconds,
         pools=_pools(load, begin, end),
-        staleness={lag: n / groups for lag, n in sorted(record.lags.items())},
+        staleness={lag: n / lags.total() for lag, n in sorted(lags.items())},
         produced=record.produced,
         trained=sum(record.tokens.values()),
         messages_group=traffic.count / (load.prompts * steps),

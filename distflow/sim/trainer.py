@@ -119,6 +119,8 @@ class SimulatedReplica:
             self.network.began_on[message.position] = self.network.versions[message.worker, message.position]
             self.network.arrived[message.position] = now
             self.send(self.intake.arrived({message.position: self.network.workload.rows(message.position)}))
+        if isinstance(message, Result):
+            # After a drop, too: the open step may take groups that came before.
             self._call()
         if self.network.scenario.audited:
             self.check_memory()

@@ -213,7 +213,7 @@ class SimulatedWorker:
     def begin_term(self, term: int) -> None:
         """The owners have restarted; a little later their weights arrive, too."""
         network = self.network
-        if not self.alive or self.leaving or term != network.term:
+        if not self.alive or term != network.term:
             return
         if self.paused:
             network.after(1.0, partial(self.begin_term, term))
@@ -223,7 +223,8 @@ class SimulatedWorker:
         begins, names = network.begins, network.owner_names
         self.inbox.begin_term(term, begins)
         out = self.holder.begin_term(term, names, begins, self.inbox.loaded, network.now)
-        network.record.kept += len(before & set(self.holder.held()))
+        if not self.leaving:
+            network.record.kept += len(before & set(self.holder.held()))
         self._generate_for(network.version)
         network.send(self.name, out)
         network.after(0.5 + network.scenario.load_s, partial(self.refresh, Version(term, network.version)))
