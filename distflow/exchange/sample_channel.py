@@ -213,8 +213,10 @@ class InboundSamples:
         """The messages it takes."""
 
     def on_arrival(self, handler: Arrived) -> None:
-        """Called with the groups that have been stored, if any, after each message with results; first of all, now, with
-        those that are here already."""
+        """Called after each message with results, with the groups that have been stored, if any.
+
+        First of all, now, with those that are here already.
+        """
         self._arrived.append(handler)
         handler({position: row_lengths(group.rows.rows).tolist() for position, group in self._stored.items()})
 

@@ -1,8 +1,8 @@
 """A search for faults: random scenarios through the cores of a run, and the promises that each must keep.
 
-A scenario follows from its seed and from the recipe's *arithmetic* alone, so that a seed that breaks a promise is all that
-is needed to see it again. The instance is small: a few ledgers, groups and training steps; what breaks a protocol is the
-order of events, not their number.
+A scenario follows from its seed and from the recipe's *arithmetic* alone, so that a seed that breaks a promise is all
+that is needed to see it again. The instance is small: a few ledgers, groups and training steps; what breaks a protocol
+is the order of events, not their number.
 
     found = search(arithmetic_of(plan), range(1_000))
 
@@ -94,7 +94,7 @@ def judge(seed: int, scenario: Scenario) -> BrokenPromise | None:
         check(scenario, LeaseNetwork(scenario).run())
     except StuckError as stuck:
         return BrokenPromise(seed, str(stuck).splitlines()[0])
-    except Exception as error:  # noqa: BLE001 # Whatever a core raises is a fault of it.
+    except Exception as error:  # Whatever a core raises is a fault of it.
         return BrokenPromise(seed, f"{type(error).__name__}: {error}")
     return None
 
@@ -229,7 +229,7 @@ def expected_steps(scenario: Scenario) -> dict[int, set[int]]:
 
 
 def check_steps(scenario: Scenario, trained: dict[int, set[int]]) -> None:
-    """Each step trained on what it had to; without a bound it is open which step takes a group, but not which are taken."""
+    """Each step trained on what it had to; without a bound it is open which step takes a group."""
     expected = expected_steps(scenario)
     if scenario.settings.max_staleness is not None:
         assert trained == expected, f"trained on {trained}, not {expected}"

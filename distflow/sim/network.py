@@ -92,14 +92,7 @@ class LeaseNetwork:
         scenario = self.scenario
         for worker in self.workers.values():
             worker.start()
-        for crash in scenario.crashes:
-            self.after(crash.at, partial(self.workers[f"rollout/{crash.worker}"].die, crash))
-        for pause in scenario.pauses:
-            self.after(pause.at, partial(self.workers[f"rollout/{pause.worker}"].pause, pause))
-        for leave in scenario.leaves:
-            self.after(leave.at, partial(self.workers[f"rollout/{leave.worker}"].leave, leave))
-        for renewal in scenario.renewals:
-            self.after(renewal.at, partial(self._renew, renewal.owners))
+        self._plan_faults()
         for trainer in self.trainers.values():
             trainer.begin_ticks()
         while not self._over():
@@ -113,6 +106,17 @@ class LeaseNetwork:
                 self.record.produced += worker.engine.produced
         self.record.seconds = self.now
         return self.record
+
+    def _plan_faults(self) -> None:
+        scenario = self.scenario
+        for crash in scenario.crashes:
+            self.after(crash.at, partial(self.workers[f"rollout/{crash.worker}"].die, crash))
+        for pause in scenario.pauses:
+            self.after(pause.at, partial(self.workers[f"rollout/{pause.worker}"].pause, pause))
+        for leave in scenario.leaves:
+            self.after(leave.at, partial(self.workers[f"rollout/{leave.worker}"].leave, leave))
+        for renewal in scenario.renewals:
+            self.after(renewal.at, partial(self._renew, renewal.owners))
 
     # -- virtual time and the network
     def after(self, seconds: float, event: Callable[[], None]) -> None:

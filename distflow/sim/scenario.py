@@ -11,7 +11,6 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Message
 from distflow.sim.workload import FixedWorkload, Workload, prompt_at
 
-
 __all__ = ["SMALL", "Crash", "Leave", "Pause", "Record", "Renewal", "Scenario", "StuckError", "prompt_at"]
 
 

@@ -1,11 +1,12 @@
-"""Closed formulas beside the simulator: the schedule model of a step, and the speed-up that asynchrony has in theory.
+"""Closed formulas beside the simulator: the schedule model of a step, and the speed-up of asynchrony in theory.
 
-Schedule model. With n = B·G samples a step, mean length L̄, prompts of P tokens, c trainer seconds a token, b = B/R groups
-a replica, N engines of S slots, τ(·) seconds of a decode step, ρ the share of the log-variance of lengths that the prompt
-explains, cv their coefficient of variation, F their distribution:
+Schedule model. With n = B·G samples a step, mean length L̄, prompts of P tokens, c trainer seconds a token, b = B/R
+groups a replica, N engines of S slots, τ(·) seconds of a decode step, ρ the share of the log-variance of lengths that
+the prompt explains, cv their coefficient of variation, F their distribution:
 
-    g      = G·(L̄+P)·c                     κ = 1 where replicas steal or deal, else 1 + cv_g·L̄/(L̄+P)/√b·Φ⁻¹((R−.375)/(R+.25))
-    cv_g   = cv·√(ρ+(1−ρ)/G)                (largest of R normal numbers: Blom, 1958)
+    g      = G·(L̄+P)·c
+    κ      = 1 where replicas steal or deal, else 1 + cv_g·L̄/(L̄+P)/√b·Φ⁻¹((R−.375)/(R+.25))     (Blom, 1958)
+    cv_g   = cv·√(ρ+(1−ρ)/G)
     T_tr   = κ·b·g + g + update             T_rate = n·L̄·τ(S)/(N·S)
     L_max  = F⁻¹(1−1/(1.78·n))              m = n·P(L ≥ .9·L_max)
     w      = m/(m+1)·max(0, n/N−S)·L̄·τ(S)/S        until the last long sample has a slot
@@ -16,16 +17,16 @@ explains, cv their coefficient of variation, F their distribution:
 The exponent was fitted on one set of simulations and checked on others: mean error 3%, 97% within 10%. Left out: drops,
 slow or dying workers, hedging, colocated phases (they are a sum), messages.
 
-Speed-up of asynchrony (LlamaRL, arXiv:2505.24034). A sample costs η_t(b) seconds of training and η_g(b) of generation in
-a batch of b per replica, falling in b; a replica of m devices has memory m·M for weights W and b·a of samples. Both on the
-same devices, and one after the other, against each on its own share θ of all:
+Speed-up of asynchrony (LlamaRL, arXiv:2505.24034). A sample costs η_t(b) seconds of training and η_g(b) of generation
+in a batch of b per replica, falling in b; a replica of m devices has memory m·M for weights W and b·a of samples. Both
+on the same devices, and one after the other, against each on its own share θ of all:
 
     T_sync  = min (B·m/G)·(η_t(b_t) + η_g(b_g)),    W_t + W_g + max(b_t·a_t, b_g·a_g) ≤ m·M
     T_async = (B/G)·(min m_t·η_t(b_t) + min m_g·η_g(b_g)),  θ* = m_t·η_t/(m_t·η_t + m_g·η_g),   W + b·a ≤ m·M for each
 
-T_async ≤ T_sync, since what is feasible for both at once is so for each. In this model overlap by itself gains nothing: the
-gain is that neither needs memory for the other. It leaves out makespans (the bubbles of the long tail, most of what is
-gained in practice), the transfer of weights, and that shares are whole devices.
+T_async ≤ T_sync, since what is feasible for both at once is so for each. In this model overlap by itself gains nothing:
+the gain is that neither needs memory for the other. It leaves out makespans (the bubbles of the long tail, most of what
+is gained in practice), the transfer of weights, and that shares are whole devices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A training replica in virtual time: the cores of a real one, and a training loop.
 
-It takes a batch whenever its core says so and computes for as long as the workload says; answers of calls come after up to
-`Scenario.answer_s`. Where it is to meet the others, it waits until all have come; one that computes comes afterwards,
-one with nothing to do at once. When all have reported what they trained on, the network ends the step.
+It takes a batch whenever its core says so, and computes for as long as the workload says; answers of calls come after
+up to `Scenario.answer_s`. Where it is to meet the others, it waits until all have come; one that computes comes
+afterwards, one with nothing to do at once. When all have reported what they trained on, the network ends the step.
 """
 
 from __future__ import annotations

@@ -15,11 +15,10 @@ from distflow.errors import UserError
 from distflow.launch.commands.sweep import values_of
 
 if TYPE_CHECKING:
-    from distflow.flow.plan import Plan
     from distflow.sim.latency import DeviceLatency
     from distflow.sim.lengths import Lengths
     from distflow.sim.predict import Prediction
-    from distflow.sim.theory import LengthMoments, StepTimes
+    from distflow.sim.theory import StepTimes
 
 DEVICE = "h100-qwen2.5-7b"
 MOST = 100
@@ -105,7 +104,7 @@ def _load_options(command: Command) -> Command:
 def command(recipe: str, overrides: tuple[str, ...], faults: int | None, seed: int, **given: Any) -> int:
     """Predict step time, idle time by cause, staleness and traffic of RECIPE on devices that need not be there.
 
-    The cores of a run decide, in virtual time. Several values of a key (layout.pools.rollout.count=8,16,32) give a table.
+    The cores of a run decide, in virtual time. Several values of a key (layout.pools.rollout.count=8,16) give a table.
     """
     if faults is not None:
         return _search(recipe, overrides, faults, seed)
@@ -133,9 +132,8 @@ def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> in
         if found is not None:
             broken += 1
             click.echo(f"seed {found.seed}: {found.what}")
-            click.echo(
-                f"  repeat it with: {' '.join(['distflow simulate', recipe, *overrides])} --faults 1 --seed {found.seed}"
-            )
+            again = " ".join(["distflow simulate", recipe, *overrides])
+            click.echo(f"  repeat it with: {again} --faults 1 --seed {found.seed}")
     kept = "all promises were kept" if not broken else f"{broken} broke a promise"
     click.echo(f"{faults} scenarios, seeds {seed} to {seed + faults - 1}: {kept}")
     return 1 if broken else 0
@@ -143,8 +141,7 @@ def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> in
 
 def _ways(given: Mapping[str, Any], *, timeline: bool) -> Ways:
     from distflow.sim.latency import load
-    from distflow.sim.lengths import Lognormal
-    from distflow.sim.lengths import read_trace
+    from distflow.sim.lengths import Lognormal, read_trace
 
     device = load(given["device"])
     about = (given["prompt_tokens"], given["steps"], timeline)

@@ -34,10 +34,12 @@ def page(found: Simulated, ways: Ways) -> list[str]:
     lines = [
         f"simulated on {ways.device.device}, {ways.device.model}; {ways.shown}",
         "",
-        f"training step      {_seconds(one.step_s)}   ({_seconds(min(one.steps))} to {_seconds(max(one.steps))}, {len(one.steps)} steps)",
-        f"  schedule model   {_seconds(model.step_s)}   training alone {_seconds(model.train_s)}, decoding alone {_seconds(model.rate_s)}, "
-        f"longest sample {_seconds(model.critical_s)}",
-        f"  ideal            {_seconds(found.ideal_s)}   all work over all devices, each of which could do either: {found.ideal_s / one.step_s:.0%} of the step",
+        f"training step      {_seconds(one.step_s)}   ({len(one.steps)} steps, {_seconds(min(one.steps))} to "
+        f"{_seconds(max(one.steps))})",
+        f"  schedule model   {_seconds(model.step_s)}   training alone {_seconds(model.train_s)}, "
+        f"decoding alone {_seconds(model.rate_s)}, longest sample {_seconds(model.critical_s)}",
+        f"  ideal            {_seconds(found.ideal_s)}   all work over all devices, as if each could do either: "
+        f"{found.ideal_s / one.step_s:.0%} of the step",
         f"samples            {one.samples_s:,.1f} a second, {one.tokens_s:,.0f} response tokens a second",
     ]
     for pool in one.pools:

@@ -200,7 +200,7 @@ def test_what_is_done_of_a_group_is_handed_back_with_what_runs() -> None:
 
 @pytest.mark.parametrize("place", ["distflow/sim", "tests/runtime/kit.py"])
 def test_the_rules_are_written_once(place: str) -> None:
-    """Simulator and test kit drive the core, and neither ask for leases nor hand them to an engine by rules of their own."""
+    """Simulator and test kit neither ask for leases nor hand them to an engine by rules of their own."""
     folder = ROOT / place
     text = "\n".join(path.read_text() for path in (folder.rglob("*.py") if folder.is_dir() else [folder]))
     assert re.search(r"RolloutCore|RolloutLoop", text)
