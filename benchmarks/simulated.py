@@ -57,7 +57,7 @@ def load_for(rollouts: int, replicas: int, prompts: int, staleness: int | None, 
 
 # -- scale
 def scale(counts: Sequence[int]) -> None:
-    """A constant share of work for each worker: 9 groups of 8 a step, 8 rollouts for each replica."""
+    """A constant share of work for each worker: 9 groups of 8 a step; 8 rollouts for each replica, of 8 devices."""
     print("| workers | step s | efficiency | messages a group | busiest, messages/s | seconds of a core |")
     print("| --- | --- | --- | --- | --- | --- |")
     first = 0.0
@@ -94,7 +94,9 @@ def coordinator_s(message: Message) -> float:
 def _scaled(count: int, way: Callable[[Message], float] | None) -> Prediction:
     lengths, longest = LENGTHS["short"]
     work = load_for(count, max(1, count // 8), 9 * count, 1, longest)
-    return simulate(work, load(DEVICE), lengths, Options(steps=STEPS, hub_s=way))
+    device = load(DEVICE)
+    train = replace(device.train, token_s=device.train.token_s / 8, pair_s=device.train.pair_s / 8)
+    return simulate(work, replace(device, train=train), lengths, Options(steps=STEPS, hub_s=way))
 
 
 # -- tails

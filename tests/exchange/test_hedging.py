@@ -15,8 +15,9 @@ from distflow.exchange.hedging import Copies
 from distflow.exchange.holder_table import Peer, Peers, PendingGrant
 from distflow.exchange.owner import OwnerCore
 from distflow.sim import trainer
+from distflow.sim.faults import check
 from distflow.sim.network import SMALL, Crash, LeaseNetwork, Pause, Scenario
-from tests.exchange.test_lease_properties import check, doom, long_tail
+from tests.exchange.test_lease_properties import doom, long_tail
 
 BUDGET_S = 3.0
 SEEDS_AT_LEAST = 10

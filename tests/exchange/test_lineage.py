@@ -34,9 +34,7 @@ def test_a_version_survives_if_every_later_term_began_at_it_or_behind_it() -> No
 
 def long_groups(renewal: Renewal, **changes: object) -> Scenario:
     limits = replace(SMALL, training_steps=3, partial_rollouts=True, **changes)
-    return Scenario(
-        limits, owners=2, workers=2, slots=16, seconds=lambda _: 20.0, tokens=40, renewals=[renewal]
-    )
+    return Scenario(limits, owners=2, workers=2, slots=16, seconds=lambda _: 20.0, tokens=40, renewals=[renewal])
 
 
 def test_groups_on_the_weights_of_the_checkpoint_go_on() -> None:
