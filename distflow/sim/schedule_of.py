@@ -1,10 +1,10 @@
-"""The schedule model of what is simulated."""
+"""The closed formulas for what is simulated."""
 
 from __future__ import annotations
 
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.predict import Load
-from distflow.sim.theory import Schedule
+from distflow.sim.theory import Fleet, LengthMoments, Schedule, Side, SpeedUp, speed_up
 from distflow.sim.workload import FORWARD
 
 
@@ -26,3 +26,24 @@ def schedule_of(load: Load, device: DeviceLatency) -> Schedule:
         update_s=device.train.apply_s * job.updates + (0.0 if load.colocated else weights.publish_s),
         colocated=load.colocated,
     )
+
+
+def speed_up_of(load: Load, device: DeviceLatency, moments: LengthMoments) -> SpeedUp | None:
+    """What asynchrony brings by the theory, on as many devices; None if the memory is unknown, or both do not fit."""
+    memory, job = device.memory, load.job
+    if memory is None:
+        return None
+    row, weights = job.prompt_tokens + moments.mean, device.weights.bytes
+    passes = job.epochs + job.forwards * FORWARD
+    train = Side(
+        weights * memory.train_factor,
+        row * memory.train_token,
+        lambda batch: passes * device.train.seconds([row] * batch) / batch,
+    )
+    generate = Side(
+        weights,
+        row * memory.cache_token,
+        lambda batch: moments.mean * device.decode.seconds(batch, row - moments.mean / 2) / batch,
+    )
+    devices = load.replicas if load.colocated else load.rollouts + load.replicas
+    return speed_up(Fleet(devices, memory.bytes, load.prompts * job.samples), train, generate)

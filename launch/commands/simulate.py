@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distflow.sim.latency import DeviceLatency
     from distflow.sim.lengths import Lengths
     from distflow.sim.predict import Prediction
-    from distflow.sim.theory import StepTimes
+    from distflow.sim.theory import SpeedUp, StepTimes
 
 DEVICE = "h100-qwen2.5-7b"
 MOST = 100
@@ -49,6 +49,8 @@ class Simulated:
     prediction: Prediction
     model: StepTimes
     ideal_s: float
+    theory: SpeedUp | None
+    """Of asynchrony."""
 
 
 def _output_options(command: Command) -> Command:
@@ -186,7 +188,7 @@ def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, 
 def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], ways: Ways) -> Simulated:
     from distflow.flow.recipe_check import plan_recipe
     from distflow.sim.predict import Options, load_of, simulate
-    from distflow.sim.schedule_of import schedule_of
+    from distflow.sim.schedule_of import schedule_of, speed_up_of
     from distflow.sim.theory import LengthMoments, ideal_s, schedule
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
@@ -194,7 +196,8 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
     prediction = simulate(load, ways.device, ways.lengths, Options(steps=ways.steps, timeline=ways.timeline))
     moments = LengthMoments.of(ways.lengths, load.job.response_tokens)
     step = schedule_of(load, ways.device)
-    return Simulated(differing, prediction, schedule(step, ways.device, moments), ideal_s(step, ways.device, moments))
+    model, ideal = schedule(step, ways.device, moments), ideal_s(step, ways.device, moments)
+    return Simulated(differing, prediction, model, ideal, speed_up_of(load, ways.device, moments))
 
 
 def _show(found: Sequence[Simulated], ways: Ways, outputs: Mapping[str, Any]) -> None:

@@ -40,6 +40,7 @@ def page(found: Simulated, ways: Ways) -> list[str]:
         f"decoding alone {_seconds(model.rate_s)}, longest sample {_seconds(model.critical_s)}",
         f"  ideal            {_seconds(found.ideal_s)}   all work over all devices, as if each could do either: "
         f"{found.ideal_s / one.step_s:.0%} of the step",
+        *_theory(found),
         f"samples            {one.samples_s:,.1f} a second, {one.tokens_s:,.0f} response tokens a second",
     ]
     for pool in one.pools:
@@ -58,6 +59,16 @@ def page(found: Simulated, ways: Ways) -> list[str]:
         f"took {one.took_s:.1f} s of a core",
     ]
     return lines
+
+
+def _theory(found: Simulated) -> list[str]:
+    theory = found.theory
+    if theory is None:
+        return []
+    return [
+        f"  asynchrony       × {theory.factor:.2f} in theory, long tails apart: {_seconds(theory.sync_s)} with both "
+        f"models on all devices, {_seconds(theory.async_s)} with {theory.training_share:.0%} of them for training"
+    ]
 
 
 def table(found: Sequence[Simulated]) -> list[list[str]]:
@@ -103,6 +114,7 @@ def data(found: Simulated) -> dict[str, Any]:
         "steps_s": list(one.steps),
         "model_s": found.model.step_s,
         "ideal_s": found.ideal_s,
+        "theory": None if found.theory is None else {"sync_s": found.theory.sync_s, "async_s": found.theory.async_s},
         "samples_s": one.samples_s,
         "tokens_s": one.tokens_s,
         "pools": {

@@ -139,7 +139,14 @@ def invoke(*words: str) -> str:
 def test_the_command_shows_causes_and_writes_a_timeline_and_a_picture(tmp_path: Path) -> None:
     trace, picture = tmp_path / "t.json", tmp_path / "p.png"
     shown = invoke("-o", str(trace), "--plot", str(picture))
-    for line in ("training step", "schedule model", "rollout: 2 worker(s), busy", "never trained on", "not simulated:"):
+    for line in (
+        "training step",
+        "schedule model",
+        "asynchrony       × ",
+        "rollout: 2 worker(s), busy",
+        "never trained on",
+        "not simulated:",
+    ):
         assert line in shown
     events = json.loads(trace.read_text())["traceEvents"]
     assert {"trains", "generates"} <= {event["name"] for event in events if event["ph"] == "X"}
