@@ -18,7 +18,7 @@ from distflow.flow.memory import group_bytes
 from distflow.sim.fluid_engine import FluidEngine, FluidSample
 from distflow.sim.latency import DeviceLatency, load
 from distflow.sim.lengths import Lengths, Lognormal
-from distflow.sim.predict import Load, Options, Prediction, simulate
+from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate
 from distflow.sim.schedule_of import schedule_of
 from distflow.sim.theory import LengthMoments, ideal_s
 from distflow.sim.workload import DeviceWorkload, Job
@@ -57,7 +57,7 @@ def load_for(rollouts: int, replicas: int, prompts: int, staleness: int | None, 
 
 # -- scale
 def scale(counts: Sequence[int]) -> None:
-    """A constant share of work for each worker: 9 groups of 8 a step; 8 rollouts for each replica, of 8 devices."""
+    """A constant share of work for each worker: 9 groups of 8 a step; 8 rollouts a replica, which has 8 devices."""
     print("| workers | step s | efficiency | messages a group | busiest, messages/s | seconds of a core |")
     print("| --- | --- | --- | --- | --- | --- |")
     first = 0.0
@@ -93,10 +93,10 @@ def coordinator_s(message: Message) -> float:
 
 def _scaled(count: int, way: Callable[[Message], float] | None) -> Prediction:
     lengths, longest = LENGTHS["short"]
-    work = load_for(count, max(1, count // 8), 9 * count, 1, longest)
+    work = load_for(count, max(1, count // 8), 9 * count, 2, longest)
     device = load(DEVICE)
     train = replace(device.train, token_s=device.train.token_s / 8, pair_s=device.train.pair_s / 8)
-    return simulate(work, replace(device, train=train), lengths, Options(steps=STEPS, hub_s=way))
+    return simulate(work, replace(device, train=train), lengths, SimulateOptions(steps=STEPS, hub_s=way))
 
 
 # -- tails
@@ -146,7 +146,7 @@ def tails(names: Sequence[str]) -> None:
                 stealing=rules.streamed,
                 dealing=not rules.streamed,
             )
-            found = simulate(one, device, lengths, Options(steps=STEPS))
+            found = simulate(one, device, lengths, SimulateOptions(steps=STEPS))
             lost = found.never_trained / found.produced
             print(
                 f"| {rules.name} | {found.step_s:.1f} | {static / found.step_s:.2f} | {bound / found.step_s:.0%} | "
@@ -192,7 +192,7 @@ def filter_late(work: Load, device: DeviceLatency, lengths: Lengths) -> Iterator
     settings = replace(
         work.settings, max_staleness=None, memory_bytes=3 * PROMPTS // REPLICAS * work.settings.group_bytes(PROMPT)
     )
-    found = simulate(replace(work, settings=settings), device, lengths, Options(steps=STEPS))
+    found = simulate(replace(work, settings=settings), device, lengths, SimulateOptions(steps=STEPS))
     for bound in (1, 2):
         late = sum(share for lag, share in found.staleness.items() if lag > bound)
         yield f"| no gate, filtered late at {bound} | {found.step_s:.1f}, unfiltered | | | {late:.1%} of the groups |"

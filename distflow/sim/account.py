@@ -8,8 +8,8 @@ step, and publishing.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class SimulatedSpan(NamedTuple):
 class StateTime:
     """Seconds in each state; all spans, too, if they are recorded."""
 
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     spans: list[SimulatedSpan] | None = None
     state: str = ""
     """The present one; empty: the worker is not there."""
@@ -95,8 +95,8 @@ class Totals:
     """Up to the end of one training step, of all workers together."""
 
     at: float
-    generating: Counter[str]
-    training: Counter[str]
+    generating: Mapping[str, float]
+    training: Mapping[str, float]
     slot_s: float
     stalled_s: float
     messages: int
@@ -106,7 +106,7 @@ class Totals:
 
 
 @dataclass(slots=True)
-class Traffic:
+class SimulatedTraffic:
     """Messages and bytes by sender and receiver."""
 
     messages: Counter[str] = field(default_factory=Counter)

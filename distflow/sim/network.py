@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -26,7 +26,7 @@ from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Progress, Result
 from distflow.exchange.steal_core import Send
-from distflow.sim.account import Totals, Traffic
+from distflow.sim.account import SimulatedTraffic, Totals
 from distflow.sim.scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at
 from distflow.sim.trainer import SimulatedReplica
 from distflow.sim.worker import Had, SimulatedWorker
@@ -57,7 +57,7 @@ class LeaseNetwork:
         self.workload = scenario.work()
         self.now = 0.0
         self.record = Record()
-        self.traffic = Traffic()
+        self.traffic = SimulatedTraffic()
         self.totals: list[Totals] = []
         """When each training step had ended."""
         self.versions: dict[tuple[str, int], set[Version]] = {}
@@ -308,20 +308,22 @@ class LeaseNetwork:
         return not left
 
     def _totals(self) -> Totals:
-        generating: Counter[str] = Counter()
-        training: Counter[str] = Counter()
+        generating: defaultdict[str, float] = defaultdict(float)
+        training: defaultdict[str, float] = defaultdict(float)
         slot_s = stalled_s = 0.0
         produced = self.record.produced
         for worker in self.workers.values():
             worker.time.settle(self.now)
             worker.engine.advance(self.now)
-            generating.update(worker.time.seconds)
+            for state, seconds in worker.time.seconds.items():
+                generating[state] += seconds
             slot_s += worker.time.slot_s + worker.engine.slot_s
             stalled_s += worker.time.stalled_s + worker.engine.stalled_s
             produced += worker.engine.produced
         for trainer in self.trainers.values():
             trainer.time.settle(self.now)
-            training.update(trainer.time.seconds)
+            for state, seconds in trainer.time.seconds.items():
+                training[state] += seconds
         messages, nbytes, lags = self.traffic.count, self.traffic.total, self.record.lags.copy()
         return Totals(self.now, generating, training, slot_s, stalled_s, messages, nbytes, produced, lags)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -73,7 +72,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SimulateOptions:
     """How to simulate it."""
 
     steps: int = 8
@@ -192,13 +191,13 @@ def predict(
     lengths: Lengths,
     *,
     prompt_tokens: int | None = None,
-    options: Options | None = None,
+    options: SimulateOptions | None = None,
 ) -> Prediction:
     """Simulate a plan. Raises UserError for one that cannot be simulated."""
-    return simulate(load_of(plan, prompt_tokens=prompt_tokens), device, lengths, options or Options())
+    return simulate(load_of(plan, prompt_tokens=prompt_tokens), device, lengths, options or SimulateOptions())
 
 
-def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Options) -> Prediction:
+def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: SimulateOptions) -> Prediction:
     """Simulate `options.steps` training steps, after those in which the pipeline fills."""
     stale = load.settings.max_staleness
     warm = 2 + (2 if stale is None else stale)
@@ -306,5 +305,7 @@ def _pools(load: Load, begin: Totals, end: Totals) -> tuple[PoolUse, ...]:
     )
 
 
-def _shares(begin: Counter[str], end: Counter[str], seconds: float, states: Sequence[str]) -> dict[str, float]:
+def _shares(
+    begin: Mapping[str, float], end: Mapping[str, float], seconds: float, states: Sequence[str]
+) -> dict[str, float]:
     return {state: (end[state] - begin[state]) / seconds for state in states}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.predict import Load
-from distflow.sim.theory import Fleet, LengthMoments, Schedule, Side, SpeedUp, speed_up
+from distflow.sim.theory import LengthMoments, Schedule, Side, SpeedUp, TheoryFleet, speed_up
 from distflow.sim.workload import FORWARD
 
 
@@ -46,4 +46,4 @@ def speed_up_of(load: Load, device: DeviceLatency, moments: LengthMoments) -> Sp
         lambda batch: moments.mean * device.decode.seconds(batch, row - moments.mean / 2) / batch,
     )
     devices = load.replicas if load.colocated else load.rollouts + load.replicas
-    return speed_up(Fleet(devices, memory.bytes, load.prompts * job.samples), train, generate)
+    return speed_up(TheoryFleet(devices, memory.bytes, load.prompts * job.samples), train, generate)

@@ -182,7 +182,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class TheoryFleet:
     """Devices, and the batch of a training step."""
 
     devices: int
@@ -207,7 +207,7 @@ class SpeedUp:
         return self.sync_s / self.async_s
 
 
-def speed_up(fleet: Fleet, train: Side, generate: Side) -> SpeedUp | None:
+def speed_up(fleet: TheoryFleet, train: Side, generate: Side) -> SpeedUp | None:
     """The best step time with both models on all devices, and with each on its share. None: they do not fit together.
 
     Replicas of m devices, m a power of two up to all of them.
@@ -235,13 +235,13 @@ def speed_up(fleet: Fleet, train: Side, generate: Side) -> SpeedUp | None:
     return SpeedUp(scale * together, scale * sum(apart), apart[0] / sum(apart))
 
 
-def _widths(fleet: Fleet) -> Iterator[int]:
+def _widths(fleet: TheoryFleet) -> Iterator[int]:
     width = 1
     while width <= fleet.devices:
         yield width
         width *= 2
 
 
-def _batch(fleet: Fleet, width: int, side: Side, weights: float) -> int:
+def _batch(fleet: TheoryFleet, width: int, side: Side, weights: float) -> int:
     """The largest batch for which a replica of `width` devices has memory; 0: none."""
     return max(0, min(fleet.samples, int((width * fleet.memory - weights) // side.sample)))

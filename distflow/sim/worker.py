@@ -16,11 +16,11 @@ from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
 from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
 from distflow.sim.account import WorkerTime
 from distflow.sim.fluid_engine import FluidEngine, FluidSample
+from distflow.sim.no_weights import NoWeights, manifest_of
 from distflow.sim.scenario import Crash, Leave, Pause, Record, Scenario
 from distflow.sim.workload import Workload
 from distflow.types import BegunSample, SampleOutput, Version
 from distflow.weights.in_place import InPlace
-from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 
 if TYPE_CHECKING:
@@ -61,24 +61,6 @@ class Surroundings(Protocol):
         """A worker has come back."""
 
 
-class Memory:
-    """Empty weights that stay readable, even after the term in which they were published."""
-
-    def fetch(self, manifest: Manifest) -> Sequence[tuple[str, Tensor]]:
-        """No tensors."""
-        return ()
-
-    def intact(self, manifest: Manifest) -> bool:
-        """Always: nothing overwrites them."""
-        return True
-
-    def begin_term(self, term: int) -> None:
-        """Nothing to do: they stay readable."""
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
 class SimulatedWorker:
     """A generating worker: its cores, a weight receiver, and an engine that takes time."""
 
@@ -116,9 +98,9 @@ class SimulatedWorker:
         self.alive, self.fetched = True, False
         self.term = self.network.term
         self.engine = self._new_engine()
-        self.inbox = WeightInbox(InPlace(Memory()))
+        self.inbox = WeightInbox(InPlace(NoWeights()))
         self.inbox.begin_term(self.term, self.network.begins)
-        self.inbox.announce(_manifest(Version(self.term, self.network.version)))
+        self.inbox.announce(manifest_of(Version(self.term, self.network.version)))
         self.inbox.load(self)
         self.leases.clear()
         self.mail.clear()
@@ -233,7 +215,7 @@ class SimulatedWorker:
     def refresh(self, version: Version) -> None:
         """New weights are announced and loaded a little later; a colocated worker generates again."""
         if self.alive:
-            self.inbox.announce(_manifest(version))
+            self.inbox.announce(manifest_of(version))
             self._generate_for(version.number)
             self.network.after(self.network.scenario.load_s, self._fetch)
 
@@ -415,7 +397,3 @@ class SimulatedWorker:
         self.network.send(self.name, self.holder.leave())
         self.alive = False
         self.network.after(0.5, partial(self.network.tell_lost, self.name, self.incarnation))
-
-
-def _manifest(version: Version) -> Manifest:
-    return Manifest("policy", version, "", 0, (), ())

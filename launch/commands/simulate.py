@@ -28,7 +28,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class SimulateWays:
     """How to simulate each plan."""
 
     device: DeviceLatency
@@ -141,7 +141,7 @@ def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> in
     return 1 if broken else 0
 
 
-def _ways(given: Mapping[str, Any], *, timeline: bool) -> Ways:
+def _ways(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
     from distflow.sim.latency import load
     from distflow.sim.lengths import Lognormal, read_trace
 
@@ -150,10 +150,10 @@ def _ways(given: Mapping[str, Any], *, timeline: bool) -> Ways:
     if given["trace"] is not None:
         if given["lengths"] is not None:
             raise UserError("--trace: has all lengths itself — leave out --lengths")
-        return Ways(device, read_trace(given["trace"]), f"lengths of {given['trace']}", *about)
+        return SimulateWays(device, read_trace(given["trace"]), f"lengths of {given['trace']}", *about)
     values = distribution(given["lengths"] or "")
     shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
-    return Ways(device, Lognormal(**values), f"lognormal lengths, {shown}", *about)
+    return SimulateWays(device, Lognormal(**values), f"lognormal lengths, {shown}", *about)
 
 
 def distribution(text: str) -> dict[str, float]:
@@ -185,22 +185,22 @@ def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, 
     return found
 
 
-def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], ways: Ways) -> Simulated:
+def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], ways: SimulateWays) -> Simulated:
     from distflow.flow.recipe_check import plan_recipe
-    from distflow.sim.predict import Options, load_of, simulate
+    from distflow.sim.predict import SimulateOptions, load_of, simulate
     from distflow.sim.schedule_of import schedule_of, speed_up_of
     from distflow.sim.theory import LengthMoments, ideal_s, schedule
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
     load = load_of(plan, prompt_tokens=ways.prompt_tokens)
-    prediction = simulate(load, ways.device, ways.lengths, Options(steps=ways.steps, timeline=ways.timeline))
+    prediction = simulate(load, ways.device, ways.lengths, SimulateOptions(steps=ways.steps, timeline=ways.timeline))
     moments = LengthMoments.of(ways.lengths, load.job.response_tokens)
     step = schedule_of(load, ways.device)
     model, ideal = schedule(step, ways.device, moments), ideal_s(step, ways.device, moments)
     return Simulated(differing, prediction, model, ideal, speed_up_of(load, ways.device, moments))
 
 
-def _show(found: Sequence[Simulated], ways: Ways, outputs: Mapping[str, Any]) -> None:
+def _show(found: Sequence[Simulated], ways: SimulateWays, outputs: Mapping[str, Any]) -> None:
     from distflow.launch.commands import simulate_text as text
 
     if outputs["as_json"]:

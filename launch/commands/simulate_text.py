@@ -9,7 +9,7 @@ from distflow.launch.commands.trace import TraceSpan, Track, tracks_trace
 from distflow.sim.predict import LEFT_OUT, PoolUse, Prediction
 
 if TYPE_CHECKING:
-    from distflow.launch.commands.simulate import Simulated, Ways
+    from distflow.launch.commands.simulate import Simulated, SimulateWays
 
 STATES: Mapping[str, str] = {
     "decode": "generates",
@@ -28,7 +28,7 @@ LEAST = 0.0005
 """Shares below it are not shown."""
 
 
-def page(found: Simulated, ways: Ways) -> list[str]:
+def page(found: Simulated, ways: SimulateWays) -> list[str]:
     """For people."""
     one, model = found.prediction, found.model
     lines = [

@@ -19,7 +19,7 @@ from distflow.launch.cli import group, run
 from distflow.sim.fluid_engine import FluidEngine, FluidSample
 from distflow.sim.latency import DecodeLatency, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, read_trace
-from distflow.sim.predict import Load, Options, load_of, simulate
+from distflow.sim.predict import Load, SimulateOptions, load_of, simulate
 from distflow.sim.workload import Job
 from distflow.types import Version
 
@@ -83,7 +83,7 @@ def test_context_makes_each_step_longer_than_the_one_before() -> None:
 
 def test_a_step_without_staleness_is_the_sum_of_its_parts() -> None:
     """64 samples of 100 tokens in 2 · 32 slots: 1 s; the last group trained, update, weights over the link, swap."""
-    found = simulate(load_for(0), DEVICE, ALIKE, Options(steps=4))
+    found = simulate(load_for(0), DEVICE, ALIKE, SimulateOptions(steps=4))
     train_s = 64 * 120 * 1e-4
     parts = 1.0 + train_s + 0.5 + 0.25 + 1.0 + 0.1
     assert found.step_s == pytest.approx(parts, abs=0.1)
@@ -97,16 +97,16 @@ def test_a_step_without_staleness_is_the_sum_of_its_parts() -> None:
 
 
 def test_staleness_hides_what_does_not_bound_the_step() -> None:
-    fresh, stale = (simulate(load_for(s), DEVICE, ALIKE, Options(steps=6)) for s in (0, 2))
+    fresh, stale = (simulate(load_for(s), DEVICE, ALIKE, SimulateOptions(steps=6)) for s in (0, 2))
     assert stale.step_s < 0.6 * fresh.step_s
     assert max(stale.staleness) <= 2
     assert stale.never_trained == fresh.never_trained == 0
 
 
 def test_a_slow_worker_is_given_less() -> None:
-    slow = Options(steps=6, slowness={1: 4.0})
+    slow = SimulateOptions(steps=6, slowness={1: 4.0})
     load = load_for(2, slots=8)
-    alike, uneven = simulate(load, DEVICE, ALIKE, Options(steps=6)), simulate(load, DEVICE, ALIKE, slow)
+    alike, uneven = simulate(load, DEVICE, ALIKE, SimulateOptions(steps=6)), simulate(load, DEVICE, ALIKE, slow)
     # 1.25 workers in place of 2, and not the pace of the slower one.
     assert uneven.step_s < 0.6 * 4 * alike.step_s
 
@@ -114,7 +114,7 @@ def test_a_slow_worker_is_given_less() -> None:
 def test_colocated_workers_generate_and_train_in_turn() -> None:
     load = load_for(0, rollouts=2, replicas=2, slots=64, colocated=True)
     load = replace(load, settings=replace(load.settings, announce_closed=True), job=replace(load.job, colocated=True))
-    found = simulate(load, DEVICE, ALIKE, Options(steps=4))
+    found = simulate(load, DEVICE, ALIKE, SimulateOptions(steps=4))
     assert found.step_s == pytest.approx(1.0 + 32 * 120 * 1e-4 + 0.5 + 0.1, abs=0.1)
     assert found.pools[0].shares["trains"] > 0.3
 

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.sim.latency import DecodeLatency, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, Trace
-from distflow.sim.theory import Fleet, LengthMoments, Schedule, Side, ideal_s, schedule, speed_up
+from distflow.sim.theory import LengthMoments, Schedule, Side, TheoryFleet, ideal_s, schedule, speed_up
 
 DEVICE = DeviceLatency(
     "device", "model", (), DecodeLatency(0.008, 0.00025), TrainLatency(1 / 5700, apply_s=1.0), WeightLatency(1e9)
@@ -20,14 +20,14 @@ PLAN = Schedule(20, 12, 64, 288, 8, 200, 1, transfer_s=1.5, update_s=1.0)
 HEAVY = LengthMoments.of(Lognormal(900, 1.1, 0.6), 16_384)
 
 
-def instance(rng: random.Random) -> tuple[Fleet, Side, Side]:
+def instance(rng: random.Random) -> tuple[TheoryFleet, Side, Side]:
     """Times fall from 2 s or less towards a floor as batches grow."""
 
     def side() -> Side:
         floor, extra = rng.uniform(0.01, 1.0), rng.uniform(0.0, 1.0)
         return Side(rng.uniform(1, 400), rng.uniform(0.01, 5.0), lambda batch: floor + extra / batch)
 
-    return Fleet(2 ** rng.randint(0, 8), rng.uniform(20, 200), rng.randint(1, 512)), side(), side()
+    return TheoryFleet(2 ** rng.randint(0, 8), rng.uniform(20, 200), rng.randint(1, 512)), side(), side()
 
 
 def test_asynchrony_is_never_slower_in_theory() -> None:
