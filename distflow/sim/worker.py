@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
+from distflow.exchange.owner_links import Home
 from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
 from distflow.sim.account import WorkerTime
 from distflow.sim.fluid_engine import FluidEngine, FluidSample
@@ -110,7 +111,7 @@ class SimulatedWorker:
             self.incarnation,
             self.network.owner_names,
             scenario.settings,
-            home=self.number,
+            home=Home(self.number),
             term=self.network.term,
             seed=scenario.seed * 1000 + self.number,
         )
