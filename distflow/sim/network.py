@@ -126,6 +126,7 @@ class LeaseNetwork:
 
     def send(self, sender: str, outgoing: Sequence[Sending]) -> None:
         """Send messages; each may be lost, duplicated or reordered."""
+        deliver: Callable[[], None]
         for item in outgoing:
             if isinstance(item, Send):
                 deliver = partial(self._deliver_between, self.term, sender, item)

@@ -29,12 +29,17 @@ _AT_ONCE = 128
 class Workload(Protocol):
     """What a simulation asks for. Positions are prompt positions, times seconds."""
 
-    swap_s: float
-    """For which an engine stands still to take new weights."""
-    prefill_s: float
-    """Of an engine, for each prompt token."""
-    end_s: float
-    """From the moment when all replicas are done to the next training step: optimizer, and publishing."""
+    @property
+    def swap_s(self) -> float:
+        """For which an engine stands still to take new weights."""
+
+    @property
+    def prefill_s(self) -> float:
+        """Of an engine, for each prompt token."""
+
+    @property
+    def end_s(self) -> float:
+        """From the moment when all replicas are done to the next training step: optimizer, and publishing."""
 
     def prompt(self, position: int) -> LeasePrompt:
         """The prompt."""
