@@ -12,13 +12,13 @@ from distflow.comm.curve import KEY_HINT
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
 from distflow.weights.chunk_plan import ChunkPlan, ring_peers
-from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads
 from distflow.weights.swarm import ChunkAsk, Content, Opening, Says, SwarmPlace
 from distflow.weights.swarm_link import Landing, SwarmLink
 from distflow.weights.swarm_socket import Refused
 
 CONNECTIONS = 4
-"""To the publisher, and to all other readers together: each has a thread that receives and hashes."""
+"""At least, to the publisher, and to all other readers together: each has a thread that receives and hashes."""
 RETRY_S = 2.0
 """After this long without a byte on a connection that owes chunks, it is replaced; without a chunk from anyone, the
 publisher is asked for what it gave to others."""
@@ -153,8 +153,9 @@ class SwarmClient:
             there = [link.address for link in self._links.values()]
             good = [peer for peer in self._peers if peer != self._own and self._usable(peer, now)]
         peers = ring_peers(self._own, good)
-        each = max(1, CONNECTIONS // max(1, len(peers)))
-        for address, wanted in ((self.place.address, CONNECTIONS), *((peer, each) for peer in peers)):
+        most = max(CONNECTIONS, coding_threads())
+        each = max(1, most // max(1, len(peers)))
+        for address, wanted in ((self.place.address, most), *((peer, each) for peer in peers)):
             for _ in range(wanted - there.count(address)):
                 if job.plan.done or self._closed or not self._usable(address, now):
                     break

@@ -20,6 +20,7 @@ from distflow.flow.plan import Plan
 from distflow.flow.plan_text import plan_data, render_page
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import model_size
+from distflow.launch.deploy.placement import needs_here
 from tests.flow.conftest import TEACHER
 
 GIB = 1 << 30
@@ -425,6 +426,19 @@ def test_every_gpu_of_an_engine_over_several_is_counted() -> None:
     text = "\n".join(memory_lines(plan, Capacity(None, (80 * GIB, 8 * GIB, 200 * GIB))))
     assert re.search(r"cuda:1 has 8\.00 GiB, and rollout/0 may need", text)
     assert "smaller share of the GPU" in text
+
+
+def test_weights_that_come_in_parts_are_kept_where_they_leave_and_where_they_come() -> None:
+    two, link = "layout.pools.trainer.count=2", "weights.link=collective"
+    without, plan = planned(two), planned(two, link)
+    version = model_size(plan.recipe.models["policy"]).published
+    more = {
+        str(worker.name): one(plan, number).host - one(without, number).host
+        for number, worker in enumerate(plan.workers)
+    }
+    # Two copies of half of it, and one of all.
+    assert more == dict.fromkeys(("rollout/0", "rollout/1", "trainer/0", "trainer/1"), version)
+    assert needs_here(plan).memory.warn - needs_here(without).memory.warn >= 4 * version
 
 
 def test_a_critic_without_a_model_of_its_own_recomputes_as_the_policy_does() -> None:
