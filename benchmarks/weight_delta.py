@@ -43,7 +43,8 @@ from distflow.weights.delta import encode
 from distflow.weights.delta_chain import DeltaFile
 from distflow.weights.delta_fetch import make
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads
-from distflow.weights.shm import HEADER_BYTES, SEGMENTS, AnnouncedSegment, ShmPublisher, segment_prefix
+from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.shm import HEADER_BYTES, AnnouncedSegment, ShmPublisher, segment_prefix
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
 

@@ -104,6 +104,11 @@ def rows_bytes(recipe: Recipe, edges: Sequence[Edge], edge: Edge, new_tokens: in
     return largest * ((batch.prompts + deals * (replicas - 1)) // replicas)
 
 
+def consumer_bytes(plan: Plan) -> int:
+    """Most bytes of samples that an owner keeps for one consumer of clients; steps that these write are none."""
+    return plan.recipe.limits.consumer_mb * MIB
+
+
 def rows_memory_mb(needed: int) -> int:
     """The default reservation for rows in MiB, if a training step takes `needed` bytes: one is trained on, and the
     next one arrives meanwhile, within bounds."""

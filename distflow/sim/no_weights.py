@@ -23,6 +23,9 @@ class NoWeights:
         """Always: nothing overwrites them."""
         return True
 
+    def doubt(self, manifest: Manifest) -> None:
+        """Nothing to do: nothing was found out about them."""
+
     def begin_term(self, term: int) -> None:
         """Nothing to do: they stay readable."""
 

@@ -15,6 +15,7 @@ from distflow.weights.delta import apply_part, parts_of
 from distflow.weights.delta_chain import DeltaFile, DeltaMemory
 from distflow.weights.held_version import HeldVersion
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads, digest
+from distflow.weights.private_segments import NotServing
 from distflow.weights.swarm_client import FetchRules, SwarmClient
 
 log = logger(__name__)
@@ -23,7 +24,7 @@ log = logger(__name__)
 class DeltaFetch:
     """Fetches deltas and serves them to readers on other hosts, as long as new versions name them."""
 
-    def __init__(self, server: ChunkServer) -> None:
+    def __init__(self, server: ChunkServer | NotServing) -> None:
         self._server = server
         self._held: list[HeldVersion] = []
 

@@ -458,3 +458,14 @@ def test_a_critic_without_a_model_of_its_own_recomputes_as_the_policy_does() -> 
         3,
     )
     assert own.activations == plain.activations
+
+
+def test_what_consumers_of_clients_take_is_told() -> None:
+    plan = planned("limits.consumer_mb=512", "layout.pools.trainer.count=2")
+    lines = "\n".join(memory_lines(plan, Capacity()))
+    told = "each consumer that a program outside the run opens takes up to 0.50 GiB of host memory of each of trainer"
+    assert told in lines
+    assert "0.50 GiB of trainer/0's host memory" in "\n".join(
+        memory_lines(planned("limits.consumer_mb=512"), Capacity())
+    )
+    assert memory_data(plan, Capacity())["each_consumer"] == 512 * MIB
