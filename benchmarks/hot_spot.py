@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.emulated import BASE, ROOT, options
+from benchmarks.emulated import BASE, ROOT, device, options
 
 WARMUP = 15
 LIMIT_S = 600.0
@@ -34,8 +34,8 @@ REAL = ("layout=split", "layout.max_staleness=1", "run.dump_rollouts=0")
 EMULATED = (
     *BASE,
     "layout.max_staleness=1",
-    options("layout.pools.rollout.engine_options", median=40, sigma=0.5, step_s=0.004),
-    options("layout.pools.trainer.backend_options", token_s=1e-5, size=1024),
+    options("layout.pools.rollout.engine_options", median=40, sigma=0.5, device=device(step_s=0.004)),
+    options("layout.pools.trainer.backend_options", device=device(token_s=1e-5), size=1024),
 )
 DISTFLOW = [sys.executable, "-m", "distflow.launch"]
 
