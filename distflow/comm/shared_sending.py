@@ -18,8 +18,10 @@ BLOCK_BYTES = 1 << 20
 """Frames are packed into blocks of at most this size; a larger frame has a block of its own."""
 LIMIT_BYTES = 128 << 20
 """Size of the segment for one peer. One message can take half of it and leave room for the next."""
-STEP_BYTES = 8 << 20
-"""A segment grows by at least this much."""
+STEP_BYTES = 256 << 10
+"""A segment grows by at least this much: with many peers, each gets little at a time."""
+MOST_STEP_BYTES = 8 << 20
+"""It doubles, by at most this much at a time unless a message needs more."""
 WORKER_BYTES = 4 * LIMIT_BYTES
 """Most memory that the segments of one worker take together. Samples there count at their owner, which grants no more
 leases than it has room for, wherever their results lie."""
@@ -183,7 +185,8 @@ class OutgoingSegment:
 
     def _grow(self, missing: int) -> bool:
         before = self._arena.size
-        size = min(LIMIT_BYTES, before + max(STEP_BYTES, missing + (-missing % STEP_BYTES)))
+        more = max(STEP_BYTES, min(before, MOST_STEP_BYTES), missing + (-missing % STEP_BYTES))
+        size = min(LIMIT_BYTES, before + more)
         if size == before or not self._room.take(size - before):
             return False
         if not self.segment.grow(size):

@@ -141,7 +141,7 @@ def test_many_rounds_use_the_same_memory_again(ends: Ends) -> None:
         ends.kept.clear()
     eventually(lambda: not ends.held)
     assert outgoing.use.messages == 60
-    assert outgoing.segment.size == shared_sending.STEP_BYTES
+    assert outgoing.segment.size <= shared_sending.MOST_STEP_BYTES
 
 
 def test_what_finds_no_room_takes_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
