@@ -72,7 +72,7 @@ class Configuration:
             options(engine.format(""), **device, **self.lengths),
             options("layout.pools.trainer.backend_options", **device, size=1024),
             *([slow] if self.slow > 1.0 else []),
-            f"run.dump_rollouts={8 * 8 * self.trainers}",
+            "run.dump_rollouts=1",
             f"run.training_steps={WARMUP + STEPS + 2}",
         ]
 
@@ -138,8 +138,8 @@ def _staleness(folder: Path) -> dict[int, float]:
     found: Counter[int] = Counter()
     for path in folder.glob("step_*/*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
-            versions = [span["version"] if isinstance(span, dict) else span[1] for span in line["policy_versions"]]
-            found[line["step"] - 1 - min(versions)] += 1
+            if line["step"] > WARMUP:
+                found[line["step"] - 1 - min(version for _, version, *_ in line["policy_versions"])] += 1
     return {lag: count / found.total() for lag, count in sorted(found.items())}
 
 

@@ -60,7 +60,7 @@ BESIDE = {
     "logs": ("worker", "logs"),
 }
 """File and name of commands that stand in the file of another one."""
-ELSEWHERE = {"bench": "distflow.bench.command"}
+ELSEWHERE = {"bench": "distflow.bench.command", "profile": "distflow.bench.profile_command"}
 """Modules of commands that do not stand in `launch/commands/`."""
 
 

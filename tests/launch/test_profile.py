@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from distflow.bench.profiling import measure
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import run
-from distflow.runtime.profiling import measure
 from distflow.sim import latency
 
 SMALL = ["layout=split", "layout.pools.rollout.slots=4", "batch.tokens_per_microbatch=64", "batch.prompts=8"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.runtime.profiling import DecodeTime, TrainTime
+from distflow.bench.profiling import DecodeTime, TrainTime
 from distflow.sim.fitting import fit_decode, fit_training
 from distflow.sim.latency import DecodeLatency, TrainLatency
 

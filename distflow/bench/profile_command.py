@@ -12,22 +12,22 @@ import click
 from distflow.errors import UserError
 
 if TYPE_CHECKING:
-    from distflow.runtime.profiling import Measurements
+    from distflow.bench.profiling import Measurements
     from distflow.sim.latency import DeviceLatency
 
 
-@click.command()
+@click.command(name="profile")
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.yaml")
-def command(recipe: str, overrides: tuple[str, ...], output: Path) -> int:
+def profile(recipe: str, overrides: tuple[str, ...], output: Path) -> int:
     """Measure how long the engine and the backend of RECIPE take on this machine, and write a latency model.
 
     `distflow simulate` and the emulated engine take the file as a device. Needs the recipe's model and its device, and
     nothing of a run; what has no figure here (links between hosts) is assumed, and the file says so.
     """
+    from distflow.bench.profiling import measure
     from distflow.flow.recipe_check import plan_recipe
-    from distflow.runtime.profiling import measure
 
     if output.suffix != ".yaml":
         raise UserError(f"-o {output}: a latency model is told from a shipped name by its ending: expected .yaml")

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import torch
@@ -272,7 +273,7 @@ def _training(plan: Plan, backend: Backend) -> tuple[list[TrainTime], float]:
         most = max(1, budget // length)
         for rows in sorted({1, max(1, most // 4), most}):
             batch = _rows(rows, length, vocabulary)
-            found.append(TrainTime((length,) * rows, _median(lambda batch=batch: _train(backend, batch))))
+            found.append(TrainTime((length,) * rows, _median(partial(_train, backend, batch))))
     batch = _rows(1, max(2, longest // 4), vocabulary)
 
     def apply() -> float:
