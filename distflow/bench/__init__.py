@@ -1,1 +1,1 @@
-"""`distflow bench`: what the data plane does here, beside its limits and other systems; `distflow profile`: how long devices take."""
+"""`distflow bench`: what the data plane does here, beside its limits and other systems; and `distflow profile`."""
