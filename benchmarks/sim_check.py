@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +147,12 @@ def simulated(configuration: Configuration, killed_s: float) -> Figures:
     """Simulate it: in seconds of the devices, which are put on the wall's scale."""
     plan = plan_recipe("quickstart", configuration.overrides())[1]
     chosen = EmulatedEngineOptions.parse({"device": DEVICE, **configuration.lengths})
-    at = killed_s / SCALE
+    at, latency = killed_s / SCALE, chosen.latency()
+    # All are on one host here, and the simulator knows links between hosts.
+    weights = replace(latency.weights, link_bytes_s=latency.weights.host_bytes_s)
     found = predict(
         plan,
-        chosen.latency(),
+        replace(latency, weights=weights),
         chosen.distribution(),
         prompt_tokens=4,
         options=Options(
