@@ -20,12 +20,10 @@ from distflow.config.plugins import check_keys
 from distflow.data.randomness import length_draws
 from distflow.errors import UserError
 from distflow.sim.latency import DeviceLatency, Positive, Seconds, load
-from distflow.sim.lengths import Lengths, Lognormal, Trace
+from distflow.sim.lengths import Lengths, Lognormal, read_trace
 
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Whole = Annotated[int, msgspec.Meta(ge=0)]
-FORWARD = 1.0 / 3.0
-"""Of the time of forward and backward: 2 of 6 FLOP for each parameter and token (arXiv:2001.08361)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,18 +145,3 @@ class EmulatedBackendOptions(EmulatedDevice):
     """Number of float32 parameters that there really are, are summed over the replicas, and published."""
     rounds_file: str = ""
     """Of EmulatedDividedBackend: a file, by replica, for the seconds of its rounds; a line for each training step."""
-
-
-def read_trace(path: Path) -> Trace:
-    """Measured lengths, a line for each prompt with those of its samples, in tokens: `118 431 97`. Raises UserError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"trace of lengths {path}: cannot be read: {error}") from None
-    rows = [(number, line.split()) for number, line in enumerate(lines, 1) if line.strip()]
-    for number, row in rows:
-        if not all(word.isascii() and word.isdigit() and int(word) for word in row):
-            raise UserError(f"{path}:{number}: expected lengths in tokens (whole numbers from 1) with spaces between")
-    if not rows:
-        raise UserError(f"trace of lengths {path}: it has no lines; expected one for each prompt, such as 118 431 97")
-    return Trace([sorted(map(int, row)) for _, row in rows])

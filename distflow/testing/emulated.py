@@ -20,7 +20,8 @@ from torch import Tensor
 from distflow.data.batch import Batch, Ragged, row_lengths
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores, TokenValues
-from distflow.sim.emulation import FORWARD, DrawnLengths, EmulatedBackendOptions, EmulatedEngineOptions
+from distflow.sim.emulation import DrawnLengths, EmulatedBackendOptions, EmulatedEngineOptions
+from distflow.sim.latency import FORWARD
 from distflow.testing.fakes import candidates_of
 from distflow.types import SampleOutput, SampleRequest, Span, Version
 

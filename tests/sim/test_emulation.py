@@ -11,7 +11,7 @@ import torch
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, EngineSpec
-from distflow.sim.emulation import DrawnLengths, EmulatedBackendOptions, EmulatedEngineOptions, read_trace
+from distflow.sim.emulation import DrawnLengths, EmulatedBackendOptions, EmulatedEngineOptions
 from distflow.testing.emulated import DeviceTime, EmulatedBackend, EmulatedEngine
 from distflow.types import BegunSample, SampleOutput, SampleRequest, SamplingParams, Span, Version
 
@@ -72,15 +72,6 @@ def until_done(engine: EmulatedEngine) -> list[SampleOutput]:
 def test_bad_options_are_refused(options: dict[str, object], why: str) -> None:
     with pytest.raises(UserError, match=why):
         EmulatedEngineOptions.parse(options)
-
-
-@pytest.mark.parametrize(
-    ("text", "why"), [("12 x\n", r":1: expected lengths"), ("\n", "has no lines"), ("3 0\n", ":1:")]
-)
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, why: str) -> None:
-    (tmp_path / "trace.txt").write_text(text)
-    with pytest.raises(UserError, match=why):
-        read_trace(tmp_path / "trace.txt")
 
 
 def test_lengths_do_not_depend_on_what_is_drawn_beside_them() -> None:
