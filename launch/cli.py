@@ -25,6 +25,7 @@ COMMANDS = {
     "launch": "Start a run and watch it.",
     "init": "Write a folder with a recipe, code and data to start from.",
     "plan": "Show what each worker will do; write one recipe and script for each.",
+    "simulate": "Predict step time and idle time of a recipe on given devices; search for faults.",
     "validate": "Check a recipe and report all errors at once.",
     "test-plugin": "Test steps, rewards, losses, data sources … of your own on synthetic batches.",
     "data": "Show prompts as the model sees them, and the reward of their gold answers.",
@@ -44,6 +45,7 @@ COMMANDS = {
     "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
     "stop": "Stop a run and verify that nothing is left of it.",
     "doctor": "Check this machine, and look for leftovers of dead runs.",
+    "profile": "Measure a recipe's engine and backend, and write a latency model of them.",
     "bench": "Measure the data plane on this machine, beside its limits and other systems.",
 }
 
@@ -59,7 +61,7 @@ BESIDE = {
     "logs": ("worker", "logs"),
 }
 """File and name of commands that stand in the file of another one."""
-ELSEWHERE = {"bench": "distflow.bench.command"}
+ELSEWHERE = {"bench": "distflow.bench.command", "profile": "distflow.bench.profile_command"}
 """Modules of commands that do not stand in `launch/commands/`."""
 
 

@@ -23,6 +23,8 @@ from distflow.config.yamlfile import read_yaml
 from distflow.errors import UserError, did_you_mean
 
 DEVICES = Path(__file__).with_name("devices")
+FORWARD = 1.0 / 3.0
+"""Of the time of forward and backward: 2 of 6 FLOP for each parameter and token (arXiv:2001.08361)."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 
@@ -79,6 +81,20 @@ class WeightLatency:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a device has room for, as far as the theory of asynchrony asks."""
+
+    bytes: Positive
+    """Of the device."""
+    cache_token: Seconds
+    """Bytes of keys and values of a token that is generated."""
+    train_token: Seconds
+    """Bytes of activations of a token that is trained on."""
+    train_factor: Positive = 8.0
+    """Bytes held for training, for each byte of published weights: 16 a parameter of bfloat16, with Adam's state."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceLatency:
     """A kind of device with a model of some size: the content of a data file."""
 
@@ -89,6 +105,7 @@ class DeviceLatency:
     decode: DecodeLatency
     train: TrainLatency
     weights: WeightLatency
+    memory: DeviceMemory | None = None
 
 
 def names() -> list[str]:
