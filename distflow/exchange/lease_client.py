@@ -111,7 +111,7 @@ class HolderCore:
     ) -> list[Outgoing]:
         """The group is generated: `nbytes` of payload, `oldest` version of any token, `dropped` reason or "".
 
-        If it was cancelled in the meantime, nothing is sent and its payload is acknowledged at once.
+        Its tokens are as last reported. If it was cancelled, nothing is sent and its payload is acknowledged at once.
         """
         held = self.find(position)
         if held is None:
@@ -121,7 +121,7 @@ class HolderCore:
         assert dropped or oldest is not None, f"position {position}: a result names its oldest version"
         link = self._link_of(position)
         about = (self.name, self.incarnation, link.term, position, held.lease.attempt)
-        held.result = Result(*about, nbytes, oldest, dropped, self._wanted, scores)
+        held.result = Result(*about, nbytes, oldest, dropped, self._wanted, scores, held.tokens)
         held.outputs.clear()
         held.wait = self._settings.resend_s
         held.due = now + held.wait

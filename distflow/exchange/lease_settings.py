@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distflow.config.schema import Schedule
 from distflow.data.difficulty import Difficulty
 from distflow.errors import UserError
 from distflow.types import VALIDATION, LeaseKind
@@ -53,6 +54,8 @@ class LeaseSettings:
     difficulty: Difficulty | None = None
     """Of owners: whether the prompt of a position is leased at all, by what was known at the lowest version on which
     its group may start. None: every one is."""
+    schedule: Schedule = "fifo"
+    """In which order owners lease the positions that the gate lets through, and to whom."""
     announce_closed: bool = False
     """Owners tell the holders when a training step's set is complete (colocated layouts wait for that)."""
     hedging: bool = False

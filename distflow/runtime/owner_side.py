@@ -136,6 +136,7 @@ def lease_settings(setting: Setting) -> LeaseSettings:
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         seed=recipe.run.seed,
         max_refills=batch.max_refills,
+        schedule=setting.plan.batch.schedule,
         announce_closed=bool(owner.generates),
         hedging=recipe.layout.hedging and setting.plan.origin.allows("repeatable"),
         host_silence_s=recipe.limits.host_silence_s,

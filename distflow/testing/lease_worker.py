@@ -352,6 +352,8 @@ class LeaseWorker:
         oldest = min(versions)
         nbytes = scenario.settings.group_bytes(len(prompt_at(position).prompt_ids))
         reason = scenario.dropped(position)
+        # A group is as long as it takes, whatever tokens are sent.
+        self.holder.report(position, round(100 * scenario.seconds(position)), oldest.number)
         self.network.send(self.name, self.holder.finished(position, oldest, nbytes, reason, self.network.now))
         self.work()
 
