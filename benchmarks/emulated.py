@@ -6,6 +6,7 @@
     python -m benchmarks.emulated rounds         # 8 training workers with a divided model, lengths to 16k
     python -m benchmarks.emulated reference      # a reference model on services, 5 micro-batches away
     python -m benchmarks.emulated reference_in_turn    # the same at staleness 0
+    python -m benchmarks.emulated schedules      # every 10th prompt 8 times as long, 7 waves a step
     python -m benchmarks.emulated validation     # at staleness 1, with a pool of its own and without
     python -m benchmarks.emulated streaming      # training on samples as they arrive, and on whole batches
     python -m benchmarks.emulated forwards       # log-probs for several updates, while samples arrive or behind them
@@ -139,6 +140,38 @@ def slow(rounds: int, steps: int) -> None:
             "leases, all alike": lambda: variant(),
         },
     )
+
+
+def schedules(rounds: int, steps: int) -> None:
+    """Four rollouts of 2 groups at a time, 56 groups a step; every 10th of 100 prompts has 8 times the length."""
+    shared = (
+        "layout.pools.rollout.count=4",
+        "layout.pools.rollout.slots=16",
+        "batch={prompts: 56, samples_per_prompt: 8, ledgers: 4}",
+        "data={shuffle: false, with: {digits: 2}}",
+        options(
+            "layout.pools.rollout.engine_options",
+            median=20,
+            sigma=0.3,
+            step_s=0.004,
+            wide=8,
+            longer_every=7,
+            longer=8.0,
+        ),
+        options("layout.pools.trainer.backend_options", token_s=1e-6),
+    )
+
+    def variant(staleness: int, schedule: str) -> tuple[float, str]:
+        lines = run(steps, *shared, f"layout.max_staleness={staleness}", f"layout.schedule={schedule}")
+        names = ("rollout/length_rank_recall", "rollout/tail_workers")
+        means = {name: [line[name] for line in lines if name in line] for name in names}
+        return step_s(lines), ", ".join(
+            f"{name} {statistics.mean(found):.2f}" for name, found in means.items() if found
+        )
+
+    for staleness in (0, 1):
+        names = {schedule: f"staleness {staleness}, {schedule}" for schedule in ("fifo", "longest_first", "skew_aware")}
+        take_turns(rounds, {name: lambda s=schedule, t=staleness: variant(t, s) for schedule, name in names.items()})
 
 
 def stealing(rounds: int, steps: int) -> None:
@@ -318,6 +351,7 @@ def streaming(rounds: int, steps: int) -> None:
 SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "asynchrony": asynchrony,
     "slow": slow,
+    "schedules": schedules,
     "stealing": stealing,
     "rounds": rounds,
     "reference": reference,

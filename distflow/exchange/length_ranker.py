@@ -1,10 +1,10 @@
 """Predicts how long the responses to a prompt are, from those that an owner has seen: only their order is used.
 
 A prompt that was seen before is predicted from its own lengths, any other by ridge regression of the logarithm of the
-length on features of its tokens. The regression is solved recursively, result by result, and forgets slowly, since the
-policy changes (recursive least squares: Haykin, Adaptive Filter Theory, chapter 10). Everything is bounded: the matrix
-by `WIDTH`, remembered prompts by `PAST`, tokens looked at by `LOOKED_AT`. No clock, no randomness: equal results in
-equal order give equal predictions.
+length on the prompt's length and on those of its tokens and pairs of tokens that several prompts have, but not nearly
+all: they tell what kind of task it is. Results count less and less, since the policy changes. Everything is bounded:
+the regression by `WIDTH`, counts by `COUNTED`, remembered prompts by `PAST`, tokens looked at by `LOOKED_AT`. No clock,
+no randomness: equal results in equal order give equal predictions.
 
 Nothing of it goes into checkpoints. It decides the order of leases and never which positions are trained on, one
 training step of results teaches it again, and a change of the owners would have to merge what they know.
@@ -22,9 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
+Hashes = NDArray[np.intp]
 
 WIDTH = 128
 """Features: a constant, the length of the prompt, and hashed pairs of and single tokens."""
+COUNTED = 1 << 18
+"""Hashes of tokens and pairs for which it counts the prompts that have them."""
+FEWEST, LEAST, MOST = 3, 0.01, 0.9
+"""Prompts that must have a token or pair for it to tell something, and the shares of all between which it does."""
 LOOKED_AT = 256
 """Most tokens of a prompt that are looked at: half of them at its beginning, half at its end."""
 PAST = 1 << 16
@@ -32,9 +37,11 @@ PAST = 1 << 16
 RIDGE = 0.3
 FORGET = 0.999
 """Weight of everything known, with each further result."""
+EVERY = 16
+"""Results after which the regression is solved anew when a length is predicted; of few results each counts."""
 NEWEST = 0.5
 """Weight of a prompt's newest length beside its earlier ones."""
-PRIOR = 0.3
+PRIOR = 1.0
 """Weight of the regression beside lengths of the prompt itself, each of which counts as 1."""
 LONGEST = 0.2
 """Share of the groups whose recall is the figure of merit."""
@@ -50,15 +57,23 @@ class LengthRanker:
         self.learned = 0
         """Results so far."""
         self._weights = np.zeros(WIDTH)
-        self._inverse = np.eye(WIDTH) / RIDGE
-        """Of the weighted sum of the features' outer products, and the ridge."""
+        self._unsolved = 0
+        """Results that are not in the weights."""
+        self._squares = np.zeros((WIDTH, WIDTH))
+        """Weighted sum of the features' outer products."""
+        self._products = np.zeros(WIDTH)
+        """And of features times logarithm of the length."""
+        self._having = np.zeros(COUNTED, np.float32)
+        """By hash: how many prompts had it."""
         self._past: OrderedDict[int, tuple[float, int]] = OrderedDict()
         """By prompt, the last one used at the end: smoothed logarithm of its lengths, and how many there were."""
 
     def predict(self, prompt: int, prompt_ids: Sequence[int]) -> float:
         """Tokens of a response to this prompt (its index in the data order), roughly: their order is what counts."""
+        if self._unsolved >= min(EVERY, 1 + self.learned // EVERY):
+            self._solve()
         past = self._past.get(prompt)
-        guess = min(_MOST, float(self._weights @ features(prompt_ids)))
+        guess = min(_MOST, float(self._weights @ self._features(prompt_ids, hashes(prompt_ids))))
         if past is None:
             return math.exp(guess)
         mean, count = past
@@ -69,14 +84,34 @@ class LengthRanker:
         length = math.log(max(1.0, tokens))
         self.learned += 1
         self._remember(prompt, length)
-        x = features(prompt_ids)
-        projected = self._inverse @ x
-        # Without news in a direction forgetting would let its variance grow without bound.
-        forget = FORGET if np.trace(self._inverse) < WIDTH / RIDGE else 1.0
-        gain = projected / (forget + x @ projected)
-        self._weights += gain * (length - self._weights @ x)
-        self._inverse -= np.outer(gain, projected)
-        self._inverse /= forget
+        found = hashes(prompt_ids)
+        self._having[found] += 1.0
+        x = self._features(prompt_ids, found)
+        self._squares += np.outer(x, x)
+        self._products += x * length
+        self._unsolved += 1
+
+    def _solve(self) -> None:
+        kept = FORGET**self._unsolved
+        self._squares *= kept
+        self._products *= kept
+        self._weights = np.linalg.solve(self._squares + RIDGE * np.eye(WIDTH), self._products)
+        self._unsolved = 0
+
+    def _features(self, prompt_ids: Sequence[int], found: Hashes) -> Vector:
+        """[WIDTH]: a constant, the logarithm of the prompt's length, then what tells the task, hashed again with signs
+        (Weinberger and others, Feature Hashing, arXiv:0902.2206), each by the logarithm of how rare it is, of norm 1.
+        """
+        x = np.zeros(WIDTH)
+        x[0], x[1] = 1.0, math.log1p(len(prompt_ids)) / 4.0
+        having = self._having[found]
+        telling = (having >= max(FEWEST, LEAST * self.learned)) & (having <= MOST * self.learned)
+        kept = found[telling]
+        rarity = np.log((1.0 + self.learned) / having[telling])
+        signs = 1.0 - 2.0 * (kept >> 17 & 1)
+        hashed = np.bincount(kept % (WIDTH - _FIXED), signs * rarity, WIDTH - _FIXED)
+        x[_FIXED:] = hashed / max(1.0, math.sqrt(hashed @ hashed))
+        return x
 
     def _remember(self, prompt: int, length: float) -> None:
         mean, count = self._past.pop(prompt, (length, 0))
@@ -85,27 +120,17 @@ class LengthRanker:
             self._past.popitem(last=False)
 
 
-def features(prompt_ids: Sequence[int]) -> Vector:
-    """[WIDTH]: a constant, the logarithm of the prompt's length, then signed hashes of tokens and pairs, of norm 1
-    (Weinberger and others, Feature Hashing, arXiv:0902.2206).
-    """
-    x = np.zeros(WIDTH)
-    x[0], x[1] = 1.0, math.log1p(len(prompt_ids)) / 4.0
+def hashes(prompt_ids: Sequence[int]) -> Hashes:
+    """Those of its tokens and of its pairs of tokens, each once."""
     half = LOOKED_AT // 2
     seen = prompt_ids if len(prompt_ids) <= LOOKED_AT else (*prompt_ids[:half], *prompt_ids[-half:])
-    if not seen:
-        return x
     ids = np.fromiter(seen, np.uint64, len(seen)) + np.uint64(1)
     single = ids * _MULTIPLIERS[0]
-    pairs = (single[:-1] + ids[1:]) * _MULTIPLIERS[1]
-    mixed = np.concatenate([single, pairs])
+    mixed = np.concatenate([single, (single[:-1] + ids[1:]) * _MULTIPLIERS[1]])
     mixed ^= mixed >> np.uint64(29)
     mixed *= _MULTIPLIERS[0]
-    places = (mixed >> np.uint64(40)) % np.uint64(WIDTH - _FIXED)
-    signs = 1.0 - 2.0 * ((mixed >> np.uint64(39)) & np.uint64(1))
-    hashed = np.bincount(places.astype(np.intp), signs, WIDTH - _FIXED)
-    x[_FIXED:] = hashed / max(1.0, math.sqrt(hashed @ hashed))
-    return x
+    found: Hashes = np.unique((mixed >> np.uint64(46)).astype(np.intp))
+    return found
 
 
 def recall(predicted: Sequence[float], true: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -41,7 +42,8 @@ class Split(NamedTuple):
     together_s: float
 
 
-class DecodeLine(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DecodeLine:
     """τ(b) = base_s + b · group_s for up to `slots` groups, and in proportion to b beyond."""
 
     base_s: float
