@@ -27,7 +27,7 @@ _AGAIN_UNTIL = 1024
 """Results after which waiting positions are not predicted anew before the next ones open."""
 
 
-class Waiting(NamedTuple):
+class WaitingGroup(NamedTuple):
     """A position that may be leased; the last in order is the longest of the first step, of equal ones the lowest."""
 
     step: int
@@ -38,7 +38,7 @@ class Waiting(NamedTuple):
     entry: Entry
 
     @classmethod
-    def of(cls, entry: Entry) -> Waiting:
+    def of(cls, entry: Entry) -> WaitingGroup:
         """With its predicted length."""
         return cls(-entry.step, entry.predicted, (-entry.lease.k, -entry.lease.ledger), entry)
 
@@ -66,7 +66,7 @@ class LeaseOrder:
         self._settings = settings
         self._ranker = LengthRanker()
         self._times = DecodeTimes(settings.samples_per_prompt)
-        self._waiting: list[Waiting] = []
+        self._waiting: list[WaitingGroup] = []
         self._most_held: dict[str, int] = {}
         """The most groups that each worker was seen to hold."""
         self._threshold = math.inf
@@ -83,7 +83,7 @@ class LeaseOrder:
         for entry in entries:
             lease = entry.lease
             entry.predicted = self._ranker.predict(lease.uid.prompt, lease.prompt_ids)
-            insort(self._waiting, Waiting.of(entry))
+            insort(self._waiting, WaitingGroup.of(entry))
             self._planned_at = None
 
     def pick(self, worker: str, held: int, now: float) -> Entry | None:
