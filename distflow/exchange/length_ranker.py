@@ -56,7 +56,7 @@ class LengthRanker:
     def __init__(self) -> None:
         self.learned = 0
         """Results so far."""
-        self._weights = np.zeros(WIDTH)
+        self._weights: Vector = np.zeros(WIDTH)
         self._unsolved = 0
         """Results that are not in the weights."""
         self._squares = np.zeros((WIDTH, WIDTH))
