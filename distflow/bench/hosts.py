@@ -4,6 +4,8 @@
     h1 10.77.0.2 ── eth0 ┼ bridge, in a namespace of its own
     h2 10.77.0.3 ── eth0 ┘
 
+Hosts of two sites are on a bridge each, with a slow link between them (`slow_link.py`).
+
 They share the file system, /tmp, /dev/shm and the PID space, and nothing of the network. Needs root and `ip`.
 """
 
@@ -14,16 +16,20 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from multiprocessing.process import BaseProcess
 from typing import Self
 
+from distflow.bench.slow_link import Link, carry, open_tap
 from distflow.errors import DistflowError, UserError
 
 _SERIAL = count()
 _END_TRIES = 50
+_END_S = 5.0
+FAST = Link(1e9, 0.0)
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -71,12 +77,19 @@ def bits_per_second(rate: str) -> float:
 class BridgedHosts:
     """Use as a context: whatever happens inside, all namespaces and the processes in them go away."""
 
-    def __init__(self, number: int, rate: str | None = None) -> None:
-        """`rate`: of every interface in both directions, as tc has it (`1gbit`); None: as fast as it goes."""
+    def __init__(self, number: int, rate: str | None = None, far: Collection[int] = (), link: Link = FAST) -> None:
+        """`rate`: of every interface in both directions, as tc has it (`1gbit`); None: as fast as it goes.
+
+        `far`: the hosts of a second site, which `link` joins to the first.
+        """
         tag = f"distflow-{os.getpid()}-{next(_SERIAL)}"
         self.hosts = [NetHost(f"h{n}", f"{tag}-h{n}", f"10.77.0.{n + 1}") for n in range(number)]
         self.switch = f"{tag}-sw"
         self._rate = rate
+        self._far = frozenset(far)
+        self._link = link
+        self._carrier: BaseProcess | None = None
+        self._ends: list[str] = []
 
     def __enter__(self) -> Self:
         try:
@@ -87,6 +100,9 @@ class BridgedHosts:
         return self
 
     def __exit__(self, *raised: object) -> None:
+        if self._carrier is not None:
+            self._carrier.terminate()
+            self._carrier.join(_END_S)
         for namespace in [*(host.namespace for host in self.hosts), self.switch]:
             _end_processes(namespace)
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
@@ -94,10 +110,29 @@ class BridgedHosts:
     def build(self) -> None:
         """Make the bridge and connect all hosts to it."""
         run("ip", "netns", "add", self.switch)
-        run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
-        run("ip", "-n", self.switch, "link", "set", "br0", "up")
+        bridges = ["br0", "br1"] if self._far else ["br0"]
+        for bridge in bridges:
+            run("ip", "-n", self.switch, "link", "add", bridge, "type", "bridge")
+            run("ip", "-n", self.switch, "link", "set", bridge, "up")
         for number, host in enumerate(self.hosts):
             self._connect(number, host)
+        if self._far:
+            self._join(bridges)
+
+    def _join(self, bridges: Sequence[str]) -> None:
+        """Join the bridges of two sites by the slow link."""
+        ends = []
+        for bridge in bridges:
+            # A TAP device begins in the namespace of who makes it, so its name must be free there.
+            name = f"df{os.getpid() % 10**6}-{next(_SERIAL)}"
+            ends.append(open_tap(name))
+            self._ends.append(name)
+            run("ip", "link", "set", name, "netns", self.switch)
+            run("ip", "-n", self.switch, "link", "set", name, "master", bridge)
+            run("ip", "-n", self.switch, "link", "set", name, "up")
+        self._carrier = carry((ends[0], ends[1]), self._link)
+        for end in ends:
+            os.close(end)
 
     def _connect(self, number: int, host: NetHost) -> None:
         port, space = f"p{number}", host.namespace
@@ -106,11 +141,19 @@ class BridgedHosts:
         run("ip", "-n", space, "addr", "add", f"{host.address}/24", "dev", "eth0")
         for interface in ("lo", "eth0"):
             run("ip", "-n", space, "link", "set", interface, "up")
-        run("ip", "-n", self.switch, "link", "set", port, "master", "br0")
+        run("ip", "-n", self.switch, "link", "set", port, "master", "br1" if number in self._far else "br0")
         run("ip", "-n", self.switch, "link", "set", port, "up")
         for where, interface in ((space, "eth0"), (self.switch, port)) if self._rate is not None else ():
             shaped = ["root", "tbf", "rate", str(self._rate), "burst", "256kb", "latency", "50ms"]
             run("tc", "-n", where, "qdisc", "add", "dev", interface, *shaped)
+
+    def crossed(self) -> tuple[int, int]:
+        """Bytes that have left the first site for the second so far, and the other way round."""
+        first, second = [
+            int(run("ip", "netns", "exec", self.switch, "cat", f"/sys/class/net/{end}/statistics/tx_bytes"))
+            for end in self._ends
+        ]
+        return first, second
 
 
 def pids_in(namespace: str) -> list[int]:
@@ -119,11 +162,12 @@ def pids_in(namespace: str) -> list[int]:
     return [int(pid) for pid in found.stdout.split()]
 
 
-def run(*words: str) -> None:
-    """Run a command; raises HostsFailed with what it says."""
+def run(*words: str) -> str:
+    """Run a command, and return what it prints; raises HostsFailed with what it says."""
     done: subprocess.CompletedProcess[str] = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise HostsFailed(f"{' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def _end_processes(namespace: str) -> None:

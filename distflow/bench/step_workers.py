@@ -24,6 +24,7 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
+from distflow.exchange.owner_links import Home
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples, OutboundSamples
 from distflow.types import Uid
 
@@ -108,7 +109,7 @@ def generate(name: str, pipe: Connection, setting: StepSetting) -> None:
     """Finish the groups of all leases as they come. Orders: "push" them to the driver; "usage"; and None to end."""
     worker = MeasuredWorker(name, setting.roster, setting.listener)
     settings = setting.lease_settings()
-    holder = HolderCore(name, 0, setting.owners, settings, home=setting.holders.index(name))
+    holder = HolderCore(name, 0, setting.owners, settings, home=Home(setting.holders.index(name)))
     samples = OutboundSamples(holder, worker.post)
     table = _Table(max(SLOTS, setting.share), setting.tokens)
     worker.start(samples.on_message, lambda now: samples.send(holder.tick(now)))

@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 
 from distflow.comm.addresses import check_address, key_in
+from distflow.comm.compressed_lane import CompressedLane, unpacked
 from distflow.comm.curve import leaves_machine, listener_for
 from distflow.comm.keys import NetworkListener
 from distflow.comm.lanes import TO_MYSELF, InProcessLane, Lane, SharedMemoryLane, SocketLane
@@ -29,7 +30,7 @@ from distflow.comm.outbox import SMALL_BYTES, Delivery, Outbox, Posted, bundles,
 from distflow.comm.shared_lane import KINDS, SharedLane
 from distflow.comm.shared_sending import SegmentUse
 from distflow.comm.sockets import Sockets, frames_from, send_frames
-from distflow.comm.traffic import INPROC, SHM, ZMQ, Traffic
+from distflow.comm.traffic import INPROC, SHM, ZMQ, ZSTD, Traffic
 from distflow.errors import ProtocolError
 from distflow.log import logger
 
@@ -83,6 +84,8 @@ class Endpoint:
         self._to_myself = InProcessLane(self._outbox, name, incarnation)
         self._over_sockets = SocketLane(self._outbox, name, max_frame_bytes)
         self._through_memory = SharedMemoryLane(self._outbox, self._shared, self._over_sockets)
+        self._compressed = CompressedLane(self._outbox, max_frame_bytes)
+        self.afar: Callable[[str], bool] = lambda name: False  # Whether what a peer is sent is compressed.
         self._closing = False
         self._linger_s = 1.0
         self._thread: threading.Thread | None = None
@@ -212,8 +215,9 @@ class Endpoint:
         """In the order in which they are tried."""
         if to == self.name:
             return (self._to_myself,)
-        here = self.roster[to].startswith("ipc://")
-        return (self._through_memory, self._over_sockets) if here else (self._over_sockets,)
+        if self.roster[to].startswith("ipc://"):
+            return self._through_memory, self._over_sockets
+        return (self._compressed, self._over_sockets) if self.afar(to) else (self._over_sockets,)
 
     def _counted(self, delivery: Delivery) -> Delivery:
         self.traffic.dropped += delivery.dropped
@@ -301,7 +305,7 @@ class Endpoint:
 
     def _pass_on(self, received: Message) -> None:
         try:
-            message = self._shared.receive(received)
+            message = unpacked(received, self._max_frame_bytes) if received.sizes else self._shared.receive(received)
         except ProtocolError as error:
             log.warning("%s dropped a %r message of %s: %s", self.name, received.kind, received.sender, error)
             self.traffic.dropped += 1
@@ -390,4 +394,7 @@ class Endpoint:
         self.traffic.bytes_sent += nbytes + sum(in_memory)
         if in_memory:
             self.traffic.count(SHM, len(in_memory), sum(in_memory))
-        self.traffic.count(ZMQ, len(bundle) - len(in_memory), nbytes)
+        compressed = [posted.nbytes for posted in bundle if posted.compressed]
+        if compressed:
+            self.traffic.count(ZSTD, len(compressed), sum(compressed))
+        self.traffic.count(ZMQ, len(bundle) - len(in_memory) - len(compressed), nbytes - sum(compressed))

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 
 from distflow.comm.addresses import Address
-from distflow.data.decoding import MOST, Form, Name, Whole, read
+from distflow.data.decoding import MOST, Form, Name, Site, Whole, read
 from distflow.errors import RecipeMismatch
 
 Facts = Mapping[str, Any]
@@ -74,6 +74,7 @@ class Member:
     pid: int = 0
     started: float = 0.0
     host: int = 0
+    site: str = ""
     address: str | None = None
     """Where it listens for other hosts."""
     state: str = "unknown"
@@ -104,6 +105,8 @@ class Identity:
     digest_parts: Mapping[str, str]
     host: int = 0
     """Number of its host; only processes on the same host can be checked."""
+    site: str = ""
+    """Where its host stands."""
 
 
 class _Recipe(msgspec.Struct, frozen=True):
@@ -119,6 +122,7 @@ class _Card(_Recipe, frozen=True, forbid_unknown_fields=True):
     pid: Whole
     started: Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
     host: Whole
+    site: Site
     address: Address | None
     facts: dict[str, Any]
 
@@ -181,6 +185,11 @@ class Membership:
         """The address that a present peer on another host has announced."""
         peer = self.peers.get(name)
         return peer.address if peer is not None and peer.state == "present" and peer.host != self.me.host else None
+
+    def afar(self, name: str) -> bool:
+        """Whether a peer that is or was present stands at another site than this worker."""
+        peer = self.peers.get(name)
+        return peer is not None and peer.state != "unknown" and peer.site != self.me.site
 
     def met(self, name: str) -> bool:
         """Whether a peer is or was present."""
@@ -252,6 +261,7 @@ class Membership:
             "pid": me.pid,
             "started": me.started,
             "host": me.host,
+            "site": me.site,
             "address": self.address,
             "facts": dict(self.facts),
         }
@@ -280,6 +290,7 @@ class Membership:
             pid=card.pid,
             started=card.started,
             host=card.host,
+            site=card.site,
             address=card.address,
             state="present",
             heard_at=now,

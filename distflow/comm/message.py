@@ -2,10 +2,10 @@
 
 One multipart message carries everything that waits for a peer at the moment of sending: its header is
 [format, sender, incarnation, entries], each entry [kind, body, number of payload frames] is a message of its own, and
-the payload frames of all entries follow in order. Of a payload that lies in shared memory, an entry has the references
-(`shared_lane.py`) in place of the number of frames.
+the payload frames of all entries follow in order. In place of the number of frames, an entry has the references of a
+payload that lies in shared memory (`shared_lane.py`), or the lengths of one that is compressed (`compressed_lane.py`).
 
-Example: [2, "rollout/0", 0, [["results", {…}, 1], ["ask", {…}, 0]]], then one frame: the rows of the results.
+Example: [3, "rollout/0", 0, [["results", {…}, 1], ["ask", {…}, 0]]], then one frame: the rows of the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from distflow.data.decoding import MAX_NAME_CHARACTERS, MOST, decoder, shown
 from distflow.errors import ProtocolError
 
-WIRE_FORMAT = 2
+WIRE_FORMAT = 3
 MAX_HEADER_BYTES = 64 << 20
 """Messages with samples or leases stay far below; larger headers are refused by the sender and by the receiver."""
 MAX_PREFIX_BYTES = 4 << 10
@@ -47,6 +47,8 @@ class Message(msgspec.Struct, frozen=True):
     route: bytes | None = None
     references: bytes = b""
     """Where the payload lies in shared memory, until it has been found."""
+    sizes: Sequence[int] = ()
+    """The lengths of the frames that are compressed in the only one of the payload, until it has been unpacked."""
 
 
 def size_of(frame: Buffer) -> int:
@@ -54,8 +56,9 @@ def size_of(frame: Buffer) -> int:
     return frame.nbytes if isinstance(frame, memoryview) else len(frame)
 
 
-def pack(kind: str, body: Body, payload: int | bytes = 0) -> bytes:
-    """One message as an entry of a header; `payload`: how many frames, or the references to what is in shared memory.
+def pack(kind: str, body: Body, payload: int | bytes | Sequence[int] = 0) -> bytes:
+    """One message as an entry of a header; `payload`: how many frames, the references to what is in shared memory, or
+    the lengths of what is compressed.
 
     Raises ProtocolError if no receiver would accept it.
     """
@@ -111,26 +114,33 @@ def decode_all(header: Buffer, payload: Sequence[memoryview] = (), route: bytes 
     messages: list[Message] = []
     at = 0
     for entry in entries:
-        kind, body, references, count = _checked(entry, sender)
+        kind, body, references, sizes, count = _checked(entry, sender)
         frames = payload[at : at + count] if count else ()
-        messages.append(Message(kind, sender, incarnation, body, frames, route, references))
+        messages.append(Message(kind, sender, incarnation, body, frames, route, references, sizes))
         at += count
     if at != len(payload):
         raise ProtocolError(f"messages from {sender} with {len(payload)} payload frames; their header announces {at}")
     return messages
 
 
-def _checked(entry: object, sender: str) -> tuple[str, dict[str, Any], bytes, int]:
+def _checked(entry: object, sender: str) -> tuple[str, dict[str, Any], bytes, Sequence[int], int]:
     if type(entry) is not list or len(entry) != 3:
         raise ProtocolError(f"an entry from {sender} that is not [kind, body, number of payload frames]")
     kind, body, payload = entry
-    references, count = (payload, 0) if type(payload) is bytes else (b"", payload)
+    references, count = b"", payload
+    sizes: Sequence[int] = ()
+    if type(payload) is bytes:
+        references, count = payload, 0
+    elif type(payload) is list:
+        sizes, count = payload, 1
+        if not all(type(size) is int and 0 <= size < MOST for size in sizes):
+            raise ProtocolError(f"a compressed payload from {sender} of lengths {shown(sizes)}")
     well_typed = _is_name(kind) and type(count) is int and 0 <= count < MAX_HEADER_BYTES
     if not well_typed or type(body) is not dict or not all(type(key) is str for key in body):
         raise ProtocolError(
             f"an entry from {sender} with wrong types: kind {shown(kind)}, payload frames {shown(count)}"
         )
-    return kind, body, references, count
+    return kind, body, references, sizes, count
 
 
 def _is_name(value: object) -> bool:

@@ -88,7 +88,7 @@ class Posted:
     Without frames: end the connection to the peer. `own`: a message to oneself, which is handed over as it is.
     """
 
-    __slots__ = ("delivery", "frames", "nbytes", "own", "shared_bytes", "to")
+    __slots__ = ("compressed", "delivery", "frames", "nbytes", "own", "shared_bytes", "to")
 
     def __init__(
         self,
@@ -96,7 +96,10 @@ class Posted:
         frames: Sequence[Buffer],
         own: Message | None = None,
         shared: SharedPayload | None = None,
+        *,
+        compressed: bool = False,
     ) -> None:
+        self.compressed = compressed
         self.to = to
         self.frames = frames
         self.own = own
@@ -182,9 +185,11 @@ class Outbox:
         frames: Sequence[Buffer],
         own: Message | None = None,
         shared: SharedPayload | None = None,
+        *,
+        compressed: bool = False,
     ) -> Delivery:
         """Queue a message, or drop it if there is no room or `refuse` was called."""
-        posted = Posted(to, frames, own, shared)
+        posted = Posted(to, frames, own, shared, compressed=compressed)
         with self._lock:
             if self._accepts and self._has_room(posted):
                 self._under_way.setdefault(to, _UnderWay()).queued += posted.nbytes

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-INPROC, SHM, ZMQ, GLOO = "inproc", "shm", "zmq", "gloo"
-"""The lanes: to oneself, nothing is encoded; through shared memory; over the sockets; weights in parts, over Gloo's."""
+INPROC, SHM, ZMQ, ZSTD, GLOO = "inproc", "shm", "zmq", "zstd", "gloo"
+"""The lanes: to oneself, nothing is encoded; through shared memory; over the sockets; over them to another site,
+compressed; weights in parts, over Gloo's."""
 _COUNTING = threading.Lock()
 
 
@@ -31,7 +32,7 @@ class Traffic:
     refused: int = 0
     """Connections refused because of their key, by us or by a peer."""
     lanes: dict[str, LaneTraffic] = field(
-        default_factory=lambda: {lane: LaneTraffic() for lane in (INPROC, SHM, ZMQ, GLOO)}
+        default_factory=lambda: {lane: LaneTraffic() for lane in (INPROC, SHM, ZMQ, ZSTD, GLOO)}
     )
 
     def count(self, lane: str, messages: int, nbytes: int) -> None:

@@ -27,6 +27,8 @@ Whole = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 """A whole number ≥ 0 in a form."""
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[^/\0]{1,200}/[0-9]{1,9}\Z")]
 """The name of a worker or an agent in a form: pool/index."""
+Site = Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,63})?\Z")]
+"""Where a host stands; "" for all that have no site."""
 PeerName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 """The name of a worker in a lease message, which must be the one in the message's header."""
 FromMinusOne = Annotated[int, msgspec.Meta(ge=-1, lt=MOST)]

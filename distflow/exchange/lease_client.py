@@ -39,7 +39,7 @@ from distflow.exchange.messages import (
     Report,
     Result,
 )
-from distflow.exchange.owner_links import AskState, AskWalk, Held, Link, surviving
+from distflow.exchange.owner_links import FIRST, AskState, AskWalk, Held, Home, Link, surviving
 from distflow.types import SampleOutput, Scores, Version
 
 
@@ -57,7 +57,7 @@ class HolderCore:
         owners: Sequence[str],
         settings: LeaseSettings,
         *,
-        home: int = 0,
+        home: Home = FIRST,
         term: int = 0,
         seed: int = 0,
     ) -> None:
@@ -68,7 +68,7 @@ class HolderCore:
         self._links = [Link(owner, term) for owner in owners]
         self._number_of = {owner: number for number, owner in enumerate(owners)}
         self._home = home
-        self._walk = AskWalk(home % len(owners), settings, random.Random(f"{seed}/{name}/{incarnation}"))
+        self._walk = AskWalk(home.among(owners), settings, random.Random(f"{seed}/{name}/{incarnation}"))
         self._wanted = 0
         self._idle = self._told_idle = False
         self._leaving = False
@@ -168,7 +168,7 @@ class HolderCore:
             self._release(link, [position for position in link.held if position not in kept])
         self._links = [Link(owner, term) for owner in owners]
         self._number_of = {owner: number for number, owner in enumerate(owners)}
-        self._walk.settle(self._home % len(owners))
+        self._walk.settle(self._home.among(owners))
         for position, one in kept.items():
             one.go_on(term, now)
             self._link_of(position).held[position] = one

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -35,6 +36,21 @@ class AskState:
     """Whether the owner keeps the ask; otherwise its answer is outstanding."""
     since: float
     """When the holder began to ask (any owner)."""
+
+
+class Home(NamedTuple):
+    """Which owner a holder asks first: the `turn`th of those that are `near`, counted round; of all if none is."""
+
+    turn: int = 0
+    near: frozenset[str] = frozenset()
+
+    def among(self, owners: Sequence[str]) -> int:
+        """Its number among these."""
+        numbers = [number for number, owner in enumerate(owners) if owner in self.near] or range(len(owners))
+        return numbers[self.turn % len(numbers)]
+
+
+FIRST = Home()
 
 
 class AskWalk:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,19 @@ class WorkerDocument(BaseModel):
     """This host's address for workers on other hosts; None: all workers of the run are on one host."""
     placement: dict[str, int] = {}
     """Number of the host of every worker of the run that is not on host 0, by name."""
+    sites: dict[str, str] = {}
+    """Where the hosts stand that have a site, by number."""
     recipe: Recipe
     """Once read, with this worker's settings entered as `layout.pools.<pool>.each.<index>`."""
+
+    @property
+    def site(self) -> str:
+        """Where this worker's host stands."""
+        return self.sites.get(str(self.host), "")
+
+    def near(self, workers: Iterable[str]) -> frozenset[str]:
+        """Those of these workers whose hosts stand where this worker's does."""
+        return frozenset(name for name in workers if self.sites.get(str(self.placement.get(name, 0)), "") == self.site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,7 @@ class Place:
     host: int = 0
     address: str | None = None
     placement: Mapping[str, int] = field(default_factory=dict)
+    sites: Mapping[str, str] = field(default_factory=dict)
 
 
 def worker_document(
@@ -108,6 +120,7 @@ def worker_document(
         host=place.host,
         address=place.address,
         placement=dict(place.placement),
+        sites=dict(place.sites),
         recipe=_without_idle_pools(plan),
     )
     return document.model_dump(mode="json", by_alias=True)

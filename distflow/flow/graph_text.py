@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from distflow.flow.adapters import adapter_lines, shares_base
 from distflow.flow.edges import VAL_SAMPLES, Edge, EdgeKind
-from distflow.flow.lanes import ONE_HOST, lanes_of
+from distflow.flow.lanes import ONE_HOST, Whereabouts, lanes_of
 from distflow.flow.memory_fit import table
 from distflow.flow.plan import ModelPlan, Plan, PoolPlan
 
@@ -48,19 +48,19 @@ def _sharing(plan: Plan) -> Iterator[str]:
                 yield f"{name}: computed by {other} with its adapters off, in {pool.name}: no copy"
 
 
-def edge_lines(plan: Plan, host_of: Mapping[str, int] = ONE_HOST) -> list[str]:
+def edge_lines(plan: Plan, where: Whereabouts = ONE_HOST) -> list[str]:
     """What crosses on each edge, and who may wait for whom."""
     lines = []
     for edge in plan.edges:
-        lines.append(f"{edge.name} ({edge.kind}): {edge.source} -> {edge.target} over {lane_text(plan, edge, host_of)}")
+        lines.append(f"{edge.name} ({edge.kind}): {edge.source} -> {edge.target} over {lane_text(plan, edge, where)}")
         lines += [f"  {line}" for line in _contents(edge)]
         lines.append(f"  waits: {waits_of(edge)}")
     return lines
 
 
-def lane_text(plan: Plan, edge: Edge, host_of: Mapping[str, int] = ONE_HOST) -> str:
+def lane_text(plan: Plan, edge: Edge, where: Whereabouts = ONE_HOST) -> str:
     """How what an edge carries travels, in a few words."""
-    return ", ".join(lanes_of(plan, edge, host_of))
+    return ", ".join(lanes_of(plan, edge, where))
 
 
 def waits_of(edge: Edge) -> str:

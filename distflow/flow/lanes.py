@@ -7,39 +7,63 @@ and "zmq"; the weights go by "shm" to rollout/0 and by "tcp" to the host of roll
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from distflow.flow.edges import Edge
 from distflow.flow.plan import Plan
 
-LaneName = Literal["inproc", "shm", "zmq", "tcp", "gloo"]
-"""inproc: one process, nothing is encoded; shm: one host, what is large lies in shared memory; zmq: between hosts; tcp:
-chunks of weights for a host without a worker that trains the model, whose workers then share them by shm; gloo: weights
-from each that trains them, its part (`weights.link: collective`); what does not come so takes the other lanes."""
-ONE_HOST: Mapping[str, int] = {}
+LaneName = Literal["inproc", "shm", "zmq", "zstd", "tcp", "gloo"]
+"""inproc: one process, nothing is encoded; shm: one host, what is large lies in shared memory; zmq: between hosts;
+zstd: between hosts of different sites, compressed; tcp: chunks of weights for a host without a worker that trains the
+model, whose workers then share them by shm; gloo: weights from each that trains them, its part (`weights.link:
+collective`); what does not come so takes the other lanes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """On which host each worker of a plan is, and where that stands."""
+
+    hosts: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of hosts, by name of the worker; those that it lacks are on host 0."""
+    sites: Mapping[int, str] = field(default_factory=dict)
+    """Of hosts that have one, by number."""
+
+    def host(self, worker: str) -> int:
+        """The host of a worker."""
+        return self.hosts.get(worker, 0)
+
+    def site(self, host: int) -> str:
+        """Where a host stands."""
+        return self.sites.get(host, "")
+
+
+ONE_HOST = Whereabouts()
 """No worker is known to be on another host than the first."""
 
 
-def lanes_of(plan: Plan, edge: Edge, host_of: Mapping[str, int] = ONE_HOST) -> tuple[LaneName, ...]:
-    """The lanes that an edge takes between its workers; `host_of` by name, those it lacks are on host 0."""
+def lanes_of(plan: Plan, edge: Edge, where: Whereabouts = ONE_HOST) -> tuple[LaneName, ...]:
+    """The lanes that an edge takes between its workers."""
     if edge.kind == "client":
         return ("zmq",)
     pools = {pool.name: pool.members for pool in plan.pools}
     sources, targets = pools[edge.source], pools[edge.target]
-    sources_on, targets_on = _by_host(sources, host_of), _by_host(targets, host_of)
+    sources_on, targets_on = _by_host(sources, where), _by_host(targets, where)
     if edge.kind == "weights":
         readers = set(targets) - set(sources)
         found: dict[LaneName, bool] = {
             "inproc": len(readers) < len(targets),
-            "shm": any(host_of.get(name, 0) in sources_on for name in readers),
-            "tcp": any(host_of.get(name, 0) not in sources_on for name in readers),
+            "shm": any(where.host(name) in sources_on for name in readers),
+            "tcp": any(where.host(name) not in sources_on for name in readers),
             "gloo": edge.target in parts_readers(plan, str(edge.model)),
         }
     else:
+        apart = [(a, b) for a in sources_on for b in targets_on if a != b]
         found = {
             "inproc": not set(sources).isdisjoint(targets),
             "shm": any(len(sources_on[host] | targets_on[host]) > 1 for host in sources_on.keys() & targets_on.keys()),
-            "zmq": len(sources_on.keys() | targets_on.keys()) > 1,
+            "zmq": any(where.site(a) == where.site(b) for a, b in apart),
+            "zstd": any(where.site(a) != where.site(b) for a, b in apart),
         }
     return tuple(lane for lane, taken in found.items() if taken)
 
@@ -52,8 +76,8 @@ def parts_readers(plan: Plan, model: str) -> tuple[str, ...]:
     return tuple(edge.target for edge in edges if edge.source != edge.target and not plan.pool(edge.target).validates)
 
 
-def _by_host(names: tuple[str, ...], host_of: Mapping[str, int]) -> dict[int, set[str]]:
+def _by_host(names: tuple[str, ...], where: Whereabouts) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
     for name in names:
-        found.setdefault(host_of.get(name, 0), set()).add(name)
+        found.setdefault(where.host(name), set()).add(name)
     return found

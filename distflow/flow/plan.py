@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -364,6 +365,9 @@ class Plan:
         return self.worker(WorkerName.parse(self.owners[0]))
 
 
+NO_SITES: Mapping[int, str] = {}
+
+
 def leaders_of(workers: Iterable[str], host_of: Mapping[str, int]) -> dict[int, str]:
     """The first of these workers on each host that has one; workers missing from `host_of` are on host 0."""
     leaders: dict[int, str] = {}
@@ -372,10 +376,17 @@ def leaders_of(workers: Iterable[str], host_of: Mapping[str, int]) -> dict[int, 
     return leaders
 
 
-def publisher_for(host: int, leaders: Mapping[int, str]) -> str:
+def publisher_for(host: int, leaders: Mapping[int, str], site: str = "", sites: Mapping[int, str] = NO_SITES) -> str:
     """The training worker that publishes weights for a host: its own (shared memory), else one of the others in turn
-    (over the network)."""
+    (over the network).
+
+    `site`: where the host stands, `sites`: where the others do that have a site. Hosts of a site without a training
+    worker all read from the same one, so that a version enters their site once.
+    """
     if host in leaders:
         return leaders[host]
     numbers = sorted(leaders)
-    return leaders[numbers[host % len(numbers)]]
+    near = [number for number in numbers if sites.get(number, "") == site]
+    if near:
+        return leaders[near[host % len(near)]]
+    return leaders[numbers[zlib.crc32(site.encode()) % len(numbers)]]

@@ -12,7 +12,7 @@ from html import escape
 
 from distflow.flow.edges import Edge, EdgeKind
 from distflow.flow.graph_text import lane_text, uses
-from distflow.flow.lanes import ONE_HOST
+from distflow.flow.lanes import ONE_HOST, Whereabouts
 from distflow.flow.plan import Plan, PoolPlan
 
 PAD, GAP, TOP = 28, 44, 84
@@ -72,11 +72,11 @@ class _Columns:
     page: float
 
 
-def render_svg(plan: Plan, host_of: Mapping[str, int] = ONE_HOST) -> str:
-    """An SVG document; `host_of`: the host of each worker, by name."""
+def render_svg(plan: Plan, where: Whereabouts = ONE_HOST) -> str:
+    """An SVG document; `where`: where the workers are."""
     columns = _columns(plan)
     box_height = 52 + LINE * max(len(_box_lines(pool)) for pool in plan.pools)
-    edges, bottom = _edges(plan, columns, TOP + box_height + ROW, host_of)
+    edges, bottom = _edges(plan, columns, TOP + box_height + ROW, where)
     height = bottom + PAD - ROW / 2
     life = [
         f'<line class="life" x1="{x:.1f}" y1="{TOP + box_height}" x2="{x:.1f}" y2="{height - PAD / 2:.1f}"/>'
@@ -143,12 +143,12 @@ def _box(pool: PoolPlan, columns: _Columns, height: float) -> Iterator[str]:
         yield _text(middle, TOP + 58 + LINE * number, line, style, "middle")
 
 
-def _edges(plan: Plan, columns: _Columns, top: float, host_of: Mapping[str, int]) -> tuple[list[str], float]:
+def _edges(plan: Plan, columns: _Columns, top: float, where: Whereabouts) -> tuple[list[str], float]:
     """The lines of the picture, and where they end."""
     found: list[str] = []
     y = top
     for edge in plan.edges:
-        kind = f"  {_KINDS[edge.kind]}, {lane_text(plan, edge, host_of)}"
+        kind = f"  {_KINDS[edge.kind]}, {lane_text(plan, edge, where)}"
         drawn, y = (_loop if edge.source == edge.target else _arrows)(edge, kind, columns, y)
         found += drawn
         y += ROW

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.plugins import LIBRARIES
 from distflow.flow.graph_text import edge_lines, lane_text, model_lines, pool_lines, waits_of
-from distflow.flow.lanes import ONE_HOST, parts_readers
+from distflow.flow.lanes import ONE_HOST, Whereabouts, parts_readers
 from distflow.flow.memory import MIB, STEPS_OF_ROWS, rows_bytes, step_bytes
 from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
@@ -17,17 +17,17 @@ from distflow.flow.sharding import divides_models
 from distflow.flow.validation import val_lines
 
 
-def render_page(plan: Plan, capacity: Capacity = UNSEEN, host_of: Mapping[str, int] = ONE_HOST) -> str:
+def render_page(plan: Plan, capacity: Capacity = UNSEEN, where: Whereabouts = ONE_HOST) -> str:
     """All that a plan says, section by section.
 
-    `capacity`: of a host that would run all workers; `host_of`: the host of each worker, by name.
+    `capacity`: of a host that would run all workers; `where`: where the workers are.
     """
     sections = [
         [f"run {plan.run_name}: {plan.batch.training_steps} training steps, seed {plan.recipe.run.seed}"],
         ["workers", *_indent(_workers(plan))],
         ["steps", *_indent(_steps(plan))],
         ["pools", *_indent(pool_lines(plan))],
-        ["edges", *_indent(edge_lines(plan, host_of) or ["none: the training workers read the samples from the data"])],
+        ["edges", *_indent(edge_lines(plan, where) or ["none: the training workers read the samples from the data"])],
         ["models", *_indent(model_lines(plan))],
         ["batch", *_indent(_batch(plan))],
         *([] if plan.val is None else [["validation", *_indent(val_lines(plan))]]),
@@ -52,14 +52,14 @@ def _saving(plan: Plan) -> list[list[str]]:
     return [["checkpoints", f"  {text}"]]
 
 
-def plan_data(plan: Plan, capacity: Capacity = UNSEEN, host_of: Mapping[str, int] = ONE_HOST) -> dict[str, Any]:
+def plan_data(plan: Plan, capacity: Capacity = UNSEEN, where: Whereabouts = ONE_HOST) -> dict[str, Any]:
     """The plan as JSON-able data without source texts, with its memory estimate in bytes."""
     data = dataclasses.asdict(dataclasses.replace(plan, code={}, recipe=None))  # type: ignore[arg-type]  # dropped below
     del data["code"], data["recipe"]
     for worker, planned in zip(data["workers"], plan.workers, strict=True):
         worker["name"] = str(planned.name)
     for edge, planned_edge in zip(data["edges"], plan.edges, strict=True):
-        edge |= {"lane": lane_text(plan, planned_edge, host_of), "waits": waits_of(planned_edge)}
+        edge |= {"lane": lane_text(plan, planned_edge, where), "waits": waits_of(planned_edge)}
     ports = [dataclasses.asdict(library) for library in library_ports(plan)]
     data |= {"owners": plan.owners, "trained_models": plan.trained_models}
     return {**data, "memory": memory_data(plan, capacity), "library_ports": ports}

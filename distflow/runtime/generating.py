@@ -29,7 +29,7 @@ from distflow.errors import UserError
 from distflow.exchange.facts import BEGINS, OWNERS, TERM
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.exchange.owner_links import Held
+from distflow.exchange.owner_links import Held, Home
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.flow.edges import Edge
 from distflow.flow.memory import MIB
@@ -327,7 +327,7 @@ def build_outbound(
         node.endpoint.incarnation,
         owners,
         settings,
-        home=index % len(owners),
+        home=Home(index, setting.document.near(owners)),
         term=setting.document.term,
         seed=index,
     )

@@ -26,10 +26,11 @@ from distflow.runtime.dumps import build_dumps
 from distflow.runtime.further_training import FurtherParts, FurtherTraining
 from distflow.runtime.generating import Generating, Turns, build_outbound, build_turns
 from distflow.runtime.held_out import HeldOut, HeldOutParts
+from distflow.runtime.hosts import Hosts
 from distflow.runtime.intake import Intake, ask_on_arrival
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
-from distflow.runtime.node import Hosts, Lanes, Node
+from distflow.runtime.node import Lanes, Node
 from distflow.runtime.owner_side import Owned, build_inbound, lease_settings, lessors, offer_samples
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
@@ -120,7 +121,7 @@ def reads(base: Base) -> dict[str, WeightInbox]:
 def far_reader(base: Base) -> Stage:
     """A reader of weights from the network."""
     tag, limit_s = run_tag(base.setting.run_dir, base.hosts.here), base.setting.recipe.limits.no_progress_s
-    reader = SwarmReader(tag, base.hosts.address or LOOPBACK, limit_s)
+    reader = SwarmReader(tag, base.hosts.address or LOOPBACK, limit_s, base.setting.document.site)
     base.node.told["weights"].append(reader.told)
     return Stage(reader, base.node.board.wake)
 

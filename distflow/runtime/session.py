@@ -11,16 +11,12 @@ from functools import partial
 import torch
 
 from distflow.comm.collective import LOOPBACK
-from distflow.comm.membership import Membership
 from distflow.comm.message import Message
-from distflow.comm.processes import process_alive
 from distflow.comm.tracker_processes import FLUSH_S
 from distflow.errors import RunEnded, RunStopped, StepError
-from distflow.exchange.facts import BEGINS, OWNERS, TERM, read_facts
+from distflow.exchange.facts import BEGINS, OWNERS, TERM
 from distflow.exchange.tally import Tallies
-from distflow.flow.digest import digest_parts
 from distflow.flow.edges import SAMPLES
-from distflow.flow.memory import frame_bytes
 from distflow.log import logger
 from distflow.runtime import ports
 from distflow.runtime.assembly import (
@@ -39,9 +35,10 @@ from distflow.runtime.disk import Disk
 from distflow.runtime.further_generating import FurtherGenerating, build_further
 from distflow.runtime.further_training import FurtherTraining
 from distflow.runtime.generating import Generating, OffloadedModels, Turns
+from distflow.runtime.hosts import Greeting, Hosts
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory
-from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
+from distflow.runtime.node import CheckpointReports, Lanes
 from distflow.runtime.owner_side import Owned
 from distflow.runtime.ports import Base, HeldModels, Outbound
 from distflow.runtime.process_record import note_term
@@ -74,9 +71,7 @@ class Session:
         self._leases = setting.plan.primary in setting.me.generates
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
-        endpoint = self._hosts.endpoint(self._name, incarnation, frame_bytes(setting.plan))
-        me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
-        self._node = Node(endpoint, Membership(me, setting.peers, process_alive, read_facts), self._board)
+        self._node = self._hosts.node(incarnation, self._board)
         self._disk = Disk()
         service = None if self._owns or self._leases else setting.me.name.pool
         self._metrics = MetricStore(build_trace(setting, incarnation, self._disk), service)
@@ -86,7 +81,7 @@ class Session:
         self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, self._disk, peak.take)
         links = {name: InprocLink(name) for name in setting.me.generates if name in self._standing.gradients}
         ends = (self._disk, self._metrics, self._writer, links, build_shard_links(setting, self._node, self._hosts))
-        self._base = Base(setting, self._node, self._hosts, Lanes(endpoint), *ends)
+        self._base = Base(setting, self._node, self._hosts, Lanes(self._node.endpoint), *ends)
         self._inboxes: Mapping[str, WeightInbox] = {}
         self._version: Version | None = None
         """Version of the weights that samples come from, on workers that do not train."""

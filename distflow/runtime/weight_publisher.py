@@ -29,9 +29,10 @@ from distflow.errors import ProtocolError, UserError, WorkerFailed
 from distflow.exchange.facts import ANNOUNCED
 from distflow.flow.resolve import resolve
 from distflow.runtime.assembly import Setting
+from distflow.runtime.hosts import Hosts
 from distflow.runtime.lockstep import LockstepModel
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.node import Hosts, Node
+from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.types import Version, WorkerName
 from distflow.weights.announcing import Announcing
@@ -189,7 +190,7 @@ class Announcer:
         membership = self._node.membership
         for name, peer in membership.peers.items():
             reads = WorkerName.parse(name).pool in self._readers_in and membership.present(name)
-            if reads and self._hosts.publisher_for(peer.host, self._model) == self._name:
+            if reads and self._hosts.publisher_for(peer.host, peer.site, self._model) == self._name:
                 (near if peer.host == self._hosts.here else far).append(name)
         return near, far
 

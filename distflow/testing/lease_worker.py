@@ -15,6 +15,7 @@ from torch import Tensor
 
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
+from distflow.exchange.owner_links import Home
 from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
 from distflow.testing.lease_scenario import Crash, Leave, Pause, Record, Scenario, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
@@ -162,7 +163,7 @@ class LeaseWorker:
             self.incarnation,
             self.network.owner_names,
             scenario.settings,
-            home=self.number,
+            home=Home(self.number),
             term=self.network.term,
             seed=scenario.seed * 1000 + self.number,
         )

@@ -1,8 +1,8 @@
 """Which chunk from whom: the reader's side (`ChunkPlan`) and the publisher's (`ChunkDealer`). No socket, no clock.
 
-The publisher gives each chunk to one reader; the others get it from there, and from everyone who has got it so. Thus it
-sends the model about once, however many read. Whoever lacks a chunk that no present reader was given, or that does not
-come, asks the publisher for it.
+The publisher gives each chunk to one reader of a site; the others get it from there, and from everyone who has got it
+so. Thus it sends the model about once to each site, however many read there. Whoever lacks a chunk that no present
+reader of its site was given, or that does not come, asks the publisher for it.
 
 Example, two readers of four chunks: A is dealt 0 and 1, B 2 and 3; A then hears that B has 2 and asks B for it, and so
 on. If B is lost before A has 3, A asks the publisher, which sees that B is gone and gives 3 to A.
@@ -10,7 +10,7 @@ on. If B is lost before A has 3, A asks the publisher, which sees that B is gone
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -201,35 +201,49 @@ def _popped(queue: deque[int], open_chunks: Set[int], most: int) -> list[int]:
     return found
 
 
+@dataclass(slots=True)
+class _Dealt:
+    """To whom the readers of one site go for each chunk; from `next` on they were given none."""
+
+    next: int = 0
+    given: dict[int, str] = field(default_factory=dict)
+
+
 class ChunkDealer:
-    """To whom the publisher gave the chunks of one version. Readers are named by the addresses at which they serve."""
+    """To whom the publisher gave the chunks of one version. Readers are named by the addresses at which they serve.
+
+    Each chunk is given to one reader of each site: so it crosses the link between two sites once.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._next = 0
-        self._given: dict[int, str] = {}
+        self._sites: defaultdict[str, _Dealt] = defaultdict(_Dealt)
 
-    def deal(self, reader: str, count: int) -> list[int]:
-        """Up to `count` chunks that nobody was given."""
-        dealt: list[int] = []
-        while self._next < self._count and len(dealt) < count:
-            if self._next not in self._given:
-                dealt.append(self._next)
-                self._given[self._next] = reader
-            self._next += 1
-        return dealt
+    def deal(self, reader: str, site: str, count: int) -> list[int]:
+        """Up to `count` chunks that nobody of the site was given."""
+        dealt = self._sites[site]
+        there: list[int] = []
+        while dealt.next < self._count and len(there) < count:
+            if dealt.next not in dealt.given:
+                there.append(dealt.next)
+                dealt.given[dealt.next] = reader
+            dealt.next += 1
+        return there
 
-    def made(self, reader: str) -> None:
-        """This reader has all chunks without having been given them: those that nobody was given are had there."""
-        for chunk in range(self._next, self._count):
-            self._given.setdefault(chunk, reader)
-        self._next = self._count
+    def made(self, reader: str, site: str) -> None:
+        """This reader has all chunks without having been given them: its site gets there what nobody was given."""
+        dealt = self._sites[site]
+        for chunk in range(dealt.next, self._count):
+            dealt.given.setdefault(chunk, reader)
+        dealt.next = self._count
 
-    def gives(self, reader: str, chunk: int, present: Set[str], *, again: bool) -> bool:
-        """Whether a reader gets this chunk: not if another one that is `present` was given it, unless `again`."""
-        holder = self._given.get(chunk)
+    def gives(self, reader: str, site: str, chunk: int, present: Set[str], *, again: bool) -> bool:
+        """Whether a reader gets this chunk: not if another one of its site, that is `present`, was given it, unless
+        `again`."""
+        given = self._sites[site].given
+        holder = given.get(chunk)
         if again or holder is None or holder == reader or holder not in present:
-            self._given[chunk] = reader
+            given[chunk] = reader
             return True
         return False
 

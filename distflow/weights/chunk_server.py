@@ -132,9 +132,10 @@ class ChunkServer:
         with self.lock:
             return dict(self._known)
 
-    def present(self) -> set[str]:
-        """The readers that are connected, by the addresses at which they serve."""
-        return {one.reader for one in list(self._connections) if one.reader}
+    def present(self, site: str | None = None) -> set[str]:
+        """The readers of a site (None: of all) that are connected, by the addresses at which they serve."""
+        connections = [one for one in list(self._connections) if one.reader]
+        return {one.reader for one in connections if site is None or one.site == site}
 
     def told(self) -> dict[str, Any]:
         """What was sent so far, and how many readers there are, for the status."""
@@ -201,6 +202,7 @@ class _Connection:
 
     def __init__(self, server: ChunkServer, link: socket.socket) -> None:
         self.reader = ""
+        self.site = ""
         self._server = server
         self._link = link
         self._jobs: queue.SimpleQueue[ChunkAsk | None] = queue.SimpleQueue()
@@ -254,6 +256,8 @@ class _Connection:
     def _begin(self, secret: Secret, nonces: bytes, opening: Opening) -> None:
         if self._server.seals(secret):
             self._seal = AESGCM(secret.seal_key(nonces))
+        # In this order: whoever sees the reader sees its site.
+        self.site = opening.site
         self.reader = opening.serves
         self.threads[1].start()
         if self._server.introduces:
@@ -287,7 +291,7 @@ class _Connection:
         elif ask.what == "made":
             if held is not None and held.dealer is not None:
                 with self._server.lock:
-                    held.dealer.made(self.reader)
+                    held.dealer.made(self.reader, self.site)
         else:
             for chunk in ask.chunks:
                 self._give(ask, held, chunk)
@@ -297,7 +301,7 @@ class _Connection:
             self._frame(Says.GONE, ask)
             return
         with self._server.lock:
-            chunks = held.dealer.deal(self.reader, ask.count)
+            chunks = held.dealer.deal(self.reader, self.site, ask.count)
         for chunk in chunks:
             self._chunk(ask, held, chunk)
         if len(chunks) < ask.count:
@@ -305,9 +309,10 @@ class _Connection:
 
     def _give(self, ask: ChunkAsk, held: HeldVersion | None, chunk: int) -> None:
         if held is not None and held.dealer is not None and held.has(chunk):
-            present = self._server.present()
+            site, again = self.site, ask.what == "again"
+            present = self._server.present(site)
             with self._server.lock:
-                gives = held.dealer.gives(self.reader, chunk, present, again=ask.what == "again")
+                gives = held.dealer.gives(self.reader, site, chunk, present, again=again)
             if not gives:
                 self._frame(Says.ELSEWHERE, ask, chunk)
                 return
@@ -339,7 +344,7 @@ class _Connection:
             self._server.traffic.sent_bytes += size
 
     def _tell_news(self) -> None:
-        if self._server.introduces and (peers := self._server.present()) != self._peers:
+        if self._server.introduces and (peers := self._server.present(self.site)) != self._peers:
             self._peers = peers
             self._frame(Says.PEERS, None, 0, msgspec.msgpack.encode(sorted(peers)))
         ask = self._follows

@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from distflow.comm.addresses import Address, check_address
 from distflow.comm.message import unpack
-from distflow.data.decoding import FromMinusOne, Row, Whole, read, shown
+from distflow.data.decoding import FromMinusOne, Row, Site, Whole, read, shown
 from distflow.errors import ProtocolError
 
 GREETING = b"distflow weights 2\n"
@@ -108,6 +108,8 @@ class Opening(Row, frozen=True):
 
     serves: Address
     """Where it serves what it has fetched. It also tells readers apart."""
+    site: Site = ""
+    """Where its host stands: chunks are dealt to the readers of each site by themselves."""
 
 
 class ChunkAsk(Row, frozen=True):

@@ -13,7 +13,7 @@ from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolE
 from distflow.log import logger
 from distflow.weights.chunk_plan import ChunkPlan, ring_peers
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
-from distflow.weights.swarm import ChunkAsk, Content, Says, SwarmPlace
+from distflow.weights.swarm import ChunkAsk, Content, Opening, Says, SwarmPlace
 from distflow.weights.swarm_link import Landing, SwarmLink
 from distflow.weights.swarm_socket import Refused
 
@@ -68,14 +68,15 @@ class _Trouble:
 
 
 class SwarmClient:
-    """Fetches from the swarm around one publisher; `own`: where this reader serves what it has fetched.
+    """Fetches from the swarm around one publisher; `own`: where this reader serves what it has fetched, and stands.
 
     One thread fetches at a time. Connections stay open between fetches: so the publisher knows which readers there are.
     """
 
-    def __init__(self, place: SwarmPlace, own: str) -> None:
+    def __init__(self, place: SwarmPlace, own: Opening) -> None:
         self.place = place
-        self._own = own
+        self._opening = own
+        self._own = own.serves
         self._condition = threading.Condition()
         self._links: dict[int, SwarmLink] = {}
         self._numbers = itertools.count()
@@ -165,7 +166,7 @@ class SwarmClient:
 
     def _connect_to(self, job: _Job, address: str) -> None:
         try:
-            link = SwarmLink(next(self._numbers), address, self.place, self._own, self)
+            link = SwarmLink(next(self._numbers), address, self.place, self._opening, self)
         except OSError as error:
             if isinstance(error, Refused) and address == self.place.address and not self._refused:
                 # Not final: a proxy between the hosts may accept connections for a server that is not back yet.

@@ -78,9 +78,9 @@ class Receiver(Protocol):
 
 
 class SwarmLink:
-    """Connects in the constructor: raises OSError, Refused for another token. `own`: where this reader serves."""
+    """Connects in the constructor: raises OSError, Refused for another token. `own`: what it says of this reader."""
 
-    def __init__(self, number: int, address: str, place: SwarmPlace, own: str, receiver: Receiver) -> None:
+    def __init__(self, number: int, address: str, place: SwarmPlace, own: Opening, receiver: Receiver) -> None:
         self.number = number
         self.address = address
         self.seed = address == place.address
@@ -96,7 +96,7 @@ class SwarmLink:
         self._sending = threading.Lock()
         self._spare: memoryview | None = None
         receive_for(self._socket, STEP_S)
-        self._socket.sendall(pack(Opening(own)))
+        self._socket.sendall(pack(own))
         self.thread = threading.Thread(target=self._run, name="swarm-fetch", daemon=True)
         self.thread.start()
 

@@ -21,7 +21,7 @@ from distflow.weights.host_segments import HostSegments, SharedSegment
 from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, intact_chunks
 from distflow.weights.rounding import restored
 from distflow.weights.shm import HEADER_BYTES, tensor_views
-from distflow.weights.swarm import SwarmPlace
+from distflow.weights.swarm import Opening, SwarmPlace
 from distflow.weights.swarm_client import FetchRules, SwarmClient
 from distflow.weights.transport import NamedTensors
 
@@ -38,20 +38,21 @@ log = logger(__name__)
 
 
 class SwarmReader:
-    """Reads one model from the publisher named in a manifest, and from other readers; serves at `host`.
+    """Reads one model from the publisher named in a manifest, and from other readers of its `site`; serves at `host`.
 
     `tag` names this host's part of the run: readers with the same one share what they fetch. One thread fetches at a
     time. After `no_progress_s` seconds without a chunk it raises NoProgressError; shorter interruptions of the link are
     recovered from.
     """
 
-    def __init__(self, tag: str, host: str, no_progress_s: float) -> None:
+    def __init__(self, tag: str, host: str, no_progress_s: float, site: str = "") -> None:
         self.chunks = 0
         """Chunks received so far, here or by a neighbour: the progress that a wait for weights looks at."""
         self.fetched = 0
         """Chunks that this reader has fetched itself."""
         self._tag = tag
         self._host = host
+        self._site = site
         self._no_progress_s = no_progress_s
         self._segments: HostSegments | None = None
         self._server: ChunkServer | None = None
@@ -243,7 +244,7 @@ class SwarmReader:
         if self._client is None or self._client.place != place:
             if self._client is not None:
                 self._client.close()
-            self._client = SwarmClient(place, self._server.address)
+            self._client = SwarmClient(place, Opening(self._server.address, self._site))
         return self._server, self._client, self._deltas
 
 

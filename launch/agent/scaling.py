@@ -24,7 +24,7 @@ from distflow.launch.agent.restart_policy import Action, RestartPolicy
 from distflow.launch.cluster import cluster_view
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import DesiredWorkers, HostedWorker, Term
-from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name
+from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name, sites_of
 from distflow.log import logger
 from distflow.types import MOST_WORKERS, WorkerName
 
@@ -267,7 +267,7 @@ class Scaling:
         roster = {name: worker_address(record.path, name, host) for name in own}
         address = record.hosts[host].address if record.hosts else None
         elsewhere = {entry.name: entry.host for entry in record.workers if entry.host}
-        place = Place(record.path, roster, host, address, elsewhere)
+        place = Place(record.path, roster, host, address, elsewhere, sites_of(record.hosts))
         source = str(record.path / "recipe.yaml")
         copies = shipped_names(plugin_files(recipe_to_mapping(plan.recipe)))
         shipped = {file: path for file, copy in copies.items() if (path := record.path / copy).exists()}

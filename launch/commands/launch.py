@@ -115,7 +115,7 @@ def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
     from distflow.launch.deploy.placement import place_workers, placement_lines
 
     placement = place_workers(plan, hosts)
-    click.echo(render_page(plan, replace(seen, host=None), placement.host_of))
+    click.echo(render_page(plan, replace(seen, host=None), placement.where))
     click.echo("\n".join(["", "hosts", *(f"  {line}" for line in placement_lines(plan, placement))]))
     return 0
 

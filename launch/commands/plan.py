@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from distflow.errors import UserError
 
 if TYPE_CHECKING:
     from distflow.config.load import LoadedRecipe
+    from distflow.flow.lanes import Whereabouts
     from distflow.flow.plan import Plan
     from distflow.launch.deploy.placement import WorkerPlacement
 
@@ -39,12 +39,13 @@ def command(
     as_json: bool,
 ) -> int:
     """Show workers, steps, pools, edges, models and batch arithmetic of RECIPE (a shipped name or a file)."""
+    from distflow.flow.lanes import ONE_HOST
     from distflow.flow.recipe_check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
     placement = None if hosts is None else _placement(plan, hosts)
-    host_of = {} if placement is None else placement.host_of
-    for line in _written(loaded, plan, write, svg, host_of):
+    where = ONE_HOST if placement is None else placement.where
+    for line in _written(loaded, plan, write, svg, where):
         click.echo(line)
     if worker is not None:
         click.echo(_script(plan, worker), nl=False)
@@ -58,7 +59,7 @@ def command(
         from distflow.flow.plan_text import plan_data
         from distflow.launch.deploy.host_checks import capacity
 
-        data = plan_data(plan, capacity(), host_of)
+        data = plan_data(plan, capacity(), where)
         click.echo(json.dumps({**data, "hosts": _host_lines(plan, placement)}, indent=1))
     elif write is None and svg is None:
         _show(plan, placement)
@@ -74,13 +75,11 @@ def _show(plan: Plan, placement: WorkerPlacement | None) -> None:
     if placement is None:
         click.echo(render_page(plan, seen))
         return
-    click.echo(render_page(plan, replace(seen, host=None), placement.host_of))
+    click.echo(render_page(plan, replace(seen, host=None), placement.where))
     click.echo("\n".join(["", "hosts", *(f"  {line}" for line in _host_lines(plan, placement))]))
 
 
-def _written(
-    loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | None, host_of: Mapping[str, int]
-) -> list[str]:
+def _written(loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | None, where: Whereabouts) -> list[str]:
     """Write what was asked for; returns the lines to show."""
     lines, option = [], ""
     try:
@@ -91,7 +90,7 @@ def _written(
             from distflow.flow.plan_svg import render_svg
 
             option = f"--svg {svg}"
-            svg.write_text(render_svg(plan, host_of), encoding="utf-8")
+            svg.write_text(render_svg(plan, where), encoding="utf-8")
             lines.append(str(svg))
     except OSError as error:
         place = "a folder" if option.startswith("--write") else "a file in a folder"

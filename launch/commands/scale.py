@@ -25,7 +25,7 @@ from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.agent.scaling import plan_documents
 from distflow.launch.deploy.fan_out import Fleet, SshWays
-from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site, description_in, key_of, tar
+from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunContents, description_in, key_of, tar
 from distflow.launch.deploy.host_checks import link_problems
 from distflow.launch.deploy.hostfile import Host, read_hosts
 from distflow.launch.deploy.job_environment import forwarded
@@ -180,12 +180,12 @@ class _Addition:
         head_dir, limit_s = self._record.path, self._request.connect_s
         ways = SshWays(self._hosts, transport)
         with nonce_in(head_dir) as nonce, Fleet(self._hosts, ways, nonce) as fleet:
-            sites, said = preflight(self._request, fleet, lambda *new: self._links_to_run(fleet, *new))
-            records = self._fill(fleet, sites)
-            agents = start_agents(self._request, fleet, sites, records)
+            checked, said = preflight(self._request, fleet, lambda *new: self._links_to_run(fleet, *new))
+            records = self._fill(fleet, checked)
+            agents = start_agents(self._request, fleet, checked, records)
             others = {n: entry.agent for n, entry in enumerate(self._here) if n not in self._record.silent}
             # From here on they belong to the run: if this process is interrupted they stay to its end, without workers.
-            fleet.must("keep", {n: {} for n in sites})
+            fleet.must("keep", {n: {} for n in checked})
             begin_agents(self._hosts, agents, head_dir, limit_s, others)
         self._await_known(limit_s)
         return said
@@ -199,25 +199,25 @@ class _Addition:
                                     f"within limits.connect_s ({limit_s:g} s) — see logs/agent-*.log")  # fmt: skip
             time.sleep(POLL_S)
 
-    def _fill(self, fleet: Fleet, sites: Mapping[int, Site]) -> dict[int, Path]:
+    def _fill(self, fleet: Fleet, checked: Mapping[int, CheckedHost]) -> dict[int, Path]:
         """Write what the agents read. In a shared folder each gets a record of its own: run.json has another writer."""
-        entries = [sites[n].entry(self._hosts[n].name) for n in sorted(sites)]
+        entries = [checked[n].entry(self._hosts[n]) for n in sorted(checked)]
         record = structs.replace(self._record, hosts=(*self._here, *entries))
-        shared = {n: Path(HOSTS) / f"{n}.json" for n, site in sites.items() if site.same_folder}
+        shared = {n: Path(HOSTS) / f"{n}.json" for n, host in checked.items() if host.same_folder}
         for path in shared.values():
             (self._record.path / path).write_text(record.as_text())
-        own = {n: site for n, site in sites.items() if n not in shared}
-        folders = {n: structs.replace(record, run_dir=str(site.run_dir)) for n, site in own.items()}
-        payloads = {n: self._bundle(folders[n], site) for n, site in own.items()}
+        own = {n: host for n, host in checked.items() if n not in shared}
+        folders = {n: structs.replace(record, run_dir=str(host.run_dir)) for n, host in own.items()}
+        payloads = {n: self._bundle(folders[n], host) for n, host in own.items()}
         mode = mode_of(self._record.path)
-        given = {n: {"folder": str(site.run_dir), "mode": mode} for n, site in own.items()}
+        given = {n: {"folder": str(host.run_dir), "mode": mode} for n, host in own.items()}
         fleet.must("unpack", given, limit_s=SHIP_S, payloads=payloads)
         return shared
 
-    def _bundle(self, record: RunRecord, site: Site) -> bytes:
+    def _bundle(self, record: RunRecord, host: CheckedHost) -> bytes:
         head_dir, resolved = self._record.path, self._request.contents.loaded.resolved
         # From the run folder what was copied there for this machine.
-        copies = shipped_files(plugin_files(resolved), head_dir) if site.missing_plugins else {}
+        copies = shipped_files(plugin_files(resolved), head_dir) if host.missing_plugins else {}
         files = {**description_in(head_dir), **{copy: file.read_bytes() for copy, file in copies.items()}}
         files[FILE_NAME] = record.as_text().encode()
         return tar(files, key_of(head_dir), SUBFOLDERS)

@@ -67,7 +67,7 @@ class Beginning:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class CheckedHost:
     """What the preflight found out about one host."""
 
     run_dir: Path
@@ -82,9 +82,9 @@ class Site:
     missing_parts: tuple[Path, ...] = ()
     """Files of the checkpoint to resume from that it lacks, as paths on the head."""
 
-    def entry(self, name: str) -> HostEntry:
+    def entry(self, host: Host) -> HostEntry:
         """The host, as the agents know it."""
-        return HostEntry(name, self.address, gpus=self.gpus)
+        return HostEntry(host.name, self.address, gpus=self.gpus, site=host.site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class RunContents:
     """The run folder on the launching machine."""
     placement: WorkerPlacement | None = None
     """None: all workers run on this machine."""
-    sites: Mapping[int, Site] = field(default_factory=dict)
+    checked: Mapping[int, CheckedHost] = field(default_factory=dict)
     """The hosts of `placement` by number, after the preflight."""
     gpus: int = 0
     """GPUs of this machine, if all workers run on it."""
@@ -106,11 +106,11 @@ class RunContents:
     def record(self, host: int | None = None) -> RunRecord:
         """`run.json` for the folder of one host; None: for the head's."""
         limits = self.loaded.recipe.limits
-        run_dir = self.head_dir if host is None else self.sites[host].run_dir
+        run_dir = self.head_dir if host is None else self.checked[host].run_dir
         hosts = self._hosts()
         # Ports on other hosts are not known yet; the agents fill them in.
-        names = (*hosts, *map(agent_name, self.sites or [0]))
-        roster = {name: "" if self.sites else worker_address(run_dir, name) for name in names}
+        names = (*hosts, *map(agent_name, self.checked or [0]))
+        roster = {name: "" if self.checked else worker_address(run_dir, name) for name in names}
         return RunRecord(
             name=run_dir.name,
             run_dir=str(run_dir),
@@ -134,7 +134,7 @@ class RunContents:
             connect_s=limits.connect_s,
             host_silence_s=limits.host_silence_s,
             no_progress_s=limits.no_progress_s,
-            hosts=tuple(self.sites[n].entry(self.host(n).name) for n in sorted(self.sites)),
+            hosts=tuple(self.checked[n].entry(self.host(n)) for n in sorted(self.checked)),
             gpus=self.gpus,
             launch_term=self.beginning.term,
             term=self.beginning.term,
@@ -156,7 +156,7 @@ class RunContents:
         """The device of a worker: on this machine alone it finds the GPU itself, by the same rule."""
         if self.placement is not None:
             place = self.placement.places[str(worker.name)]
-            return device_of(worker, place, self.sites[place.host].gpus if self.sites else 0)
+            return device_of(worker, place, self.checked[place.host].gpus if self.checked else 0)
         if worker.device not in ("auto", "cuda") or not self.gpus:
             return worker.device
         return f"cuda:{first_gpus(self.plan.workers, self.gpus)[str(worker.name)]}"
@@ -187,19 +187,20 @@ class RunContents:
         """The settings shared by the documents of a host's workers."""
         hosts = self._hosts()
         names = [*(name for name, number in hosts.items() if number == host), agent_name(host)]
-        run_dir = self.sites[host].run_dir if self.sites else self.head_dir
+        run_dir = self.checked[host].run_dir if self.checked else self.head_dir
         roster = {name: worker_address(run_dir, name, host) for name in names}
-        if not self.sites:
+        if not self.checked:
             return Place(run_dir, roster)
         elsewhere = {name: number for name, number in hosts.items() if number}
-        return Place(run_dir, roster, host, self.sites[host].address, elsewhere)
+        sites = {str(number): site for number in self.checked if (site := self.host(number).site)}
+        return Place(run_dir, roster, host, self.checked[host].address, elsewhere, sites)
 
     def _moved_plugins(self, host: int) -> dict[Path, Path]:
         """Paths on a host of the plug-in files that were copied there, by their path on this machine."""
-        if not self.sites or not self.sites[host].missing_plugins:
+        if not self.checked or not self.checked[host].missing_plugins:
             return {}
         copies = shipped_names(plugin_files(self.loaded.resolved))
-        return {file: self.sites[host].run_dir / name for file, name in copies.items()}
+        return {file: self.checked[host].run_dir / name for file, name in copies.items()}
 
     def plugin_copies(self) -> dict[str, bytes]:
         """The recipe's plug-in files and what they import beside them, by path in the run folder."""
@@ -247,13 +248,13 @@ def fill(contents: RunContents) -> RunRecord:
 def _fill(contents: RunContents) -> RunRecord:
     run_dir = contents.head_dir
     _write_all(run_dir, contents.description())
-    if contents.sites and not key_file(run_dir).exists():
+    if contents.checked and not key_file(run_dir).exists():
         write_keys(key_file(run_dir), make_keys())
-    if any(site.same_folder for site in contents.sites.values()):
+    if any(host.same_folder for host in contents.checked.values()):
         _write_all(run_dir, contents.plugin_copies())
     for stale in (run_dir / "workers").iterdir():
         stale.unlink()
-    for host in contents.sites or [0]:
+    for host in contents.checked or [0]:
         _write_all(run_dir, contents.documents(host))
     record = contents.record()
     record.write()

@@ -1,8 +1,8 @@
 """Hosts files, in the syntax of DeepSpeed (`gpu-1 slots=4`) and of MPI (`gpu-1:4`, `gpu-1 slots=4 max_slots=8`).
 
 Our own additions to a line: `address=10.0.0.3` (what the other hosts connect to), `python=/path/to/python`,
-`dir=/path` (the folder of runs on that host). `user@gpu-1` logs in as that user; ports and keys belong in the ssh
-configuration.
+`dir=/path` (the folder of runs on that host), `site=frankfurt` (where it stands: what leaves a site is compressed, and
+weights enter it once). `user@gpu-1` logs in as that user; ports and keys belong in the ssh configuration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from distflow.errors import Problem, UserError, did_you_mean
 
 _NAME = re.compile(r"(?:(?P<user>[A-Za-z0-9._-]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)")
-_WORDS = ("slots", "max_slots", "address", "python", "dir")
+_SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_WORDS = ("slots", "max_slots", "address", "python", "dir", "site")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Host:
     """Python on that host; None: the same path as here."""
     directory: str | None = None
     """Folder of runs on that host; None: the same path as here."""
+    site: str = ""
+    """Where it stands: links between hosts of different sites are slow. Hosts without one stand together."""
 
     @property
     def login(self) -> str:
@@ -130,10 +133,16 @@ def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | N
     if "address" in found and not _is_address(found["address"]):
         message = f"address={found['address']} is not an IP address"
         problems.append(Problem(where, first, message, "write one such as address=10.0.0.3"))
+    if "site" in found and not _SITE.fullmatch(found["site"]):
+        message = f"site={found['site']} is not a name"
+        problems.append(
+            Problem(where, first, message, "write letters, digits, '.', '_' or '-', such as site=frankfurt")
+        )
     if len(problems) > before:
         return None
     address, python, folder = (found.get(word) for word in ("address", "python", "dir"))
-    return Host(name["host"], tuple(range(slots)), where, name["user"], address, python, folder)
+    site = found.get("site", "")
+    return Host(name["host"], tuple(range(slots)), where, name["user"], address, python, folder, site)
 
 
 def _settings(words: Sequence[str], host: str, where: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:

@@ -31,6 +31,7 @@ WORKER = (
     "xxhash",
     "blake3",
     "cryptography",
+    "zstandard",
     "numpy",
 )
 """The dependencies of distflow that a worker imports; the command line needs more."""

@@ -26,8 +26,8 @@ from distflow.launch.agent.start import agent_command
 from distflow.launch.deploy.fan_out import Fleet, Note, Ways, reachable_address
 from distflow.launch.deploy.folder_contents import (
     CODE,
+    CheckedHost,
     RunContents,
-    Site,
     code_bundle,
     fill,
     with_agents,
@@ -71,7 +71,7 @@ class HostsRequest:
     """A run to be started on hosts."""
 
     contents: RunContents
-    """Without `sites` yet. The folder on this machine exists, and is empty unless the run is resumed."""
+    """Without `checked` yet. The folder on this machine exists, and is empty unless the run is resumed."""
     resume: bool
     ship_code: bool
     environment: Mapping[str, str]
@@ -121,22 +121,22 @@ def start_on_hosts(request: HostsRequest, ways: Ways, started: Callable[[], None
     """
     hosts, head_dir = dict(enumerate(request.placement.hosts)), request.head_dir
     with nonce_in(head_dir) as name, Fleet(hosts, ways, name) as fleet:
-        sites, notes = preflight(request, fleet)
-        contents = replace(request.contents, sites=sites)
+        checked, notes = preflight(request, fleet)
+        contents = replace(request.contents, checked=checked)
         fill(contents)
         mode = mode_of(head_dir)
-        own = {n: {"folder": str(site.run_dir), "mode": mode} for n, site in sites.items() if not site.same_folder}
+        own = {n: {"folder": str(host.run_dir), "mode": mode} for n, host in checked.items() if not host.same_folder}
         fleet.must("unpack", own, limit_s=SHIP_S, payloads={n: contents.bundle(n) for n in own})
-        _send_checkpoint(request, fleet, sites)
-        agents = start_agents(request, fleet, sites)
+        _send_checkpoint(request, fleet, checked)
+        agents = start_agents(request, fleet, checked)
         begin_agents(fleet.hosts, agents, head_dir, request.connect_s)
-        shares = any(site.same_folder for site in sites.values())
+        shares = any(host.same_folder for host in checked.values())
         if not shares:
             # No agent writes to this folder; the head, status and stop read the agents' addresses from it.
             with_agents(read_record(head_dir), agents).write()
         started()
-        fleet.must("keep", {n: {} for n in sites})
-    return StartedAgents(agents, notes, {n: site.run_dir for n, site in sites.items()}, shares)
+        fleet.must("keep", {n: {} for n in checked})
+    return StartedAgents(agents, notes, {n: host.run_dir for n, host in checked.items()}, shares)
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def preflight(
     request: HostsRequest,
     fleet: Fleet,
     other_links: Callable[[Mapping[int, str], Mapping[int, int]], list[Problem]] = _no_other_links,
-) -> tuple[dict[int, Site], tuple[str, ...]]:
+) -> tuple[dict[int, CheckedHost], tuple[str, ...]]:
     """Examine the hosts; raises HostsError with everything that is wrong with any of them.
 
     `other_links(addresses, ports)` returns problems with links to other hosts, while these listen on the ports.
@@ -193,8 +193,8 @@ def preflight(
     problems += linked or other_links(addresses, ports)
     if problems:
         raise HostsError(list(dict.fromkeys(problems)))
-    sites = {
-        n: Site(
+    checked = {
+        n: CheckedHost(
             run_dirs[n],
             addresses[n],
             found.same_folder,
@@ -204,7 +204,7 @@ def preflight(
         )
         for n, found in facts.items()
     }
-    return sites, tuple(note for n, found in facts.items() for note in notes(fleet.hosts[n], found))
+    return checked, tuple(note for n, found in facts.items() for note in notes(fleet.hosts[n], found))
 
 
 def _ship_code(request: HostsRequest, fleet: Fleet, run_dirs: Mapping[int, Path]) -> list[Problem]:
@@ -250,12 +250,12 @@ def _newer_checkpoints(request: HostsRequest, fleet: Fleet, facts: Mapping[int, 
     return problems
 
 
-def _send_checkpoint(request: HostsRequest, fleet: Fleet, sites: Mapping[int, Site]) -> None:
+def _send_checkpoint(request: HostsRequest, fleet: Fleet, checked: Mapping[int, CheckedHost]) -> None:
     """Send the checkpoint to hosts with training workers that lack parts of it."""
     files = {
-        n: [(path, site.run_dir / path.relative_to(request.head_dir)) for path in site.missing_parts]
-        for n, site in sites.items()
-        if site.missing_parts
+        n: [(path, host.run_dir / path.relative_to(request.head_dir)) for path in host.missing_parts]
+        for n, host in checked.items()
+        if host.missing_parts
     }
     send_parts(fleet, files)
 
@@ -310,18 +310,18 @@ def _links(fleet: Fleet, facts: Mapping[int, HostFacts]) -> tuple[dict[int, str]
 
 
 def start_agents(
-    request: HostsRequest, fleet: Fleet, sites: Mapping[int, Site], records: Mapping[int, Path] = _OWN_RECORD
+    request: HostsRequest, fleet: Fleet, checked: Mapping[int, CheckedHost], records: Mapping[int, Path] = _OWN_RECORD
 ) -> dict[int, str]:
     """Start all agents; returns their addresses. Raises HostsError with the log of each that did not start.
 
     `records`: files that agents read instead of the run.json of their run folder.
     """
     given = {}
-    for n, site in sites.items():
+    for n, there in checked.items():
         python = fleet.hosts[n].python or sys.executable
         record = str(records[n]) if n in records else FILE_NAME
-        command = agent_command(site.run_dir, n, request.entry, record, python)
-        log = log_file(site.run_dir, f"agent/{n}")
+        command = agent_command(there.run_dir, n, request.entry, record, python)
+        log = log_file(there.run_dir, f"agent/{n}")
         given[n] = {"command": command, "log": str(log), "limit_s": START_S}
     answers, problems = fleet.ask("start", given, limit_s=START_S + 10.0)
     for n, answer in answers.items():

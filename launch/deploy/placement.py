@@ -14,6 +14,7 @@ from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import Problem, UserError, did_you_mean
 from distflow.flow.estimate import PROCESS, divides_gradients, estimate, state_bytes
 from distflow.flow.gpus import width
+from distflow.flow.lanes import Whereabouts
 from distflow.flow.memory import group_bytes
 from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
 from distflow.flow.sizes import CHAINED, FETCHED, PINNED, PUBLISHED, ModelSize, model_size
@@ -46,9 +47,10 @@ class WorkerPlacement:
         return [name for name, place in self.places.items() if place.host == host]
 
     @property
-    def host_of(self) -> dict[str, int]:
-        """The host of each worker, by name."""
-        return {name: place.host for name, place in self.places.items()}
+    def where(self) -> Whereabouts:
+        """The host of each worker, and where the hosts stand."""
+        sites = {number: host.site for number, host in enumerate(self.hosts) if host.site}
+        return Whereabouts({name: place.host for name, place in self.places.items()}, sites)
 
 
 def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
@@ -101,7 +103,8 @@ def device_of(worker: WorkerPlan, place: WorkerSlot, gpus: int) -> str:
 
 def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
     """One line per host: number, name, workers, and the source of weights if not shared memory; then notes."""
-    read = [(model, leaders_of(plan.home_of(model).members, placement.host_of)) for model in plan.generating]
+    where = placement.where
+    read = [(model, leaders_of(plan.home_of(model).members, where.hosts)) for model in plan.generating]
     lines = []
     for number, host in enumerate(placement.hosts):
         workers = [_shown(plan, name, placement.places[name]) for name in placement.on(number)]
@@ -109,10 +112,12 @@ def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
         here = {
             model for worker in plan.workers if str(worker.name) in placement.on(number) for model in worker.generates
         }
-        far = [publisher_for(number, leaders) for model, leaders in read if model in here and number not in leaders]
+        given = [leaders for model, leaders in read if model in here and number not in leaders]
+        far = [publisher_for(number, leaders, host.site, where.sites) for leaders in given]
         if far:
             text += f"; weights over the network, from {' and '.join(dict.fromkeys(far))}"
-        lines.append(f"{number}  {host.name}  {len(workers)} of {len(host.slots)} slots  {text}")
+        name = f"{host.name} at {host.site}" if host.site else host.name
+        lines.append(f"{number}  {name}  {len(workers)} of {len(host.slots)} slots  {text}")
     return [*lines, *_divided_lines(plan, placement)]
 
 

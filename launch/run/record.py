@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,7 +10,7 @@ import msgspec
 from msgspec import structs
 
 from distflow.comm.addresses import Address
-from distflow.data.decoding import MOST, Form, Name
+from distflow.data.decoding import MOST, Form, Name, Site
 from distflow.errors import UserError
 from distflow.runtime.disk import replace_file
 
@@ -87,6 +87,13 @@ class HostEntry(Form, frozen=True):
     """Content of `hosts/<number>.nonce`, written by its agent: a host that reads it shares that agent's run folder."""
     gpus: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
     """How many GPUs its workers may use."""
+    site: Site = ""
+    """Where it stands, as in the hosts file."""
+
+
+def sites_of(hosts: Sequence[HostEntry]) -> dict[str, str]:
+    """Where the hosts stand that have a site, by number."""
+    return {str(number): host.site for number, host in enumerate(hosts) if host.site}
 
 
 class Failure(Form, frozen=True):

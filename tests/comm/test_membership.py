@@ -7,8 +7,10 @@ from distflow.comm.membership import Identity, Joined, Lost, MemberMessage, Memb
 from distflow.errors import ProtocolError, RecipeMismatch
 
 
-def make(name: str, peers: list[str], digest: str = "d", alive: bool = True, incarnation: int = 0) -> Membership:
-    me = Identity(name, incarnation, 100, 1.0, digest, {"batch": digest})
+def make(
+    name: str, peers: list[str], digest: str = "d", alive: bool = True, incarnation: int = 0, site: str = ""
+) -> Membership:
+    me = Identity(name, incarnation, 100, 1.0, digest, {"batch": digest}, 0, site)
     return Membership(me, peers, lambda pid, started: alive)
 
 
@@ -26,6 +28,17 @@ def introduce(a: Membership, b: Membership, now: float = 0.0) -> None:
     out, _ = a.tick(now, 0, {})
     replies, _ = deliver(out, a, b, now)
     deliver(replies, b, a, now)
+
+
+def test_a_peer_is_afar_once_it_has_said_that_it_stands_elsewhere() -> None:
+    stand = {"a/0": "x", "b/0": "y", "c/0": "x"}
+    near, far, here = (make(name, ["trainer/0"], site=site) for name, site in stand.items())
+    trainer = make("trainer/0", ["a/0", "b/0", "c/0"], site="x")
+    assert not trainer.afar("b/0"), "nothing is known of it"
+    for peer in (near, far, here):
+        introduce(peer, trainer)
+    assert [trainer.afar(name) for name in ("a/0", "b/0", "c/0", "nobody/0")] == [False, True, False, False]
+    assert far.afar("trainer/0")
 
 
 def test_hello_and_welcome_make_both_present() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
+
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Outgoing, Refuse
 from distflow.testing.lease_network import SMALL
@@ -54,6 +56,18 @@ def test_a_refused_ask_is_put_to_every_owner_once_before_it_is_parked() -> None:
     assert (second != "trainer/3", number, park) == (True, 2, False)
     assert holder.handle(Refuse("trainer/3", 0, 2, 1, False), 0.0) == [], "an old refusal"
     assert sorted(["trainer/3", *walked(holder, onward)]) == [f"trainer/{r}" for r in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("near", "turn", "first"),
+    [({1, 2}, 0, 1), ({1, 2}, 1, 2), ({1, 2}, 4, 1), ({3}, 2, 3), (set(), 6, 2), ({7}, 5, 1)],
+)
+def test_an_owner_of_its_own_site_is_asked_first(near: set[int], turn: int, first: int) -> None:
+    holder = new_holder(owners=4, home=turn, near=frozenset(f"trainer/{number}" for number in near))
+    assert asks(holder.want(0, 0.0))[0][0] == f"trainer/{first}"
+    two = [f"trainer/{number}" for number in (first, 9)]
+    holder.begin_term(1, two[::-1], {}, None, 1.0)
+    assert asks(holder.want(0, 2.0))[0][0] == (f"trainer/{first}" if first in near else two[::-1][turn % 2])
 
 
 def test_a_parked_ask_takes_itself_back_and_goes_round_the_others_again() -> None:

@@ -24,14 +24,18 @@ from distflow.exchange.messages import (
     Result,
     Running,
 )
+from distflow.exchange.owner_links import Home
 from distflow.testing.lease_network import SMALL, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
 
 HOME = "trainer/0"
 
 
-def new_holder(owners: int = 1, settings: LeaseSettings = SMALL, home: int = 0) -> HolderCore:
-    return HolderCore("rollout/0", 2, [f"trainer/{r}" for r in range(owners)], settings, home=home, seed=5)
+def new_holder(
+    owners: int = 1, settings: LeaseSettings = SMALL, home: int = 0, near: frozenset[str] = frozenset()
+) -> HolderCore:
+    names = [f"trainer/{r}" for r in range(owners)]
+    return HolderCore("rollout/0", 2, names, settings, home=Home(home, near), seed=5)
 
 
 def lease(position: int, attempt: int = 1, term: int = 0) -> Lease:

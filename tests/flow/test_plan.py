@@ -9,7 +9,7 @@ import pytest
 
 from distflow.config.paths import shipped_recipes
 from distflow.errors import RecipeError
-from distflow.flow.lanes import lanes_of
+from distflow.flow.lanes import Whereabouts, lanes_of
 from distflow.flow.plan import Plan
 from distflow.flow.plan_svg import render_svg
 from distflow.flow.plan_text import plan_data, render_page
@@ -226,12 +226,12 @@ def test_lanes_follow_from_where_the_workers_are(
     overrides: tuple[str, ...], on_b: tuple[str, ...], samples: tuple[str, ...], weights: tuple[str, ...]
 ) -> None:
     plan = planned("quickstart", *overrides)
-    host_of = dict.fromkeys(on_b, 1)
-    assert lanes_of(plan, plan.edge("samples"), host_of) == samples
-    assert lanes_of(plan, plan.edge("policy"), host_of) == weights
-    assert plan_data(plan, host_of=host_of)["edges"][0]["lane"] == ", ".join(samples)
-    assert f" over {', '.join(weights)}\n" in render_page(plan, host_of=host_of)
-    assert f"weights, {', '.join(weights)}<" in render_svg(plan, host_of)
+    where = Whereabouts(dict.fromkeys(on_b, 1))
+    assert lanes_of(plan, plan.edge("samples"), where) == samples
+    assert lanes_of(plan, plan.edge("policy"), where) == weights
+    assert plan_data(plan, where=where)["edges"][0]["lane"] == ", ".join(samples)
+    assert f" over {', '.join(weights)}\n" in render_page(plan, where=where)
+    assert f"weights, {', '.join(weights)}<" in render_svg(plan, where)
 
 
 def test_the_plan_as_data() -> None:

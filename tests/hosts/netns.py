@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Collection
 from pathlib import Path
 
-from distflow.bench.hosts import BridgedHosts, NetHost, pids_in, run, why_no_hosts
+from distflow.bench.hosts import FAST, BridgedHosts, NetHost, pids_in, run, why_no_hosts
+from distflow.bench.slow_link import Link
 
 SSHD = Path("/usr/sbin/sshd")
 START_S = 10.0
@@ -22,9 +24,11 @@ def why_not() -> str | None:
 class NetHosts(BridgedHosts):
     """Use as a context: whatever happens inside, all namespaces and the processes in them go away."""
 
-    def __init__(self, number: int, folder: Path, rate: str | None = None) -> None:
-        """`rate`: of every interface in both directions, as tc has it (`1gbit`); None: as fast as it goes."""
-        super().__init__(number, rate)
+    def __init__(
+        self, number: int, folder: Path, rate: str | None = None, far: Collection[int] = (), link: Link = FAST
+    ) -> None:
+        """`folder`: for the keys and the configuration of ssh; all else as of BridgedHosts."""
+        super().__init__(number, rate, far, link)
         self.folder = folder
         self.ssh_config = folder / "ssh_config"
 

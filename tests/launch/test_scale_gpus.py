@@ -13,7 +13,7 @@ from distflow.launch.agent.restart_policy import RestartLimit, RestartPolicy, St
 from distflow.launch.agent.scaling import Scaling
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostedWorker, HostReport
-from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site, fill
+from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunContents, fill
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.placement import place_workers
 from distflow.launch.run.folder import create_run_folder
@@ -111,8 +111,8 @@ def test_they_go_to_the_host_that_has_a_free_gpu(tmp_path: Path) -> None:
     loaded, plan = plan_recipe("quickstart", list(BOTH))
     hosts = parse_hosts("a slots=2\nb slots=2", "hosts")
     run_dir = create_run_folder(tmp_path, "run", explicit=True)
-    sites = {n: Site(run_dir, f"10.0.0.{n}", True, (2, 3)[n], missing_plugins=False) for n in (0, 1)}
-    contents = RunContents(loaded, plan, Beginning(), run_dir, place_workers(plan, hosts), sites)
+    checked = {n: CheckedHost(run_dir, f"10.0.0.{n}", True, (2, 3)[n], missing_plugins=False) for n in (0, 1)}
+    contents = RunContents(loaded, plan, Beginning(), run_dir, place_workers(plan, hosts), checked)
     agent = OneAgent(contents.record())
     (run_dir / "recipe.yaml").write_bytes(contents.description()["recipe.yaml"])
     assert [entry.gpus for entry in agent.record.hosts] == [2, 3]

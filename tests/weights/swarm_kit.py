@@ -49,9 +49,9 @@ def new_tag() -> str:
     return f"test-{uuid.uuid4().hex[:8]}"
 
 
-def new_reader(tag: str = "", no_progress_s: float = WAIT_S) -> SwarmReader:
+def new_reader(tag: str = "", no_progress_s: float = WAIT_S, site: str = "") -> SwarmReader:
     """On a host of its own unless it has a `tag`."""
-    return SwarmReader(tag or new_tag(), "127.0.0.1", no_progress_s)
+    return SwarmReader(tag or new_tag(), "127.0.0.1", no_progress_s, site)
 
 
 def left_of(tag: str) -> list[str]:

@@ -30,7 +30,9 @@ class Reader:
 class Swarm:
     """Delivers what is under way at random; each delivery may be wrong, or break the connection."""
 
-    def __init__(self, readers: int, chunks: int, window: int, seed: int, trouble: float = 0.0) -> None:
+    def __init__(self, readers: int, chunks: int, window: int, seed: int, trouble: float = 0.0, sites: int = 1) -> None:
+        self.sites = sites
+        """Readers take turns among them, and are connected to those of their own."""
         self.random = Random(seed)
         self.trouble = trouble
         self.dealer = ChunkDealer(chunks)
@@ -38,7 +40,7 @@ class Swarm:
         """Chunks that the publisher has sent."""
         self.readers = [Reader(ChunkPlan(chunks, window, start=7 * n)) for n in range(readers)]
         for number, reader in enumerate(self.readers):
-            for link in (SEED, *(1 + other for other in range(readers) if other != number)):
+            for link in (SEED, *(1 + other for other in range(number % sites, readers, sites) if other != number)):
                 self.connect(reader, link)
 
     def connect(self, reader: Reader, link: int) -> None:
@@ -87,13 +89,13 @@ class Swarm:
         if want is None:
             return
         if want.what == "deal":
-            dealt = self.dealer.deal(str(number), want.deals)
+            dealt = self.dealer.deal(str(number), self.site(number), want.deals)
             self.send(line, dealt)
             line.extend([("dealt", 0)] * (len(dealt) < want.deals))
         for chunk in want.chunks:
             if link != SEED:
                 line.append(("chunk" if chunk in self.readers[link - 1].right else "gone", chunk))
-            elif self.dealer.gives(str(number), chunk, self.present, again=want.what == "again"):
+            elif self.gives(number, chunk, again=want.what == "again"):
                 self.send(line, [chunk])
             else:
                 line.append(("elsewhere", chunk))
@@ -102,9 +104,16 @@ class Swarm:
         self.sent += chunks
         line.extend(("chunk", chunk) for chunk in chunks)
 
-    @property
-    def present(self) -> set[str]:
-        return {str(number) for number, reader in enumerate(self.readers) if reader.alive}
+    def site(self, number: int) -> str:
+        return str(number % self.sites)
+
+    def gives(self, number: int, chunk: int, *, again: bool) -> bool:
+        there = self.present(self.site(number))
+        return self.dealer.gives(str(number), self.site(number), chunk, there, again=again)
+
+    def present(self, site: str) -> set[str]:
+        alive = [number for number, reader in enumerate(self.readers) if reader.alive]
+        return {str(number) for number in alive if self.site(number) == site}
 
     @property
     def waiting(self) -> list[int]:
@@ -122,6 +131,19 @@ def test_each_chunk_arrives_once_and_the_publisher_sends_it_once(
         swarm.turn(swarm.random.choice(swarm.waiting))
     assert all(sorted(reader.right) == list(range(chunks)) for reader in swarm.readers)
     assert sorted(swarm.sent) == list(range(chunks))
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 40), st.integers(1, 9), st.integers(0, 2**32))
+def test_the_publisher_sends_each_chunk_once_to_every_site(
+    readers: int, sites: int, chunks: int, window: int, seed: int
+) -> None:
+    swarm = Swarm(readers, chunks, window, seed, sites=sites)
+    for _ in range(TURNS):
+        if not swarm.waiting:
+            break
+        swarm.turn(swarm.random.choice(swarm.waiting))
+    assert all(sorted(reader.right) == list(range(chunks)) for reader in swarm.readers)
+    assert sorted(swarm.sent) == sorted([*range(chunks)] * min(sites, readers))
 
 
 @given(st.integers(2, 6), st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32))

@@ -51,6 +51,19 @@ def test_the_publisher_sends_the_model_once_however_many_hosts_read(host: Host, 
         reader.close()
 
 
+def test_a_version_enters_each_site_once(host: Host) -> None:
+    readers = [new_reader(site=site) for site in ("", "", "far", "far", "far")]
+    first = host.publish(1)
+    assert all(holds(found, 1, SIZE) for found in fetch_together(readers, first))
+    before = host.server.traffic.sent_bytes
+    assert before <= 2 * 1.25 * first.size
+    late = new_reader(site="far")
+    assert holds(late.fetch(first), 1, SIZE)
+    assert host.server.traffic.sent_bytes == before, "its site has all of it"
+    for reader in (*readers, late):
+        reader.close()
+
+
 def test_one_of_three_readers_on_a_host_fetches_and_the_others_map_it(host: Host) -> None:
     tag = new_tag()
     readers = [new_reader(tag) for _ in range(3)]

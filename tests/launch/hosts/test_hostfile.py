@@ -12,7 +12,7 @@ FILE = """
 gpu-1 slots=4              # DeepSpeed
 alice@gpu-2:2              # MPI, with a user
 gpu-3 slots=2 max-slots=8  # Open MPI
-gpu-4 address=10.0.0.4 python=/opt/python dir=/scratch/runs
+gpu-4 address=10.0.0.4 python=/opt/python dir=/scratch/runs site=frankfurt-1
 """
 
 
@@ -21,6 +21,7 @@ def test_the_syntaxes_of_deepspeed_and_mpi():
     assert [(host.name, len(host.slots)) for host in hosts] == [("gpu-1", 4), ("gpu-2", 2), ("gpu-3", 2), ("gpu-4", 1)]
     assert [host.login for host in hosts[:2]] == ["gpu-1", "alice@gpu-2"]
     assert (hosts[3].address, hosts[3].python, hosts[3].directory) == ("10.0.0.4", "/opt/python", "/scratch/runs")
+    assert [host.site for host in hosts] == ["", "", "", "frankfurt-1"]
     assert [host.where for host in hosts] == ["hosts:3", "hosts:4", "hosts:5", "hosts:6"]
 
 
@@ -37,6 +38,7 @@ def test_the_syntaxes_of_deepspeed_and_mpi():
         ("gpu-1 slot=4", r"unknown word 'slot=4' — did you mean 'slots'\? allowed: address, dir, max_slots"),
         ("gpu-1 4", r"unknown word '4'"),
         ("gpu-1 address=gpu-1.local", r"address=gpu-1.local is not an IP address"),
+        ("gpu-1 site=a/b", r"site=a/b is not a name — write letters, digits, .* such as site=frankfurt"),
         ("gpu-1\ngpu-1", r"f:2: gpu-1 — named twice, first in f:1"),
         ("a address=10.0.0.1\nb address=10.0.0.1", r"f:2: b — has the address 10.0.0.1, and so has a in f:1"),
         ("# nobody", r"f: hosts — no hosts in this file"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from distflow.errors import UserError
+from distflow.flow.lanes import lanes_of
 from distflow.flow.memory_fit import Capacity
+from distflow.flow.plan import publisher_for
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import run
 from distflow.launch.deploy.hostfile import parse_hosts
@@ -91,6 +93,33 @@ def test_they_go_to_the_host_with_most_slots_and_are_spread_only_where_none_has_
     assert "the models of pool 'trainer' are divided over a, b, c, so each micro-batch waits" in apart[-1]
     together = placement_lines(plan, place_workers(plan, parse_hosts("a slots=4\nb slots=4", "hosts")))
     assert not any("divided" in line for line in together)
+
+
+def test_hosts_of_a_site_without_a_training_worker_read_weights_from_one_of_the_others():
+    text = "a slots=2\nb slots=2\nc slots=1 site=far\nd slots=1 site=far"
+    pinned = ["layout.pools.trainer.hosts=[a, b]"]
+    plan = plan_recipe("quickstart", ["layout.pools.trainer.count=2", "layout.pools.rollout.count=4", *pinned])[1]
+    placement = place_workers(plan, parse_hosts(text, "hosts"))
+    lines = placement_lines(plan, placement)
+    assert [line.split("  ")[1] for line in lines] == ["a", "b", "c at far", "d at far"]
+    sources = [line.split("weights over the network, from ")[1] for line in lines[2:]]
+    assert sources[0] == sources[1], "or each version would cross to that site twice"
+    assert lanes_of(plan, plan.edge("samples"), placement.where) == ("shm", "zmq", "zstd")
+
+
+@pytest.mark.parametrize(
+    ("host", "site", "publisher"),
+    [(0, "", "t/0"), (2, "near", "t/2"), (5, "near", "t/2"), (6, "near", "t/2"), (7, "", "t/1"), (8, "", "t/0")],
+)
+def test_weights_come_from_ones_own_host_then_from_ones_own_site(host, site, publisher):
+    leaders = {0: "t/0", 1: "t/1", 2: "t/2"}
+    assert publisher_for(host, leaders, site, {2: "near"}) == publisher
+
+
+def test_all_of_a_far_site_read_from_the_same_publisher():
+    leaders = {0: "t/0", 1: "t/1", 2: "t/2"}
+    assert len({publisher_for(host, leaders, "far", {}) for host in range(3, 20)}) == 1
+    assert len({publisher_for(9, leaders, f"far-{n}", {}) for n in range(20)}) == 3, "sites are spread over them"
 
 
 def trainers(found):

@@ -15,7 +15,7 @@ from distflow.flow.planner import make_plan
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.resolve import resolve
 from distflow.launch.agent.host_facts import code_digest, code_files
-from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site
+from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunContents
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.job_environment import forwarded
 from distflow.launch.deploy.placement import place_workers
@@ -68,11 +68,11 @@ def test_a_host_with_copies_of_plug_ins_plans_the_same_run(tmp_path):
     loaded, plan = plan_recipe("quickstart", [f"flow.steps.reward.with.function={tmp_path}/mine.py:judge"])
     placement = place_workers(plan, parse_hosts("a slots=2\nb", "hosts"))
     there = tmp_path / "there"
-    sites = {
-        0: Site(tmp_path / "here", "10.0.0.1", same_folder=True, gpus=0, missing_plugins=False),
-        1: Site(there, "10.0.0.2", same_folder=False, gpus=0, missing_plugins=True),
+    checked = {
+        0: CheckedHost(tmp_path / "here", "10.0.0.1", same_folder=True, gpus=0, missing_plugins=False),
+        1: CheckedHost(there, "10.0.0.2", same_folder=False, gpus=0, missing_plugins=True),
     }
-    contents = RunContents(loaded, plan, Beginning(), tmp_path / "here", placement, sites)
+    contents = RunContents(loaded, plan, Beginning(), tmp_path / "here", placement, checked)
     for name, content in (contents.documents(1) | contents.plugin_copies()).items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(content)
