@@ -56,7 +56,7 @@ class LengthRanker:
     def __init__(self) -> None:
         self.learned = 0
         """Results so far."""
-        self._weights: Vector = np.zeros(WIDTH)
+        self._weights = np.zeros(WIDTH)
         self._unsolved = 0
         """Results that are not in the weights."""
         self._squares = np.zeros((WIDTH, WIDTH))
@@ -95,7 +95,7 @@ class LengthRanker:
         kept = FORGET**self._unsolved
         self._squares *= kept
         self._products *= kept
-        self._weights = np.linalg.solve(self._squares + RIDGE * np.eye(WIDTH), self._products)
+        self._weights[:] = np.linalg.solve(self._squares + RIDGE * np.eye(WIDTH), self._products)
         self._unsolved = 0
 
     def _features(self, prompt_ids: Sequence[int], found: Hashes) -> Vector:
