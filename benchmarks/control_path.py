@@ -54,7 +54,7 @@ PARTS = {
     "queue to the endpoint": [f"{_ENDPOINT}:Endpoint.send", "distflow.comm.outbox:Outbox.woken"],
     "sockets and waiting": [
         "zmq:Poller.poll",
-        *(f"{_ENDPOINT}:{name}" for name in ("frames_from", "send_frames", "zmq.Frame")),
+        *(f"{_ENDPOINT}:{name}" for name in ("frames_from", "send_message", "zmq.Frame")),
     ],
     "endpoint": [f"{_ENDPOINT}:Endpoint._receive", f"{_ENDPOINT}:Endpoint._flush"],
     "who is it for, lock, wake": [

@@ -40,9 +40,11 @@ from distflow.flow.resolve import resolve
 from distflow.runtime.protocols import BackendSpec
 from distflow.types import Version
 from distflow.weights.delta import encode
+from distflow.weights.delta_chain import DeltaFile
 from distflow.weights.delta_fetch import make
-from distflow.weights.manifest import CHUNK_BYTES, HASHING_THREADS, Manifest
-from distflow.weights.shm import HEADER_BYTES, SEGMENTS, AnnouncedSegment, ShmPublisher, segment_prefix
+from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads
+from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.shm import HEADER_BYTES, AnnouncedSegment, ShmPublisher, segment_prefix
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
 
@@ -101,16 +103,18 @@ def codec(former: Manifest, local: Manifest) -> Mapping[str, float]:
         np.copyto(np.frombuffer(into[span], np.uint8), np.frombuffer(new[span], np.uint8))
 
     def copied() -> None:
-        with ThreadPoolExecutor(min(HASHING_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        with ThreadPoolExecutor(coding_threads()) as pool:
             list(pool.map(copy, spans))
 
     copied()
-    delta: list[bytes | None] = []
-    times = {
-        "copy": seconds(copied),
-        "encode": seconds(lambda: delta.append(encode(new, base, len(new)))),
-        "decode": seconds(lambda: make(local, base, [memoryview(delta[0] or b"")], into)),
-    }
+    with DeltaFile() as file:
+        sizes: list[int | None] = []
+        times = {
+            "copy": seconds(copied),
+            "encode": seconds(lambda: sizes.append(encode(new, base, len(new), file.write))),
+        }
+        delta = os.pread(file.handle, sizes[0] or 0, HEADER_BYTES)
+    times["decode"] = seconds(lambda: make(local, base, [memoryview(delta)], into))
     changed = np.frombuffer(new, np.uint16) != np.frombuffer(base, np.uint16)
     return {name: len(new) / took / 1e9 for name, took in times.items()} | {"changed": float(changed.mean())}
 

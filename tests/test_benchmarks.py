@@ -55,7 +55,8 @@ def test_the_step_reaches_its_trainers(bench: Callable[..., dict[str, Any]]) -> 
 
 def test_rows_are_exchanged_in_turn_with_what_memory_does(bench: Callable[..., dict[str, Any]]) -> None:
     found = bench("exchange", "--rows", "80", "--row-bytes", "65536")
-    for name in ("put_gb_s", "get_ms", "touch_gb_s", "cpu_s_per_gb", "shm_copy_gb_s", "lane_of_plain_zmq"):
+    as_samples = ("batch_put_gb_s", "batch_get_ms", "batch_touch_gb_s", "batch_cpu_s_per_gb")
+    for name in ("put_gb_s", "get_ms", "touch_gb_s", "cpu_s_per_gb", "shm_copy_gb_s", "lane_of_plain_zmq", *as_samples):
         assert found[name] > 0.0, name
     assert list(found["left_out"]) == ["transferqueue"]
 
@@ -78,8 +79,13 @@ def test_weights_reach_readers_here_and_afar(bench: Callable[..., dict[str, Any]
         "encrypted_gb_s",
         "raw_tcp_gb_s",
         "cpu_s_per_gb",
+        "collective_gb_s",
+        "collective_of_raw_tcp",
+        "delta_s_ratio",
     ):
         assert found[name] > 0.0, name
+    assert found["collective_uplink_ratio"] == pytest.approx(1.0, abs=0.01)
+    assert 0.0 < found["delta_bytes_ratio"] < 0.2
     for hosts in (1, 4, 12):
         assert 1.0 <= found[f"uplink_ratio_{hosts}"] < hosts + 0.5, "not to each host by itself"
 

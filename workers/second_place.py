@@ -3,10 +3,12 @@
     PLACE/RUN/recipe.yaml, run.json …        what `distflow fetch` needs besides to bring the run back
     PLACE/RUN/checkpoints/term_000001.json
     PLACE/RUN/checkpoints/step_000100/model-policy-trainer-0.safetensors …, COMMIT
+    PLACE/RUN/checkpoints/step_000100/prompts/trainer-0.jsonl   where clients put prompts: those that there are by now
     PLACE/RUN/checkpoints/step_000100/copied_term_1_host_0      where several hosts copy: the parts of one are there
     PLACE/RUN/hf/step_000100/model.safetensors …, config.json
 
-Each host copies the parts of its own training workers. Whoever finds that all hosts have, writes COMMIT (two of them
+Each host copies the parts of its own training workers. The prompts of clients lie with each checkpoint, so that one
+that is whole stays so while the next is copied. Whoever finds that all hosts have, writes COMMIT (two of them
 write the same), so a folder with COMMIT is whole. Of a Hugging Face folder config.json comes last. Nothing is renamed:
 stores of objects cannot.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 import fsspec
 import msgspec
 
+from distflow.data.fed import PROMPTS
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import (
     COMMIT,
@@ -91,13 +94,8 @@ class SecondPlace:
             return
         self._fs.makedirs(to, exist_ok=True)
         self._forget_commit(to, commit)
-        for name in commit.parts:
-            if self._host_of(name) == self._host:
-                self._put(folder / name, f"{to}/{name}", note)
-        for path in (*(self._run_dir / name for name in RUN_FILES), *folder.parent.glob("term_*.json")):
-            if path.is_file():
-                below = self._root if path.parent == self._run_dir else self._checkpoints
-                self._put(path, f"{below}/{path.name}", note)
+        for path, there in self._files(folder, commit, to):
+            self._put(path, there, note)
         if self.shared:
             self._fs.pipe_file(f"{to}/{_mark(commit, self._host)}", b"")
         expected = {_mark(commit, self._host_of(name)) for name in commit.parts} if self.shared else set()
@@ -107,6 +105,17 @@ class SecondPlace:
             for mark in self._marks(to):
                 self._remove(f"{to}/{mark}")
             self._prune()
+
+    def _files(self, folder: Path, commit: Commit, to: str) -> Iterator[tuple[Path, str]]:
+        """What this host copies of a checkpoint, each with its place: all but COMMIT."""
+        yield from ((folder / name, f"{to}/{name}") for name in commit.parts if self._host_of(name) == self._host)
+        for path in (*(self._run_dir / name for name in RUN_FILES), *folder.parent.glob("term_*.json")):
+            if path.is_file():
+                below = self._root if path.parent == self._run_dir else self._checkpoints
+                yield path, f"{below}/{path.name}"
+        for path in sorted((self._run_dir / PROMPTS).glob("*.jsonl")):
+            if self._host_of(f"-{path.name}") == self._host:
+                yield path, f"{to}/{PROMPTS}/{path.name}"
 
     def _copy_model(self, folder: Path, note: Note) -> None:
         to = f"{self._models}/{folder.name}"

@@ -23,13 +23,13 @@ from itertools import count
 from multiprocessing.process import BaseProcess
 from typing import Self
 
-from distflow.bench.slow_link import Link, carry, open_tap
+from distflow.bench.slow_link import SiteLink, carry, open_tap
 from distflow.errors import DistflowError, UserError
 
 _SERIAL = count()
 _END_TRIES = 50
 _END_S = 5.0
-FAST = Link(1e9, 0.0)
+FAST = SiteLink(1e9, 0.0)
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -77,7 +77,7 @@ def bits_per_second(rate: str) -> float:
 class BridgedHosts:
     """Use as a context: whatever happens inside, all namespaces and the processes in them go away."""
 
-    def __init__(self, number: int, rate: str | None = None, far: Collection[int] = (), link: Link = FAST) -> None:
+    def __init__(self, number: int, rate: str | None = None, far: Collection[int] = (), link: SiteLink = FAST) -> None:
         """`rate`: of every interface in both directions, as tc has it (`1gbit`); None: as fast as it goes.
 
         `far`: the hosts of a second site, which `link` joins to the first.

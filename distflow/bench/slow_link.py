@@ -24,7 +24,7 @@ QUEUE_S = 0.5
 """Frames that would wait longer than this for their turn are dropped, as a router does."""
 
 
-class Link(NamedTuple):
+class SiteLink(NamedTuple):
     """What a link between two sites can do."""
 
     bits_per_second: float
@@ -39,7 +39,7 @@ def open_tap(name: str) -> int:
     return handle
 
 
-def carry(ends: tuple[int, int], link: Link) -> BaseProcess:
+def carry(ends: tuple[int, int], link: SiteLink) -> BaseProcess:
     """Start the process that carries frames between two TAP devices until it is terminated."""
     process = get_context("fork").Process(target=_carry, args=(ends, link), name="slow-link", daemon=True)
     process.start()
@@ -49,7 +49,7 @@ def carry(ends: tuple[int, int], link: Link) -> BaseProcess:
 class _Direction:
     """Frames from one end to the other: each leaves when the one before has, and arrives `delay_s` later."""
 
-    def __init__(self, to: int, link: Link) -> None:
+    def __init__(self, to: int, link: SiteLink) -> None:
         self.carried = 0
         self._to = to
         self._link = link
@@ -74,7 +74,7 @@ class _Direction:
         return self._under_way[0][0] if self._under_way else None
 
 
-def _carry(ends: tuple[int, int], link: Link) -> None:
+def _carry(ends: tuple[int, int], link: SiteLink) -> None:
     directions = {ends[0]: _Direction(ends[1], link), ends[1]: _Direction(ends[0], link)}
     with selectors.DefaultSelector() as selector:
         for end in ends:

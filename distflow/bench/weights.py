@@ -3,7 +3,10 @@
 Within the host three readers at once check a version and copy it into parameters of their own; the limit is one copy of
 the model in memory. To other hosts (processes that share no memory with the publisher, over loopback) a version goes by
 the swarm, plain and encrypted; the limit is one bare socket into the same kind of buffer. `uplink_ratio_N` is what the
-publisher itself sends to N hosts that fetch at the same time, in models.
+publisher itself sends to N hosts that fetch at the same time, in models. By the collective link SENDERS trainers send
+their parts to TAKERS readers, each of which wants other parts, over Gloo; the model crosses once. What the step of an
+optimizer has changed in a model of as many bytes in bfloat16 crosses in turn with all of it (`delta_full_s`), digests
+included.
 """
 
 from __future__ import annotations
@@ -13,17 +16,23 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
 
-from distflow.bench import weights_workers
+from distflow.bench import weights_parts, weights_workers
 from distflow.bench.team import Team
 from distflow.bench.turns import Figures, Measurement, Turn, take_turns
+from distflow.bench.weights_parts import PartSetting
 from distflow.bench.weights_workers import WeightsSetting
-from distflow.weights.shm import SEGMENTS, segment_prefix
+from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.shm import segment_prefix
 
 PUBLISHER = "publisher"
+STEPPER, FOLLOWER = "stepper", "follower"
 READERS = ("reader-0", "reader-1", "reader-2")
 UPLINKS = (1, 4, 12)
+SENDERS, TAKERS = 2, 3
 WARM_UPS = 3
 """Publishers and readers keep several segments, whose memory is touched in the first turns."""
 
@@ -41,6 +50,17 @@ class Links:
         for name in self.hosts:
             team.start(name, weights_workers.read_afar, setting)
         team.answers([PUBLISHER, *READERS, *self.hosts])
+
+    def with_parts(self, store: Path) -> Self:
+        """And the processes of the collective link, which meet at file `store`, and of an optimizer step."""
+        self._ranks = [f"rank-{number}" for number in range(SENDERS + TAKERS)]
+        for rank, name in enumerate(self._ranks):
+            part = PartSetting(store, rank, SENDERS, TAKERS, self._setting.nbytes)
+            self._team.start(name, weights_parts.move_parts, part)
+        self._team.start(STEPPER, weights_parts.step_and_publish, self._setting)
+        self._team.start(FOLLOWER, weights_parts.follow_steps, self._setting)
+        self._team.answers([*self._ranks, STEPPER, FOLLOWER])
+        return self
 
     def memcpy(self) -> Figures:
         """One copy of the model."""
@@ -86,6 +106,30 @@ class Links:
             "cpu_s_per_gb": cpu_s / gb / hosts,
         }
 
+    def collective(self) -> Figures:
+        """The parts of a version to all that want them; the slowest counts."""
+        found = self._all(self._ranks, "move", None)
+        gb = self._setting.nbytes / 1e9
+        return {
+            "gb_s": gb / max(one["seconds"] for one in found),
+            "cpu_s_per_gb": sum(one["cpu_s"] for one in found) / gb,
+            "uplink": sum(one["bytes"] for one in found) / self._setting.nbytes,
+        }
+
+    def step(self) -> Figures:
+        """A version after an optimizer step, in full and as what has changed."""
+        number = next(self._numbers)
+        (made,) = self._all([STEPPER], "step", number)
+        wires = {way: wire for way, (wire, _) in made.items()}
+        (took,) = self._all([FOLLOWER], "fetch", (number, wires))
+        seconds = {way: made[way][1] + took[way] for way in wires}
+        return {
+            "full_s": seconds["full"],
+            "delta_s": seconds["delta"],
+            "s_ratio": seconds["delta"] / seconds["full"],
+            "bytes_ratio": took["bytes"],
+        }
+
     def _publish(self) -> Any:
         return self._all([PUBLISHER], "publish", next(self._numbers))[0]
 
@@ -107,8 +151,9 @@ def measure(megabytes: int, repetitions: int) -> Measurement:
     with ExitStack() as stack:
         # Killed processes leave theirs, of the size of several models.
         stack.callback(_remove_segments, setting.tag)
-        team = stack.enter_context(Team(weights_workers.__name__))
-        links = Links(team, setting, max(UPLINKS))
+        team = stack.enter_context(Team(weights_parts.__name__))
+        folder = stack.enter_context(TemporaryDirectory())
+        links = Links(team, setting, max(UPLINKS)).with_parts(Path(folder, "store"))
         contestants: dict[str, Turn] = {
             "memcpy": links.memcpy,
             "publish": links.publish,
@@ -117,6 +162,7 @@ def measure(megabytes: int, repetitions: int) -> Measurement:
             "raw": links.raw,
         }
         contestants |= {kind: partial(links.swarm, kind, 1) for kind in ("plain", "encrypted")}
+        contestants |= {"collective": links.collective, "step": links.step}
         contestants |= {f"crowd {hosts}": partial(links.swarm, "crowd", hosts) for hosts in UPLINKS}
         found = take_turns(contestants, repetitions, WARM_UPS)
     figures = measurement.figures
@@ -138,4 +184,11 @@ def measure(megabytes: int, repetitions: int) -> Measurement:
     for hosts in UPLINKS:
         measurement.tell(f"uplink_ratio_{hosts}", found[f"crowd {hosts}"], of="uplink")
     measurement.tell("one_among_12_gb_s", found["crowd 1"], of="gb_s")
+    measurement.tell("collective_gb_s", found["collective"], of="gb_s")
+    figures["collective_of_raw_tcp"] = figures["collective_gb_s"] / figures["raw_tcp_gb_s"]
+    measurement.tell("collective_cpu_s_per_gb", found["collective"], of="cpu_s_per_gb")
+    measurement.tell("collective_uplink_ratio", found["collective"], of="uplink")
+    for name in ("full_s", "s_ratio", "bytes_ratio"):
+        measurement.tell(f"delta_{name}", found["step"], of=name)
+    measurement.tell("delta_s", found["step"])
     return measurement

@@ -16,7 +16,8 @@ import torch
 
 from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
-from distflow.weights.shm import SEGMENTS, ShmPublisher, ShmReader
+from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.shm import ShmPublisher, ShmReader
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
 from distflow.weights.transport import NamedTensors
@@ -37,7 +38,7 @@ class WeightsSetting:
     nbytes: int
 
 
-def _obey(pipe: Connection, orders: Mapping[str, Callable[[Any], Any]]) -> None:
+def obey(pipe: Connection, orders: Mapping[str, Callable[[Any], Any]]) -> None:
     """Do what the pipe says, until it says nothing more; first of all say that this process is there."""
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
@@ -81,7 +82,7 @@ def publish(name: str, pipe: Connection, setting: WeightsSetting) -> None:
     with ExitStack() as stack:
         for close in (publisher.close, listener.close, *(server.close for server in servers.values())):
             stack.callback(close)
-        _obey(pipe, {"publish": announce, "first": first, "raw": raw, "sent": sent})
+        obey(pipe, {"publish": announce, "first": first, "raw": raw, "sent": sent})
 
 
 def read_here(name: str, pipe: Connection, setting: WeightsSetting) -> None:
@@ -106,7 +107,7 @@ def read_here(name: str, pipe: Connection, setting: WeightsSetting) -> None:
         take([("", tensor) for tensor in others])
         return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
 
-    _obey(pipe, {"shm": shm, "memcpy": memcpy})
+    obey(pipe, {"shm": shm, "memcpy": memcpy})
     reader.close()
 
 
@@ -136,4 +137,4 @@ def read_afar(name: str, pipe: Connection, setting: WeightsSetting) -> None:
     with ExitStack() as stack:
         for reader in readers.values():
             stack.callback(reader.close)
-        _obey(pipe, {"fetch": fetch, "raw": raw})
+        obey(pipe, {"fetch": fetch, "raw": raw})

@@ -1,10 +1,11 @@
-"""What callers of a `Client` give it, looked at before anything is sent: an owner drops what it cannot read."""
+"""What callers of a `Client` give it, looked at before anything is sent."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from distflow.data.decoding import MOST, shown
 from distflow.errors import UserError
 
 MOST_CHARACTERS = 64
@@ -18,8 +19,8 @@ def check_request(fields: Sequence[str], consumer: str, rows: int, tokens: int, 
         raise UserError(f"fields: expected a list of names such as ['prompt_text', 'reward'], got {fields!r}")
     check_consumer(consumer)
     for what, value in (("rows", rows), ("tokens", tokens)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise UserError(f"{what}: expected a whole number, 0 for any number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST:
+            raise UserError(f"{what}: expected a whole number, 0 for any number, got {shown(value)}")
     check_seconds("timeout", timeout)
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+from msgspec import structs
+
 from distflow.comm.client import ask
+from distflow.data.decoding import read
 from distflow.errors import NoProgressError, UserError, WorkerFailed
 from distflow.exchange.store_channel import OWNERS
 from distflow.launch.observe.run_client import ANSWER_S, ask_any_agent, keys_of
@@ -15,6 +20,13 @@ from distflow.launch.run.record import FINAL, RunRecord, read_record
 
 CHECK_EVERY_S = 0.5
 LOOK_EVERY_S = 2.5
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """What an agent tells of a run, as far as clients need it."""
+
+    state: str
+    roster: Mapping[str, str]
 
 
 class HasPath(Protocol):
@@ -32,6 +44,8 @@ class AttachedRun:
     def __init__(self, run: HasPath | str | os.PathLike[str]) -> None:
         self._path = _folder_of(run)
         self._looked_at = 0.0
+        self._told: Mapping[str, str] = {}
+        """Addresses that an agent has told."""
         self.record = read_record(self._path)
 
     def find_owners(self, deadline: float) -> tuple[str, ...]:
@@ -40,12 +54,13 @@ class AttachedRun:
         Raises UserError for a run that is over, NoProgressError if nobody answers until then.
         """
         while True:
-            record = self.record = read_record(self._path)
+            record = self._read()
             if record.over:
                 raise UserError(f"{self._path}: this run is over ({record.state}) — a Client needs one that goes on")
             owners = self.owners()
             if owners:
                 return owners
+            self._ask_agents(record)
             if time.monotonic() >= deadline:
                 raise NoProgressError(
                     f"{self._path}: no training worker of this run answers — `distflow status {record.name}` tells why"
@@ -55,7 +70,7 @@ class AttachedRun:
     def owners(self) -> tuple[str, ...]:
         """Who owns samples now; nobody if no training worker answers."""
         record = self.record
-        for name in (worker.name for worker in record.workers if worker.trains):
+        for name in record.trainers:
             address = record.roster.get(name)
             answer = ask(address, OWNERS, {}, ANSWER_S, keys_of(record)) if address else None
             if answer is not None:
@@ -71,17 +86,30 @@ class AttachedRun:
 
     def ended(self) -> bool:
         """Whether the run has ended in order; raises WorkerFailed if it has failed."""
-        record = self.record = read_record(self._path)
+        record = self._read()
         # A copy of run.json on another machine stays as it was.
-        state = record.state if record.over else self._state_by_agents(record)
+        state = record.state if record.over else self._ask_agents(record)
         if state == "failed":
             why = "" if record.failure is None else f": {record.failure.message}"
             raise WorkerFailed(f"{record.name} has failed{why} — `distflow status {record.name}` tells more")
         return state in FINAL
 
-    def _state_by_agents(self, record: RunRecord) -> str:
+    def _ask_agents(self, record: RunRecord) -> str:
+        """The state of a run on several hosts as an agent tells it; "": nobody does. Where workers listen by now, too:
+        those that are restarted have other ports.
+        """
         answer = ask_any_agent(record, "status", {}, ANSWER_S) if record.hosts else None
-        return "" if answer is None else str(answer["state"])
+        if answer is None:
+            return ""
+        told = read(answer, _Told, "status")
+        self._told = told.roster
+        self._read()
+        return told.state
+
+    def _read(self) -> RunRecord:
+        record = read_record(self._path)
+        self.record = structs.replace(record, roster={**record.roster, **self._told})
+        return self.record
 
 
 def _folder_of(run: HasPath | str | os.PathLike[str]) -> Path:

@@ -21,12 +21,13 @@ from distflow.client.arguments import check_consumer, check_request, check_secon
 from distflow.client.attached_run import CHECK_EVERY_S, AttachedRun, HasPath
 from distflow.client.feeding import FeedCall, Feeding
 from distflow.client.reading import REPEAT_S, AnswerBody, ConsumerReading, OwnerAnswer, Part
-from distflow.client.samples import Samples, check_stale
-from distflow.client.weights import Ready, WeightSubscription
+from distflow.client.samples import Samples
+from distflow.client.settling import Settling
+from distflow.client.weights import Replies, WeightSubscription
 from distflow.comm.client import BackgroundClient
 from distflow.comm.message import Buffer, Message
-from distflow.data.batch import Batch
-from distflow.data.batch_wire import decode_batch, encode_batch
+from distflow.comm.outbox import SentOnce
+from distflow.data.batch_wire import decode_batch
 from distflow.errors import NoProgressError, ProtocolError, UserError
 from distflow.exchange.store_channel import (
     ALIVE,
@@ -34,19 +35,15 @@ from distflow.exchange.store_channel import (
     ASK,
     FORGET,
     LEAVE,
-    PUT,
-    SETTLE,
     Forgotten,
     From,
-    Settled,
-    Written,
 )
 from distflow.launch.observe.run_client import keys_of
-from distflow.weights.manifest import Manifest
 
-IPC = "ipc://"
 SILENT_S = 5.0
 """After so long without a word of an owner the run itself is looked at: it may be over."""
+REQUEST_AGAIN_S = 1.0
+"""After so long without a reply a request is repeated, once the former copy has left."""
 T = TypeVar("T")
 
 
@@ -70,12 +67,16 @@ class Client:
         self._awaited: set[int] = set()
         self._refused: dict[str, str] = {}
         """Why an owner does not serve a consumer."""
+        self._over: set[str] = set()
+        """Owners that have said that the run is over."""
+        self._subscriptions: list[WeightSubscription] = []
         self._fault: Exception | None = None
         self._say_alive_at = 0.0
         self._run = AttachedRun(run)
         self._owners = self._run.find_owners(time.monotonic() + timeout_s)
         self._heard = dict.fromkeys(self._owners, time.monotonic())
         self._feeding = Feeding(self._name, self._ask_first)
+        self._settling = Settling(self._name, self._request, self._gave_back)
         self._wire = BackgroundClient(keys_of(self._run.record), self._on_reply, self._on_tick, self._on_fault)
         self._meet()
         self._wire.start()
@@ -98,18 +99,18 @@ class Client:
     ) -> Samples | None:
         """Wait for samples, and claim them: at least `rows` rows and `tokens` tokens, in whole groups.
 
-        Without either: whatever has arrived. Fewer at the end of the run; None once all has been read, or the run is
-        stopped. `consumer`: a name whose clients share what arrives after its first `get`; each of them asks for the
-        same fields. A `lossless` one gets every group: when it has `limits.consumer_mb` unread, the run waits for it.
-        Others lose the oldest. A step that clients write is a consumer by its name: it gets every group, and samples
-        are done once its fields are written with `samples.put`. Raises UserError for fields that samples do not have,
-        TimeoutError after `timeout` seconds, WorkerFailed if the run has failed, and NoProgressError if nothing of it
-        answers.
+        Without either: whatever has arrived. Fewer at the end of the run, and where an owner keeps no more
+        (`limits.consumer_mb`); None once all has been read, or the run is stopped. `consumer`: a name whose clients
+        share what arrives after its first `get`; each of them asks for the same fields. A `lossless` one gets every
+        group: when it has `limits.consumer_mb` unread, the run waits for it. Others lose the oldest. A step that
+        clients write is a consumer by its name: it gets every group, and samples are done once its fields are written
+        with `samples.put`. Raises UserError for fields that samples do not have, TimeoutError after `timeout` seconds,
+        WorkerFailed if the run has failed, and NoProgressError if nothing of it answers.
         """
         check_request(fields, consumer, rows, tokens, timeout)
-        reading = self._reading(consumer, fields, lossless=lossless)
         with self._changed:
             self._check_unused(consumer)
+            reading = self._reading(consumer, fields, lossless=lossless)
             self._using.add(consumer)
             try:
                 reading.want(rows, tokens)
@@ -118,7 +119,7 @@ class Client:
                 parts = self._until(lambda: self._taken(reading), f"samples for consumer {consumer!r}", timeout, none)
             finally:
                 self._using.discard(consumer)
-        return Samples(self, reading, parts) if parts else None
+        return Samples(self._settling, reading, parts) if parts else None
 
     def put_prompts(self, rows: Iterable[Mapping[str, Any]], *, timeout: float | None = None) -> int:
         """Put prompts, rows as of a file, into a run that gets them by `distflow.data.fed:by_clients`.
@@ -133,26 +134,24 @@ class Client:
         self._feeding.end()
 
     def subscribe_weights(self, model: str = "policy") -> WeightSubscription:
-        """The newest version of a model, and each one after it, on the host of a training worker; nobody waits for
-        this client. Raises UserError on another host.
-        """
+        """The newest version of a model, and each one after it; nobody waits for this client."""
         record = self._run.record
-        trains = [worker.name for worker in record.workers if worker.trains]
-        near = {name: place for name in trains if (place := record.roster.get(name, "")).startswith(IPC)}
-        if not near:
-            raise UserError(f"{record.name}: no training worker is on this host — run this client where one is")
-        for name, address in near.items():
-            self._wire.know(name, address)
-        return WeightSubscription(model, self._name, tuple(near), self._ask_all)
+        found = WeightSubscription(model, self._name, record.trainers, self._ask_all, record.no_progress_s)
+        self._subscriptions.append(found)
+        return found
 
     def forget(self, consumer: str) -> None:
-        """Close a consumer for all its clients: the run keeps nothing for it any longer."""
+        """Close a consumer for all its clients: the run keeps nothing for it any longer.
+
+        Raises UserError for a step, and if the run ends before it is closed.
+        """
         check_consumer(consumer)
         with self._changed:
             self._check_unused(consumer)
             self._readings.pop(consumer, None)
         for owner in self._owners:
-            self._request(owner, FORGET, partial(structs.replace, Forgotten(self._name, 0, consumer)))
+            if self._request(owner, FORGET, partial(structs.replace, Forgotten(self._name, 0, consumer))) is None:
+                raise UserError(f"consumer {consumer!r}: the run has ended before {owner} closed it")
 
     def close(self) -> None:
         """Leave: what was claimed and not acknowledged goes to others."""
@@ -160,30 +159,8 @@ class Client:
         for owner in self._owners:
             self._wire.send(owner, LEAVE, msgspec.to_builtins(From(self._name)))
         self._wire.close()
-
-    # -- used by Samples
-    def _put(self, step: str, parts: Sequence[Part], fields: Batch) -> None:
-        """Write the fields of a step for all these rows. Raises UserError if an owner refuses them."""
-        stale, start = 0, 0
-        for part in parts:
-            stop = start + part.batch.rows
-            described, buffer = encode_batch(fields.slice(start, stop))
-            written = Written(self._name, 0, step, part.number, described)
-            answer = self._request(part.owner, PUT, partial(structs.replace, written), (buffer,))
-            stale, start = stale + len(answer["stale"]), stop
-        check_stale(step, stale)
-
-    def _settle(self, consumer: str, parts: Sequence[Part], *, used: bool) -> None:
-        stale = 0
-        for owner in dict.fromkeys(part.owner for part in parts):
-            numbers = tuple(part.number for part in parts if part.owner == owner)
-            settled = Settled(self._name, 0, consumer, numbers if used else (), () if used else numbers)
-            answer = self._request(owner, SETTLE, partial(structs.replace, settled))
-            stale += len(answer["stale"])
-            with self._changed:
-                if not used and consumer in self._readings:
-                    self._readings[consumer].gave_back(owner)
-        check_stale(consumer, stale)
+        for subscription in self._subscriptions:
+            subscription.close()
 
     # -- used by WeightSubscription
     def _ask_all(
@@ -192,25 +169,26 @@ class Client:
         kind: str,
         body: Callable[[int], msgspec.Struct],
         timeout: float | None,
-        ready: Ready,
-    ) -> Manifest | None:
+        ready: Callable[[Replies], T | None],
+    ) -> T | None:
         """Ask these workers, again and again, until their replies are what is awaited; None: the run is over."""
-        replies: dict[int, dict[str, Any]] = {}
+        replies: dict[str, dict[str, Any]] = {}
         sent = [0.0]
 
-        def heard() -> Manifest | None:
+        def heard() -> T | None:
             if time.monotonic() - sent[0] >= REPEAT_S:
                 sent[0] = time.monotonic()
-                for number in numbers.keys() - replies.keys():
-                    self._wire.send(numbers[number], kind, msgspec.to_builtins(body(number)))
-            replies.update({number: self._replies.pop(number) for number in numbers if number in self._replies})
-            return ready(replies.values())
+                for number, name in numbers.items():
+                    if name not in replies:
+                        self._wire.send(name, kind, msgspec.to_builtins(body(number)))
+            replies.update({name: self._replies.pop(at) for at, name in numbers.items() if at in self._replies})
+            return ready(replies)
 
         with self._changed:
             numbers = {self._number(): name for name in names}
             self._awaited.update(numbers)
             try:
-                return self._until(heard, "weights", timeout, None)
+                return self._until(heard, "weights", timeout, None, told=True)
             finally:
                 self._awaited.difference_update(numbers)
 
@@ -226,11 +204,16 @@ class Client:
         with self._changed:
             self._awaited.add(number := self._number())
             try:
-                return self._until(replied, "prompts to be taken", None, None)
+                return self._until(replied, "prompts to be taken", None, None, told=True)
             finally:
                 self._awaited.discard(number)
 
     # -- requests
+    def _gave_back(self, consumer: str, owner: str) -> None:
+        with self._changed:
+            if consumer in self._readings:
+                self._readings[consumer].gave_back(owner)
+
     def _check_unused(self, consumer: str) -> None:
         if consumer in self._using:
             raise UserError(
@@ -238,12 +221,11 @@ class Client:
             )
 
     def _reading(self, consumer: str, fields: Sequence[str], *, lossless: bool) -> ConsumerReading:
-        with self._changed:
-            known = self._readings.get(consumer)
-            if known is None:
-                known = ConsumerReading(self._name, consumer, fields, self._owners, self._number, lossless=lossless)
-                self._readings[consumer] = known
-            self._refused.pop(consumer, None)
+        known = self._readings.get(consumer)
+        if known is None:
+            known = ConsumerReading(self._name, consumer, fields, self._owners, self._number, lossless=lossless)
+            self._readings[consumer] = known
+        self._refused.pop(consumer, None)
         if (known.fields, known.lossless) != (tuple(fields), lossless):
             raise UserError(
                 f"consumer {consumer!r} reads {list(known.fields)}, lossless={known.lossless}: it cannot change — use "
@@ -271,33 +253,37 @@ class Client:
 
     def _request(
         self, owner: str, kind: str, body: Callable[..., msgspec.Struct], payload: Sequence[Buffer] = ()
-    ) -> dict[str, Any]:
-        """Send a request until its reply comes; raises UserError if that is a refusal."""
+    ) -> dict[str, Any] | None:
+        """Send a request until its reply comes; None: the run is over. Raises UserError if that is a refusal."""
         with self._changed:
             number = self._number()
             self._awaited.add(number)
             sent = [0.0]
+            copies = SentOnce()
 
             def replied() -> dict[str, Any] | None:
-                if number not in self._replies and time.monotonic() - sent[0] >= 1.0:
+                due = time.monotonic() - sent[0] >= REQUEST_AGAIN_S and not copies.under_way(owner, number)
+                if number not in self._replies and due:
                     sent[0] = time.monotonic()
                     plain = msgspec.to_builtins(body(number=number), builtin_types=(bytes,))
-                    self._wire.send(owner, kind, plain, payload)
+                    copies.note(owner, number, self._wire.send(owner, kind, plain, payload))
                 if owner not in self._owners:
                     # It is gone for good, and its claims with it.
                     return {"stale": [number]}
                 return self._replies.pop(number, None)
 
             try:
-                reply: dict[str, Any] = self._until(replied, f"{owner} to confirm", None, {"stale": []})
+                reply: dict[str, Any] | None = self._until(replied, f"{owner} to confirm", None, None)
             finally:
                 self._awaited.discard(number)
-        if "error" in reply:
+        if reply is not None and "error" in reply:
             raise UserError(str(reply["error"]))
         return reply
 
-    def _until(self, ready: Callable[[], T | None], what: str, timeout: float | None, over: T) -> T:
-        """Wait under the condition; `over`: what to return once the run has ended in order."""
+    def _until(
+        self, ready: Callable[[], T | None], what: str, timeout: float | None, over: T, *, told: bool = False
+    ) -> T:
+        """Wait under the condition; `over`: what to return once the run has ended, or with `told` all owners say so."""
         began, name = time.monotonic(), self._run.record.name
         while (found := ready()) is None:
             if self._fault is not None:
@@ -305,6 +291,9 @@ class Client:
             now = time.monotonic()
             if timeout is not None and now - began >= timeout:
                 raise TimeoutError(f"{name}: waited {timeout:g} s for {what} — the run goes on; ask again")
+            if told and self._over.issuperset(self._owners):
+                self._look()
+                return over
             silent = [owner for owner, at in self._heard.items() if now - at > SILENT_S]
             if silent and self._run.due(now):
                 if self._look():
@@ -339,8 +328,9 @@ class Client:
         return ended
 
     def _meet(self) -> None:
-        for owner in self._owners:
-            self._wire.know(owner, self._run.record.roster.get(owner, ""))
+        record = self._run.record
+        for name in record.trainers:
+            self._wire.know(name, record.roster.get(name, ""))
 
     # -- on the thread of the connection
     def _on_reply(self, owner: str, message: Message) -> None:
@@ -349,6 +339,8 @@ class Client:
             number = body.get("number")
             if message.kind == f"{ASK}.reply":
                 self._on_answer(owner, message)
+            elif message.kind == f"{ALIVE}.reply":
+                (self._over.add if body["over"] else self._over.discard)(owner)
             elif isinstance(number, int) and number in self._awaited:
                 self._replies[number] = dict(body)
             if owner in self._heard:
@@ -360,13 +352,8 @@ class Client:
 
     def _on_answer(self, owner: str, message: Message) -> None:
         answered = msgspec.convert(message.body, AnswerBody)
-        if answered.error:
-            self._refused[answered.consumer] = answered.error
-            return
-        if answered.end == "closed":
-            self._refused[answered.consumer] = (
-                f"consumer {answered.consumer!r}: another client has closed it (`forget`)"
-            )
+        if answered.refusal:
+            self._refused[answered.consumer] = answered.refusal
             return
         reading = self._readings.get(answered.consumer)
         if reading is None:

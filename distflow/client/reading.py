@@ -41,13 +41,20 @@ class Part:
 class AnswerBody(msgspec.Struct, frozen=True):
     """An answer to an ask, as it travels."""
 
-    number: int
+    number: int = 0
+    """0: that of the ask could not be read."""
     consumer: str = ""
     end: End = ""
     missed: int = 0
     tokens: int = 0
     batch: Mapping[str, Any] | None = None
     error: str = ""
+
+    @property
+    def refusal(self) -> str:
+        """Why the owner does not serve the consumer; "": it does."""
+        closed = f"consumer {self.consumer!r}: another client has closed it (`forget`)" if self.end == "closed" else ""
+        return self.error or closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +103,8 @@ class ConsumerReading:
         """What the next `take` is to reach: rows, or tokens, or (both 0) anything."""
         self._rows, self._tokens = rows, tokens
         for owner in self._owners.values():
-            if owner.end == "drained":
-                # Others may have given groups back since.
+            if owner.end in ("drained", "full"):
+                # Others may have given groups back since, or this client has.
                 owner.end = ""
 
     def asks(self, now: float) -> list[tuple[str, Asked]]:
@@ -128,6 +135,9 @@ class ConsumerReading:
         owner.end = "" if answer.end == "void" else answer.end
         if answer.part is not None:
             self._parts.append(answer.part)
+        if answer.end == "full" and not self._parts:
+            # What filled it was of an owner that has restarted since.
+            owner.end = ""
 
     def heard(self, name: str, incarnation: int) -> None:
         """A sign of life of an owner, which may have restarted."""
@@ -146,8 +156,12 @@ class ConsumerReading:
         self._parts = deque(part for part in self._parts if part.owner in self._owners)
 
     def take(self) -> list[Part] | None:
-        """What was wanted, or less where no more will come; None: wait."""
-        if not self._full and not (self._parts and self._ended):
+        """What was wanted, or less where no more will come, or an owner keeps no more; None: wait.
+
+        One such owner is enough: others may have to wait for it with the next training step.
+        """
+        less = self._ended or any(owner.end == "full" for owner in self._owners.values())
+        if not self._full and not (self._parts and less):
             return None
         parts, self._parts = list(self._parts), deque()
         return parts

@@ -4,38 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from distflow.client.reading import ConsumerReading, Part
+from distflow.client.settling import Settling, StaleRows
 from distflow.data.batch import Batch, Column, Ragged
-from distflow.errors import DistflowError, UserError
-
-
-class StaleRows(DistflowError):
-    """Samples that are not this client's any more: it was silent for too long, or their owner has restarted.
-
-    They have gone, or will go, to a client of the same consumer again.
-    """
-
-
-def check_stale(consumer: str, stale: int) -> None:
-    """Raise StaleRows if some claims of a client were not its own any more."""
-    if stale:
-        raise StaleRows(
-            f"consumer {consumer!r}: these samples are not this client's any more — it was silent for too long, or a "
-            "training worker has restarted; they go to a client of this consumer again"
-        )
-
-
-class Settling(Protocol):
-    """Tells the owners what has become of a claim; a `Client`."""
-
-    def _settle(self, consumer: str, parts: Sequence[Part], *, used: bool) -> None: ...
-
-    def _put(self, step: str, parts: Sequence[Part], fields: Batch) -> None: ...
+from distflow.errors import UserError
 
 
 class Samples:
@@ -44,18 +21,21 @@ class Samples:
     As a context: acknowledged at its end, given back if that is an exception.
     """
 
-    def __init__(self, client: Settling, reading: ConsumerReading, parts: Sequence[Part]) -> None:
+    def __init__(self, settling: Settling, reading: ConsumerReading, parts: Sequence[Part]) -> None:
         self.batch = Batch.concat([part.batch.only(reading.fields) for part in parts])
         """The fields that were asked for, a row for each sample; rows of one group lie side by side."""
         self.missed = reading.missed
         """Groups that this consumer has lost so far because it fell behind; always 0 if it is lossless."""
-        self._client = client
+        self._settling = settling
         self._consumer = reading.consumer
         self._parts = tuple(parts)
         self._settled = False
 
     def acknowledge(self) -> None:
-        """They are used. Raises StaleRows if some were not this client's any more: they were or will be seen twice."""
+        """They are used. Raises StaleRows if some were not this client's any more: they were or will be seen twice.
+
+        The same if the run ends before all owners have confirmed it.
+        """
         self._settle(used=True)
 
     def give_back(self) -> None:
@@ -66,15 +46,17 @@ class Samples:
         """Write the fields of the step that this consumer is, all of them, with a value for each row; then it is done.
 
         Values are numbers, texts, or a row of numbers for each response, as the recipe says. Each sample gets them
-        once: raises StaleRows for those that are not this client's any more, which somebody else writes. Raises
-        UserError for values that the step does not take, and nothing of these samples is written then.
+        once: raises StaleRows for those that are not this client's any more, which somebody else writes, and the others
+        are written. Raises UserError for values that the step does not take, and nothing of these samples is written
+        then. What is written is not written again: if anything else interrupts it, values of a second `put` count for
+        those samples alone that the first one had not reached.
         """
         self._check_open()
         if not fields:
             raise UserError("put: expected fields with a value for each row, such as reward=[0.0, 1.0]")
         columns = {name: _column(name, values, len(self)) for name, values in fields.items()}
         try:
-            self._client._put(self._consumer, self._parts, Batch(columns))
+            self._settling.put(self._consumer, self._parts, Batch(columns))
         except StaleRows:
             self._settled = True
             raise
@@ -100,7 +82,7 @@ class Samples:
 
     def _settle(self, *, used: bool) -> None:
         self._check_open()
-        self._client._settle(self._consumer, self._parts, used=used)
+        self._settling.settle(self._consumer, self._parts, used=used)
         self._settled = True
 
     def _check_open(self) -> None:

@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from distflow.errors import ChecksumError, Overtaken, UserError
-from distflow.runtime.weight_publisher import ASK_WEIGHTS, AskedWeights
+from distflow.runtime.weight_clients import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
+from distflow.weights.segment_file import memory_name
 from distflow.weights.shm import ShmReader
+from distflow.weights.swarm_reader import SwarmReader
 
-Ready = Callable[[Collection[Mapping[str, Any]]], Manifest | None]
-"""The version in these replies; None: wait for more."""
-AskAll = Callable[[Sequence[str], str, Callable[[int], AskedWeights], float | None, Ready], Manifest | None]
-"""Asks workers, with a request for each number, for so many seconds; None: the run is over."""
+T = TypeVar("T")
+Replies = Mapping[str, Mapping[str, Any]]
+"""By worker."""
 MOST_TRIES = 10
 """A version may be overwritten while it is read: the next one is taken then."""
+HEAR_S = 1.0
+"""How long to wait for what other workers say, once one has said that it publishes the model."""
+LOOK_AGAIN_S = 5.0
+"""After this long without a version, workers are asked again who publishes: it may be another one by now."""
+OVERTAKEN_S = 1.0
+"""How long a fetch to which nothing comes waits, each time, for word of a newer version."""
+
+
+class AskAll(Protocol):
+    """Asks these workers, with a request for each number, until `ready` makes something of their replies.
+
+    Returns None when the run is over; raises TimeoutError after `timeout` seconds.
+    """
+
+    def __call__(
+        self,
+        names: Sequence[str],
+        kind: str,
+        body: Callable[[int], msgspec.Struct],
+        timeout: float | None,
+        ready: Callable[[Replies], T | None],
+    ) -> T | None:
+        """Ask them."""
+        ...
+
+
+class Publisher(NamedTuple):
+    """Who is asked for versions, and how they are read."""
+
+    name: str
+    far: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +69,19 @@ class Weights:
 
 
 class WeightSubscription:
-    """Iterate over it for each new version of a model, or `take` one. Versions that nobody takes are passed over."""
+    """Iterate over it for each new version of a model, or `take` one. Versions that nobody takes are passed over.
 
-    def __init__(self, model: str, client: str, workers: Sequence[str], ask_all: AskAll) -> None:
+    On a host with a training worker they are read where that has published them, elsewhere over the network: what has
+    changed since the version before, where that is less. `no_progress_s`: as `SwarmReader` has it.
+    """
+
+    def __init__(self, model: str, client: str, workers: Sequence[str], ask_all: AskAll, no_progress_s: float) -> None:
         self._model, self._client = model, client
         self._workers = workers
         self._ask_all = ask_all
-        self._reader = ShmReader()
+        self._near = ShmReader()
+        self._far = SwarmReader(None, None, no_progress_s)
+        self._publisher: Publisher | None = None
         self._had: Version | None = None
 
     def __iter__(self) -> Self:
@@ -55,37 +96,107 @@ class WeightSubscription:
     def take(self, timeout: float | None = None) -> Weights | None:
         """Wait for a version that is newer than the last one taken, or is the first; None once the run is over.
 
-        Raises UserError for a model that the run does not publish, TimeoutError after `timeout` seconds, WorkerFailed
-        if the run has failed, and ChecksumError for bytes that are not those that were published.
+        Raises UserError for a model that the run does not publish, TimeoutError if nothing has come for it after
+        `timeout` seconds, WorkerFailed if the run has failed, NoProgressError if nothing of it answers, and
+        ChecksumError for bytes that are not those that were published.
         """
+        until = None if timeout is None else time.monotonic() + timeout
         for _ in range(MOST_TRIES):
-            manifest = self._ask_all(self._workers, ASK_WEIGHTS, self._asked, timeout, self._published)
+            manifest = self._newer(self._had, until, timeout)
             if manifest is None:
                 return None
             try:
-                tensors = {name: view.clone() for name, view in self._reader.fetch(manifest)}
-                whole = self._reader.intact(manifest)
+                tensors = self._read(manifest, partial(self._superseded, manifest.version, until))
             except Overtaken:
+                self._publisher = None
                 continue
-            if whole:
-                self._had = manifest.version
-                return Weights(self._model, manifest.version.number, tensors)
+            self._had = manifest.version
+            return Weights(self._model, manifest.version.number, tensors)
         raise ChecksumError(f"{self._model}: {MOST_TRIES} versions in a row were overwritten while they were read")
 
     def close(self) -> None:
-        """Release the shared memory of the run. The tensors that were taken stay."""
-        self._reader.close()
+        """Release what was read from. The tensors that were taken stay."""
+        self._near.close()
+        self._far.close()
 
-    def _asked(self, number: int) -> AskedWeights:
-        return AskedWeights(self._client, number, self._model, self._had)
+    def _read(self, manifest: Manifest, superseded: Callable[[], bool]) -> dict[str, Tensor]:
+        """Copies of a version's tensors; raises Overtaken."""
+        if manifest.digests:
+            return {name: view.clone() for name, view in self._far.fetch(manifest, superseded)}
+        try:
+            tensors = {name: view.clone() for name, view in self._near.fetch(manifest)}
+            if not self._near.intact(manifest):
+                raise Overtaken(f"{manifest.title}: overwritten by a newer version while it was copied")
+        finally:
+            # While the caller computes, a term may begin that needs the memory.
+            self._near.close()
+        return tensors
 
-    def _published(self, replies: Collection[Mapping[str, Any]]) -> Manifest | None:
-        """The version that a worker has answered with; raises UserError once all say that they have none."""
-        for reply in replies:
-            if "manifest" in reply:
-                return Manifest.from_wire(reply["manifest"])
-        if len(replies) < len(self._workers):
-            return None
-        known = ", ".join(sorted({str(name) for reply in replies for name in reply["models"]}))
-        cure = f"it publishes {known}" if known else "workers that train and generate hand weights over in place"
-        raise UserError(f"subscribe_weights: no training worker on this host publishes {self._model!r}; {cure}")
+    def _superseded(self, version: Version, until: float | None) -> bool:
+        """Whether there is a newer version than one to which nothing comes, or none any more."""
+        now = time.monotonic()
+        try:
+            self._newer(version, now + OVERTAKEN_S if until is None else min(now + OVERTAKEN_S, until), OVERTAKEN_S)
+        except TimeoutError:
+            if until is not None and time.monotonic() >= until:
+                raise
+            return False
+        return True
+
+    def _newer(self, had: Version | None, until: float | None, timeout: float | None) -> Manifest | None:
+        """The manifest of a newer version than `had`; None once the run is over."""
+        while True:
+            left = LOOK_AGAIN_S if until is None else max(0.0, min(LOOK_AGAIN_S, until - time.monotonic()))
+            try:
+                if self._publisher is None:
+                    self._publisher = self._ask_all(self._workers, ASK_PUBLISHERS, self._around, left, self._found())
+                publisher = self._publisher
+                if publisher is None:
+                    return None
+                asked = partial(AskedWeights, self._client, model=self._model, after=had, far=publisher.far)
+                return self._ask_all([publisher.name], ASK_WEIGHTS, asked, left, _published)
+            except TimeoutError as error:
+                self._publisher = None
+                if until is not None and time.monotonic() >= until:
+                    raise TimeoutError(
+                        f"{self._model}: waited {timeout:g} s for a newer version — the run goes on; ask again"
+                    ) from error
+
+    def _around(self, number: int) -> AskedPublishers:
+        return AskedPublishers(self._client, number, memory_name())
+
+    def _found(self) -> Callable[[Replies], Publisher | None]:
+        """Chooses a publisher by what workers say; raises UserError once all say that there is none."""
+        first = time.monotonic()
+
+        def chosen(replies: Replies) -> Publisher | None:
+            having = {name: reply for name, reply in sorted(replies.items()) if self._model in reply["models"]}
+            if near := [name for name, reply in having.items() if reply["near"]]:
+                return Publisher(near[0], far=False)
+            said = len(replies) == len(self._workers)
+            if not said and (not having or time.monotonic() - first < HEAR_S):
+                return None
+            if far := [name for name, reply in having.items() if reply["far"]]:
+                # Clients spread over the publishers, and each stays with one.
+                return Publisher(far[hash(self._client) % len(far)], far=True)
+            if not said:
+                return None
+            raise UserError(self._no_publisher(replies))
+
+        return chosen
+
+    def _no_publisher(self, replies: Replies) -> str:
+        models = sorted({str(name) for reply in replies.values() for name in reply["models"]})
+        if self._model in models:
+            return (
+                f"subscribe_weights: this program does not see the shared memory of the workers that publish "
+                f"{self._model!r}, and they serve no other hosts — run it beside them, or launch the run with --hosts"
+            )
+        cure = (
+            f"it publishes {', '.join(models)}" if models else "workers that train and generate hand it over in place"
+        )
+        return f"subscribe_weights: no training worker of this run publishes {self._model!r}; {cure}"
+
+
+def _published(replies: Replies) -> Manifest | None:
+    return next((Manifest.from_wire(reply["manifest"]) for reply in replies.values()), None)

@@ -15,7 +15,8 @@ from distflow.comm.addresses import place_of
 from distflow.comm.curve import CLIENT, KEY_HINT, Watch, leaves_machine, present_key, tune
 from distflow.comm.keys import Keys
 from distflow.comm.message import Buffer, Message, decode, decode_all, encode, header_of, pack, prefix_of
-from distflow.comm.outbox import Outbox, bundles
+from distflow.comm.outbox import Delivery, Outbox, Posted, bundles
+from distflow.comm.sockets import send_message
 from distflow.errors import ProtocolError
 from distflow.log import logger
 
@@ -100,9 +101,9 @@ class BackgroundClient:
         """Set the address of a worker; the connection to a former one is closed with the next request."""
         self._addresses = {**self._addresses, name: address}
 
-    def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
+    def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
         """Queue a request. It may be lost, as any message: repeat it until the reply comes."""
-        self._outbox.put(to, [pack(kind, body, len(payload)), *payload])
+        return self._outbox.put(to, [pack(kind, body, len(payload)), *payload])
 
     def close(self) -> None:
         """Send what is queued, for at most a second, and close all connections."""
@@ -141,6 +142,7 @@ class BackgroundClient:
                     self._receive(name, connection.socket)
             if time.monotonic() >= next_tick:
                 self._on_tick()
+                self._outbox.sweep()
                 next_tick = time.monotonic() + TICK_S
             self._flush(context, connections)
 
@@ -162,13 +164,23 @@ class BackgroundClient:
                 connections.pop(name).close()
             if name not in connections and address:
                 connections[name] = _connect(context, address, self._keys)
-            sent = name in connections and _send(connections[name].socket, [posted.frames for posted in bundle])
-            for posted in bundle:
-                if sent:
-                    posted.delivery.hand_over()
-                else:
-                    posted.delivery.drop()
+            _send(connections[name].socket if name in connections else None, bundle)
             self._outbox.handed_over(bundle)
+
+
+def _send(socket: zmq.Socket[bytes] | None, bundle: Sequence[Posted]) -> None:
+    header = header_of(prefix_of(CLIENT, 0), [posted.frames[0] for posted in bundle])
+    try:
+        if socket is None:
+            raise zmq.Again
+        # What the other end has not taken yet counts as under way, so that there is a bound to it.
+        trackers = send_message(socket, [], header, [frame for posted in bundle for frame in posted.frames[1:]])
+    except zmq.Again:
+        for posted in bundle:
+            posted.delivery.drop()
+        return
+    for posted in bundle:
+        posted.delivery.hand_over(trackers)
 
 
 def ask(
@@ -217,15 +229,6 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys |
         watch = Watch(socket)
     socket.connect(place_of(address))
     return _Connection(address, socket, watch)
-
-
-def _send(socket: zmq.Socket[bytes], messages: Sequence[Sequence[Buffer]]) -> bool:
-    header = header_of(prefix_of(CLIENT, 0), [frames[0] for frames in messages])
-    try:
-        socket.send_multipart([header, *(part for frames in messages for part in frames[1:])], zmq.NOBLOCK)
-    except zmq.Again:
-        return False
-    return True
 
 
 def _reply(connection: _Connection, deadline: float) -> list[bytes] | None:

@@ -26,10 +26,10 @@ from distflow.comm.curve import leaves_machine, listener_for
 from distflow.comm.keys import NetworkListener
 from distflow.comm.lanes import TO_MYSELF, InProcessLane, Lane, SharedMemoryLane, SocketLane
 from distflow.comm.message import MAX_HEADER_BYTES, Body, Buffer, Message, decode_all, header_of, prefix_of
-from distflow.comm.outbox import SMALL_BYTES, Delivery, Outbox, Posted, bundles, delivered
+from distflow.comm.outbox import Delivery, Outbox, Posted, bundles, delivered
 from distflow.comm.shared_lane import KINDS, SharedLane
 from distflow.comm.shared_sending import SegmentUse
-from distflow.comm.sockets import Sockets, frames_from, send_frames
+from distflow.comm.sockets import Sockets, frames_from, send_message
 from distflow.comm.traffic import INPROC, SHM, ZMQ, ZSTD, Traffic
 from distflow.errors import ProtocolError
 from distflow.log import logger
@@ -80,7 +80,7 @@ class Endpoint:
         self.traffic = Traffic()
         self._tick_s = tick_s
         self._outbox = Outbox()
-        self._shared = SharedLane(shared_memory, self._tell, self._outbox.nudge, max_frame_bytes)
+        self._shared = SharedLane(shared_memory, self._tell, self._outbox.nudge, max_frame_bytes, self._neighbours)
         self._to_myself = InProcessLane(self._outbox, name, incarnation)
         self._over_sockets = SocketLane(self._outbox, name, max_frame_bytes)
         self._through_memory = SharedMemoryLane(self._outbox, self._shared, self._over_sockets)
@@ -219,8 +219,13 @@ class Endpoint:
             return self._through_memory, self._over_sockets
         return (self._compressed, self._over_sockets) if self.afar(to) else (self._over_sockets,)
 
+    def _neighbours(self) -> int:
+        """Peers on this machine, as far as they are known."""
+        return sum([address.startswith("ipc://") for address in self.roster.values()]) - 1
+
     def _counted(self, delivery: Delivery) -> Delivery:
-        self.traffic.dropped += delivery.dropped
+        if delivery.dropped:
+            self.traffic.count_dropped(1)
         return delivery
 
     def _tell(self, to: str, kind: str, body: Mapping[str, Any]) -> Delivery:
@@ -296,7 +301,7 @@ class Endpoint:
             except ProtocolError as error:
                 # A malformed message from outside must not end the worker: log it, drop it, go on.
                 log.warning("%s dropped a message: %s", self.name, error)
-                self.traffic.dropped += 1
+                self.traffic.count_dropped(1)
                 continue
             self.traffic.received += len(messages)
             self.traffic.bytes_received += sum(map(len, frames))
@@ -308,7 +313,7 @@ class Endpoint:
             message = unpacked(received, self._max_frame_bytes) if received.sizes else self._shared.receive(received)
         except ProtocolError as error:
             log.warning("%s dropped a %r message of %s: %s", self.name, received.kind, received.sender, error)
-            self.traffic.dropped += 1
+            self.traffic.count_dropped(1)
             return
         if message is not None:
             if message is not received:
@@ -369,22 +374,15 @@ class Endpoint:
 
     def _send(self, socket: zmq.Socket[bytes] | None, bundle: Sequence[Posted], route: Sequence[bytes]) -> None:
         header = header_of(self._prefix, [posted.frames[0] for posted in bundle])
-        frames: list[Any] = [*route, header]
-        for posted in bundle:
-            frames += posted.frames[1:]
-        trackers: list[zmq.MessageTracker] = []
-        if len(frames) > len(route) + 1 or len(header) >= SMALL_BYTES:
-            # The sender learns when the socket has released it: frame by frame in order, so that the last one tells.
-            last = zmq.Frame(frames[-1], track=True, copy=False, copy_threshold=0)
-            frames[-1], trackers = last, [last.tracker]
+        payload = [frame for posted in bundle for frame in posted.frames[1:]]
         try:
             if socket is None:
                 raise zmq.Again
-            send_frames(socket, frames)
+            trackers = send_message(socket, route, header, payload)
         except zmq.Again:
             for posted in bundle:
                 posted.delivery.drop()
-            self.traffic.dropped += len(bundle)
+            self.traffic.count_dropped(len(bundle))
             return
         for posted in bundle:
             posted.delivery.hand_over(trackers)

@@ -68,15 +68,23 @@ class _Freeing:
 class SharedLane:
     """Both directions of an endpoint. `put` may be called by any thread, all else by the endpoint's own.
 
-    `offers`: whether it sends through shared memory. `tell` sends a message. `wake` is called on any thread when there
-    is something for `flush`; it must take no lock, since views may be dropped anywhere.
+    `offers`: whether it sends through shared memory, to as many as `peers` says at most. `tell` sends a message. `wake`
+    is called on any thread when there is something for `flush`; it must take no lock, since views may be dropped
+    anywhere.
     """
 
-    def __init__(self, offers: bool, tell: _Tell, wake: Callable[[], None], most_bytes: int = MOST_BYTES) -> None:
+    def __init__(
+        self,
+        offers: bool,
+        tell: _Tell,
+        wake: Callable[[], None],
+        most_bytes: int = MOST_BYTES,
+        peers: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._offers = offers
         self._tell = tell
         self._pid = os.getpid()
-        self._room = Room(WORKER_BYTES)
+        self._room = Room(WORKER_BYTES, peers)
         self._lock = threading.Lock()
         self._outgoing: dict[str, OutgoingSegment] = {}
         self._without: set[str] = set()

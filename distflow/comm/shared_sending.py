@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any
@@ -19,7 +19,7 @@ BLOCK_BYTES = 1 << 20
 LIMIT_BYTES = 128 << 20
 """Size of the segment for one peer. One message can take half of it and leave room for the next."""
 STEP_BYTES = 8 << 20
-"""A segment grows by at least this much."""
+"""A segment grows by multiples of this, or where that finds no room of `BLOCK_BYTES`."""
 WORKER_BYTES = 4 * LIMIT_BYTES
 """Most memory that the segments of one worker take together. Samples there count at their owner, which grants no more
 leases than it has room for, wherever their results lie."""
@@ -42,23 +42,39 @@ class SegmentUse:
 
 
 class Room:
-    """What the segments of one worker may still take. Thread-safe."""
+    """What the segments of one worker take together. Thread-safe.
 
-    def __init__(self, nbytes: int) -> None:
-        self._left = nbytes
+    Half of it is kept for `peers()` that there may be, the same for each; more than that is taken of the other half,
+    by who comes first.
+    """
+
+    def __init__(self, nbytes: int, peers: Callable[[], int] = lambda: 1) -> None:
+        self._nbytes = nbytes
+        self._peers = peers
+        self._taken: dict[int, int] = {}
+        """By segment."""
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> bool:
-        """Whether there was room for that much."""
+    def take(self, segment: int, nbytes: int) -> bool:
+        """Whether there was room for so much more of a segment."""
         with self._lock:
-            fits = nbytes <= self._left
-            self._left -= nbytes if fits else 0
+            others = [taken for number, taken in self._taken.items() if number != segment]
+            own = sum(self._taken.values()) - sum(others)
+            peers = max(self._peers(), len(others) + 1)
+            share = self._nbytes // (2 * peers)
+            kept = share * (peers - 1) - sum([min(share, taken) for taken in others])
+            left = self._nbytes - sum(others) - own - nbytes
+            fits = left >= (0 if own + nbytes <= share else kept)
+            if fits:
+                self._taken[segment] = own + nbytes
         return fits
 
-    def give_back(self, nbytes: int) -> None:
+    def give_back(self, segment: int, nbytes: int) -> None:
         """What was taken is free again."""
         with self._lock:
-            self._left += nbytes
+            self._taken[segment] -= nbytes
+            if not self._taken[segment]:
+                del self._taken[segment]
 
 
 class SharedPayload:
@@ -67,7 +83,8 @@ class SharedPayload:
     __slots__ = ("_blocks", "_segment", "nbytes", "references")
 
     def __init__(self, segment: OutgoingSegment, blocks: dict[int, Block], references: bytes, nbytes: int) -> None:
-        self._segment = segment
+        self._segment: OutgoingSegment | None = segment
+        """None once nothing of it is there: whoever remembers this message does not keep the memory."""
         self._blocks = blocks
         self.references = references
         """What the receiver finds them by."""
@@ -81,11 +98,14 @@ class SharedPayload:
     def release(self, generation: int) -> None:
         """The receiver needs this block no longer."""
         self._blocks.pop(generation, None)
+        if not self._blocks:
+            self._segment = None
 
     def withdraw(self) -> None:
         """The message was not sent: nobody will release it."""
-        blocks = list(self._blocks.values())
-        self._segment.free([number for block in blocks for number in (block.offset, block.generation)])
+        segment, blocks = self._segment, list(self._blocks.values())
+        if segment is not None:
+            segment.free([number for block in blocks for number in (block.offset, block.generation)])
 
 
 class OutgoingSegment:
@@ -160,7 +180,8 @@ class OutgoingSegment:
     def close(self) -> None:
         """Give up the segment and everything in it."""
         with self._lock:
-            self._room.give_back(0 if self._closed else self._arena.size)
+            if self._arena.size and not self._closed:
+                self._room.give_back(self.number, self._arena.size)
             self._closed = True
             for generation, payload in self._payloads.items():
                 payload.release(generation)
@@ -183,14 +204,14 @@ class OutgoingSegment:
 
     def _grow(self, missing: int) -> bool:
         before = self._arena.size
-        size = min(LIMIT_BYTES, before + max(STEP_BYTES, missing + (-missing % STEP_BYTES)))
-        if size == before or not self._room.take(size - before):
-            return False
-        if not self.segment.grow(size):
-            self._room.give_back(size - before)
-            return False
-        self._arena.grow(size)
-        return True
+        for step in (STEP_BYTES, BLOCK_BYTES):
+            size = min(LIMIT_BYTES, before + missing + (-missing % step))
+            if size > before and self._room.take(self.number, size - before):
+                if self.segment.grow(size):
+                    self._arena.grow(size)
+                    return True
+                self._room.give_back(self.number, size - before)
+        return False
 
 
 def _parts(frames: Sequence[memoryview]) -> list[tuple[int, list[memoryview]]]:

@@ -13,7 +13,7 @@ from zmq.utils import z85
 from distflow.comm.addresses import place_of
 from distflow.comm.curve import KEY_HINT, Gate, Watch, bind_network, leaves_machine, listener_for, present_key, tune
 from distflow.comm.keys import NetworkListener
-from distflow.comm.message import size_of
+from distflow.comm.message import Buffer, size_of
 from distflow.comm.outbox import SMALL_BYTES
 from distflow.log import logger
 
@@ -21,7 +21,8 @@ SEND_LIMIT = 1_000
 """Messages queued for one peer before further ones are dropped; large ones are bounded before, in bytes."""
 RECEIVE_LIMIT = 16
 """Unread messages of one peer; further ones wait at the peer, where they are bounded in bytes. Few messages are larger
-than 4 MiB, so it is about the same bound."""
+than 4 MiB, so it is about the same bound. ZeroMQ bounds frames, and hands a message on when all of it has come: how
+many frames it has is up to the sender, who has the run's key or is the same user on this machine."""
 REPLY_LIMIT = 100
 """Replies queued for one client before further ones are dropped."""
 REPLACED_LINGER_S = 1.0
@@ -60,11 +61,23 @@ def frames_from(router: zmq.Socket[bytes]) -> list[zmq.Frame]:
     return frames
 
 
-def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> None:
-    """Send one message; large frames are shared rather than copied. Raises zmq.Again if the socket takes no more."""
+def send_message(
+    socket: zmq.Socket[bytes], route: Sequence[bytes], header: bytes, payload: Sequence[Buffer]
+) -> list[zmq.MessageTracker]:
+    """Send one message; large frames are shared rather than copied. Raises zmq.Again if the socket takes no more.
+
+    Returns what tells when the socket has released it; nothing if it was copied.
+    """
+    frames: list[Any] = [*route, header, *payload]
+    trackers: list[zmq.MessageTracker] = []
+    if payload or len(header) >= SMALL_BYTES:
+        # Released frame by frame in order, so that the last one tells.
+        last = zmq.Frame(frames[-1], track=True, copy=False, copy_threshold=0)
+        frames[-1], trackers = last, [last.tracker]
     for frame in frames[:-1]:
         socket.send(frame, _AND_MORE, copy=size_of(frame) < SMALL_BYTES)
     socket.send(frames[-1], _NOW)
+    return trackers
 
 
 class Sockets:

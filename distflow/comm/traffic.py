@@ -35,6 +35,11 @@ class Traffic:
         default_factory=lambda: {lane: LaneTraffic() for lane in (INPROC, SHM, ZMQ, ZSTD, GLOO)}
     )
 
+    def count_dropped(self, messages: int) -> None:
+        """Add messages that were dropped. Thread-safe."""
+        with _COUNTING:
+            self.dropped += messages
+
     def count(self, lane: str, messages: int, nbytes: int) -> None:
         """Add what a lane has taken. Thread-safe."""
         with _COUNTING:

@@ -346,7 +346,7 @@ class LimitsConfig(Section):
     """Seconds without progress of saving that workers get to save and leave in order when the run stops."""
     consumer_mb: int = Field(default=256, ge=1, json_schema_extra={"unit": "MiB per consumer and owner"})
     """Samples that an owner keeps for each consumer outside the run (docs/service.md). A lossless consumer that has as
-    many unread holds the run up; of others the oldest are let go."""
+    many unread holds the run up; of others the oldest are let go. Steps that clients write have no such bound."""
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
     """How often a worker that does not train is restarted after it was killed, within `restart_window_s`; and how often
     in a row the training pool resumes from the same checkpoint."""

@@ -126,6 +126,11 @@ class BufferedColumns(Mapping[str, Column]):
 
     __slots__ = ()
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+
     @abstractmethod
     def offsets(self, name: str) -> npt.NDArray[np.int64] | None:
         """[B + 1]: where the rows of a ragged column begin and end; None for a dense one."""
@@ -181,6 +186,8 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
+        if isinstance(self.columns, BufferedColumns):
+            return self.columns.nbytes
         total = 0
         for column in self.columns.values():
             total += column.values.nbytes + column.offsets.nbytes if isinstance(column, Ragged) else column.nbytes

@@ -136,6 +136,11 @@ class _Mapped(BufferedColumns):
     def __contains__(self, name: object) -> bool:
         return name in self._layout.places
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.end
+
     def offsets(self, name: str) -> npt.NDArray[np.int64] | None:
         """[B + 1]: where the rows of a ragged column begin and end; None for a dense one."""
         number = self._layout.places[name].offsets

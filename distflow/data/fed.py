@@ -19,6 +19,8 @@ from distflow.config.data_schema import MOST_FED_ROWS
 from distflow.data.files import checked_row
 from distflow.errors import UserError
 
+PROMPTS = "prompts"
+"""Folder of a run for the rows that clients have put: each owner's own copy."""
 _NONE = b"null"
 
 
@@ -157,6 +159,13 @@ class RowLog:
 def logged_line(client: str, call: int, row: bytes | None) -> bytes:
     """The line of a row in JSON, or of the end."""
     return msgspec.json.encode(LoggedRow(client, call, msgspec.Raw(_NONE if row is None else row))) + b"\n"
+
+
+def check_line(line: bytes) -> None:
+    """Raise UserError for what is no line of a log, or not that of a row or of the end."""
+    logged = _parsed(line, "a line of another owner")
+    if not logged.ends:
+        checked_row(bytes(logged.row), "a row of another owner")
 
 
 def _parsed(line: bytes, where: str) -> LoggedRow:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-End = Literal["", "drained", "over", "closed", "void"]
-"""Why an answer names no groups: what is left is with other clients, nothing is left at all, somebody has closed the
-consumer, or the ask is a repeated one that counts no longer, so that there has to be another."""
+End = Literal["", "drained", "full", "over", "closed", "void"]
+"""Why an answer names no groups: what is left is with other clients, the consumer keeps as much as it may and clients
+have claimed it, nothing is left at all, somebody has closed the consumer, or the ask is a repeated one that counts no
+longer, so that there has to be another."""
 
 
 class Offered(NamedTuple):
@@ -16,7 +17,10 @@ class Offered(NamedTuple):
     rows: int
     tokens: int
     nbytes: int
+    """Its own share of the message that it came in."""
     fields: frozenset[str]
+    message: tuple[int, int] | None = None
+    """By what that message is told apart from others whose groups are kept, and its bytes."""
 
 
 @dataclass(frozen=True, slots=True)

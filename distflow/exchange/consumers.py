@@ -7,8 +7,10 @@ The life of a group at one consumer:  (waits for its fields) → ready → claim
 when its client gives it back or ends, or is silent and another one finds nothing else. A claim is what one answer hands
 out, named by the number of the ask; an ask that is repeated gets the same claim, so that a lost answer loses nothing.
 
-What a consumer keeps is bounded in bytes. One that loses nothing (`lossless`) holds the owner up at its bound:
-nothing is leased until it has read. For others the oldest groups that nobody has claimed are let go, and counted.
+What a consumer keeps is bounded in bytes, claims included. One that loses nothing (`lossless`) holds the owner up at
+its bound: nothing is leased until it has read. For others the oldest groups that nobody has claimed are let go, and
+counted. A client that keeps claims until it has more hears that the bound is reached ("full"): it has to do with them.
+Steps that clients write have no bound of their own: their groups are those that the owner stores for training.
 
 Example (bound of 3 groups):
     ask(a, 1, rows=8) -> []                       nothing has arrived
@@ -20,50 +22,28 @@ Example (bound of 3 groups):
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from distflow.errors import ProtocolError
+from distflow.errors import ProtocolError, nearest
+from distflow.exchange.consumer_state import ClientState, ConsumerState
 from distflow.exchange.consumer_types import ConsumerCounts, End, Handed, Offered, SamplesWanted
 
-ANSWER_BYTES = 4 << 20
-"""Most bytes of groups in one answer, unless a single group is larger; a client asks again for the rest."""
+ANSWER_BYTES, ANSWER_GROUPS = 1 << 20, 64
+"""Most of one answer, unless a single group is larger; a client asks again for the rest. An answer is made under the
+owner's lock, on the thread that its peers wait for."""
 REMEMBERED = 1024
 """Claims of a client that were acknowledged last: an acknowledgement may be repeated."""
 REMEMBERED_SILENCES = 30
-"""For so many times the limit of silence they are kept of a client that says nothing."""
+"""For so many times the limit of silence they are kept of a client that says nothing, and a consumer that may lose
+groups without any client."""
+ABANDONED_SILENCES = 1000
+"""The same for one whose clients have claimed something: their computer may sleep."""
 MOST_CONSUMERS = 64
+ALIKE = 0.8
+"""How similar the name of a new consumer may not be to that of a step: its client would wait, and so would the run."""
 MOST_CLIENTS = 4096
-
-
-@dataclass(slots=True)
-class _Client:
-    heard_at: float
-    silent: bool = False
-    """It may be dead, or a computer that sleeps: its claims are its own until another client wants them."""
-    asks: dict[str, tuple[int, SamplesWanted]] = field(default_factory=dict)
-    """The ask that waits, by consumer."""
-    last: dict[str, int] = field(default_factory=dict)
-    """The number of the newest ask, by consumer."""
-    done: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Numbers of claims that were acknowledged."""
-
-
-@dataclass(slots=True)
-class _Consumer:
-    name: str
-    fields: frozenset[str]
-    lossless: bool
-    owned: bool = False
-    """Opened by the owner, which waits for what is written about each group."""
-    ready: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    partial: dict[int, None] = field(default_factory=dict)
-    """Groups that lack a field."""
-    claims: OrderedDict[tuple[str, int], tuple[int, ...]] = field(default_factory=OrderedDict)
-    """By client and number of the ask."""
-    nbytes: int = 0
-    missed: int = 0
 
 
 class Consumers:
@@ -78,8 +58,8 @@ class Consumers:
         """Rises while the owner waits for a consumer of which a client is alive."""
         self._limit = limit_bytes
         self._silence_s = silence_s
-        self._consumers: dict[str, _Consumer] = {}
-        self._clients: dict[str, _Client] = {}
+        self._consumers: dict[str, ConsumerState] = {}
+        self._clients: dict[str, ClientState] = {}
         self._uses: Counter[int] = Counter()
         self._finished = self._closed = False
 
@@ -91,13 +71,14 @@ class Consumers:
                 self._add(consumer, position, group)
         return self._serve()
 
-    def gained(self, position: int, fields: Iterable[str]) -> list[Handed]:
-        """A stored group has further fields by now."""
+    def gained(self, position: int, fields: Iterable[str], nbytes: int = 0) -> list[Handed]:
+        """A stored group has further fields by now, of so many bytes."""
         if position not in self.kept:
             return []
         group = self.kept[position]
         group = self.kept[position] = group._replace(fields=group.fields | set(fields))
         for consumer in self._consumers.values():
+            consumer.pinned.write(position, nbytes)
             if position in consumer.partial and consumer.fields <= group.fields:
                 del consumer.partial[position]
                 consumer.ready[position] = None
@@ -124,7 +105,7 @@ class Consumers:
 
     def open(self, name: str, fields: Iterable[str]) -> None:
         """Open a consumer for what clients are to write: it gets every group, and is closed by nobody."""
-        self._consumers[name] = _Consumer(name, frozenset(fields), lossless=True, owned=True)
+        self._consumers[name] = ConsumerState(name, frozenset(fields), lossless=True, owned=True)
 
     def lossless(self) -> dict[str, tuple[str, ...]]:
         """What consumers of clients' own that lose nothing read, by name."""
@@ -138,7 +119,7 @@ class Consumers:
 
     def restore(self, name: str, fields: Iterable[str], groups: Mapping[int, Offered]) -> None:
         """Open a consumer that loses nothing with what it had yet to acknowledge when its owner ended."""
-        consumer = self._consumers.setdefault(name, _Consumer(name, frozenset(fields), lossless=True))
+        consumer = self._consumers.setdefault(name, ConsumerState(name, frozenset(fields), lossless=True))
         for position, group in groups.items():
             self._add(consumer, position, group)
 
@@ -171,6 +152,7 @@ class Consumers:
             positions = None if consumer is None else consumer.claims.pop((client, number), None)
             if consumer is not None and positions is not None:
                 self.progress += 1
+                consumer.full = False
                 known.done[number] = None
                 for position in positions:
                     self._let_go(consumer, position)
@@ -229,7 +211,20 @@ class Consumers:
                 long_ago = now - known.heard_at > REMEMBERED_SILENCES * self._silence_s
                 if name not in holders and (long_ago or not known.done):
                     del self._clients[name]
+        self._close_unread(now)
         return self._serve()
+
+    def _close_unread(self, now: float) -> None:
+        """Close consumers that may lose groups and have had no client for long: they would keep memory for nobody."""
+        read = {name for known in self._clients.values() if not known.silent for name in known.last}
+        for name, one in list(self._consumers.items()):
+            if one.lossless or name in read:
+                one.unread_since = math.inf
+                continue
+            one.unread_since = min(one.unread_since, now)
+            limit = ABANDONED_SILENCES if one.claims else REMEMBERED_SILENCES
+            if now - one.unread_since > limit * self._silence_s:
+                self.forget(name)
 
     def knows(self, client: str) -> bool:
         """Whether a client has asked for something, and has not been given up."""
@@ -239,12 +234,18 @@ class Consumers:
     @property
     def held_up_by(self) -> str:
         """A consumer that loses nothing and has reached its bound: nothing may be leased until it has read. Or ""."""
-        return next((one.name for one in self._consumers.values() if one.lossless and one.nbytes >= self._limit), "")
+        return next((one.name for one in self._consumers.values() if one.holds_up(self._limit)), "")
 
     def unread(self) -> list[str]:
         """Consumers that have not read everything and have clients, and those that lose nothing."""
         busy = {name for client in self._clients.values() if not client.silent for name in client.last}
-        return [one.name for one in self._consumers.values() if one.nbytes and (one.lossless or one.name in busy)]
+        return [one.name for one in self._consumers.values() if one.pinned.total and (one.lossless or one.name in busy)]
+
+    def held_for_more(self, name: str) -> SamplesWanted | None:
+        """What a client still wants that keeps groups until it has more, while there are none."""
+        one = self._consumers[name]
+        asks = [known.asks[name][1] for known in self._clients.values() if name in known.asks]
+        return None if one.ready else next((wanted for wanted in asks if wanted.holds), None)
 
     def counts(self) -> list[ConsumerCounts]:
         """How far each consumer is."""
@@ -257,7 +258,7 @@ class Consumers:
                 claimed=sum(map(len, one.claims.values())),
                 missed=one.missed,
                 clients=clients[one.name],
-                kept_bytes=one.nbytes,
+                kept_bytes=one.pinned.total,
             )
             for one in self._consumers.values()
         ]
@@ -267,15 +268,12 @@ class Consumers:
         return tuple(sorted(self._consumers[name].fields))
 
     # -- details
-    def _open(self, wanted: SamplesWanted) -> _Consumer:
+    def _open(self, wanted: SamplesWanted) -> ConsumerState:
         fields = frozenset(wanted.fields)
         found = self._consumers.get(wanted.consumer)
         if found is None:
-            if len(self._consumers) >= MOST_CONSUMERS:
-                raise ProtocolError(
-                    f"there are {MOST_CONSUMERS} consumers already — close one that is not read any more"
-                )
-            found = self._consumers[wanted.consumer] = _Consumer(wanted.consumer, fields, wanted.lossless)
+            self._check_new(wanted.consumer)
+            found = self._consumers[wanted.consumer] = ConsumerState(wanted.consumer, fields, wanted.lossless)
         if found.owned:
             if not fields <= found.fields:
                 more = sorted(fields - found.fields)
@@ -291,27 +289,38 @@ class Consumers:
             )
         return found
 
-    def _heard(self, client: str, now: float) -> _Client:
+    def _check_new(self, name: str) -> None:
+        if len(self._consumers) >= MOST_CONSUMERS:
+            raise ProtocolError(f"there are {MOST_CONSUMERS} consumers already — close one that is not read any more")
+        step = nearest(name, [one.name for one in self._consumers.values() if one.owned], ALIKE)
+        if step is not None:
+            raise ProtocolError(
+                f"consumer {name!r}: did you mean step {step!r}, whose fields clients write? To read only, use a name "
+                "that is less like it"
+            )
+
+    def _heard(self, client: str, now: float) -> ClientState:
         if client not in self._clients and len(self._clients) >= MOST_CLIENTS:
             raise ProtocolError(f"there are {MOST_CLIENTS} clients already — close some")
-        known = self._clients.setdefault(client, _Client(now))
+        known = self._clients.setdefault(client, ClientState(now))
         known.heard_at, known.silent = now, False
         return known
 
-    def _add(self, consumer: _Consumer, position: int, group: Offered) -> None:
+    def _add(self, consumer: ConsumerState, position: int, group: Offered) -> None:
         self.kept.setdefault(position, group)
         self._uses[position] += 1
-        consumer.nbytes += group.nbytes
+        consumer.pinned.add(position, group)
         (consumer.ready if consumer.fields <= group.fields else consumer.partial)[position] = None
-        while not consumer.lossless and consumer.nbytes > self._limit and (consumer.ready or consumer.partial):
+        while not consumer.lossless and consumer.pinned.total > self._limit and (consumer.ready or consumer.partial):
             oldest = next(iter(consumer.ready or consumer.partial))
             consumer.ready.pop(oldest, None)
             consumer.partial.pop(oldest, None)
             consumer.missed += 1
+            consumer.full = bool(consumer.claims) and not consumer.ready
             self._let_go(consumer, oldest)
 
-    def _let_go(self, consumer: _Consumer, position: int) -> None:
-        consumer.nbytes -= self.kept[position].nbytes
+    def _let_go(self, consumer: ConsumerState, position: int) -> None:
+        consumer.pinned.let_go(position)
         self._uses[position] -= 1
         if not self._uses[position]:
             del self._uses[position], self.kept[position]
@@ -319,13 +328,14 @@ class Consumers:
     def _waits_for(self, name: str) -> bool:
         """Whether the owner waits for clients of this consumer."""
         one = self._consumers.get(name)
-        return one is not None and (bool(one.nbytes) if one.owned else one.lossless and one.nbytes >= self._limit)
+        return one is not None and (bool(one.pinned.total) if one.owned else one.holds_up(self._limit))
 
-    def _take_back_from_silent(self, consumer: _Consumer) -> None:
+    def _take_back_from_silent(self, consumer: ConsumerState) -> None:
         for claim in reversed([claim for claim in consumer.claims if self._clients[claim[0]].silent]):
             self._take_back(consumer, claim)
 
-    def _take_back(self, consumer: _Consumer, claim: tuple[str, int]) -> None:
+    def _take_back(self, consumer: ConsumerState, claim: tuple[str, int]) -> None:
+        consumer.full = False
         for position in reversed(consumer.claims.pop(claim, ())):
             consumer.ready[position] = None
             consumer.ready.move_to_end(position, last=False)
@@ -345,7 +355,7 @@ class Consumers:
             self._clients[answer.client] = self._clients.pop(answer.client)
         return answers
 
-    def _answer(self, consumer: _Consumer, client: str, number: int, wanted: SamplesWanted) -> Handed | None:
+    def _answer(self, consumer: ConsumerState, client: str, number: int, wanted: SamplesWanted) -> Handed | None:
         if not consumer.ready:
             self._take_back_from_silent(consumer)
         if consumer.ready:
@@ -355,26 +365,27 @@ class Consumers:
             consumer.claims[client, number] = positions
             return self._handed(consumer, client, number, positions)
         if not self._finished:
-            return None
+            full = wanted.holds and (consumer.full or consumer.holds_up(self._limit))
+            return self._handed(consumer, client, number, (), "full") if full else None
         others = any(holder != client for holder, _ in consumer.claims)
         if self._closed or not (others or consumer.partial):
             return self._handed(consumer, client, number, (), "over")
         return self._handed(consumer, client, number, (), "drained") if wanted.holds else None
 
     def _handed(
-        self, consumer: _Consumer, client: str, number: int, positions: tuple[int, ...], end: End = ""
+        self, consumer: ConsumerState, client: str, number: int, positions: tuple[int, ...], end: End = ""
     ) -> Handed:
         tokens = sum(self.kept[position].tokens for position in positions)
         return Handed(client, number, consumer.name, positions, end, consumer.missed, tokens)
 
-    def _fitting(self, consumer: _Consumer, wanted: SamplesWanted) -> tuple[int, ...]:
+    def _fitting(self, consumer: ConsumerState, wanted: SamplesWanted) -> tuple[int, ...]:
         """The next groups, until they reach what is wanted; whole groups, so the last one may go beyond."""
         found: list[int] = []
         rows = tokens = nbytes = 0
         for position in consumer.ready:
             group = self.kept[position]
             full = (wanted.rows and rows >= wanted.rows) or (wanted.tokens and tokens >= wanted.tokens)
-            if found and (full or nbytes + group.nbytes > ANSWER_BYTES):
+            if found and (full or nbytes + group.nbytes > ANSWER_BYTES or len(found) == ANSWER_GROUPS):
                 break
             found.append(position)
             rows, tokens, nbytes = rows + group.rows, tokens + group.tokens, nbytes + group.nbytes

@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from msgspec import structs
-
 from distflow.comm.message import Message
 from distflow.errors import ProtocolError
 from distflow.exchange.messages import LeasePrompt, PromptAt
-from distflow.exchange.prompt_feed import MOST_CALLS, SAY_EVERY_S, PromptFeed
+from distflow.exchange.prompt_feed import MOST_CALLS, SAY_EVERY_S, WAITING_BYTES, PromptFeed
 from distflow.log import logger
 
 CLOSE_S = 1.0
@@ -26,6 +24,9 @@ class FeedThread:
     def __init__(self, feed: PromptFeed, fault: Callable[[Exception], None]) -> None:
         self._feed, self._fault = feed, fault
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._counting = threading.Lock()
+        self._nbytes = 0
+        """Of the messages in the queue."""
         self._closed = self._over = False
         self._thread = threading.Thread(target=self._run, name="prompt feed", daemon=True)
 
@@ -53,10 +54,16 @@ class FeedThread:
         return asked
 
     def put(self, message: Message) -> None:
-        """A message has come. Its payload is copied: what peers share is theirs afterwards."""
-        if self._messages.qsize() < MOST_CALLS:
-            copied = [memoryview(bytes(part)) for part in message.payload]
-            self._messages.put(structs.replace(message, payload=copied))
+        """A message has come; where too much waits for the disk it is dropped, and comes again.
+
+        Nothing is copied here: this is called under the worker's lock. What the payload lies in is kept until then.
+        """
+        nbytes = sum(part.nbytes for part in message.payload)
+        with self._counting:
+            if self._messages.qsize() >= MOST_CALLS or self._nbytes + nbytes > WAITING_BYTES:
+                return
+            self._nbytes += nbytes
+        self._messages.put(message)
 
     def wake(self) -> None:
         """There may be room for more rows."""
@@ -81,6 +88,9 @@ class FeedThread:
             message = self._messages.get(timeout=SAY_EVERY_S / 2)
         except queue.Empty:
             message = None
+        if message is not None:
+            with self._counting:
+                self._nbytes -= sum(part.nbytes for part in message.payload)
         try:
             if message is None:
                 self._feed.tick(time.monotonic())
@@ -89,3 +99,4 @@ class FeedThread:
         except ProtocolError as error:
             assert message is not None, "only messages are malformed"
             log.warning("dropped a %r message from %s: %s", message.kind, message.sender, error)
+            self._feed.refuse(message, error)

@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from distflow.comm.message import Buffer
 from distflow.comm.message import Message as Envelope
-from distflow.data.decoding import Form, FromMinusOne, Whole, read
-from distflow.data.fed import RowLog, logged_line
+from distflow.data.decoding import Form, FromMinusOne, Whole, decoder, read
+from distflow.data.fed import RowLog, check_line, logged_line
 from distflow.data.files import Row, checked_row
 from distflow.errors import ProtocolError, UserError
-from distflow.exchange.store_channel import Reply, Text
+from distflow.exchange.store_channel import Reply, Text, refusal
 from distflow.log import logger
 
 FEED, END = "client.feed", "client.end_prompts"
@@ -36,6 +37,8 @@ MOST_ROWS, MOST_BYTES = 4096, 16 << 20
 """Of one call."""
 MOST_CALLS = 64
 """That wait at once, each of another client."""
+WAITING_BYTES = 4 * MOST_BYTES
+"""Of the rows of all calls that wait; a further call is taken when there is room for the largest one."""
 PIECE_BYTES = 1 << 20
 SAY_EVERY_S = 0.5
 """How often an owner says how far it is: messages may be lost."""
@@ -94,8 +97,8 @@ class FeedSettings(NamedTuple):
     """How many there will be."""
     ahead: int
     """How many may wait to be asked for."""
-    least: int
-    """How many there must be already: the checkpoint has used them."""
+    used: int
+    """Prompt positions that the checkpoint has trained on: each has taken a row, unless the rows were ended before."""
 
 
 @dataclass(slots=True)
@@ -108,6 +111,10 @@ class _Call:
     waits: bool
     fits: bool = False
     """Whether the rows were checked."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.rows))
 
 
 class PromptFeed:
@@ -176,10 +183,12 @@ class PromptFeed:
             self._said_at, self._said = now, self._reached
             if self._name != self._first:
                 self._say(self._first)
-        if self._synced and not self._whole and len(self.log) < self._settings.least:
+        # With all rows, or their end, it is whole, and passes over it follow.
+        if self._synced and not self._whole and len(self.log) < self._settings.used:
             raise UserError(
-                f"{self.log.path} has {len(self.log)} of the rows that clients have put, and the checkpoint has used "
-                f"{self._settings.least}: copy the file back, or begin a new run"
+                f"{self.log.path} has {len(self.log)} rows that clients have put, and not their end, but the "
+                f"checkpoint has trained on {self._settings.used} prompt positions, each with a row: copy the file "
+                "back, or begin a new run"
             )
 
     def close(self, *, over: bool) -> None:
@@ -197,23 +206,38 @@ class PromptFeed:
             have is not None and have.lines <= lines for have in self._others.values()
         )
 
+    def refuse(self, message: Envelope, error: ProtocolError) -> None:
+        """Answer a call that cannot be read."""
+        if message.kind in CLIENT_KINDS:
+            self._links.reply(message, refusal(message, str(error)), ())
+
     def _on_feed(self, message: Envelope) -> None:
         fed = read(message.body, Fed, message.kind)
-        known = self._calls.get(fed.client)
-        if known is not None and known.number == fed.number:
-            known.message, known.waits = message, fed.waits
-            return
         rows = _rows(message.payload) if message.payload else []
-        if known is None and len(self._calls) >= MOST_CALLS:
-            return  # It is repeated.
+        message = structs.replace(message, payload=())
+        if self._is_known(fed.client, fed.number, message, waits=fed.waits) or not self._has_room(fed.client):
+            return
         if not rows and fed.number > max(self.log.taken.get(fed.client, (-1, 0))[0], self._left.get(fed.client, -1)):
             self._links.reply(message, {"number": fed.number, "unknown": True}, ())
-        elif known is None or known.number < fed.number:
+        else:
             self._calls[fed.client] = _Call(message, fed.number, rows, fed.waits)
 
     def _on_end(self, message: Envelope) -> None:
         ended = read(message.body, Ended, message.kind)
-        self._calls[ended.client] = _Call(message, ended.number, [], waits=True)
+        if not self._is_known(ended.client, ended.number, message, waits=True) and self._has_room(ended.client):
+            self._calls[ended.client] = _Call(message, ended.number, [], waits=True)
+
+    def _is_known(self, client: str, number: int, message: Envelope, *, waits: bool) -> bool:
+        """Whether a call waits already, or a later one of the same client does."""
+        known = self._calls.get(client)
+        if known is not None and known.number == number:
+            known.message, known.waits = message, waits
+        return known is not None and known.number >= number
+
+    def _has_room(self, client: str) -> bool:
+        """Whether a call may wait; one that may not is repeated."""
+        others = [call for name, call in self._calls.items() if name != client]
+        return len(others) < MOST_CALLS and sum(call.nbytes for call in others) + MOST_BYTES <= WAITING_BYTES
 
     def _serve(self) -> None:
         """Take the rows of calls as far as there is room, and answer those whose rows all owners have."""
@@ -315,12 +339,14 @@ class PromptFeed:
         lines = read(message.body, LogLines, message.kind)
         if message.sender not in self._others or len(message.payload) != 1:
             raise ProtocolError(f"lines of the prompts' log from {message.sender}")
+        # Before anything is done: what is no line of a log is refused, and costs nobody the lines that are here.
+        given = _lines(message.payload[0])
         if lines.anew:
             log.warning("%s is not what %s has, and is written anew", self.log.path, message.sender)
             self.log.clear()
         if lines.first <= self.log.lines:
-            given = bytes(message.payload[0]).split(b"\n")[self.log.lines - lines.first : -1]
-            if given and self._append([line + b"\n" for line in given]) is None:
+            missing = given[self.log.lines - lines.first :]
+            if missing and self._append(missing) is None:
                 return
         self._say(message.sender)
 
@@ -332,3 +358,12 @@ def _rows(payload: Sequence[Buffer]) -> list[bytes]:
     if not 1 <= len(rows) <= MOST_ROWS:
         raise ProtocolError(f"{len(rows)} rows in a call; expected 1 to {MOST_ROWS}")
     return rows
+
+
+@decoder
+def _lines(payload: Buffer) -> list[bytes]:
+    """The whole lines of a log in a message; raises ProtocolError if one of them is none, or is no row."""
+    given = [line + b"\n" for line in bytes(payload).split(b"\n")[:-1]]
+    for line in given:
+        check_line(line)
+    return given

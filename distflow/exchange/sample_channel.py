@@ -214,7 +214,7 @@ class InboundSamples:
         self._grants = SentOnce(core.settings.resend_s)
         self._stored: dict[int, ArrivedGroup] = {}
         self._arrived: list[Arrived] = []
-        self._answered: list[Callable[[int, Iterable[str]], None]] = []
+        self._answered: list[Callable[[int, Mapping[str, Column]], None]] = []
         self._leaving: list[Callable[[Sequence[int]], None]] = []
         self._names = dict(zip(OWNER_KINDS, names_of(OWNER_KINDS, core.settings.kind), strict=True))
         self.kinds = names_of((*HOLDER_KINDS, RESULTS), core.settings.kind)
@@ -225,8 +225,8 @@ class InboundSamples:
         self._arrived.append(handler)
         handler({position: row_lengths(group.rows.rows).tolist() for position, group in self._stored.items()})
 
-    def on_answer(self, handler: Callable[[int, Iterable[str]], None]) -> None:
-        """Called with a stored group, and the fields that it has got."""
+    def on_answer(self, handler: Callable[[int, Mapping[str, Column]], None]) -> None:
+        """Called with the position of a stored group, and the fields that it has got."""
         self._answered.append(handler)
 
     def on_leaving(self, handler: Callable[[Sequence[int]], None]) -> None:
@@ -245,24 +245,28 @@ class InboundSamples:
             self.send(self.core.handle(lease_message(message), now))
 
     def accept(self, results: Sequence[Result], batch: Batch | None, now: float) -> None:
-        """Accept results with the rows of all groups that are not dropped; keeps the first copy of each."""
+        """Accept results with the rows of all groups that are not dropped; keeps the first copy of each.
+
+        Raises ProtocolError for results without their rows, once all others have been accepted.
+        """
         groups, lengths = ({}, []) if batch is None else _by_group(batch, self._asked_for)
         out: list[Outgoing] = []
         new: dict[int, Sequence[int]] = {}
+        lacking: list[Result] = []
         for result in results:
-            if self.core.keeps(result):
-                if result.position not in groups:
-                    raise ProtocolError(
-                        f"{result.worker} sent a result for position {result.position} without its rows"
-                    )
+            if not self.core.keeps(result):
+                out += self.core.handle(result, now)
+            elif result.position not in groups:
+                lacking.append(result)
+            else:
                 rows = groups[result.position]
                 out += self.core.handle(self._with_room(result, rows), now)
                 self._stored[result.position] = ArrivedGroup(result.position, rows, result.worker)
                 new[result.position] = lengths[rows.start : rows.stop]
-            else:
-                out += self.core.handle(result, now)
         self.send(out)
         self._tell_of(new)
+        for result in lacking[:1]:
+            raise ProtocolError(f"{result.worker} sent a result for position {result.position} without its rows")
 
     def store(self, results: Sequence[Result], batch: Batch, now: float) -> None:
         """Keep the rows of groups that this owner has made itself: nobody is to be told that they have arrived."""
@@ -302,10 +306,12 @@ class InboundSamples:
                 self._grants.note(item.to, message.number, delivery)
 
     def _with_room(self, result: Result, rows: RowRange) -> Result:
-        """The result as it counts here, with the fields that it will have."""
-        if not self._later_bytes:
-            return result
-        return structs.replace(result, nbytes=result.nbytes + _tokens(rows) * self._later_bytes)
+        """The result as it counts here: by its real size, and with the fields that it will have."""
+        batch = rows.batch
+        nbytes = max(result.nbytes, batch.nbytes * (rows.stop - rows.start) // max(1, batch.rows))
+        if self._later_bytes:
+            nbytes += _tokens(rows) * self._later_bytes
+        return structs.replace(result, nbytes=nbytes)
 
     def _on_results(self, message: Envelope, now: float) -> None:
         results, batch = read_results(message)
@@ -332,4 +338,7 @@ def _by_group(batch: Batch, asked_for: Sequence[str]) -> tuple[dict[int, RowRang
         raise ProtocolError(f"a batch of samples without field {missing[0]!r}")
     if batch.integers("group") is None:
         raise ProtocolError("a batch of samples whose field 'group' is not one int64 a row")
-    return group_ranges(batch), tokens_of_rows(batch).tolist()
+    ranges = group_ranges(batch)
+    if sum([rows.stop - rows.start for rows in ranges.values()]) < batch.rows:
+        raise ProtocolError("a batch of samples in which the rows of a group do not lie side by side")
+    return ranges, tokens_of_rows(batch).tolist()

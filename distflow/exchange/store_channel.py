@@ -20,13 +20,14 @@ import torch
 
 from distflow.comm.message import Buffer
 from distflow.comm.message import Message as Envelope
-from distflow.data.batch import Batch, Column
+from distflow.data.batch import Batch, Column, join
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import Form, Whole, read
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.consumer_types import Handed, Offered, SamplesWanted
 from distflow.exchange.consumers import Consumers
 from distflow.exchange.kept_samples import KeptConsumer, KeptSamples, trained_by
+from distflow.exchange.listing import Listing
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.types import TOKENS, is_reward_part
 
@@ -49,6 +50,13 @@ Write = Callable[[str, int, Batch], None]
 """Takes the fields of a step for the group of a position."""
 Lacking = Callable[[Iterable[str]], str]
 """Why these fields cannot be read, with what can be done; "": they can."""
+
+
+def refusal(request: Envelope, why: str) -> dict[str, Any]:
+    """Body of the reply to a request that is refused; it names the request as far as that can be read."""
+    body = request.body if isinstance(request.body, dict) else {}
+    parts = (("number", int), ("consumer", str))
+    return {name: body[name] for name, kind in parts if name in body and type(body[name]) is kind} | {"error": why}
 
 
 class Asked(Form, frozen=True):
@@ -77,7 +85,10 @@ class Settled(Form, frozen=True):
 
 
 class Written(Form, frozen=True):
-    """Body of PUT; `batch` describes the fields that are written for the rows of one claim, in their order."""
+    """Body of PUT; `batch` describes the fields that are written for the rows of one claim, in their order.
+
+    `looks`: nothing is written; the reply says whether it could be.
+    """
 
     client: Text
     number: Whole
@@ -85,6 +96,7 @@ class Written(Form, frozen=True):
     claim: Whole
     """The number of the ask."""
     batch: Any
+    looks: bool = False
 
 
 class ClientStep(NamedTuple):
@@ -125,6 +137,8 @@ class SampleStore:
         self._held: dict[int, ArrivedGroup] = {}
         self._lacking = lacking
         self._reply = reply
+        self._heard: dict[str, tuple[Envelope, float]] = {}
+        """The newest word of each client, and when it came."""
         self._asks: dict[str, Envelope] = {}
         """The newest ask of each client: answers go over its connection."""
         self._parts: set[str] = set()
@@ -132,8 +146,7 @@ class SampleStore:
         self._inbound = inbound
         self._steps = {step.name: step for step in steps}
         self._write: Write | None = None
-        self.note: Callable[[Mapping[str, Sequence[str]]], None] = lambda listed: None
-        """Gets what lossless consumers read, by name, whenever there is another one, or one less."""
+        self.listing = Listing()
         for step in steps:
             self.consumers.open(step.name, step.reads)
         self._handlers = {
@@ -186,21 +199,32 @@ class SampleStore:
         self._handlers[message.kind](message, now)
         core.progress_count += consumers.progress + consumers.signs - before
         if self.consumers.lossless() != listed:
-            self.note(self.consumers.lossless())
+            self.listing.changed(self.consumers.lossless())
         if held_up and not self.consumers.held_up_by:
             # Asks of generating workers were left unanswered meanwhile.
             self._inbound.send(core.prompts_arrived(now))
+
+    def listed(self, names: Iterable[str]) -> None:
+        """These lossless consumers are listed on the disk: what has waited for that is said."""
+        answers, forgotten = self.listing.written(names)
+        consumers = self.consumers
+        self._send(one for one in answers if consumers.claimed(one.client, one.consumer, one.number) == one.positions)
+        for message in forgotten:
+            self._reply(message, {"number": message.body["number"]}, ())
 
     def tick(self, now: float) -> None:
         """Look which clients are silent; say when nothing more will come."""
         self._send(self.consumers.tick(now))
         self._asks = {client: ask for client, ask in self._asks.items() if self.consumers.knows(client)}
+        self._heard = {client: one for client, one in self._heard.items() if now - one[1] < SILENCE_S}
         if self._inbound.core.finished:
             self._send(self.consumers.finish())
 
     def close(self) -> None:
-        """Tell all who wait that nothing more comes."""
+        """Tell all who wait that nothing more comes, and all who are there whether the run is over."""
         self._send(self.consumers.close())
+        for message, _ in self._heard.values() if self._inbound.core.finished else ():
+            self._reply(message, {"over": True}, ())
 
     def _on_ask(self, message: Envelope, now: float) -> None:
         asked = read(message.body, Asked, message.kind)
@@ -213,7 +237,7 @@ class SampleStore:
             self._parts.update(filter(is_reward_part, asked.fields))
             answers = self.consumers.ask(asked.client, asked.number, wanted, now, again=asked.again)
         except ProtocolError as error:
-            self._reply(message, {"number": asked.number, "consumer": asked.consumer, "error": str(error)}, ())
+            self._reply(message, refusal(message, str(error)), ())
             return
         self._send(answers)
 
@@ -221,7 +245,7 @@ class SampleStore:
         settled = read(message.body, Settled, message.kind)
         if settled.used and settled.consumer in self._steps:
             error = f"the samples of step {settled.consumer!r} are done once its fields are written: samples.put(…)"
-            self._reply(message, {"number": settled.number, "error": error}, ())
+            self._reply(message, refusal(message, error), ())
             return
         about = (settled.client, settled.consumer, settled.used, settled.returned)
         stale, answers = self.consumers.settle(*about, now)
@@ -233,7 +257,10 @@ class SampleStore:
         try:
             fields = self._fields(put, message)
         except (ProtocolError, UserError) as error:
-            self._reply(message, {"number": put.number, "error": str(error)}, ())
+            self._reply(message, refusal(message, str(error)), ())
+            return
+        if put.looks:
+            self._reply(message, {"number": put.number, "stale": []}, ())
             return
         stale, answers = self.consumers.settle(put.client, put.step, (put.claim,), (), now)
         self._reply(message, {"number": put.number, "stale": stale}, ())
@@ -259,7 +286,7 @@ class SampleStore:
             raise ProtocolError(f"{given.rows} values for {sum(sizes)} samples of step {put.step!r}")
         if TOKENS in given:
             raise ProtocolError(f"field {TOKENS!r} is not written by clients")
-        tokens = Batch.concat([_only(group, [TOKENS]) for group in groups])
+        tokens = _joined(groups, [TOKENS])
         fields = step.accept(given.with_columns(**tokens.columns))
         ends = list(accumulate(sizes))
         return {
@@ -272,21 +299,24 @@ class SampleStore:
         self.consumers.alive(alive.client, now)
         if alive.feeds and self._inbound.core.lacks():
             self._inbound.core.progress_count += 1
-        self._reply(message, {}, ())
+        self._heard[alive.client] = message, now
+        self._reply(message, {"over": False}, ())
 
     def _on_leave(self, message: Envelope, now: float) -> None:
         client = read(message.body, From, message.kind).client
         self._send(self.consumers.leave(client))
         self._asks.pop(client, None)
+        self._heard.pop(client, None)
 
     def _on_forget(self, message: Envelope, now: float) -> None:
         forgotten = read(message.body, Forgotten, message.kind)
         try:
             self._send(self.consumers.forget(forgotten.consumer))
         except ProtocolError as error:
-            self._reply(message, {"number": forgotten.number, "error": str(error)}, ())
+            self._reply(message, refusal(message, str(error)), ())
             return
-        self._reply(message, {"number": forgotten.number}, ())
+        if not self.listing.holds_word(forgotten.client, forgotten.consumer, message):
+            self._reply(message, {"number": forgotten.number}, ())
 
     # -- samples
     def _arrived(self, lengths: Mapping[int, Sequence[int]]) -> None:
@@ -300,19 +330,20 @@ class SampleStore:
                 self._held[position] = self._inbound.peek(position)
         self._send(answers)
 
-    def _answered(self, position: int, fields: Iterable[str]) -> None:
+    def _answered(self, position: int, columns: Mapping[str, Column]) -> None:
         if position in self._held:
             self._held[position] = self._inbound.peek(position)
-            self._send(self.consumers.gained(position, fields))
+            self._send(self.consumers.gained(position, columns, Batch(columns).nbytes))
 
     def _left(self, positions: Iterable[int]) -> None:
         self.consumers.left(positions)
         self._prune()
 
     def _send(self, answers: Iterable[Handed]) -> None:
+        lossless = self.consumers.lossless()
         for answer in answers:
             ask = self._asks.get(answer.client)
-            if ask is not None:
+            if ask is not None and not (answer.consumer in lossless and self.listing.holds(answer)):
                 self._reply(ask, *self._answer(answer))
         self._prune()
 
@@ -321,8 +352,7 @@ class SampleStore:
         if not answer.positions:
             return body, ()
         fields = self.consumers.fields_of(answer.consumer)
-        batch = Batch.concat([_only(self._held[position], fields) for position in answer.positions])
-        body["batch"], buffer = encode_batch(batch)
+        body["batch"], buffer = encode_batch(_joined([self._held[position] for position in answer.positions], fields))
         return body, (buffer,)
 
     def _prune(self) -> None:
@@ -333,9 +363,23 @@ class SampleStore:
 def _offered(group: ArrivedGroup, tokens: int, parts: Iterable[str]) -> Offered:
     """A group as consumers see it; `parts`: of the reward, which it may lack."""
     rows = group.rows
-    share = rows.batch.nbytes * (rows.stop - rows.start) // max(1, rows.batch.rows)
+    whole = rows.batch.nbytes
+    share = whole * (rows.stop - rows.start) // max(1, rows.batch.rows)
     fields = frozenset((*rows.batch.columns, *group.more, *parts))
-    return Offered(rows.stop - rows.start, tokens, share, fields)
+    # The batch is kept with its groups, so that no other one has its id.
+    return Offered(rows.stop - rows.start, tokens, share, fields, (id(rows.batch), whole))
+
+
+def _joined(groups: Sequence[ArrivedGroup], fields: Sequence[str]) -> Batch:
+    """The rows of these groups with these fields; what came in messages of the same columns is copied as bytes."""
+    names = groups[0].rows.batch.columns.keys()
+    alike = all(group.rows.batch.columns.keys() == names for group in groups)
+    came = [name for name in fields if alike and name in names and not any(name in group.more for group in groups)]
+    found: dict[str, Column] = dict(join([group.rows for group in groups]).only(came).columns) if came else {}
+    later = [name for name in fields if name not in found]
+    if later:
+        found |= Batch.concat([_only(group, later) for group in groups]).columns
+    return Batch({name: found[name] for name in fields})
 
 
 def _only(group: ArrivedGroup, fields: Iterable[str]) -> Batch:

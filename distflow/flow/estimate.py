@@ -25,6 +25,7 @@ from distflow.flow.memory import (
     engine_width,
     group_bytes,
     kept_cache,
+    parts_bytes,
     rows_bytes,
     staged_bytes,
 )
@@ -121,6 +122,7 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = A
     samples = _samples(plan, worker)
     moved = models + kept_cache(plan, worker, engine["kv"]) if worker.offload and on_gpu else 0
     staged = sum(staged_bytes(worker, sizes[name]) for name in worker.generates)
+    beside = parts_bytes(plan, worker, sizes) + _copied(plan, worker, sizes)
     return Estimate(
         worker=str(worker.name),
         weights=held["weights"],
@@ -135,7 +137,7 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = A
         held=models + engine["engine"],
         generating=generating + (GPU_PROCESS if on_gpu and generating else 0),
         training=training + (GPU_PROCESS if on_gpu and training else 0),
-        host=PROCESS + samples + elsewhere + moved + staged + _copied(plan, worker, sizes),
+        host=PROCESS + samples + elsewhere + moved + staged + beside,
         samples=samples,
         loading=PROCESS + staged + _loading(plan, worker, sizes, on_gpu=on_gpu),
         shared=_shared(plan, sizes),

@@ -1,4 +1,4 @@
-"""What a recipe gives and this flow has no work for: left out, with a note for the plan's page.
+"""What a recipe gives and this flow has no work for: left out, with a note for the plan's page, or refused.
 
 So a layout may name pools and steps of other flows, and a flow a forward step whose result a setting makes unnecessary.
 """
@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from distflow.config.paths import shipped_steps
 from distflow.config.schema import LayoutConfig
+from distflow.errors import Problems
 from distflow.flow.edges import DUMPED
 from distflow.flow.graph import StepNode
 from distflow.flow.sites import VALIDATE
@@ -31,12 +32,28 @@ def without_unread(
         unread += found
 
 
+def refuse_unread(
+    steps: Sequence[StepNode], private: Sequence[StepNode], dumped: Sequence[str], problems: Problems
+) -> None:
+    """Refuse fields that clients write and nothing reads: training would wait for them, and for nothing."""
+    for node in (node for node in steps if node.role == "client"):
+        for field in _unread(node, (*steps, *private), dumped):
+            message = f"has clients write {field!r}, which no step reads and no dump has, and training waits for it"
+            cure = f"remove it, or dump it: run.dump_rollouts=1, and {field} in run.dump_fields if that is given"
+            problems.add(f"flow.steps.{node.name}.with.writes", message, cure)
+
+
 def _is_read(node: StepNode, steps: Sequence[StepNode], dumped: Sequence[str]) -> bool:
     """Whether anything reads a field of a step; also if it writes none, since then it is there for something else."""
+    return not node.writes or len(_unread(node, steps, dumped)) < len(node.writes)
+
+
+def _unread(node: StepNode, steps: Sequence[StepNode], dumped: Sequence[str]) -> list[str]:
+    """The fields of a step that nothing reads."""
     read = [*DUMPED, *dumped, *(field for other in steps if other is not node for field in other.reads)]
-    return not node.writes or any(
-        written(field, read) or any(written(name, [field]) for name in read) for field in node.writes
-    )
+    return [
+        field for field in node.writes if not written(field, read) and not any(written(name, [field]) for name in read)
+    ]
 
 
 def left_out_notes(

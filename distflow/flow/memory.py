@@ -14,8 +14,9 @@ from distflow.errors import Problems
 from distflow.flow.edges import SAMPLES, Edge
 from distflow.flow.gpus import width
 from distflow.flow.graph import generate_settings
+from distflow.flow.lanes import parts_readers
 from distflow.flow.plan import Plan, WorkerPlan
-from distflow.flow.sizes import ModelSize
+from distflow.flow.sizes import PARTS_KEPT, ModelSize
 from distflow.flow.step import ROOM, reserved_tokens, response_tokens
 from distflow.flow.structure import Structure
 from distflow.flow.wiring import wire
@@ -101,6 +102,11 @@ def rows_bytes(recipe: Recipe, edges: Sequence[Edge], edge: Edge, new_tokens: in
     # Each owner deals what streams in by itself, or all deal each mini-batch: what is left may go to the same replica.
     deals = max(pools[edge.source].count, batch.minibatches)
     return largest * ((batch.prompts + deals * (replicas - 1)) // replicas)
+
+
+def consumer_bytes(plan: Plan) -> int:
+    """Most bytes of samples that an owner keeps for one consumer of clients; steps that these write are none."""
+    return plan.recipe.limits.consumer_mb * MIB
 
 
 def rows_memory_mb(needed: int) -> int:
@@ -213,6 +219,18 @@ def staged_bytes(worker: WorkerPlan, size: ModelSize) -> int:
     """Bytes of weights that SGLang and vLLM stage in the host's memory while they load them, and of the base of what
     adapters change."""
     return 0 if gpu_share(worker) is None else size.weights + size.adapted * size.dtype_bytes
+
+
+def parts_bytes(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> int:
+    """What `weights.link: collective` takes: of its own part of a model at a trainer, of all of it at a reader."""
+    found = 0
+    for model in plan.generating:
+        readers, home = parts_readers(plan, model), plan.home_of(model)
+        if readers and worker.name.pool == home.name:
+            found += PARTS_KEPT * sizes[model].published // home.count
+        elif worker.name.pool in readers:
+            found += sizes[model].published
+    return found
 
 
 def gpu_share(worker: WorkerPlan) -> float | None:

@@ -11,7 +11,7 @@ from distflow.config.schema import Recipe
 from distflow.errors import UserError
 from distflow.flow.estimate import Estimate, divides, estimate
 from distflow.flow.gpus import first_gpus, width
-from distflow.flow.memory import ASSUMED_GPU, gpu_share
+from distflow.flow.memory import ASSUMED_GPU, consumer_bytes, gpu_share
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.types import WorkerName
 
@@ -80,6 +80,14 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
             continue
         cells = [_gib(getattr(one.estimate, column)) for column in COLUMNS]
         rows.append([names, one.place, *cells, _gib(one.host_bytes + one.estimate.shared)])
+    if len(rows) > 1 and plan.owners:
+        most = (
+            f"{consumer_bytes(plan) / GIB:.2f} GiB of {plan.owners[0]}'s host memory" if len(plan.owners) == 1 else ""
+        )
+        most = most or f"{consumer_bytes(plan) / GIB:.2f} GiB of host memory of each of {plan.home.name}"
+        notes.append(
+            f"each consumer that a program outside the run opens takes up to {most} besides (limits.consumer_mb)"
+        )
     return [*(table(rows) if len(rows) > 1 else []), *notes, *(f"warning: {text}" for text in warnings(plan, capacity))]
 
 
@@ -95,7 +103,8 @@ def memory_data(plan: Plan, capacity: Capacity) -> dict[str, Any]:
         {**dataclasses.asdict(one.estimate), "on": one.place, "host": one.host_bytes} for one in placed(plan, capacity)
     ]
     seen = {"host": capacity.host, "gpus": list(capacity.gpus)}
-    return {"workers": workers, "this_host": seen, "warnings": list(warnings(plan, capacity))}
+    told = {"each_consumer": consumer_bytes(plan), "warnings": list(warnings(plan, capacity))}
+    return {"workers": workers, "this_host": seen, **told}
 
 
 def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:

@@ -10,7 +10,7 @@ from distflow.config.schema import BatchConfig, FlowConfig, LayoutConfig, ModelC
 from distflow.errors import PluginError, Problems
 from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode, order_steps, read_steps
-from distflow.flow.left_out import without_unread
+from distflow.flow.left_out import refuse_unread, without_unread
 from distflow.flow.model_roles import Models, settle_models
 from distflow.flow.per_worker_steps import PrivateSteps, read_private_steps
 from distflow.flow.plan import PoolPlan
@@ -115,6 +115,8 @@ def build_structure(
     settled = settle_models(ordered, models, problems)
     dumped = () if run is None else dump_fields(run, (*ordered, *private.all))
     kept, unread = without_unread(ordered, private.all, dumped)
+    if run is not None:
+        refuse_unread(kept, private.all, dumped, problems)
     sites = find_sites(kept, [node.name for node in ordered], layout, problems)
     validating = find_validating(layout, problems) if validated else None
     return None if settled is None else _on_pools(kept, unread, sites, settled, layout, private, validating)

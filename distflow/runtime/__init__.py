@@ -19,6 +19,7 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 | (weights/announcing.py; publishers)    | then announces it                    |                                      |
 | weights-memory (weights/shm.py)        | reserves it for versions to come     | nothing                              |
 | swarm-fetch (weights/swarm_link.py)    | receives and checks chunks           | a socket: publisher, other readers   |
+| consumers (consumer_list.py)           | lists clients' lossless consumers    | its own condition: an ask            |
 | checkpoint, model folders              | parts and COMMIT; Hugging Face       | a queue: `save`                      |
 | (checkpoint/writer_thread.py)          | folders                              |                                      |
 | copies (workers/second_place.py)       | checkpoints to `run.copy_to`         | a condition: a new checkpoint        |
@@ -26,8 +27,9 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 | trackers (comm/tracker_processes.py)   | watches the trackers' processes      | their pipes; a timer                 |
 | sglang log (workers/engines)           | repeats what SGLang's process says   | its pipe                             |
 
-Who holds which lock: the endpoint's thread holds the board's while a handler runs, so handlers change state and never
-compute or wait; once all that came together is handled, it wakes who waits. The main thread takes it to change the same
+Who holds which lock: the endpoint's thread holds the board's while a handler runs, so handlers change state, decode
+what came and encode small answers to clients (some 0.3 ms a MiB), and never wait; once all that came together is
+handled, it wakes who waits. The main thread takes it to change the same
 state, and releases it while it waits. Other locks (prompts, weights, outbox, metrics, trace, disk, segments) are held
 for a few lines each; no thread takes the board's while it holds one of them.
 

@@ -10,6 +10,7 @@ owner. These are handled at once, one after another, by the thread that sent the
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import defaultdict, deque
@@ -27,12 +28,15 @@ from distflow.comm.processes import resident_mb
 from distflow.comm.traffic import INPROC
 from distflow.data.decoding import Form, read
 from distflow.errors import ProtocolError, RecipeMismatch
+from distflow.exchange.store_channel import refusal
 from distflow.log import logger
 from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
 
 Handler = Callable[[Message], None]
 AGENT_POOL = "agent"
+COMPLAIN_EVERY_S = 10.0
+"""How often malformed messages of one kind and sender are logged."""
 SAY_EVERY_S = 1.0
 """How often a worker tells its agent where it listens, until the agent answers, and how far it is with a checkpoint."""
 
@@ -67,6 +71,8 @@ class Node:
         self._lost: list[Callable[[Lost], None]] = []
         self._closing: list[Callable[[], None]] = []
         self._ticks: list[Callable[[float], None]] = []
+        self._complained: dict[tuple[str, str], tuple[float, int]] = {}
+        """When a malformed message of a sender and kind was logged, and how many have come since."""
 
     def on(self, kind: str, handler: Handler) -> None:
         """Handle messages of this kind from peers that are present."""
@@ -158,8 +164,19 @@ class Node:
                 raise
             except ProtocolError as error:
                 # One malformed message must not end a worker.
-                log.warning("dropped a %r message from %s: %s", message.kind, message.sender, error)
-                self.endpoint.traffic.dropped += 1
+                self._complain(message, error, now)
+                self.endpoint.traffic.count_dropped(1)
+
+    def _complain(self, message: Message, error: ProtocolError, now: float) -> None:
+        """Log that a message was dropped; further ones of one kind and sender are only counted for a while."""
+        about = (message.sender if message.sender in self.endpoint.roster else CLIENT, message.kind)
+        at, more = self._complained.get(about, (-math.inf, 0))
+        if now - at < COMPLAIN_EVERY_S:
+            self._complained[about] = (at, more + 1)
+            return
+        told = f" (and {more} more since the last such line)" if more else ""
+        log.warning("dropped a %r message from %s: %s%s", message.kind, message.sender, error, told)
+        self._complained[about] = (now, 0)
 
     def _dispatch(self, message: Message, now: float) -> None:
         if message.kind in KINDS:
@@ -172,7 +189,12 @@ class Node:
         elif is_agent(message.sender) and message.kind in self._agent_handlers:
             self._agent_handlers[message.kind](message)
         elif message.kind in self._requests:
-            self._requests[message.kind](message)
+            try:
+                self._requests[message.kind](message)
+            except ProtocolError as error:
+                # Whoever asked would wait for ever: it hears that this worker is alive.
+                self.endpoint.reply(message, refusal(message, str(error)))
+                raise
         elif message.kind in self._handlers and self._accepts(message, now):
             self._handlers[message.kind](message)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from distflow.comm.message import Message
@@ -20,12 +19,12 @@ from distflow.config.data_schema import DataConfig, DifficultyConfig
 from distflow.config.paths import FED
 from distflow.config.plugins import TOKENIZER
 from distflow.data.difficulty import Difficulty, DifficultyRule
-from distflow.data.fed import RowLog
+from distflow.data.fed import PROMPTS, RowLog
 from distflow.data.files import Row
 from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings, SourceUse
 from distflow.data.responses import Reading
-from distflow.errors import DistflowError, NoProgressError, Problem, RunStopped, UserError, did_you_mean
+from distflow.errors import DistflowError, Problem, UserError, did_you_mean
 from distflow.exchange.feed_thread import FeedThread
 from distflow.exchange.kept_samples import KeptSamples
 from distflow.exchange.lease_settings import LeaseSettings
@@ -43,7 +42,7 @@ from distflow.exchange.prompt_feed import (
 from distflow.exchange.prompt_reader import PromptReader
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import KINDS as STORE_KINDS
-from distflow.exchange.store_channel import OWNERS, ClientStep, SampleStore
+from distflow.exchange.store_channel import OWNERS, ClientStep, SampleStore, refusal
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan, StepPlan
@@ -51,17 +50,15 @@ from distflow.flow.resolve import check_step, resolve
 from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
-from distflow.runtime.disk import replace_file
+from distflow.runtime.consumer_list import ConsumerList
 from distflow.runtime.node import Lanes, Node
+from distflow.runtime.outside import Outside
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
-from distflow.runtime.waits import WaitBoard
 from distflow.types import GivenResponse, LeaseKind, Prompt
 
 CONSUMERS = "consumers"
 """Folder of a run in which each owner lists the lossless consumers that it has."""
-PROMPTS = "prompts"
-"""Folder of a run for the rows that clients have put: each owner's own copy."""
 READ_AHEAD = 64
 """Fewest prompts that are read ahead; otherwise those of two training steps."""
 
@@ -207,7 +204,7 @@ def build_feed(
         return None
     batch = setting.plan.batch
     used = setting.start.number * batch.ledgers * batch.groups_per_ledger
-    settings = FeedSettings(fed.rows, fed.ahead, min(used, fed.rows))
+    settings = FeedSettings(fed.rows, fed.ahead, used)
     fed.log = RowLog(setting.run_dir / PROMPTS / f"{setting.me.name.file_stem}.jsonl")
     feed = PromptFeed(
         name,
@@ -240,8 +237,7 @@ def _check_rows(data: DataConfig, seed: int, tokenizer: Tokenizer, rows: Sequenc
 
 
 def _refuse_rows(node: Node, why: str, message: Message) -> None:
-    number = message.body.get("number") if isinstance(message.body, dict) else None
-    node.endpoint.reply(message, {"number": number, "error": why})
+    node.endpoint.reply(message, refusal(message, why))
 
 
 def _more_rows(node: Node, core: OwnerCore, reader: PromptReader) -> None:
@@ -267,19 +263,22 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     edges = [plan.edge(port.edge) for end in ("asks", "collects") for port in setting.me.port(end)]
     fields.update(field for edge in edges if edge.when in ("on arrival", "in window") for field in edge.back)
     limit = setting.recipe.limits.consumer_mb * MIB
-    steps = [_client_step(step) for step in plan.steps if step.role == "client"]
+    written = [step for step in plan.steps if step.role == "client"]
+    steps = list(map(_client_step, written))
     store = SampleStore(inbound, limit, partial(_lacking, sorted(fields)), node.endpoint.reply, steps)
-    _go_on(store, setting)
+    _go_on(store, setting, node)
     for kind in STORE_KINDS:
         node.on_request(kind, lambda message: store.on_message(message, time.monotonic()))
     node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))
     node.told["consumers"].append(lambda: [one._asdict() for one in store.consumers.counts()])
+    outside = Outside(inbound.core, store, plan, written, lambda: node.board.current is not None)
+    node.told["outside"].append(outside.told)
     node.on_tick(store.tick)
     node.on_close(store.close)
     return Owned(inbound, store)
 
 
-def _go_on(store: SampleStore, setting: Setting) -> None:
+def _go_on(store: SampleStore, setting: Setting, node: Node) -> None:
     """Open the lossless consumers again that were there before a restart, and list them from now on, before the groups
     that clients have been promised arrive. What they had not read goes with checkpoints.
     """
@@ -292,15 +291,16 @@ def _go_on(store: SampleStore, setting: Setting) -> None:
         kept = replace(kept, consumers=[one for one in kept.consumers if one.name in listed or not lists])
         store.restore(kept, lambda position: position % setting.plan.batch.ledgers in ledgers)
     store.open_again(listed)
-    store.note = partial(_list_consumers, folder / f"{setting.me.name.file_stem}.json")
+    store.listed(listed)
 
+    def written(names: Iterable[str]) -> None:
+        with node.board.condition:
+            store.listed(names)
 
-def _list_consumers(file: Path, listed: Mapping[str, Sequence[str]]) -> None:
-    try:
-        file.parent.mkdir(exist_ok=True)
-        replace_file(file, json.dumps(listed))
-    except OSError as error:
-        log.error("could not write %s, so these consumers may miss samples after a restart: %s", file, error)
+    consumers = ConsumerList(folder / f"{setting.me.name.file_stem}.json", written, node.board.fault)
+    store.listing.write = consumers.write
+    consumers.start()
+    node.on_close(consumers.close)
 
 
 def _client_step(step: StepPlan) -> ClientStep:
@@ -316,30 +316,6 @@ def _lacking(known: Sequence[str], fields: Iterable[str]) -> str:
         return ""
     cure = "only what the run itself reads reaches the training workers: add others to run.dump_fields"
     return f"samples have no field {lacking[0]!r} when they arrive — {did_you_mean(lacking[0], known)}; {cure}"
-
-
-def await_readers(store: SampleStore, board: WaitBoard, drain_s: float) -> None:
-    """All samples have arrived: give clients outside the run time to read the last ones."""
-    consumers = store.consumers
-    with board.condition:
-        store.tick(time.monotonic())
-    try:
-        board.until(
-            lambda: None if consumers.unread() else True,
-            name=lambda: f"consumer {_named(consumers.unread())} outside the run to read the last samples",
-            peers=(),
-            limit_s=drain_s,
-            limit="limits.drain_s",
-            progress=lambda: consumers.progress,
-        )
-    except RunStopped:
-        log.warning("stopped before consumer %s had read the last samples", _named(consumers.unread()))
-    except NoProgressError as error:
-        log.warning("%s; they are lost to it", error)
-
-
-def _named(consumers: Sequence[str]) -> str:
-    return ", ".join(map(repr, consumers))
 
 
 def _difficulty(config: DifficultyConfig, order: PromptOrder, setting: Setting) -> Difficulty:

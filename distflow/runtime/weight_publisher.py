@@ -12,9 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
 
-import msgspec
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -24,7 +22,7 @@ from distflow.comm.membership import BEAT_EVERY_S
 from distflow.comm.message import Message
 from distflow.config.plugins import VOCABULARY
 from distflow.data.batch import Batch, Ragged
-from distflow.data.decoding import MAX_NAME_CHARACTERS, Form, Whole, read
+from distflow.data.decoding import read
 from distflow.errors import ProtocolError, UserError, WorkerFailed
 from distflow.exchange.facts import ANNOUNCED
 from distflow.flow.resolve import resolve
@@ -34,12 +32,14 @@ from distflow.runtime.lockstep import LockstepModel
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
+from distflow.runtime.weight_clients import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights, WaitingClients
 from distflow.types import Version, WorkerName
 from distflow.weights.announcing import Announcing
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.rounded_publisher import RoundedPublisher
+from distflow.weights.segment_file import memory_name
 from distflow.weights.shard_link import ShardLink
 from distflow.weights.shard_reader import ShardedReader
 from distflow.weights.shm import ShmPublisher
@@ -52,19 +52,7 @@ WIDER = ("float32", "float64")
 MODEL = "model."
 """What begins the names of weights in a replica's state."""
 ShardLinks = Mapping[str, ShardLink]
-ASK_WEIGHTS = "client.weights"
-"""What clients outside the run ask every training worker: the next version of a model, from whoever publishes it."""
-MOST_CLIENTS = 1024
 TELL_AGAIN_S = 2 * BEAT_EVERY_S
-
-
-class AskedWeights(Form, frozen=True):
-    """Body of ASK_WEIGHTS: a client has version `after`, and waits for a newer one. It may be repeated."""
-
-    client: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    number: Whole
-    model: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
-    after: Version | None = None
 
 
 class Announcer:
@@ -87,15 +75,15 @@ class Announcer:
             self._server = _server_for(setting, model, hosts.address, tag, node.board.fault)
             node.told["weights"].append(self._server.told)
         pinned = None if self._server is None else self._server.pinned
-        self._publisher = ShmPublisher(tag, model, setting.document.term, pinned)
+        shown = partial(node.board.shown, peers=())
+        self._publisher = ShmPublisher(tag, model, setting.document.term, pinned, shown)
         self._summing = Announcing("weights-sums", self._publisher.summed, node.board.fault)
         self._newest: Manifest | None = None
         """The version published last, and how it is announced on this host and on others, once that is known."""
         self._summed: Manifest | None = None
         self._described: Manifest | None = None
         self._told_at: dict[str, float] = {}
-        self._clients: dict[str, tuple[AskedWeights, Message]] = {}
-        """What clients outside the run wait for."""
+        self._clients = WaitingClients(model, node.endpoint.reply)
         node.on_joined(self._welcome)
         node.on_tick(self._remind)
 
@@ -108,27 +96,24 @@ class Announcer:
         checksums for this host, digests for others."""
         self._newest = manifest
         near, far = self._readers()
-        if near or self._clients or self._parts is not None:
+        if near or self._clients.any(far=False) or self._parts is not None:
             self._offer_near(manifest)
-        if far:
+        if far or self._clients.any(far=True):
             self._offer(manifest)
 
-    def ask(self, asked: AskedWeights, message: Message) -> None:
-        """A client on this host waits for a version. Called under the worker's lock."""
-        if asked.client not in self._clients and len(self._clients) >= MOST_CLIENTS:
-            raise ProtocolError(f"{MOST_CLIENTS} clients wait for weights of {self._model!r} already")
-        self._clients[asked.client] = (asked, message)
-        if self._summed is not None and self._newest is not None and self._summed.version == self._newest.version:
-            self._answer_clients(self._summed)
-        elif self._newest is not None:
-            self._offer_near(self._newest)
+    @property
+    def serves_far(self) -> bool:
+        """Whether readers on other hosts get versions here."""
+        return self._server is not None
 
-    def _answer_clients(self, summed: Manifest) -> None:
-        for client, (asked, message) in list(self._clients.items()):
-            if asked.after is None or summed.version > asked.after:
-                del self._clients[client]
-                body = {"number": asked.number, "models": [self._model], "manifest": summed.to_wire()}
-                self._node.endpoint.reply(message, body)
+    def ask(self, asked: AskedWeights, message: Message) -> None:
+        """A client outside the run waits for a version. Called under the worker's lock."""
+        self._clients.add(asked, message)
+        known, offer = (self._described, self._offer) if asked.far else (self._summed, self._offer_near)
+        if known is not None and self._newest is not None and known.version == self._newest.version:
+            self._clients.answer(known, far=asked.far)
+        elif self._newest is not None:
+            offer(self._newest)
 
     def close(self) -> None:
         """Withdraw all versions."""
@@ -170,7 +155,7 @@ class Announcer:
         with self._node.board.condition:
             self._summed = summed
             self._tell(self._readers()[0], summed)
-            self._answer_clients(summed)
+            self._clients.answer(summed, far=False)
             if self._parts is not None:
                 self._parts.announce(summed)
 
@@ -182,6 +167,7 @@ class Announcer:
         with self._node.board.condition:
             self._described = described
             self._tell(self._readers()[1], described)
+            self._clients.answer(described, far=True)
 
     def _readers(self) -> tuple[list[str], list[str]]:
         """The workers that read the weights, are present and read from this one: on this host, and on others."""
@@ -266,14 +252,20 @@ class Publishing:
         """Tell clients outside the run which models are published here, and give them the versions of these."""
         shared = {model: one for model, one in self._publishers.items() if isinstance(one, Announcer)}
 
-        def on_request(message: Message) -> None:
+        def on_publishers(message: Message) -> None:
+            asked = read(message.body, AskedPublishers, message.kind)
+            near, far = asked.memory == memory_name(), any(one.serves_far for one in shared.values())
+            body = {"number": asked.number, "models": list(shared), "near": near, "far": far}
+            node.endpoint.reply(message, body)
+
+        def on_weights(message: Message) -> None:
             asked = read(message.body, AskedWeights, message.kind)
+            # One that is not published here was, before this worker restarted: the client asks around again.
             if asked.model in shared:
                 shared[asked.model].ask(asked, message)
-            else:
-                node.endpoint.reply(message, {"number": asked.number, "models": list(shared)})
 
-        node.on_request(ASK_WEIGHTS, on_request)
+        node.on_request(ASK_PUBLISHERS, on_publishers)
+        node.on_request(ASK_WEIGHTS, on_weights)
 
     def close(self) -> None:
         """Withdraw all versions."""

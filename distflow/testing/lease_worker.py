@@ -115,6 +115,9 @@ class Memory:
         """Always: nothing overwrites them."""
         return True
 
+    def doubt(self, manifest: Manifest) -> None:
+        """Nothing to do: nothing was found out about them."""
+
     def begin_term(self, term: int) -> None:
         """Nothing to do: they stay readable."""
 

@@ -2,7 +2,8 @@
 
 The publisher gives each chunk to one reader of a site; the others get it from there, and from everyone who has got it
 so. Thus it sends the model about once to each site, however many read there. Whoever lacks a chunk that no present
-reader of its site was given, or that does not come, asks the publisher for it.
+reader of its site was given, or that does not come, asks the publisher for it. A reader that passes nothing on is dealt
+nothing, so that nobody waits for it: it asks for chunks by number, the publisher or the readers that were given them.
 
 Example, two readers of four chunks: A is dealt 0 and 1, B 2 and 3; A then hears that B has 2 and asks B for it, and so
 on. If B is lost before A has 3, A asks the publisher, which sees that B is gone and gives 3 to A.
@@ -50,10 +51,13 @@ class ChunkPlan:
 
     Connections are named by numbers. After each event, `next` of that connection says what to ask there; after `leave`
     and `urge`, all of them may have something. Readers with different `start`s ask for missing chunks in other orders,
-    so that each gets some and the others get them there. `there`: what has arrived before.
+    so that each gets some and the others get them there. `there`: what has arrived before. Without `deals` none are
+    dealt to this reader.
     """
 
-    def __init__(self, count: int, window: int = WINDOW, start: int = 0, there: Collection[int] = ()) -> None:
+    def __init__(
+        self, count: int, window: int = WINDOW, start: int = 0, there: Collection[int] = (), *, deals: bool = True
+    ) -> None:
         self.count = count
         self.arrived = len(there)
         self._window = window
@@ -65,7 +69,7 @@ class ChunkPlan:
         self._missing: deque[int] = deque()
         """What to ask the publisher for by number, since it was last urged; `_urge` says how."""
         self._urge: Literal["want", "again"] = "want"
-        if there:
+        if there or not deals:
             # What is left is asked for by number: most of what the publisher would deal is there.
             self._all_dealt = True
             self.urge(again=False)
@@ -210,7 +214,8 @@ class _Dealt:
 
 
 class ChunkDealer:
-    """To whom the publisher gave the chunks of one version. Readers are named by the addresses at which they serve.
+    """To whom the publisher gave the chunks of one version. Readers are named by the addresses at which they serve; "":
+    one that passes nothing on, of which nothing is noted.
 
     Each chunk is given to one reader of each site: so it crosses the link between two sites once.
     """
@@ -223,7 +228,7 @@ class ChunkDealer:
         """Up to `count` chunks that nobody of the site was given."""
         dealt = self._sites[site]
         there: list[int] = []
-        while dealt.next < self._count and len(there) < count:
+        while reader and dealt.next < self._count and len(there) < count:
             if dealt.next not in dealt.given:
                 there.append(dealt.next)
                 dealt.given[dealt.next] = reader
@@ -232,6 +237,8 @@ class ChunkDealer:
 
     def made(self, reader: str, site: str) -> None:
         """This reader has all chunks without having been given them: its site gets there what nobody was given."""
+        if not reader:
+            return
         dealt = self._sites[site]
         for chunk in range(dealt.next, self._count):
             dealt.given.setdefault(chunk, reader)
@@ -243,7 +250,8 @@ class ChunkDealer:
         given = self._sites[site].given
         holder = given.get(chunk)
         if again or holder is None or holder == reader or holder not in present:
-            given[chunk] = reader
+            if reader:
+                given[chunk] = reader
             return True
         return False
 

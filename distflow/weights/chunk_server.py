@@ -37,12 +37,15 @@ from distflow.weights.swarm import (
     read_opening,
     seal_nonce,
 )
-from distflow.weights.swarm_socket import Refused, address_of, hang_up, listen, receive_for, take, welcome
+from distflow.weights.swarm_socket import HANDSHAKE_S, Refused, address_of, hang_up, listen, receive_for, take, welcome
 
 CLOSE_S = 5.0
 ACCEPT_PAUSE_S = 0.5
 """After a connection could not be accepted: without file descriptors, say, the next attempt fails at once, too."""
 MOST_CONNECTIONS = 1024
+MOST_STRANGERS = 64
+"""Connections that have yet to prove that they know a token. One more takes the place of the oldest: a reader proves it
+at once."""
 MOST_WAITING = 256
 """Requests of one connection that have not been answered; a reader asks for a window of chunks at a time."""
 MOST_HELD = 8
@@ -103,7 +106,8 @@ class ChunkServer:
         self.tell()
 
     def forget(self, held: HeldVersion) -> None:
-        """Serve a version no more."""
+        """Serve a version no more, nor what was asked for of it before."""
+        held.over = True
         with self.lock:
             if self._held.get((held.manifest.model, held.manifest.content)) is held:
                 del self._held[held.manifest.model, held.manifest.content]
@@ -164,7 +168,7 @@ class ChunkServer:
         self._held.clear()
 
     def _accept(self) -> None:
-        told = False
+        told = full = False
         while not self._closing.is_set():
             try:
                 link, _ = self._listener.accept()
@@ -176,15 +180,26 @@ class ChunkServer:
                 continue
             told = False
             connection = _Connection(self, link)
-            with self.lock:
-                many = self._closing.is_set() or len(self._connections) >= MOST_CONNECTIONS
-                if not many:
-                    self._connections.append(connection)
-            if many:
-                link.close()
-            else:
+            if self._add(connection):
                 self._start(connection, link)
+                continue
+            link.close()
+            if not (full or self._closing.is_set()):
+                full = True
+                log.warning("%s: %d connections of readers of weights, no more", self.address, MOST_CONNECTIONS)
         self._listener.close()
+
+    def _add(self, connection: _Connection) -> bool:
+        """Whether there is room for one more."""
+        with self.lock:
+            strangers = [one for one in self._connections if not one.known]
+            known = len(self._connections) - len(strangers)
+            if self._closing.is_set() or known >= MOST_CONNECTIONS:
+                return False
+            self._connections.append(connection)
+        if len(strangers) >= MOST_STRANGERS:
+            strangers[0].close()
+        return True
 
     def _start(self, connection: _Connection, link: socket.socket) -> None:
         try:
@@ -203,6 +218,8 @@ class _Connection:
     def __init__(self, server: ChunkServer, link: socket.socket) -> None:
         self.reader = ""
         self.site = ""
+        self.known = False
+        """Whether it knows a token."""
         self._server = server
         self._link = link
         self._jobs: queue.SimpleQueue[ChunkAsk | None] = queue.SimpleQueue()
@@ -231,6 +248,8 @@ class _Connection:
     def _receive(self) -> None:
         try:
             secret, nonces = welcome(self._link, self._server.secrets())
+            self.known = True
+            receive_for(self._link, HANDSHAKE_S)
             opening = read_opening(self._body())
             receive_for(self._link, 0)
             self._begin(secret, nonces, opening)
@@ -276,9 +295,12 @@ class _Connection:
                 if job is not None:
                     self._answer(job)
                 self._tell_news()
-        except OSError:
+        except ConnectionError:
             # The reader is gone, or this server is closing.
             pass
+        except OSError as error:
+            if not self._over:
+                log.warning("hung up on a reader of weights at %s: %s", self.reader or "no address", error)
         finally:
             self.close()
 

@@ -16,8 +16,10 @@ A chunk of an odd number of bytes has its last byte after all that. Numbers are 
 
 from __future__ import annotations
 
-import os
+import itertools
 import struct
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from itertools import pairwise
@@ -26,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distflow.errors import ProtocolError
-from distflow.weights.manifest import CHUNK_BYTES, HASHING_THREADS
+from distflow.weights.manifest import CHUNK_BYTES, coding_threads
 
 _COUNT = struct.Struct("<I")
 _WORD = np.dtype("<u2")
@@ -55,10 +57,11 @@ _STEPS: dict[Kind, np.dtype[np.uint8] | np.dtype[np.uint16]] = {
 }
 
 
-def encode(new: memoryview, base: memoryview, most: int) -> bytes | None:
-    """The delta that makes `new` of `base`, as many bytes; None if it were larger than `most` bytes.
+def encode(new: memoryview, base: memoryview, most: int, write: Callable[[int, bytes], None]) -> int | None:
+    """Make the delta that makes `new` of `base`, as many bytes; returns its size, None if it were more than `most`.
 
-    On several threads, with the GIL released for the most part.
+    `write` is called with offsets and what is to be there, on several threads. All but a few chunks' parts are written
+    at any time. The GIL is released for the most part.
     """
     assert len(new) == len(base), "versions of one layout"
     chunks = [(new[at : at + CHUNK_BYTES], base[at : at + CHUNK_BYTES]) for at in range(0, len(new), CHUNK_BYTES)]
@@ -66,18 +69,20 @@ def encode(new: memoryview, base: memoryview, most: int) -> bytes | None:
     if sum(_fewest_bytes(*pair) for pair in probed) * len(new) > most * sum(len(pair[0]) for pair in probed):
         # So it is with every version of a float32 model, which is not to wait for this each time.
         return None
-    parts: list[bytes] = []
-    size = _COUNT.size * len(chunks)
-    threads = min(HASHING_THREADS, len(os.sched_getaffinity(0)))
+    sizes: list[int] = []
+    end = _COUNT.size * len(chunks)
+    threads = coding_threads()
     with ThreadPoolExecutor(threads) as pool:
         # In turns, so that it ends as soon as there is too much.
         for turn in range(0, len(chunks), 4 * threads):
-            found = list(pool.map(lambda pair: encode_part(*pair), chunks[turn : turn + 4 * threads]))
-            parts += found
-            size += sum(map(len, found))
-            if size > most:
+            parts = list(pool.map(lambda pair: encode_part(*pair), chunks[turn : turn + 4 * threads]))
+            *starts, end = itertools.accumulate(map(len, parts), initial=end)
+            if end > most:
                 return None
-    return b"".join((struct.pack(f"<{len(parts)}I", *map(len, parts)), *parts))
+            sizes += map(len, parts)
+            deque(pool.map(write, starts, parts), maxlen=0)
+    write(0, struct.pack(f"<{len(sizes)}I", *sizes))
+    return end
 
 
 def parts_of(delta: memoryview, size: int) -> list[memoryview]:

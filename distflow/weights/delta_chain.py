@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from mmap import mmap
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 from distflow.flow.sizes import CHAINED
@@ -15,18 +15,39 @@ from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
 from distflow.weights.shm import HEADER, HEADER_BYTES
 
 
-class DeltaMemory:
-    """Memory for a delta, which chunks can be served from: a file without a name, gone with its last user."""
+class DeltaFile:
+    """Memory that a delta is written to before its size is known: a file without a name, gone with its last user."""
 
-    def __init__(self, manifest: Manifest, dealer: ChunkDealer | None = None) -> None:
-        handle = os.memfd_create("distflow-delta", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(handle, HEADER_BYTES + manifest.size)
-            self._memory = mmap(handle, HEADER_BYTES + manifest.size)
-            HEADER.pack_into(self._memory, 0, -1, 0)
-            self.held = HeldVersion(manifest, Path(f"/proc/self/fd/{handle}"), dealer)
-        finally:
-            os.close(handle)
+    def __init__(self) -> None:
+        self.handle = os.memfd_create("distflow-delta", os.MFD_CLOEXEC)
+
+    def write(self, at: int, data: bytes | memoryview) -> None:
+        """Write bytes of the delta, on any thread. Unlike assigning to a slice of a mapping it releases the GIL."""
+        left, at = memoryview(data), HEADER_BYTES + at
+        while left:
+            done = os.pwrite(self.handle, left, at)
+            left, at = left[done:], at + done
+
+    def digests(self, size: int) -> bytes:
+        """Of the chunks of a delta of `size` bytes."""
+        data = memoryview(mmap(self.handle, HEADER_BYTES + size, access=ACCESS_READ))[HEADER_BYTES:]
+        return digests([data[at : at + CHUNK_BYTES] for at in range(0, size, CHUNK_BYTES)])
+
+    def __enter__(self) -> DeltaFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.handle)
+
+
+class DeltaMemory:
+    """A delta in memory, which chunks can be served from; in `file` if it has been written already."""
+
+    def __init__(self, manifest: Manifest, file: DeltaFile, dealer: ChunkDealer | None = None) -> None:
+        os.ftruncate(file.handle, HEADER_BYTES + manifest.size)
+        self._memory = mmap(file.handle, HEADER_BYTES + manifest.size)
+        HEADER.pack_into(self._memory, 0, -1, 0)
+        self.held = HeldVersion(manifest, Path(f"/proc/self/fd/{file.handle}"), dealer)
 
     @property
     def data(self) -> memoryview:
@@ -73,14 +94,13 @@ class DeltaChain:
         """None where there is none: another layout, an older version that is gone, or nearly everything changed."""
         if former is None or not former.intact or not _follows(new.manifest, former.manifest):
             return None
-        found = encode(_bytes_of(new), _bytes_of(former), int(CHAINED * new.manifest.size))
-        if not found or not former.intact or not new.intact:
-            return None
-        sums = digests([memoryview(found)[at : at + CHUNK_BYTES] for at in range(0, len(found), CHUNK_BYTES)])
-        delta = Delta(new.manifest.version.number, former.manifest.version.number, len(found), sums)
-        manifest = new.manifest.of_delta(delta)
-        memory = DeltaMemory(manifest, ChunkDealer(manifest.chunks))
-        memory.data[:] = found
+        with DeltaFile() as file:
+            size = encode(_bytes_of(new), _bytes_of(former), int(CHAINED * new.manifest.size), file.write)
+            if not size or not former.intact or not new.intact:
+                return None
+            delta = Delta(new.manifest.version.number, former.manifest.version.number, size, file.digests(size))
+            manifest = new.manifest.of_delta(delta)
+            memory = DeltaMemory(manifest, file, ChunkDealer(manifest.chunks))
         memory.finish()
         return delta, memory.held
 

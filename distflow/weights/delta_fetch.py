@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,9 +12,10 @@ from distflow.log import logger
 from distflow.types import Version
 from distflow.weights.chunk_server import ChunkServer
 from distflow.weights.delta import apply_part, parts_of
-from distflow.weights.delta_chain import DeltaMemory
+from distflow.weights.delta_chain import DeltaFile, DeltaMemory
 from distflow.weights.held_version import HeldVersion
-from distflow.weights.manifest import CHUNK_BYTES, HASHING_THREADS, Manifest, digest
+from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads, digest
+from distflow.weights.private_segments import NotServing
 from distflow.weights.swarm_client import FetchRules, SwarmClient
 
 log = logger(__name__)
@@ -24,7 +24,7 @@ log = logger(__name__)
 class DeltaFetch:
     """Fetches deltas and serves them to readers on other hosts, as long as new versions name them."""
 
-    def __init__(self, server: ChunkServer) -> None:
+    def __init__(self, server: ChunkServer | NotServing) -> None:
         self._server = server
         self._held: list[HeldVersion] = []
 
@@ -52,7 +52,8 @@ class DeltaFetch:
     def _fetch_one(
         self, manifest: Manifest, client: SwarmClient, came: Callable[[], None], rules: FetchRules
     ) -> memoryview:
-        memory = DeltaMemory(manifest)
+        with DeltaFile() as file:
+            memory = DeltaMemory(manifest, file)
 
         def arrived(chunk: int) -> None:
             memory.held.add(chunk)
@@ -90,5 +91,5 @@ def make(manifest: Manifest, base: memoryview, deltas: Sequence[memoryview], int
             return False
         return digest(target) == manifest.digest_of(chunk)
 
-    with ThreadPoolExecutor(min(HASHING_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(coding_threads()) as pool:
         return [chunk for chunk, right in enumerate(pool.map(made, range(manifest.chunks))) if right]

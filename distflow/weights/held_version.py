@@ -22,6 +22,8 @@ class HeldVersion:
         self.order: list[int] = []
         """The chunks that have been fetched, in the order in which they came."""
         self.whole = dealer is not None
+        self.over = False
+        """Whether it is served no more: what a fetch that was given up has got is written over."""
         self._got: set[int] = set()
         # Closed with the last reference: a thread may be sending from it.
         self.file = path.open("rb", buffering=0)
@@ -36,7 +38,7 @@ class HeldVersion:
         """Whether this chunk is there."""
         if self.whole:
             return chunk < self.manifest.chunks and self.intact
-        return chunk in self._got
+        return chunk in self._got and not self.over
 
     @property
     def intact(self) -> bool:

@@ -20,11 +20,13 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from distflow.errors import UserError
 from distflow.flow.sizes import FETCHED
 from distflow.log import logger
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
-from distflow.weights.shm import HEADER, HEADER_BYTES, SEGMENTS, map_shared, reserve, segment_prefix
+from distflow.weights.segment_file import SEGMENTS, open_own, reserve
+from distflow.weights.shm import HEADER, HEADER_BYTES, segment_prefix
 
 TURN = struct.Struct("<qqq")
 """Term and number of the version that is fetched, chunks of it that have arrived."""
@@ -45,11 +47,11 @@ class SharedSegment:
 
     @classmethod
     def open(cls, path: Path) -> SharedSegment:
-        """Map a segment that exists; raises OSError."""
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        """Map a segment that exists; raises OSError, also for another user's."""
+        handle = open_own(path)
         try:
             # One that is being made grows meanwhile: both are of the same size.
-            memory = map_shared(path)
+            memory = mmap.mmap(handle, 0)
             readable = mmap.mmap(handle, len(memory), access=mmap.ACCESS_READ)
             return cls(path, handle, memory, readable)
         except BaseException:
@@ -89,7 +91,7 @@ class HostSegments:
         self._open: dict[Path, SharedSegment] = {}
         self._used: SharedSegment | None = None
         self._presence = self._enter()
-        self._turn = os.open(SEGMENTS / f"{self._stem}-turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._turn = _made(SEGMENTS / f"{self._stem}-turn")
 
     def find(self, manifest: Manifest) -> mmap.mmap | None:
         """The whole version, if it is here: in use, and unchanged, until `release`."""
@@ -141,7 +143,8 @@ class HostSegments:
         """A segment for a version that will be fetched, torn until `finish`. For the reader whose turn it is.
 
         If a fetch was interrupted it is the one of that: what has arrived is still there. None: all are in use, and
-        FETCHED is enough unless `further`. Those of earlier terms are removed. Raises UserError if there is no room.
+        FETCHED is enough unless `further` and there is room for more. Those of earlier terms are removed. Raises
+        UserError if there is no room.
         """
         size, term = HEADER_BYTES + manifest.size, manifest.version.term
         newest, used = self.newest(), 0
@@ -154,7 +157,13 @@ class HostSegments:
             elif segment.version < manifest.version:
                 segment.path.unlink(missing_ok=True)
                 self._open.pop(segment.path, None)
-        return None if used >= FETCHED and not further else self._create(term, size)
+        if used < FETCHED:
+            return self._create(term, size)
+        try:
+            return self._create(term, size) if further else None
+        except UserError as error:
+            log.warning("%s; waiting for a neighbour that uses an older version", error)
+            return None
 
     def finish(self, segment: SharedSegment, version: Version) -> mmap.mmap:
         """All of it has arrived: neighbours may map it, and this reader uses it."""
@@ -180,7 +189,7 @@ class HostSegments:
     def _enter(self) -> int:
         path = SEGMENTS / self._stem
         while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = _made(path)
             fcntl.flock(handle, fcntl.LOCK_SH)
             if _same(path, handle):
                 return handle
@@ -196,7 +205,7 @@ class HostSegments:
                 try:
                     segment = SharedSegment.open(path)
                 except (OSError, ValueError):
-                    # Just removed, or just being made.
+                    # Just removed, just being made, or put there by another user.
                     continue
             found[path] = segment
         self._open = found
@@ -219,6 +228,13 @@ class HostSegments:
     def let_go(self, segment: SharedSegment) -> None:
         """It may be overwritten, as far as this reader is concerned."""
         fcntl.flock(segment.handle, fcntl.LOCK_UN)
+
+
+def _made(path: Path) -> int:
+    try:
+        return open_own(path, make=True)
+    except PermissionError as error:
+        raise UserError(f"weights cannot be shared on this host: {error}") from error
 
 
 def _paths(stem: str) -> list[Path]:

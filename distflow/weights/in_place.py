@@ -27,6 +27,10 @@ class Mapped(Protocol):
         """Whether the tensors were right, and unchanged until they were copied; raises ChecksumError."""
         ...
 
+    def doubt(self, manifest: Manifest) -> None:
+        """What came of this version was wrong: trust nothing that was found out about it."""
+        ...
+
     def begin_term(self, term: int) -> None:
         """Fetch nothing of earlier terms any more. Thread-safe."""
         ...
@@ -81,7 +85,8 @@ class InPlace:
         return manifest
 
     def again(self, manifest: Manifest) -> None:
-        """Copy this version again, unless another was offered."""
+        """Check and copy this version again, unless another was offered."""
+        self._reader.doubt(manifest)
         if not self.waiting:
             self.offer(manifest)
 

@@ -22,7 +22,7 @@ from distflow.weights.swarm import Content, SwarmPlace
 
 CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16
-HASHING_THREADS = 4
+FEWEST_THREADS, MOST_THREADS, CORES_A_THREAD = 4, 16, 8
 RUN_BYTES = 16 * CHUNK_BYTES
 """What a thread sums at a time."""
 _SEGMENT = re.compile(r"/dev/shm/distflow-[^/\0]{1,200}")
@@ -169,6 +169,14 @@ def _check_entry(entry: TensorEntry, manifest: Manifest) -> None:
         raise ProtocolError(f"{what} of shape {entry.shape} in {entry.size} bytes")
 
 
+def coding_threads() -> int:
+    """Threads that sum, hash, encode or decode a version, on the cores that this process may use: an eighth of many, so
+    that several processes of a host can do it at once.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, max(FEWEST_THREADS, min(cores // CORES_A_THREAD, MOST_THREADS)))
+
+
 def digest(chunk: bytes | memoryview) -> bytes:
     """Hash of one chunk for which nobody can make another chunk: BLAKE3, 128 bits of it.
 
@@ -179,7 +187,7 @@ def digest(chunk: bytes | memoryview) -> bytes:
 
 def digests(chunks: Sequence[memoryview]) -> bytes:
     """The digests of chunks, one after the other, computed on several threads."""
-    with ThreadPoolExecutor(min(HASHING_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(coding_threads()) as pool:
         return b"".join(pool.map(digest, chunks))
 
 
@@ -189,7 +197,7 @@ def intact_chunks(manifest: Manifest, data: memoryview) -> list[int]:
     def right(chunk: int) -> bool:
         return digest(data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) == manifest.digest_of(chunk)
 
-    with ThreadPoolExecutor(min(HASHING_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(coding_threads()) as pool:
         return [chunk for chunk, found in enumerate(pool.map(right, range(manifest.chunks))) if found]
 
 
@@ -202,7 +210,7 @@ def checksums(data: memoryview) -> tuple[int, ...]:
 
     if len(data) <= RUN_BYTES:
         return tuple(of_run(0))
-    with ThreadPoolExecutor(min(HASHING_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(coding_threads()) as pool:
         return tuple(itertools.chain.from_iterable(pool.map(of_run, range(0, len(data), RUN_BYTES))))
 
 

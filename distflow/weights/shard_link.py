@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -25,47 +24,21 @@ from distflow.data.decoding import read
 from distflow.errors import ChecksumError, ProtocolError, UserError
 from distflow.log import logger
 from distflow.types import Version
-from distflow.weights.manifest import Manifest, verify
+from distflow.weights.manifest import Manifest, TensorEntry, verify
 from distflow.weights.shard_conductor import FORM_S, ShardConductor, ShardMessage, tensor_layouts
+from distflow.weights.shard_copies import HeldShard, PartCopies
 from distflow.weights.shard_messages import GROUP, REPORT, HeldRange, ShardGo, ShardGroup, ShardReport
-from distflow.weights.shard_plan import Box, ShardPiece, boxes_of, plan_pieces
+from distflow.weights.shard_plan import Box, ShardPiece, plan_pieces
 from distflow.weights.shard_transfer import HeldPart, ShardTransfer
 from distflow.weights.shm import tensor_views
 from distflow.weights.transport import NamedTensors
 
-COPIES = 2
-"""Versions of which a trainer keeps its part: the one that is sent and the one after it."""
-SEND_S = 5.0
-BYTES_S = 32 << 20
-"""A transfer may take SEND_S, and as long as its bytes take at this pace."""
+STILL_S = 10.0
+"""A member with which no message has passed for so long is lost."""
 REPORT_EVERY_S = 1.0
 CLOSE_S = 3.0
 
 log = logger(__name__)
-
-
-class HeldShard(Protocol):
-    """Elements of a tensor that this trainer holds."""
-
-    @property
-    def name(self) -> str:
-        """Of the tensor."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """The first element."""
-        ...
-
-    @property
-    def data(self) -> Tensor:
-        """The elements."""
-        ...
 
 
 class PartsLanding(Protocol):
@@ -122,7 +95,10 @@ class ShardLink:
         self._store: Store | None = None
         self._plans: dict[tuple[str, ...], list[ShardPiece]] = {}
         self._held: tuple[HeldRange, ...] = ()
-        self._copies: dict[Version, dict[str, list[HeldPart]]] = {}
+        self._copies = PartCopies()
+        self._memory = mmap.mmap(-1, 1)
+        """Where a reader's versions come to, one after the other, laid out like this."""
+        self._entries: tuple[TensorEntry, ...] = ()
         self._done = -1
         self._moved = 0
         self._report_at = 0.0
@@ -157,19 +133,17 @@ class ShardLink:
 
     def keep(self, version: Version, shards: Iterable[HeldShard]) -> None:
         """Copy this trainer's part of a version, if there is a group to send it to. On the main thread."""
-        joined, held, parts = self.joined, [], {}
-        for shard in shards:
-            held.append(
-                HeldRange(shard.name, str(shard.data.dtype), tuple(shard.shape), shard.start, shard.data.numel())
-            )
-            if joined:
-                parts[shard.name] = _parts(shard)
+        own = list(shards)
         with self._own.lock:
-            self._held = tuple(held)
-            if joined:
-                self._copies[version] = parts
-                for old in sorted(self._copies)[:-COPIES]:
-                    del self._copies[old]
+            copy = self._copies.next() if self.joined else None
+        if copy is not None:
+            copy.fill(own)
+        with self._own.lock:
+            self._held = tuple(
+                HeldRange(one.name, str(one.data.dtype), tuple(one.shape), one.start, one.data.numel()) for one in own
+            )
+            if copy is not None:
+                copy.version = version
             self.report()
 
     def announce(self, manifest: Manifest) -> None:
@@ -216,7 +190,7 @@ class ShardLink:
             -1 if self._group is None else self._group.epoch,
             self._landing is not None and self.joined and self._landing.free,
             self._done,
-            tuple(version.number for version in self._copies),
+            tuple(version.number for version in self._copies.versions),
             () if self.joined else self._held,
         )
         if self._conductor is not None:
@@ -268,7 +242,7 @@ class ShardLink:
 
     def _leave(self) -> None:
         self._group = None
-        self._copies.clear()
+        self._copies.forget()
 
     def _begin(self, go: ShardGo) -> None:
         group = self._group
@@ -312,16 +286,18 @@ class ShardLink:
         manifest, lands = go.manifest, self._landing is not None and self._own.me in go.targets
         with self._own.lock:
             group, transfer = self._group, self._transfer
-            copies = self._copies.get(manifest.version)
+            copy = None if lands else self._copies.send(manifest.version)
         tensors = None
         try:
             if group is None or transfer is None or group.epoch != go.epoch:
                 return
-            if not lands and copies is None:
+            if not lands and copy is None:
                 raise RuntimeError(f"{manifest.title}: this trainer has no copy of its part any more")
-            tensors = self._exchange(go, group, transfer, None if lands else copies)
+            tensors = self._exchange(go, group, transfer, None if copy is None else copy.parts)
         finally:
             with self._own.lock:
+                if copy is not None:
+                    copy.sending = False
                 self._done = max(self._done, manifest.version.number)
                 self._moved += tensors is not None
                 if lands and self._landing is not None:
@@ -335,18 +311,14 @@ class ShardLink:
         copies: Mapping[str, Sequence[HeldPart]] | None,
     ) -> NamedTensors | None:
         """What came, or what was sent; None if it was not all."""
-        manifest = go.manifest
-        limit_s = SEND_S + manifest.size * len(go.targets) / BYTES_S
-        plan = self._plan(go, group)
+        manifest, plan = go.manifest, self._plan(go, group)
         if copies is not None:
-            done = transfer.send(plan, copies, limit_s)
+            done = transfer.send(plan, copies, STILL_S)
             self._own.count(done.nbytes)
             tensors: NamedTensors = []
         else:
-            # Zeros where tensors are aligned, as in the publisher's segment, whose sums are compared.
-            memory = mmap.mmap(-1, manifest.size)
-            tensors = tensor_views(memory, manifest.entries, 0)
-            done = transfer.receive(plan, {name: _whole(tensor) for name, tensor in tensors}, limit_s)
+            tensors = tensor_views(self._memory_of(manifest), manifest.entries, 0)
+            done = transfer.receive(plan, {name: _whole(tensor) for name, tensor in tensors}, STILL_S)
         if done.lost:
             lost = "; ".join(f"{group.members[rank]}: {why}" for rank, why in done.lost.items())
             # Of a death the membership tells; the version comes by the other links.
@@ -356,11 +328,20 @@ class ShardLink:
             return None
         if copies is None:
             try:
-                verify(memoryview(memory), manifest.checksums, manifest.title)
+                verify(memoryview(self._memory), manifest.checksums, manifest.title)
             except ChecksumError as error:
                 log.warning("in parts: %s", error)
                 return None
         return tensors
+
+    def _memory_of(self, manifest: Manifest) -> mmap.mmap:
+        """Where to put a version: over the one before, which the engine has by now, if it is laid out in the same way.
+
+        Zeros where tensors are aligned, as in the publisher's segment, whose sums are compared.
+        """
+        if self._entries != manifest.entries or len(self._memory) != manifest.size:
+            self._memory, self._entries = mmap.mmap(-1, manifest.size), manifest.entries
+        return self._memory
 
     def _plan(self, go: ShardGo, group: ShardGroup) -> list[ShardPiece]:
         if go.targets not in self._plans:
@@ -371,12 +352,3 @@ class ShardLink:
 
 def _whole(tensor: Tensor) -> list[HeldPart]:
     return [HeldPart(Box.whole(tensor.shape), tensor)]
-
-
-def _parts(shard: HeldShard) -> list[HeldPart]:
-    """Copies of the boxes that a range of elements is made of."""
-    flat = torch.empty(shard.data.numel(), dtype=shard.data.dtype)
-    flat.copy_(shard.data.detach().reshape(-1))
-    boxes = boxes_of(shard.shape, shard.start, flat.numel())
-    parts = torch.split_with_sizes(flat, [box.elements for box in boxes])
-    return [HeldPart(box, part.view(box.sizes)) for box, part in zip(boxes, parts, strict=True)]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MOST_BYTES = 4 << 20
-"""Of one piece that several ranks could send: they share what is larger."""
+"""Of one piece: a message is under way for a short time, and ranks that have the same share what is larger."""
 
 
 class Box(NamedTuple):
@@ -94,8 +94,7 @@ def plan_pieces(layouts: Sequence[TensorLayout]) -> list[ShardPiece]:
         _check_targets(layout)
         for target in layout.targets:
             for cell, owners in _cells(layout, target):
-                most = max(1, MOST_BYTES // layout.itemsize) if len(owners) > 1 else cell.elements
-                for box in _cut(cell, most):
+                for box in _cut(cell, max(1, MOST_BYTES // layout.itemsize)):
                     owner = min(owners, key=lambda part: (loads[part.rank], part.rank))
                     loads[owner.rank] += box.elements * layout.itemsize
                     out.append(ShardPiece(layout.name, box, owner.rank, owner.box, target.rank, target.box))

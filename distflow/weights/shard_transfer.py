@@ -2,14 +2,16 @@
 
 A process group of its own, beside the one in which trainers sum gradients: Gloo on CPUs, over one connection a pair of
 ranks. All members make the same plan (`shard_plan`) and so the same bundles of it, messages of some MiB each with a sum
-behind them. Who calls has agreed over messages that all are there; from then on everything has one short deadline. A
+behind them. Who calls has agreed over messages that all are there; from then on each message has one short deadline. A
 rank that is lost costs its own pieces: the others get theirs, and it is named in what is returned. After that the group
 is made anew, without it.
+
+How long a transfer may take does not depend on its size: a rank is lost when none of its messages has passed for
+`still_s`.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,30 +71,28 @@ class ShardTransfer:
         """Kept as long as the group, whose threads call it."""
         self._group = gloo(store, rank, size, options)
 
-    def send(self, plan: Sequence[ShardPiece], held: Mapping[str, Sequence[HeldPart]], limit_s: float) -> Transferred:
+    def send(self, plan: Sequence[ShardPiece], held: Mapping[str, Sequence[HeldPart]], still_s: float) -> Transferred:
         """Send what the plan says of the parts that this rank holds. That it was sent is not that it has arrived."""
         parts = {(name, part.box): part.data for name, own in held.items() for part in own}
-        deadline = time.monotonic() + limit_s
 
         def send_to(peer: int, pieces: Sequence[ShardPiece]) -> Iterator[int]:
             under_way: deque[tuple[Tensor, dist.Work]] = deque()
             for bundle in _bundles(pieces, parts):
                 if len(under_way) == WINDOW:
-                    _wait(under_way.popleft()[1], deadline)
+                    _wait(under_way.popleft()[1], still_s)
                 buffer = _packed(bundle, parts)
                 under_way.append((buffer, self._group.send([buffer], peer, 0)))
                 yield bundle.size
             while under_way:
-                _wait(under_way.popleft()[1], deadline)
+                _wait(under_way.popleft()[1], still_s)
 
         return _each(send_to, [(piece.target, piece) for piece in plan if piece.source == self.rank])
 
     def receive(
-        self, plan: Sequence[ShardPiece], wanted: Mapping[str, Sequence[HeldPart]], limit_s: float
+        self, plan: Sequence[ShardPiece], wanted: Mapping[str, Sequence[HeldPart]], still_s: float
     ) -> Transferred:
         """Fill the parts that this rank wants."""
         parts = {(name, part.box): part.data for name, own in wanted.items() for part in own}
-        deadline = time.monotonic() + limit_s
 
         def receive_from(peer: int, pieces: Sequence[ShardPiece]) -> Iterator[int]:
             under_way: deque[tuple[_Bundle, Tensor, dist.Work]] = deque()
@@ -104,7 +104,7 @@ class ShardTransfer:
                     buffer = torch.empty(bundle.size, dtype=torch.uint8)
                     under_way.append((bundle, buffer, self._group.recv([buffer], peer, 0)))
                 bundle, buffer, work = under_way.popleft()
-                _wait(work, deadline)
+                _wait(work, still_s)
                 try:
                     _unpack(bundle, buffer, parts)
                 except ValueError as error:
@@ -144,8 +144,8 @@ def _each(
     return done
 
 
-def _wait(work: dist.Work, deadline: float) -> None:
-    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+def _wait(work: dist.Work, still_s: float) -> None:
+    work.wait(timedelta(seconds=still_s))
 
 
 def _bundles(pieces: Iterable[ShardPiece], parts: Mapping[tuple[str, Box], Tensor]) -> Iterator[_Bundle]:

@@ -31,10 +31,11 @@ import xxhash
 from msgspec import structs
 from torch import Tensor
 
-from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
-from distflow.flow.sizes import FETCHED, PINNED, PUBLISHED
+from distflow.errors import ChecksumError, Overtaken, ProtocolError
+from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.types import Version
 from distflow.weights.manifest import FP8, Manifest, TensorEntry, checksums, verify
+from distflow.weights.segment_file import SEGMENTS, map_shared, no_room, open_own, reserve, write
 from distflow.weights.transport import NamedTensors
 
 ALIGN = 64
@@ -53,7 +54,6 @@ middle of it holds nobody up."""
 LOOK_S = 0.0005
 RESERVE_BYTES = 1 << 30
 """Reserved at a time: a publisher that ends does not wait for more."""
-SEGMENTS = Path("/dev/shm")
 
 # Torch has no tensors that are read-only, and says so about the first view of such memory.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -80,12 +80,20 @@ class ShmPublisher:
 
     With `pinned` there is one more segment, and the one that `pinned` returns (None: none) is not overwritten.
     The first version is in the first segment before there are others: memory for these is reserved on a thread, which
-    takes as long as writing them, while the trainer trains on.
+    takes as long as writing them, while the trainer trains on. `shown` is entered with the name of a wait for that.
     """
 
-    def __init__(self, run: str, model: str, term: int, pinned: Callable[[], str | None] | None = None) -> None:
+    def __init__(
+        self,
+        run: str,
+        model: str,
+        term: int,
+        pinned: Callable[[], str | None] | None = None,
+        shown: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._model = model
         self._pinned = pinned
+        self._shown = shown
         slots = PUBLISHED if pinned is None else PUBLISHED + PINNED
         self._paths = [SEGMENTS / f"{segment_prefix(run)}{model}-t{term}-{slot}" for slot in range(slots)]
         self._slots: list[Future[_Slot]] = []
@@ -102,9 +110,9 @@ class ShmPublisher:
         """
         if not self._slots:
             self._lay_out(tensors)
-            slot = self._slots[self._next_slot()].result()
+            slot = self._free_slot()
         else:
-            slot = self._slots[self._next_slot()].result()
+            slot = self._free_slot()
             HEADER.pack_into(slot.memory, 0, -1, 0)
             views = iter(slot.views)
             for _, tensor in tensors:
@@ -136,6 +144,13 @@ class ShmPublisher:
         for path in self._paths:
             path.unlink(missing_ok=True)
 
+    def _free_slot(self) -> _Slot:
+        slot = self._slots[self._next_slot()]
+        if slot.done():
+            return slot.result()
+        with self._shown(f"shared memory for a version of {self._model!r}"):
+            return slot.result()
+
     def _next_slot(self) -> int:
         slot = self._turn % len(self._paths)
         if self._pinned is not None and self._pinned() == str(self._paths[slot]):
@@ -147,20 +162,20 @@ class ShmPublisher:
         """Write the first version into the first segment, which grows as needed: its size is known only at the end."""
         entries, at, path = [], 0, self._paths[0]
         with _segment(path) as handle:
-            _write(handle, path, 0, HEADER.pack(-1, 0).ljust(HEADER_BYTES, b"\0"))
+            write(handle, path, 0, HEADER.pack(-1, 0).ljust(HEADER_BYTES, b"\0"))
             for name, tensor in tensors:
                 data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
                 entries.append(TensorEntry(name, str(tensor.dtype), tuple(tensor.shape), at, len(data)))
-                _write(handle, path, HEADER_BYTES + at, data)
+                write(handle, path, HEADER_BYTES + at, data)
                 # No holes: where memory runs out later, touching one would kill this process.
-                _write(handle, path, HEADER_BYTES + at + len(data), bytes(-len(data) % ALIGN))
+                write(handle, path, HEADER_BYTES + at + len(data), bytes(-len(data) % ALIGN))
                 at += len(data) + (-len(data) % ALIGN)
                 del tensor, data  # before the next one is gathered
         self._entries, self._size = tuple(entries), at
         free = os.statvfs(SEGMENTS)
         if free.f_bavail * free.f_frsize < (len(self._paths) - 1) * (HEADER_BYTES + at):
             # Said now, and not when the thread finds it out, which is looked at with the next version.
-            raise _no_room(path, HEADER_BYTES + at, "too little for all versions")
+            raise no_room(path, HEADER_BYTES + at, "too little for all versions")
         self._slots.append(self._reserving.submit(self._open_slot, path))
         self._slots += [self._reserving.submit(self._make_slot, other) for other in self._paths[1:]]
 
@@ -190,7 +205,9 @@ class AnnouncedSegment:
         if path.parent != SEGMENTS or not path.name.startswith("distflow-"):
             raise ProtocolError(f"{manifest.title}: {path} is not a shared segment of a run")
         try:
-            self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._handle = open_own(path)
+        except PermissionError as error:
+            raise ProtocolError(f"{manifest.title}: {error}") from error
         except FileNotFoundError as error:
             raise Overtaken(f"{manifest.title}: {path} is gone; its publisher has ended") from error
         try:
@@ -213,6 +230,10 @@ class AnnouncedSegment:
     def checked(self, note: bytes) -> bool:
         """Whether a reader has noted that it found the announced checksums; `note` is what it writes."""
         return os.pread(self._handle, CHECKED.size, HEADER.size) == note
+
+    def doubt(self) -> None:
+        """Forget that anyone has found the announced checksums."""
+        os.pwrite(self._handle, bytes(CHECKED.size), HEADER.size)
 
     def begin_check(self) -> bool:
         """Take the turn to compare, if nobody has it."""
@@ -273,6 +294,12 @@ class ShmReader:
                 self._await_check(segment, manifest, note)
         return segment is not None and self._open.get(manifest.place) is segment and segment.holds(manifest)
 
+    def doubt(self, manifest: Manifest) -> None:
+        """What came of it was wrong: compare its checksums anew, whoever has done so before."""
+        segment = self._open.get(manifest.place)
+        if segment is not None:
+            segment.doubt()
+
     def _await_check(self, segment: AnnouncedSegment, manifest: Manifest, note: bytes) -> None:
         waits_until = time.monotonic() + CHECK_S + manifest.size / CHECK_BYTES_S
         while segment.holds(manifest) and not segment.checked(note):
@@ -308,47 +335,6 @@ def _segment(path: Path) -> Iterator[int]:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         yield handle
-    finally:
-        os.close(handle)
-
-
-def reserve(handle: int, path: Path, begin: int, size: int) -> None:
-    """Grow a segment from `begin` to `size` bytes. Without it, a full file system kills the writer with SIGBUS."""
-    try:
-        # Only the new part: allocating existing bytes again takes as long as writing them.
-        os.posix_fallocate(handle, begin, size - begin)
-    except OSError as error:
-        raise _no_room(path, size, error.strerror) from error
-
-
-def _no_room(path: Path, size: int, why: str | None) -> UserError:
-    path.unlink(missing_ok=True)
-    free = os.statvfs(SEGMENTS)
-    return UserError(
-        f"{path}: no room for weights of {size / 1e6:.1f} MB ({why}); {SEGMENTS} has "
-        f"{free.f_bavail * free.f_frsize / 1e6:.1f} MB free and {PUBLISHED} versions are kept, on several hosts "
-        f"{PUBLISHED + PINNED}, {FETCHED} where they are fetched — enlarge it, for example with "
-        f"`mount -o remount,size=…G {SEGMENTS}`, with --shm-size=…g for a container, and in Kubernetes with a volume "
-        f"`emptyDir: {{medium: Memory}}` at {SEGMENTS}"
-    )
-
-
-def _write(handle: int, path: Path, at: int, data: bytes | memoryview) -> None:
-    """Unlike writing through a mapping, this fails where there is no memory; unlike `reserve`, it writes pages once."""
-    left = memoryview(data)
-    try:
-        while left:
-            done = os.pwrite(handle, left, at)
-            left, at = left[done:], at + done
-    except OSError as error:
-        raise _no_room(path, at + len(left), error.strerror) from error
-
-
-def map_shared(path: Path) -> mmap.mmap:
-    """Map a segment for writing."""
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(handle, 0)
     finally:
         os.close(handle)
 

@@ -107,7 +107,7 @@ class Opening(Row, frozen=True):
     """The first message of a reader."""
 
     serves: Address
-    """Where it serves what it has fetched. It also tells readers apart."""
+    """Where it serves what it has fetched. It also tells readers apart. "": nowhere."""
     site: Site = ""
     """Where its host stands: chunks are dealt to the readers of each site by themselves."""
 

@@ -12,13 +12,13 @@ from distflow.comm.curve import KEY_HINT
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
 from distflow.weights.chunk_plan import ChunkPlan, ring_peers
-from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads
 from distflow.weights.swarm import ChunkAsk, Content, Opening, Says, SwarmPlace
 from distflow.weights.swarm_link import Landing, SwarmLink
 from distflow.weights.swarm_socket import Refused
 
 CONNECTIONS = 4
-"""To the publisher, and to all other readers together: each has a thread that receives and hashes."""
+"""At least, to the publisher, and to all other readers together: each has a thread that receives and hashes."""
 RETRY_S = 2.0
 """After this long without a byte on a connection that owes chunks, it is replaced; without a chunk from anyone, the
 publisher is asked for what it gave to others."""
@@ -27,6 +27,9 @@ SLOW_FACTOR = 4.0
 MISSING_S = 0.3
 """After this long without a chunk, the publisher is asked for those that no present reader was given."""
 RECONNECT_S = 0.2
+BAN_S = 10.0
+"""After wrong chunks a reader is asked nothing for this long, the next time for twice as long, and so on: they may have
+come of a version that it was writing over."""
 ATTEMPTS = 3
 """How often one chunk of the publisher, or chunks of one reader, may arrive with wrong bytes."""
 TICK_S = 0.1
@@ -64,11 +67,19 @@ class _Trouble:
     """What is wrong with an address."""
 
     retry_at: float = 0.0
-    banned: bool = False
+    banned: int = 0
+    """How often it has sent wrong chunks."""
+    banned_until: float = 0.0
+
+    def ban(self, now: float) -> None:
+        """Ask nothing there for a while, each time for longer; of several connections the first one counts."""
+        if now >= self.banned_until:
+            self.banned_until = self.retry_at = now + BAN_S * 2**self.banned
+            self.banned += 1
 
 
 class SwarmClient:
-    """Fetches from the swarm around one publisher; `own`: where this reader serves what it has fetched, and stands.
+    """Fetches from the swarm around one publisher; `own`: where this reader stands, and serves what it has fetched.
 
     One thread fetches at a time. Connections stay open between fetches: so the publisher knows which readers there are.
     """
@@ -100,7 +111,8 @@ class SwarmClient:
         Raises Overtaken, ChecksumError, NoProgressError; nothing is written to `memory` any more then.
         """
         now = time.monotonic()
-        plan = ChunkPlan(manifest.chunks, start=hash(self._own) % max(manifest.chunks, 1), there=there)
+        start = hash(self._own) % max(manifest.chunks, 1)
+        plan = ChunkPlan(manifest.chunks, start=start, there=there, deals=self._own != "")
         job = _Job(manifest, memory, arrived, plan, now, RETRY_S, now + MISSING_S)
         with self._condition:
             self._job = job
@@ -153,8 +165,9 @@ class SwarmClient:
             there = [link.address for link in self._links.values()]
             good = [peer for peer in self._peers if peer != self._own and self._usable(peer, now)]
         peers = ring_peers(self._own, good)
-        each = max(1, CONNECTIONS // max(1, len(peers)))
-        for address, wanted in ((self.place.address, CONNECTIONS), *((peer, each) for peer in peers)):
+        most = max(CONNECTIONS, coding_threads())
+        each = max(1, most // max(1, len(peers)))
+        for address, wanted in ((self.place.address, most), *((peer, each) for peer in peers)):
             for _ in range(wanted - there.count(address)):
                 if job.plan.done or self._closed or not self._usable(address, now):
                     break
@@ -162,7 +175,7 @@ class SwarmClient:
 
     def _usable(self, address: str, now: float) -> bool:
         trouble = self._trouble.get(address)
-        return trouble is None or (not trouble.banned and now >= trouble.retry_at)
+        return trouble is None or now >= trouble.retry_at
 
     def _connect_to(self, job: _Job, address: str) -> None:
         try:
@@ -275,7 +288,7 @@ class SwarmClient:
             self._condition.notify_all()
         else:
             log.warning("%s, nor had others from there; fetching from elsewhere", what)
-            self._trouble.setdefault(link.address, _Trouble()).banned = True
+            self._trouble.setdefault(link.address, _Trouble()).ban(time.monotonic())
             link.close()
 
     def heard(self, link: SwarmLink, says: Says, content: Content, chunk: int, chunks: tuple[int, ...]) -> None:
@@ -305,7 +318,8 @@ class SwarmClient:
         with self._condition:
             link.over = True
             self._links.pop(link.number, None)
-            self._trouble.setdefault(link.address, _Trouble()).retry_at = time.monotonic() + RECONNECT_S
+            trouble = self._trouble.setdefault(link.address, _Trouble())
+            trouble.retry_at = max(trouble.retry_at, time.monotonic() + RECONNECT_S)
             job = self._job
             if job is not None:
                 job.plan.leave(link.number)

@@ -120,9 +120,11 @@ class SwarmLink:
                 self._take(header)
         except ProtocolError as error:
             log.warning("%s: hung up on it: %s", self.address, error)
-        except OSError:
+        except ConnectionError:
             # The other end is gone, or this one is closing.
             pass
+        except OSError as error:
+            log.warning("%s: the connection for weights broke: %s", self.address, error)
         finally:
             self._socket.close()
             self._receiver.lost(self)

@@ -1,7 +1,8 @@
 """Reads weights from other hosts: one reader of a host fetches a version into shared memory, its neighbours map it.
 
 A version for which the host has an older one may be made of that, by what has changed (`delta_fetch.py`). What a reader
-has fetched or made it serves to readers on other hosts.
+has fetched or made it serves to readers on other hosts. A reader outside the run does the same in memory of its own,
+and serves nobody.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from distflow.weights.delta_fetch import DeltaFetch, make
 from distflow.weights.held_version import HeldVersion
 from distflow.weights.host_segments import HostSegments, SharedSegment
 from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, intact_chunks
+from distflow.weights.private_segments import NotServing, PrivateSegments
 from distflow.weights.rounding import restored
 from distflow.weights.shm import HEADER_BYTES, tensor_views
 from distflow.weights.swarm import Opening, SwarmPlace
@@ -34,18 +36,21 @@ IN_USE_S = 30.0
 LOOPBACK = "127.0.0.1"
 """Where to serve in a run on one host."""
 
+Segments = HostSegments | PrivateSegments
+Server = ChunkServer | NotServing
 log = logger(__name__)
 
 
 class SwarmReader:
     """Reads one model from the publisher named in a manifest, and from other readers of its `site`; serves at `host`.
 
-    `tag` names this host's part of the run: readers with the same one share what they fetch. One thread fetches at a
-    time. After `no_progress_s` seconds without a chunk it raises NoProgressError; shorter interruptions of the link are
-    recovered from.
+    `tag` names this host's part of the run: readers with the same one share what they fetch. Without tag and host it
+    reads from outside the run: nobody shares with it, or waits for it. One thread fetches at a time. After
+    `no_progress_s` seconds without a chunk it raises NoProgressError; shorter interruptions of the link are recovered
+    from.
     """
 
-    def __init__(self, tag: str, host: str, no_progress_s: float, site: str = "") -> None:
+    def __init__(self, tag: str | None, host: str | None, no_progress_s: float, site: str = "") -> None:
         self.chunks = 0
         """Chunks received so far, here or by a neighbour: the progress that a wait for weights looks at."""
         self.fetched = 0
@@ -54,8 +59,8 @@ class SwarmReader:
         self._host = host
         self._site = site
         self._no_progress_s = no_progress_s
-        self._segments: HostSegments | None = None
-        self._server: ChunkServer | None = None
+        self._segments: Segments | None = None
+        self._server: Server | None = None
         self._client: SwarmClient | None = None
         self._deltas: DeltaFetch | None = None
         self._closed = threading.Event()
@@ -87,7 +92,7 @@ class SwarmReader:
             if self._closed.is_set():
                 raise Overtaken(f"{manifest.title}: the reader was closed")
             if self._segments is None:
-                self._segments = HostSegments(self._tag, manifest.model)
+                self._segments = PrivateSegments() if self._tag is None else HostSegments(self._tag, manifest.model)
             if self._server is not None:
                 self._server.forget_terms_before(manifest.version.term)
             self._segments.release()
@@ -118,7 +123,7 @@ class SwarmReader:
                 self._segments.close()
             self._client = self._server = self._segments = self._deltas = None
 
-    def _bring(self, segments: HostSegments, manifest: Manifest, place: SwarmPlace, rules: FetchRules) -> mmap.mmap:
+    def _bring(self, segments: Segments, manifest: Manifest, place: SwarmPlace, rules: FetchRules) -> mmap.mmap:
         """Fetch the version, or wait for the neighbour that does."""
         told, last = segments.told(), time.monotonic()
         while True:
@@ -152,7 +157,7 @@ class SwarmReader:
             self._closed.wait(LOOK_S)
 
     def _fetch(
-        self, segments: HostSegments, manifest: Manifest, place: SwarmPlace, rules: FetchRules, further: bool
+        self, segments: Segments, manifest: Manifest, place: SwarmPlace, rules: FetchRules, further: bool
     ) -> mmap.mmap | None:
         """Fetch the version into a segment that is not in use, or a further one; None: there is none now."""
         server, client, deltas = self._ends(place)
@@ -230,15 +235,15 @@ class SwarmReader:
         server.tell()
         return there
 
-    def _whole(self, segments: HostSegments, segment: SharedSegment, held: HeldVersion) -> mmap.mmap:
+    def _whole(self, segments: Segments, segment: SharedSegment, held: HeldVersion) -> mmap.mmap:
         memory = segments.finish(segment, held.manifest.version)
         held.whole = True
         return memory
 
-    def _ends(self, place: SwarmPlace) -> tuple[ChunkServer, SwarmClient, DeltaFetch]:
+    def _ends(self, place: SwarmPlace) -> tuple[Server, SwarmClient, DeltaFetch]:
         """What serves, the connections to the swarm of this publisher, and the deltas from there."""
         if self._server is None or self._deltas is None:
-            self._server = ChunkServer(self._host, introduces=False)
+            self._server = NotServing() if self._host is None else ChunkServer(self._host, introduces=False)
             self._deltas = DeltaFetch(self._server)
         self._server.admit(place)
         if self._client is None or self._client.place != place:

@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Mapping
 
 from distflow.comm.curve import DEAD_LINK_MS
@@ -14,6 +15,7 @@ from distflow.weights.swarm import GREETING, NONCE_BYTES, PROOF_BYTES, Secret, t
 
 CONNECT_S = 1.0
 HANDSHAKE_S = 5.0
+"""For all of a handshake, however slowly it comes."""
 _NAME_BYTES = 8
 _USER_TIMEOUT = 18
 """TCP_USER_TIMEOUT of Linux; Python 3.11 knows it by name only where it was built so."""
@@ -58,20 +60,26 @@ def receive_for(link: socket.socket, seconds: float) -> None:
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
 
 
-def receive(link: socket.socket, into: memoryview) -> None:
-    """Fill `into`; raises ConnectionError at the end of the stream, BlockingIOError after the time to wait."""
+def receive(link: socket.socket, into: memoryview, until: float | None = None) -> None:
+    """Fill `into`; raises ConnectionError at the end of the stream, BlockingIOError after the time to wait.
+
+    `until`: by then all of it has to be there (time.monotonic()); without, each time to wait begins with the last byte.
+    """
     at = 0
     while at < len(into):
+        if until is not None:
+            # 0 would be for ever.
+            receive_for(link, max(0.001, until - time.monotonic()))
         found = link.recv_into(into[at:], 0, socket.MSG_WAITALL)
         if not found:
             raise ConnectionResetError("the other end hung up")
         at += found
 
 
-def take(link: socket.socket, size: int) -> memoryview:
-    """Receive `size` bytes."""
+def take(link: socket.socket, size: int, until: float | None = None) -> memoryview:
+    """Receive `size` bytes, as `receive`."""
     found = memoryview(bytearray(size))
-    receive(link, found)
+    receive(link, found, until)
     return found
 
 
@@ -81,15 +89,15 @@ def connect(address: str, secret: Secret) -> tuple[socket.socket, bytes]:
     try:
         link.settimeout(None)
         tune(link)
-        receive_for(link, HANDSHAKE_S)
-        greeting = take(link, len(GREETING) + NONCE_BYTES)
+        until = time.monotonic() + HANDSHAKE_S
+        greeting = take(link, len(GREETING) + NONCE_BYTES, until)
         if greeting[: len(GREETING)] != GREETING:
             raise Refused("no server of weights listens there")
         own = secrets.token_bytes(NONCE_BYTES)
         nonces = bytes(greeting[len(GREETING) :]) + own
         link.sendall(secret.name + own + secret.proof("reader", nonces))
         try:
-            proof = take(link, PROOF_BYTES)
+            proof = take(link, PROOF_BYTES, until)
         except ConnectionError as error:
             raise Refused("it hung up in the handshake") from error
         if not secrets.compare_digest(proof, secret.proof("holder", nonces)):
@@ -106,10 +114,10 @@ def welcome(link: socket.socket, known: Mapping[bytes, Secret]) -> tuple[Secret,
     Raises OSError, Refused.
     """
     tune(link)
-    receive_for(link, HANDSHAKE_S)
+    until = time.monotonic() + HANDSHAKE_S
     own = secrets.token_bytes(NONCE_BYTES)
     link.sendall(GREETING + own)
-    answer = take(link, _NAME_BYTES + NONCE_BYTES + PROOF_BYTES)
+    answer = take(link, _NAME_BYTES + NONCE_BYTES + PROOF_BYTES, until)
     name, nonce, proof = answer[:8], answer[8 : 8 + NONCE_BYTES], answer[8 + NONCE_BYTES :]
     nonces = own + bytes(nonce)
     secret = known.get(bytes(name))

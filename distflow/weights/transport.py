@@ -122,6 +122,9 @@ class InprocLink:
         """The tensors cannot change while the same thread copies."""
         return manifest.version == self._version
 
+    def doubt(self, manifest: Manifest) -> None:
+        """Nothing was found out about what lies in this process."""
+
     def begin_term(self, term: int) -> None:
         """Training workers of a new term are new processes."""
 

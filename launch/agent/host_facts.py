@@ -122,6 +122,8 @@ class HostFacts:
     """Bytes of the checkpoints in the run folder."""
     clock_offset: float = 0.0
     """Seconds that its clock is ahead of the head's."""
+    abandoned: tuple[str, ...] = ()
+    """Files of runs in shared memory that no process seen here uses."""
 
 
 def code_files(package: Path) -> Iterator[tuple[str, Path]]:
@@ -179,7 +181,19 @@ def describe(
         "unwritable": unwritable(existing),
         "missing": [path for path in paths if not os.path.exists(path)],
         "checkpoints": _bytes_of(folder.glob("checkpoints/*/*")),
+        "abandoned": abandoned(),
     }
+
+
+def abandoned() -> list[str]:
+    """This user's files of runs in shared memory that no process seen here maps: what killed runs have left."""
+    own = [path for path in SHM.glob("distflow-*") if path.is_file() and path.stat().st_uid == os.geteuid()]
+    used: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps") if own else ():
+        # Processes end meanwhile, and those of others may not be looked at.
+        with suppress(OSError):
+            used.update(line.partition("/")[2] for line in maps.read_text().splitlines() if "distflow-" in line)
+    return sorted(str(path) for path in own if str(path)[1:] not in used and path.stat().st_size)
 
 
 def describe_code(packages: Sequence[str], modules: Sequence[str]) -> dict[str, Any]:

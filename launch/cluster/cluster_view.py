@@ -74,8 +74,8 @@ def roster(mesh: Gossip, own: Callable[[str], str]) -> dict[str, str]:
     return found
 
 
-def network_roster(mesh: Gossip, *, leaving_out: int) -> dict[str, str]:
-    """Network addresses of all workers and agents except those of one host."""
+def network_roster(mesh: Gossip, *, leaving_out: int | None = None) -> dict[str, str]:
+    """Network addresses of all workers and agents, perhaps except those of one host."""
     found: dict[str, str] = {}
     for host, report in mesh.reports.items():
         if host != leaving_out:

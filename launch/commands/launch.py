@@ -198,6 +198,7 @@ def fetch_run(place: str, name: str | None, runs_dir: Path) -> Iterator[str]:
 
 def _fetch_newest(store: Any, there: str, here: Path) -> Generator[str, None, Commit]:
     """Fetch the newest checkpoint that is whole and still counts; COMMIT last."""
+    from distflow.data.fed import PROMPTS
     from distflow.errors import UserError
     from distflow.runtime.checkpoint.commit import COMMIT, abandoned, examine, read_file
 
@@ -217,10 +218,18 @@ def _fetch_newest(store: Any, there: str, here: Path) -> Generator[str, None, Co
             commit, fault = examine(folder)
             fault = fault or abandoned(folder)
             if commit is not None and not fault:
+                _fetch_prompts(store, f"{there}/{step}/{PROMPTS}", here.parent / PROMPTS)
                 return commit
             yield f"ignored: {step}: {fault}"
         shutil.rmtree(folder)
     raise UserError(f"{there}: there is no whole checkpoint")
+
+
+def _fetch_prompts(store: Any, there: str, here: Path) -> None:
+    """Fetch the prompts that clients had put when a checkpoint was copied, if they had."""
+    for path in store.ls(there, detail=False) if store.isdir(there) else ():
+        here.mkdir(exist_ok=True)
+        store.get_file(path, str(here / str(path).rpartition("/")[2]))
 
 
 def _note_fetched(draft: Path, name: str) -> None:

@@ -74,9 +74,12 @@ def _show(plan: Plan, placement: WorkerPlacement | None) -> None:
     seen = capacity()
     if placement is None:
         click.echo(render_page(plan, seen))
-        return
-    click.echo(render_page(plan, replace(seen, host=None), placement.where))
-    click.echo("\n".join(["", "hosts", *(f"  {line}" for line in _host_lines(plan, placement))]))
+    else:
+        click.echo(render_page(plan, replace(seen, host=None), placement.where))
+        click.echo("\n".join(["", "hosts", *(f"  {line}" for line in _host_lines(plan, placement))]))
+    if room := _shared_memory(plan, placement):
+        title = "room for weights in /dev/shm, which is part of the memory above, in GiB"
+        click.echo("\n".join(["", title, *(f"  {line}" for line in room)]))
 
 
 def _written(loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | None, where: Whereabouts) -> list[str]:
@@ -112,6 +115,12 @@ def _host_lines(plan: Plan, placement: WorkerPlacement | None) -> list[str]:
     from distflow.launch.deploy.placement import placement_lines
 
     return [] if placement is None else placement_lines(plan, placement)
+
+
+def _shared_memory(plan: Plan, placement: WorkerPlacement | None) -> list[str]:
+    from distflow.launch.deploy.placement import shared_memory_lines
+
+    return shared_memory_lines(plan, placement)
 
 
 def _script(plan: Plan, worker: str) -> str:

@@ -96,7 +96,7 @@ def look(run_dir: Path) -> Seen:
 
 def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -> Iterator[str]:
     """Lines about anything unusual in a running run."""
-    from distflow.launch.observe.alerts import copy_troubles, counted_rewards, dropped, tracker_troubles
+    from distflow.launch.observe.alerts import copy_troubles, counted_rewards, dropped, outside_waits, tracker_troubles
     from distflow.launch.observe.run_client import without_agents
 
     for number in record.silent:
@@ -114,7 +114,7 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
     if sent:
         yield f"weights between hosts: {', '.join(sent)}"
     yield from _weights_in_parts(rows)
-    yield from graph.lines()
+    yield from (*outside_waits(rows), *graph.lines())
     lost_records = dropped(rows)
     if lost_records:
         yield f"the disk of {record.run_dir} was full{lost_records}"

@@ -6,6 +6,7 @@ The checks are pure functions of `HostFacts`; only `facts_here` and `capacity` l
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from distflow.launch.agent.host_facts import (
     CodeFacts,
     HostFacts,
     Space,
+    abandoned,
     describe,
     describe_code,
     existing_part,
@@ -172,7 +174,8 @@ def space_problems(runs_dir: Path, needs: Needs) -> list[Problem]:
     folder = existing_part(runs_dir.absolute())
     spaces = [Space(**found) for found in (memory(), space(folder), space(SHM))]
     beside = needs.memory_beside_gpus.fail <= spaces[0].free < needs.memory.fail and bool(gpus())
-    found = _judged(str(folder), spaces, needs.memory_beside_gpus if beside else needs.memory, needs)
+    wanted = needs.memory_beside_gpus if beside else needs.memory
+    found = _judged(str(folder), spaces, wanted, needs, abandoned())
     return [Problem("this machine", one.name, one.text, one.cure) for one in found if one.level == "FAIL"]
 
 
@@ -250,11 +253,13 @@ def _interpreters(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
 
 def _space(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     memory_needed = needs.memory_beside_gpus if facts.gpus else needs.memory
-    return _judged(facts.run_dir, (facts.memory, facts.disk, facts.shm), memory_needed, needs)
+    return _judged(facts.run_dir, (facts.memory, facts.disk, facts.shm), memory_needed, needs, facts.abandoned)
 
 
-def _judged(folder: str, found: Sequence[Space], memory_needed: Threshold, needs: Needs) -> Iterator[Finding]:
-    """`found`: memory, disk of the folder, and shared memory."""
+def _judged(
+    folder: str, found: Sequence[Space], memory_needed: Threshold, needs: Needs, left: Sequence[str]
+) -> Iterator[Finding]:
+    """`found`: memory, disk of the folder, and shared memory; `left`: files there of runs that were killed."""
     shm = math.ceil((found[2].total - found[2].free + needs.shm.warn) / GIB)
     spaces = (
         ("memory", "", found[0], memory_needed, "use fewer workers on this host, or stop other programs"),
@@ -270,7 +275,7 @@ def _judged(folder: str, found: Sequence[Space], memory_needed: Threshold, needs
             "/dev/shm: ",
             found[2],
             needs.shm,
-            f"make it larger: mount -o remount,size={shm}G /dev/shm, or --shm-size={shm}g for a container",
+            f"{_removal(left)}make it larger: mount -o remount,size={shm}G {SHM}, or --shm-size={shm}g for a container",
         ),
     )
     for name, place, room, threshold, hint in spaces:
@@ -282,6 +287,14 @@ def _judged(folder: str, found: Sequence[Space], memory_needed: Threshold, needs
             yield Finding(name, level, text)
         else:
             yield Finding(name, level, f"{text}, about {threshold.warn / GIB:.1f} GiB needed", hint)
+
+
+def _removal(files: Sequence[str]) -> str:
+    if not files:
+        return ""
+    runs = sorted({re.sub(r"-t\d+-\d+$", "", name) for name in files})
+    names = " ".join(f"{shlex.quote(name)}*" for name in runs)
+    return f"some of it is of runs that no process here uses: rm {names}; or "
 
 
 def _run_folder(facts: HostFacts, needs: Needs) -> Finding:

@@ -130,6 +130,7 @@ class StatusReader:
                 self._alerts.of_late_rewards(self._rows),
                 self._alerts.of_trackers(self._rows),
                 self._alerts.of_copies(self._rows),
+                self._alerts.of_outside(self._rows),
                 self._alerts.of_disk(self._rows, record.run_dir, self._asked_at),
             )
             for line in chain(*told):

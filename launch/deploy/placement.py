@@ -18,7 +18,7 @@ from distflow.flow.lanes import Whereabouts
 from distflow.flow.memory import group_bytes
 from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
 from distflow.flow.sizes import CHAINED, FETCHED, PINNED, PUBLISHED, ModelSize, model_size
-from distflow.launch.deploy.host_checks import Needs, Threshold, at_least, needs_of_workers
+from distflow.launch.deploy.host_checks import GIB, Needs, Threshold, at_least, needs_of_workers
 from distflow.launch.deploy.hostfile import Host, HostsError
 
 MIB = 1 << 20
@@ -119,6 +119,15 @@ def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
         name = f"{host.name} at {host.site}" if host.site else host.name
         lines.append(f"{number}  {name}  {len(workers)} of {len(host.slots)} slots  {text}")
     return [*lines, *_divided_lines(plan, placement)]
+
+
+def shared_memory_lines(plan: Plan, placement: WorkerPlacement | None) -> list[str]:
+    """How much room weights take in /dev/shm: on each host, or on this machine alone."""
+    if placement is None:
+        found = [("this machine", needs_here(plan).shm.warn)]
+    else:
+        found = [(host.name, needs_of(plan, placement, number).shm.warn) for number, host in enumerate(placement.hosts)]
+    return [f"{name}  {size / GIB:.2f}" if size >= GIB / 100 else f"{name}  <0.01" for name, size in found if size]
 
 
 def _divided_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:

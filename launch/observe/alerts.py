@@ -28,6 +28,8 @@ EXPLODED = 1000.0
 """A gradient norm has exploded at this multiple of the median of earlier training steps."""
 WINDOW = 20
 """Training steps that the verdict covers."""
+OUTSIDE_S, OUTSIDE_AGAIN_S = 5.0, 60.0
+"""A wait for programs outside of the run is told of when it has lasted for so long, and later ones when they have."""
 MUCH = 0.2
 """Waiting for less than this share of the time is not reported."""
 CLEAR = 0.1
@@ -54,6 +56,9 @@ class Alerts:
         """When the disk last refused a write; None: it has room."""
         self._norms: deque[float] = deque(maxlen=10 * STEPS)
         self._processes: Mapping[str, ProcessId] = {}
+        self._outside: set[str] = set()
+        """What was told of among what the run waits for outside of it."""
+        self._patience: dict[str, float] = {}
 
     def of_workers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """From the workers' status rows: the first failure of a reward function, on any worker."""
@@ -91,6 +96,14 @@ class Alerts:
             if counted(row).get(COPY_FAILED) and COPY_FAILED not in self._said:
                 self._said.add(COPY_FAILED)
                 yield f"warning: a checkpoint could not be copied to run.copy_to — see the log of {row['name']}"
+
+    def of_outside(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+        """From the status rows: for what programs outside of the run it waits, and what to do about it."""
+        now = {on: text for on, text, seconds in _outside(rows) if seconds >= self._patience.get(on, OUTSIDE_S)}
+        for on in now.keys() - self._outside:
+            self._patience[on] = OUTSIDE_AGAIN_S
+            yield f"the run waits for {now[on]}"
+        self._outside = now.keys() | self._outside & {on for on, _, _ in _outside(rows)}
 
     def of_processes(self, record: RunRecord) -> Iterator[str]:
         """When a worker that does not train has been started again; of the others `renewed` tells."""
@@ -138,6 +151,19 @@ class Alerts:
                 f"warning: {GRAD_NORM} is {norm:.3g} in training step {step}{than} — a lower "
                 "models.NAME.optimizer.lr, or longer warmup_steps, may help"
             )
+
+
+def outside_waits(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """For what programs outside of the run it waits now, and what to do about it."""
+    return [f"the run waits for {text}" for text in {on: text for on, text, _ in _outside(rows)}.values()]
+
+
+def _outside(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str, float]]:
+    """What workers wait for outside of the run: by what it is told apart, in words, and for how many seconds."""
+    for row in rows:
+        seconds = max((wait["seconds"] for wait in row.get("waits", ())), default=0.0)
+        for one in row.get("outside", ()):
+            yield one["on"], one["text"], seconds
 
 
 def counted_rewards(rows: Iterable[Mapping[str, Any]]) -> str:

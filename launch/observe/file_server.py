@@ -1,4 +1,4 @@
-"""What an agent lets others read of its run folder: logs, metrics, dumps, traces, checkpoints; nothing else.
+"""What an agent lets others read of its run folder: logs, metrics, dumps, traces, prompts, checkpoints.
 
 `files.list {"folder", "after"}` answers {"files": [[path, bytes, head bytes, head digest], …], "more"}; paths are
 relative to the run folder, in order, and only those written on this host: a copy of another host's file is not ours to
@@ -20,7 +20,7 @@ from distflow.data.decoding import MOST, Form, decoder, read, shown
 from distflow.errors import ProtocolError
 from distflow.types import WorkerName
 
-SERVED = ("logs", "metrics", "rollouts", "trace", "checkpoints")
+SERVED = ("logs", "metrics", "rollouts", "trace", "prompts", "checkpoints")
 WHOLE = "checkpoints"
 """Its files are named by part, not by worker."""
 LIST_FILES = 500

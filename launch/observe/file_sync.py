@@ -28,7 +28,7 @@ from distflow.launch.run.record import HOSTS, RunRecord, read_record
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import COMMIT, sync_folder
 
-COLLECTED = ("logs", "metrics", "rollouts", "trace", WHOLE)
+COLLECTED = ("logs", "metrics", "rollouts", "trace", "prompts", WHOLE)
 """What the first host keeps of a run that is over."""
 PATIENCE_S, LOOK_S = 3.0, 30.0
 """For a command that reads: how long one silent host may hold it up, and how long fetching may take in all."""

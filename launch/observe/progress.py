@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from distflow.launch.observe.alerts import outside_waits
 from distflow.launch.observe.run_client import Row
 from distflow.launch.observe.wait_graph import wait_graph
 from distflow.launch.run.record import RunRecord
@@ -221,8 +222,8 @@ def make_display(training_steps: int) -> Display:
 
 
 def worker_page(rows: Sequence[Row], most: int) -> Group:
-    """The workers' status, and which workers block others, if any do."""
-    trouble = wait_graph(rows, {}).trouble()
+    """The workers' status, and which workers block others, if any do; or whom outside of the run they wait for."""
+    trouble = wait_graph(rows, {}).trouble() or "; ".join(outside_waits(rows))
     return Group(worker_table(rows, most), Text(trouble, no_wrap=True, overflow="ellipsis"))
 
 

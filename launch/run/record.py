@@ -168,6 +168,11 @@ class RunRecord(Form, frozen=True):
         """Host numbers."""
         return range(max(1, len(self.hosts)))
 
+    @property
+    def trainers(self) -> tuple[str, ...]:
+        """Names of the training workers."""
+        return tuple(entry.name for entry in self.workers if entry.trains)
+
     def names_on(self, host: int) -> tuple[str, ...]:
         """Names of all processes of a host: workers, agent, fork server."""
         workers = [entry.name for entry in self.workers if entry.host == host]

@@ -19,7 +19,7 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Lease, LeasePrompt
 from distflow.exchange.own_samples import OwnSamples, samples_of
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.store_channel import KINDS, OWNERS, ClientStep, SampleStore
+from distflow.exchange.store_channel import KINDS, OWNERS, ClientStep, SampleStore, refusal
 from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry
 from distflow.types import GivenResponse, Uid
 from distflow.workers.clients import by_client
@@ -139,6 +139,8 @@ class Shop:
                 elif message.kind == OWNERS:
                     self.endpoint.reply(message, {"owners": self.names})
             except ProtocolError as error:
+                # As a worker does (tests/runtime/test_node.py).
+                self.endpoint.reply(message, refusal(message, str(error)))
                 self.refused.append(str(error))
             self.lock.notify_all()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import pytest
 from msgspec import structs
 
 from distflow.client import Client, StaleRows
-from distflow.comm.keys import make_keys, write_keys
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import NetworkListener, make_keys, write_keys
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.kept_samples import KeptSamples
-from distflow.exchange.store_channel import KINDS
+from distflow.exchange.store_channel import ALIVE, FORGET, KINDS, Forgotten
 from tests.client.shop import FIELDS, GROUPS, SAMPLES, STEPS, TOKENS_A_GROUP, Shop, write_record
 from tests.polling import eventually
 
@@ -83,6 +86,24 @@ def test_everything_is_read_once_and_the_end_is_told(tmp_path: Path, open_shop: 
                 seen += dict.fromkeys(got.batch.dense("uid")[:, 2].tolist())
         assert seen == list(range(20 * GROUPS))
         assert client.get(list(FIELDS), consumer="all") is None
+
+
+def test_a_wait_for_weights_ends_with_the_run_and_with_nothing_less(
+    tmp_path: Path, open_shop: Callable[..., Shop]
+) -> None:
+    """A copy of the record never tells that a run is over: its owners do, and one that is only gone does not."""
+    shop = open_shop()
+    with Client(tmp_path) as client, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(client.subscribe_weights().take)
+        eventually(lambda: shop.store._heard, "a word of the client")
+        with shop.lock:
+            shop.store.close()
+        with pytest.raises(TimeoutError):
+            found.result(0.5)
+        with shop.lock:
+            shop.samples.send(shop.core.finish(0.0))
+        shop.close()
+        assert found.result(10) is None
 
 
 def test_what_an_exception_leaves_is_given_back(tmp_path: Path, open_shop: Callable[..., Shop]) -> None:
@@ -155,11 +176,51 @@ def test_an_owner_that_restarts_goes_on_with_what_its_checkpoint_holds(
         again.close()
 
 
+def listing(shop: Shop, noted: list[dict[str, Any]]) -> Callable[[Mapping[str, Any]], None]:
+    """A disk that takes whatever it is given."""
+
+    def write(listed: Mapping[str, Any]) -> None:
+        noted.append(dict(listed))
+        shop.store.listed(listed)
+
+    return write
+
+
+def test_a_slow_disk_holds_back_what_depends_on_it_and_nothing_else(
+    tmp_path: Path, open_shop: Callable[..., Shop]
+) -> None:
+    shop, writes = open_shop(), list[Mapping[str, Any]]()
+    shop.store.listing.write = writes.append
+    with Client(tmp_path) as client, Client(tmp_path) as other, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(client.get, ["uid"], consumer="all", rows=ROWS, lossless=True, timeout=30)
+        eventually(lambda: writes, "a list to write")
+        with pytest.raises(TimeoutError):
+            other.get(["uid"], consumer="lossy", timeout=0.1)
+        shop.begin()
+        assert other.get(["uid"], consumer="lossy", timeout=10) is not None
+        eventually(lambda: shop.store.consumers.counts()[0].claimed, "a claim")
+        assert not waiting.done()
+        with shop.lock:
+            shop.store.listed(writes[-1])
+        got = waiting.result()
+        assert got is not None
+        got.acknowledge()
+        closing = pool.submit(client.forget, "all")
+        eventually(lambda: len(writes) == 2, "another list to write")
+        assert "all" not in [one.name for one in shop.store.consumers.counts()]
+        time.sleep(0.1)
+        assert not closing.done()
+        with shop.lock:
+            shop.store.listed(writes[-1])
+        closing.result()
+    assert [list(one) for one in writes] == [["all"], []]
+
+
 def test_lossless_consumers_are_listed_for_the_owner_that_follows(
     tmp_path: Path, open_shop: Callable[..., Shop]
 ) -> None:
     shop, noted = open_shop(), []
-    shop.store.note = lambda listed: noted.append(dict(listed))
+    shop.store.listing.write = listing(shop, noted)
     with Client(tmp_path) as client:
         for name, lossless in (("all", True), ("some", False)):
             with pytest.raises(TimeoutError):
@@ -169,7 +230,8 @@ def test_lossless_consumers_are_listed_for_the_owner_that_follows(
         again.store.open_again(noted[-1])
         again.begin()
         write_record(tmp_path, [again.open()])
-        again.store.note = lambda listed: noted.append(dict(listed))
+        again.store.listed(noted[-1])
+        again.store.listing.write = listing(again, noted)
         got = client.get(["uid"], consumer="all", rows=ROWS, lossless=True, timeout=10)
         assert got is not None
         assert sorted(set(got.batch.dense("uid")[:, 2].tolist())) == list(range(GROUPS)), "made before anybody asked"
@@ -202,6 +264,81 @@ def test_malformed_requests_harm_nobody(tmp_path: Path, open_shop: Callable[...,
             client._wire.send("trainer/0", kind, {"client": 7})
         eventually(lambda: len(shop.refused) == len(KINDS))
         assert positions(client, rows=ROWS) == list(range(GROUPS))
+
+
+@pytest.mark.parametrize("fields", [["x" * 201], [f"f{n}" for n in range(257)]])
+def test_what_an_owner_cannot_read_is_refused(
+    tmp_path: Path, open_shop: Callable[..., Shop], fields: list[str]
+) -> None:
+    shop = open_shop()
+    with Client(tmp_path) as client:
+        with pytest.raises(UserError, match=r"malformed client.ask: Expected .* of length <= 2"):
+            client.get(fields, consumer="all", timeout=10)
+        first(client, shop)
+        assert positions(client, rows=ROWS) == list(range(GROUPS)), "and the client goes on"
+
+
+def test_what_the_end_of_the_run_leaves_unconfirmed_is_said(
+    tmp_path: Path, open_shop: Callable[..., Shop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.client.client.SILENT_S", 0.3)
+    monkeypatch.setattr("distflow.client.attached_run.LOOK_EVERY_S", 0.1)
+    shop = open_shop()
+    with Client(tmp_path) as client:
+        first(client, shop)
+        got = client.get(list(FIELDS), consumer="all", rows=ROWS, timeout=10)
+        assert got is not None
+        shop.endpoint.close()
+        structs.replace(write_record(tmp_path, [shop]), state="done").write()
+        with pytest.raises(StaleRows, match="the run has ended before trainer/0 confirmed this"):
+            got.acknowledge()
+        got.give_back()
+        with pytest.raises(UserError, match="the run has ended before trainer/0 closed it"):
+            client.forget("all")
+
+
+def test_a_consumer_is_not_closed_while_get_begins(
+    tmp_path: Path, open_shop: Callable[..., Shop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_shop()
+    with Client(tmp_path) as client, ThreadPoolExecutor() as pool:
+        begun, forgotten = threading.Event(), threading.Event()
+        reading = client._reading
+
+        def slow(*about: Any, **how: Any) -> Any:
+            found = reading(*about, **how)
+            begun.set()
+            forgotten.wait(0.3)
+            return found
+
+        monkeypatch.setattr(client, "_reading", slow)
+        waiting = pool.submit(client.get, list(FIELDS), consumer="all", timeout=1)
+        assert begun.wait(10)
+        with pytest.raises(UserError, match="another thread is in `get`"):
+            client.forget("all")
+        forgotten.set()
+        with pytest.raises(TimeoutError):
+            waiting.result()
+
+
+def test_a_request_is_not_repeated_while_it_is_under_way(
+    tmp_path: Path, open_shop: Callable[..., Shop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.client.client.REQUEST_AGAIN_S", 0.05)
+    shop = open_shop()
+    with Client(tmp_path) as client, ThreadPoolExecutor() as pool:
+        first(client, shop)
+        shop.endpoint.close()
+        sent: list[str] = []
+        send = client._wire.send
+        monkeypatch.setattr(client._wire, "send", lambda *message: (sent.append(message[1]), send(*message))[1])
+        body = partial(Forgotten, client._name, consumer="all")
+        waiting = pool.submit(client._request, shop.name, FORGET, body, (bytes(1 << 20),))
+        eventually(lambda: sent.count(ALIVE) >= 1, "a sign of life")
+        assert sent.count(FORGET) == 1, "nobody has taken the first copy"
+        client.close()
+        with pytest.raises(UserError, match="this client is closed"):
+            waiting.result()
 
 
 def test_an_owner_that_is_gone_for_good_is_not_waited_for(
@@ -282,10 +419,46 @@ def test_off_the_host_the_key_of_the_run_is_needed(tmp_path: Path, closing: Exit
         Client(copy, timeout_s=5)
 
 
+def test_off_the_host_a_client_finds_workers_that_were_restarted(
+    tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of run.json stays as it was: where they listen now, an agent tells."""
+    monkeypatch.setattr("distflow.client.client.SILENT_S", 0.3)
+    monkeypatch.setattr("distflow.client.attached_run.LOOK_EVERY_S", 0.1)
+    keys, copy, listening = make_keys(), tmp_path / "copy", dict[str, str]()
+    copy.mkdir()
+    ipc = {"agent/0": f"ipc://{tmp_path}/agent-0"}
+    agent = Endpoint("agent/0", 0, ipc, listener=NetworkListener("127.0.0.1", keys))
+    agent.start(lambda message: agent.reply(message, {"state": "running", "roster": listening, "workers": []}))
+    closing.callback(agent.close)
+
+    def open_shop(incarnation: int) -> Shop:
+        shop = Shop(tmp_path, keys=keys, incarnation=incarnation).open()
+        closing.callback(shop.close)
+        listening[shop.name] = str(shop.endpoint.network_address)
+        return shop
+
+    shop = open_shop(0)
+    record = write_record(copy, [shop], keys)
+    # As it is copied before all addresses are in it.
+    structs.replace(record, roster={shop.name: "", "agent/0": str(agent.network_address)}).write()
+    with Client(copy) as client:
+        first(client, shop)
+        got = client.get(list(FIELDS), consumer="all", rows=ROWS, timeout=10)
+        assert got is not None
+        shop.endpoint.close()
+        again = open_shop(1)
+        with pytest.raises(StaleRows, match="a training worker has restarted"):
+            got.acknowledge()
+        first(client, again)
+        assert positions(client, rows=ROWS) == list(range(GROUPS))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"rows": 4.0}, "rows: expected a whole number, 0 for any number, got 4.0"),
+        ({"rows": 1 << 64}, "rows: expected a whole number, 0 for any number, got 18446744073709551616"),
         ({"tokens": -4}, "tokens: expected a whole number, 0 for any number, got -4"),
         ({"consumer": ""}, "consumer: expected a name of 1 to 64 characters, got ''"),
         ({"consumer": "x" * 65}, "consumer: expected a name of 1 to 64 characters"),

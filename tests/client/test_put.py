@@ -103,6 +103,25 @@ def test_what_does_not_fit_is_refused_and_may_be_corrected(
         assert len(shop.written) == GROUPS
 
 
+def test_what_one_of_several_owners_refuses_none_has_written(tmp_path: Path, closing: ExitStack) -> None:
+    shops = [Shop(tmp_path, index, 2, writes={"reward": "number"}).open() for index in range(2)]
+    for shop in shops:
+        closing.callback(shop.close)
+    write_record(tmp_path, shops)
+    for shop in shops:
+        shop.begin()
+    with Client(tmp_path) as client:
+        got = claimed(client, rows=2 * ROWS)
+        assert len(got) == 2 * ROWS
+        for wrong in (0, 2 * ROWS - 1):
+            with pytest.raises(UserError, match="'reward': expected finite numbers, got nan"):
+                got.put(reward=[float("nan") if row == wrong else 1.0 for row in range(2 * ROWS)])
+            assert [shop.written for shop in shops] == [{}, {}]
+        got.put(reward=[2.0] * 2 * ROWS)
+    written = [fields.dense("reward").tolist() for shop in shops for fields in shop.written.values()]
+    assert written == [[2.0] * SAMPLES] * 2 * GROUPS
+
+
 def test_all_fields_of_a_step_are_written_at_once(tmp_path: Path, shop: Shop) -> None:
     with Client(tmp_path) as client, claimed(client) as got:
         with pytest.raises(UserError, match="'comment' is missing: expected reward, comment, weights"):
@@ -206,3 +225,9 @@ def test_other_consumers_write_nothing_and_steps_show_what_the_recipe_says(tmp_p
             got.put(reward=[1.0] * len(got))
         with pytest.raises(UserError, match=r"step 'labels' shows clients .* and not \['response_text'\]"):
             client.get(["response_text"], consumer="labels", timeout=10)
+        for alike in ("label", "Labels", "labels2"):
+            why = f"consumer .{alike}.: did you mean step .labels., whose fields clients"
+            with pytest.raises(UserError, match=why):
+                client.get(["prompt_text"], consumer=alike, timeout=10)
+        with pytest.raises(TimeoutError):
+            client.get(["prompt_text"], consumer="labels-of-interest", timeout=0.1)

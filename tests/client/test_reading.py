@@ -22,9 +22,9 @@ def reading() -> ConsumerReading:
     return found
 
 
-def answer(number: int, rows: int = 0, end: End = "") -> OwnerAnswer:
-    part = Part(OWNER, number, Batch({"x": torch.zeros(rows)}), rows) if rows else None
-    return OwnerAnswer(OWNER, 0, number, end, 0, part)
+def answer(number: int, rows: int = 0, end: End = "", owner: str = OWNER, incarnation: int = 0) -> OwnerAnswer:
+    part = Part(owner, number, Batch({"x": torch.zeros(rows)}), rows) if rows else None
+    return OwnerAnswer(owner, incarnation, number, end, 0, part)
 
 
 def test_an_ask_that_counts_no_longer_is_followed_by_another(reading: ConsumerReading) -> None:
@@ -45,3 +45,34 @@ def test_what_was_given_back_is_asked_for_although_all_had_been_read(reading: Co
     reading.gave_back(OWNER)
     assert not reading.over
     assert [ask.number for _, ask in reading.asks(0.0)] == [2]
+
+
+def test_one_owner_that_keeps_no_more_is_enough_to_do_with_what_is_there() -> None:
+    numbers = count(1)
+    reading = ConsumerReading("a", "reader", ["x"], [OWNER, "trainer/1"], lambda: next(numbers), lossless=True)
+    reading.want(100, 0)
+    reading.asks(0.0)
+    reading.answered(answer(1, rows=8))
+    assert [(ask.number, ask.holds) for _, ask in reading.asks(0.0)] == [(3, True), (2, True)]
+    reading.answered(answer(2, rows=4, owner="trainer/1"))
+    assert reading.take() is None
+    reading.asks(0.0)
+    reading.answered(answer(3, end="full"))
+    taken = reading.take()
+    assert taken is not None
+    assert [part.batch.rows for part in taken] == [8, 4]
+    reading.want(100, 0)
+    assert [(owner, ask.holds) for owner, ask in reading.asks(0.0)] == [(OWNER, False), ("trainer/1", False)]
+
+
+def test_an_owner_is_asked_again_where_nothing_is_left_of_what_has_filled_it() -> None:
+    numbers = count(1)
+    reading = ConsumerReading("a", "reader", ["x"], [OWNER, "trainer/1"], lambda: next(numbers), lossless=True)
+    reading.want(100, 0)
+    reading.asks(0.0)
+    reading.answered(answer(2, rows=4, owner="trainer/1"))
+    reading.asks(0.0)
+    reading.heard("trainer/1", 1)
+    reading.answered(answer(1, end="full"))
+    assert reading.take() is None
+    assert (OWNER, False) in [(owner, ask.holds) for owner, ask in reading.asks(0.0)]

@@ -8,6 +8,7 @@ import mmap
 import os
 import resource
 import threading
+import weakref
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,10 @@ from distflow.comm import shared_lane, shared_sending
 from distflow.comm.arena import ALIGN
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
-from distflow.comm.outbox import Delivery
+from distflow.comm.outbox import Delivery, SentOnce
 from distflow.comm.shared_lane import FREED, LEAST_BYTES, OFFER, SharedLane
 from distflow.comm.shared_segment import OwnSegment, PeerSegment
+from distflow.comm.shared_sending import Room
 from distflow.comm.traffic import LaneTraffic
 from distflow.errors import ProtocolError
 from tests.comm.lane_processes import (
@@ -210,19 +212,32 @@ def test_a_reader_killed_with_rows_leaves_their_memory(tmp_path: Path) -> None:
         writer.close(0.1)
 
 
-def test_a_writer_killed_in_the_middle_harms_no_reader(tmp_path: Path) -> None:
+def mapped() -> set[str]:
+    """The shared segments that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.partition("/memfd:")[2].split()[0] for line in lines if "/memfd:distflow-" in line}
+
+
+def test_a_writer_killed_in_the_middle_harms_no_reader_and_leaves_no_memory(tmp_path: Path) -> None:
     kept: list[Message] = []
+    gc.collect()
+    before = mapped()
     reader = Endpoint(READER, 0, roster(tmp_path), tick_s=0.02, shared_memory=True)
     reader.start(kept.append)
     try:
         with process("writes", tmp_path) as writer:
             await_there(writer)
-        eventually(lambda: [message for message in kept if message.kind == "rows"])
+            eventually(lambda: [message for message in kept if message.kind == "rows"])
         reader.disconnect(WRITER)
         eventually(lambda: not reader._shared._incoming._segments)
         (rows,) = [message for message in kept if message.kind == "rows"]
         assert [bytes(part) for part in rows.payload] == [row(n) for n in range(ROWS)]
         assert reader.traffic.dropped == 0
+        assert mapped() - before, "as long as its rows are read"
+        kept.clear()
+        del rows
+        gc.collect()
+        assert mapped() <= before
     finally:
         reader.close(0.1)
 
@@ -428,7 +443,7 @@ def test_without_memory_for_a_segment_payloads_take_the_sockets(ends: Ends, monk
 
 
 def test_all_segments_of_a_worker_take_only_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_lane, "WORKER_BYTES", 2 * shared_sending.STEP_BYTES)
+    monkeypatch.setattr(shared_lane, "WORKER_BYTES", 5 * shared_sending.BLOCK_BYTES // 2)
     names = ["rollout/1", "rollout/2", "rollout/3"]
     addresses = {name: f"ipc://{tmp_path}/{name.replace('/', '-')}" for name in (WRITER, *names)}
     ends = {name: Endpoint(name, 0, addresses, tick_s=0.02, shared_memory=True) for name in addresses}
@@ -462,3 +477,60 @@ def test_offers_are_checked_and_a_peer_that_declines_is_left_alone(lanes: Lanes)
     before = len(lanes.told)
     assert lanes.lanes[WRITER].put(READER, [row(1)]) is None
     assert len(lanes.told) == before, "nothing is offered again"
+
+
+def test_no_peer_takes_what_others_need() -> None:
+    """32 peers: the first ones take much, and each of the others still gets its share."""
+    room = Room(512, lambda: 32)
+    greedy = [sum(room.take(segment, 8) * 8 for _ in range(16)) for segment in (1, 2, 3)]
+    assert greedy[0] == 128
+    assert 128 <= greedy[1] + greedy[2] <= 256 + 2 * 8 - 128 + 8
+    late = [sum(room.take(segment, 4) * 4 for _ in range(2)) for segment in range(4, 33)]
+    assert late == [8] * 29, "512 / 2 / 32 each"
+    assert sum(greedy) + sum(late) <= 512
+    assert not room.take(1, 8)
+    room.give_back(2, greedy[1])
+    assert room.take(1, 8), "and what is given back may be taken by whoever needs it"
+
+
+def test_a_room_for_one_peer_is_all_its_own() -> None:
+    room = Room(512)
+    assert room.take(1, 500)
+    assert not room.take(1, 20)
+    assert room.take(1, 12)
+
+
+def test_a_segment_that_finds_no_room_for_a_step_takes_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_sending, "STEP_BYTES", 8 << 20)
+    segment = shared_sending.OutgoingSegment(Room(3 << 20))
+    try:
+        assert segment.put([memoryview(bytes(1 << 20))]) is not None
+        assert segment.put([memoryview(bytes(2 << 20))]) is None, "the sockets"
+    finally:
+        segment.close()
+
+
+def test_a_segment_is_let_go_of_although_its_messages_are_remembered() -> None:
+    room, once = shared_sending.Room(1 << 30), SentOnce()
+    segments = [shared_sending.OutgoingSegment(room) for _ in range(2)]
+    memory = [weakref.ref(segment.segment) for segment in segments]
+    for number, segment in enumerate(segments):
+        payload = segment.put([memoryview(bytes(LEAST_BYTES))])
+        assert payload is not None
+        delivery = Delivery(payload)
+        delivery.hand_over()
+        once.note(READER, number, delivery)
+    released, lost = segments
+    released.free(array("q", payload_blocks(released)).tolist())
+    lost.close()
+    del segments, released, lost, segment, payload, delivery
+    gc.collect()
+    assert [found() for found in memory] == [None, None]
+    assert not once.under_way(READER, 0)
+    assert not once.under_way(READER, 1)
+
+
+def payload_blocks(segment: shared_sending.OutgoingSegment) -> list[int]:
+    """Offset and generation of what is held."""
+    blocks = [block for payload in segment._payloads.values() for block in payload._blocks.values()]
+    return [number for block in blocks for number in (block.offset, block.generation)]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -125,6 +126,11 @@ def test_the_run_waits_for_a_lossless_consumer_until_it_reads_or_is_forgotten(la
         assert f"{counted['unread']} groups unread" in status(run)
         first.acknowledge()
         seen = positions(first)
+        more = claimed(client, rows=2 * steps * many * many)
+        assert more is not None
+        assert run.steps_done() < steps, "more rows than are kept are not waited for"
+        more.acknowledge()
+        seen |= positions(more)
         while len(seen) < (trained + 2) * many:
             some = claimed(client)
             assert some is not None
@@ -195,6 +201,14 @@ def test_the_labeller_that_is_shown(launch: Launch, tmp_path: Path, monkeypatch:
     Path("runs/labelled").symlink_to(run.folder)
     run.until(lambda: (run.folder / "run.json").exists(), "run.json")
     run.until(lambda: "a client outside the run to write 'reward'" in status(run), "the wait for a labeller")
+    assert "the run waits for a client to write 'reward' (consumer 'reward'): start a program" in status(run)
+    more = "waits for 936 rows more, but layout.max_staleness=0 bounds what is generated until then: let it get fewer"
+    with Client(run.folder) as greedy, ThreadPoolExecutor() as pool:
+        got = pool.submit(greedy.get, ["prompt_text"], rows=1000, consumer="reward", timeout=60)
+        run.until(lambda: more in status(run), "the hint for a client that asks for more than there can be")
+        greedy.close()
+        with pytest.raises(UserError, match="this client is closed"):
+            got.result()
     exec(compile(files_in(ROOT / "docs" / "service.md")["labeller.py"], "labeller.py", "exec"), {})
     assert run.wait() == 0, run.output
     check_trained_once(run, 10)
@@ -229,11 +243,11 @@ def test_samples_are_written_once_although_a_labeller_and_the_trainers_are_kille
 def test_versions_of_the_policy_are_taken_whoever_dies(launch: Launch, tmp_path: Path) -> None:
     name = f"versions-{os.getpid()}"
     folder, program = tmp_path / "runs" / name, Path(__file__).with_name("weights_client.py")
-    other = subprocess.Popen([sys.executable, str(program), str(folder)], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen([sys.executable, str(program), str(folder), "--hang"], stdout=subprocess.PIPE, text=True)
     assert next_line(other) == "ready"
     run = launch("quickstart", *PACED, "run.save_every=5", f"run.training_steps={STEPS}", name=name)
     try:
-        taken = [int(next_line(other)) for _ in range(3)]
+        taken = [int(next_line(other).split()[0]) for _ in range(3)]
         other.send_signal(signal.SIGKILL)
         with Client(run.folder) as client:
             subscription = client.subscribe_weights()

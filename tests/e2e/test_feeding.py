@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -40,8 +41,11 @@ def test_the_feeder_that_is_shown(launch: Launch, tmp_path: Path, monkeypatch: p
     run.until(lambda: (run.folder / "run.json").exists(), "run.json")
     waits = "clients to put prompts (Client.put_prompts), row 1 of 4096, before training step 0 gets more"
     run.until(lambda: waits in status(run), "the wait for prompts")
+    run.until(lambda: json.loads(status(run, "--json"))["waits"][0]["since_s"] > 9, "the launching command to tell")
     exec(compile(files_in(ROOT / "docs" / "feeding.md")["feed.py"], "feed.py", "exec"), {})
     assert run.wait() == 0, run.output
+    told = "the run waits for clients to put prompts (Client.put_prompts), row 1 of 4096: put some (a training step"
+    assert run.output.count(told) == 1
     check_trained_once(run, 10)
     (log,) = (run.folder / "prompts").glob("*.jsonl")
     put = [json.loads(line)["row"]["prompt"] for line in log.read_text().splitlines()]
@@ -76,13 +80,19 @@ def test_every_row_is_trained_on_once_although_the_owner_that_takes_them_is_kill
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_a_run_that_was_stopped_goes_on_with_its_rows_and_then_over_them_again(launch: Launch) -> None:
-    name, steps = f"fed-{os.getpid()}", 8
-    first = launch("fed", *PACED, f"run.training_steps={steps}", "run.stop_after=2", name=name)
+def test_a_copy_of_a_run_goes_on_with_its_rows_and_then_over_them_again(launch: Launch, tmp_path: Path) -> None:
+    name, steps, place = f"fed-{os.getpid()}", 8, tmp_path / "place"
+    until_two = (f"run.training_steps={steps}", "run.stop_after=2", f"run.copy_to={place}")
+    first = launch("fed", *PACED, *until_two, name=name)
     first.until(lambda: (first.folder / "run.json").exists(), "run.json")
     with Client(first.folder) as client:
         assert client.put_prompts(map(row, range(3 * PROMPTS))) == 3 * PROMPTS
         assert first.wait() == 0, first.output
+    first.folder.rename(tmp_path / "lost")
+    fetched = cli("fetch", str(place / name), "--runs-dir", str(first.folder.parent))
+    assert fetched.returncode == 0, fetched.stderr
+    # What was trained on before is looked at below, and no part of a copy.
+    shutil.copytree(tmp_path / "lost" / "rollouts", first.folder / "rollouts", dirs_exist_ok=True)
     again = launch("--resume", "run.stop_after=null", name=name)
     again.until(lambda: again.record()["state"] == "running", "the run again")
     with Client(again.folder) as client:

@@ -8,7 +8,14 @@ import pytest
 
 from distflow.errors import ProtocolError
 from distflow.exchange.consumer_types import ConsumerCounts, Handed, Offered, SamplesWanted
-from distflow.exchange.consumers import ANSWER_BYTES, REMEMBERED, REMEMBERED_SILENCES, Consumers
+from distflow.exchange.consumers import (
+    ABANDONED_SILENCES,
+    ANSWER_BYTES,
+    ANSWER_GROUPS,
+    REMEMBERED,
+    REMEMBERED_SILENCES,
+    Consumers,
+)
 
 LIMIT = 1000
 SILENCE_S = 10.0
@@ -247,6 +254,64 @@ def test_a_consumer_that_the_owner_waits_for_gets_every_group_and_stays(store: C
     assert store.claimed("a", "labels", 1) == ()
 
 
+@pytest.mark.parametrize("lossless", [True, False])
+def test_a_client_that_waits_for_more_than_is_kept_hears_so(store: Consumers, *, lossless: bool) -> None:
+    def ask(number: int, *, holds: bool) -> list[Handed]:
+        return store.ask("a", number, wanted(rows=1000, lossless=lossless, holds=holds), 0.0)
+
+    ask(1, holds=False)
+    assert positions(store.arrived({n: group() for n in range(9)})) == [("a", 1, tuple(range(9)))]
+    ask(2, holds=True)
+    assert positions(store.arrived({9: group()})) == [("a", 2, (9,))]
+    told = ask(3, holds=True) or store.arrived({10: group()})
+    assert [(answer.number, answer.positions, answer.end) for answer in told] == [(3, (), "full")]
+    assert store.settle("a", "reader", [1, 2], [], 0.0) == ([], [])
+    assert ask(4, holds=True) == [], "there is room again"
+    assert store.held_up_by == ""
+    assert positions(store.arrived({11: group()})) == [("a", 4, (11,))]
+
+
+def test_what_a_step_waits_for_is_bounded_by_its_owner_alone(store: Consumers) -> None:
+    store.open("labels", ["text"])
+    store.ask("a", 1, wanted("labels"), 0.0)
+    store.arrived({n: group() for n in range(10)})
+    assert store.held_up_by == ""
+    assert store.ask("a", 2, wanted("labels", holds=True), 0.0) == []
+    assert positions(store.arrived({10: group()})) == [("a", 2, (10,))]
+    assert store.settle("a", "labels", [1, 2], [], 0.0)[0] == []
+    signs = store.signs
+    store.arrived({11: group()})
+    store.alive("a", 1.0)
+    assert store.signs == signs + 1, "the run waits for what is written, for as long as its client is there"
+
+
+def test_a_consumer_that_nobody_reads_is_closed_unless_it_is_lossless(store: Consumers) -> None:
+    store.open("labels", ["text"])
+    store.ask("a", 1, wanted("left"), 0.0)
+    store.ask("b", 1, wanted("silent"), 0.0)
+    store.ask("c", 1, wanted("kept", lossless=True), 0.0)
+    store.ask("d", 1, wanted("read"), 0.0)
+    assert len(store.arrived({0: group()})) == 4
+    assert store.settle("a", "left", [1], [], 0.0)[0] == []
+    for client in ("a", "c"):
+        store.leave(client)
+    limit = REMEMBERED_SILENCES * SILENCE_S
+    for now in (limit, limit + SILENCE_S):
+        store.alive("d", now)
+        store.tick(now)
+    assert len(store.counts()) == 5
+    store.ask("e", 1, wanted("left"), limit + SILENCE_S)
+    for now in (limit + SILENCE_S + 1, 2 * limit + 2 * SILENCE_S):
+        store.alive("d", now)
+        store.alive("e", now)
+        store.tick(now)
+    assert [one.name for one in store.counts()] == ["labels", "left", "silent", "kept", "read"], "it has a claim"
+    store.ask("e", 2, wanted("left"), (ABANDONED_SILENCES + 40) * SILENCE_S)
+    store.tick((ABANDONED_SILENCES + 40) * SILENCE_S)
+    assert [one.name for one in store.counts()] == ["labels", "left", "kept", "read"]
+    assert store.settle("b", "silent", [1], [], 1e6)[0] == [1], "its claims went with it"
+
+
 def test_a_lossless_consumer_goes_on_with_what_it_had_to_acknowledge(store: Consumers) -> None:
     store.ask("a", 1, wanted(rows=8, lossless=True), 0.0)
     store.ask("b", 1, wanted("other"), 0.0)
@@ -303,3 +368,39 @@ def test_an_acknowledgement_is_known_after_a_silence(store: Consumers) -> None:
     assert store.settle("a", "reader", [1], [], 0.0) == ([], [])
     store.tick(SILENCE_S + 1)
     assert store.settle("a", "reader", [1], [], SILENCE_S + 2) == ([], [])
+
+
+def test_a_group_keeps_the_message_that_it_came_in(store: Consumers) -> None:
+    """And what is written about it later."""
+
+    def kept() -> int:
+        return store.counts()[0].kept_bytes
+
+    store.ask("a", 1, wanted(rows=8, lossless=True), 0.0)
+    of_one_message = group(100)._replace(message=(1, 700))
+    answers = store.arrived({0: of_one_message, 1: of_one_message, 2: group(200)})
+    assert positions(answers) == [("a", 1, (0,))]
+    assert kept() == 700 + 200
+    store.gained(0, ["ref"], 50)
+    store.gained(9, ["ref"], 50)
+    assert kept() == 950
+    store.settle("a", "reader", [1], [], 0.0)
+    assert kept() == 900, "the other group of the message is there"
+    store.ask("a", 2, wanted(rows=8, lossless=True), 0.0)
+    store.settle("a", "reader", [2], [], 0.0)
+    assert kept() == 200
+
+
+def test_a_consumer_that_may_lose_groups_is_bounded_by_their_messages(store: Consumers) -> None:
+    store.ask("a", 1, wanted(rows=8), 0.0)
+    store.arrived({n: group(10)._replace(message=(n, 400)) for n in range(3)})
+    assert (store.counts()[0].kept_bytes, store.counts()[0].missed) == (800, 1)
+
+
+def test_an_answer_is_small(store: Consumers) -> None:
+    """It is made where peers wait."""
+    store.ask("a", 1, wanted("all", lossless=True), 0.0)
+    store.arrived({0: group(1)})
+    store.arrived({n: group(1) for n in range(1, 200)})
+    (answer,) = store.ask("a", 2, wanted("all", lossless=True), 0.0)
+    assert len(answer.positions) == ANSWER_GROUPS

@@ -18,20 +18,24 @@ from distflow.comm.message import Buffer, Message
 from distflow.data.fed import RowLog
 from distflow.data.files import Row
 from distflow.errors import ProtocolError, UserError
+from distflow.exchange.feed_thread import FeedThread
 from distflow.exchange.prompt_feed import (
     END,
     FEED,
+    LINES,
     MOST_ROWS,
     SAY_EVERY_S,
     Ended,
     Fed,
     FeedLinks,
     FeedSettings,
+    LogLines,
     PromptFeed,
 )
+from tests.polling import eventually
 
 AHEAD = 4
-MANY = FeedSettings(rows=1000, ahead=AHEAD, least=0)
+MANY = FeedSettings(rows=1000, ahead=AHEAD, used=0)
 Reply = Mapping[str, Any]
 
 
@@ -180,8 +184,88 @@ def test_a_call_with_a_wrong_row_is_refused_as_a_whole(tmp_path: Path) -> None:
     assert rows(owners.first) == [12]
 
 
+@pytest.mark.parametrize(
+    "data",
+    [b"not a line\n", b'{"client": "a", "call": 1, "row": 7}\n', b'{"client": "a", "call": 1, "row": {}, "x": 0}\n'],
+)
+@pytest.mark.parametrize("anew", [True, False])
+def test_lines_of_another_owner_that_are_none_cost_nothing(tmp_path: Path, data: bytes, *, anew: bool) -> None:
+    owners = Owners(tmp_path, 2)
+    owners.turn()
+    owners.put(1, 0, 1)
+    owners.turn()
+    other = owners.feeds["trainer/1"]
+    assert rows(other) == [0, 1]
+    good = b'{"client": "a", "call": 2, "row": {"prompt": "2"}}\n'
+    body = msgspec.to_builtins(LogLines(0 if anew else 2, anew))
+    with pytest.raises(ProtocolError, match="malformed message"):
+        other.on_message(Message(LINES, "trainer/0", 0, body, [memoryview(good + data)]), owners.now)
+    assert rows(other) == [0, 1]
+    owners.put(2, 2)
+    owners.turn()
+    assert rows(other) == [0, 1, 2]
+
+
+def test_what_waits_is_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.exchange.prompt_feed.MOST_BYTES", 100)
+    monkeypatch.setattr("distflow.exchange.prompt_feed.WAITING_BYTES", 200)
+    owners = Owners(tmp_path, 1)
+    owners.put(1, *range(AHEAD), client="first")
+    assert owners.answered() == [{"number": 1, "taken": AHEAD}]
+    for client in ("a", "b", "c"):
+        owners.put(1, *range(100, 104), client=client)
+    assert list(owners.first._calls) == ["a", "b"], "of 64 bytes each; there is no room for a third of 100"
+    assert not any(call.message.payload for call in owners.first._calls.values())
+    owners.put(1, client="c", sent=False)
+    assert owners.answered() == [], "it is repeated"
+    owners.first.reach(2 * AHEAD)
+    owners.turn()
+    assert len(owners.answered()) == 2
+    owners.put(1, client="c", sent=False)
+    assert owners.answered() == [{"number": 1, "unknown": True}]
+
+
+def test_an_end_that_is_late_replaces_no_call(tmp_path: Path) -> None:
+    owners = Owners(tmp_path, 1)
+    owners.put(1, *range(AHEAD))
+    owners.put(3, 4)
+    owners.answered()
+    owners.end(2)
+    owners.first.reach(AHEAD)
+    owners.turn()
+    assert owners.answered() == [{"number": 3, "taken": 1}]
+    assert not owners.first.log.ended
+
+
+def test_what_cannot_be_read_ends_nothing_and_a_client_hears_of_it(tmp_path: Path) -> None:
+    owners, faults = Owners(tmp_path, 2), list[Exception]()
+    thread = FeedThread(owners.first, faults.append)
+    thread.start()
+    body = msgspec.to_builtins(LogLines(0, anew=False))
+    thread.put(Message(LINES, "trainer/1", 0, body, [memoryview(b"not a line\n")]))
+    thread.put(Message(FEED, CLIENT, 0, {"client": "a", "number": 1, "waits": 3}, []))
+    (reply,) = eventually(owners.answered, "an answer")
+    assert reply == {"number": 1, "error": "malformed client.feed: Expected `bool`, got `int` - at `$.waits`"}
+    thread.close(over=True)
+    assert faults == []
+
+
+def test_what_waits_for_a_slow_disk_is_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.exchange.feed_thread.WAITING_BYTES", 100)
+    owners = Owners(tmp_path, 1)
+    thread = FeedThread(owners.first, lambda error: None)
+    for call in range(1, 5):
+        fed = msgspec.to_builtins(Fed(f"client-{call}", call, waits=True))
+        thread.put(Message(FEED, CLIENT, 0, fed, [memoryview(b'{"prompt": "%030d"}' % call)]))
+    thread.start()
+    replies = eventually(lambda: list(owners.replies) if len(owners.replies) == 2 else None, "two answers")
+    assert [client for client, _ in replies] == ["client-1", "client-2"]
+    assert rows(owners.first) == [1, 2]
+    thread.close(over=True)
+
+
 def test_more_rows_than_the_recipe_says_are_refused(tmp_path: Path) -> None:
-    owners = Owners(tmp_path, 1, FeedSettings(rows=3, ahead=8, least=0))
+    owners = Owners(tmp_path, 1, FeedSettings(rows=3, ahead=8, used=0))
     owners.put(1, 0, 1)
     owners.put(2, 2, 3)
     taken, refused = owners.answered()
@@ -284,8 +368,8 @@ def test_white_space_in_a_row_is_no_end_of_a_line(tmp_path: Path) -> None:
 
 
 def test_rows_that_a_checkpoint_has_used_have_to_be_there(tmp_path: Path) -> None:
-    owners = Owners(tmp_path, 1, FeedSettings(rows=9, ahead=4, least=2))
-    with pytest.raises(UserError, match="trainer-0.jsonl has 0 of the rows .* and the checkpoint has used 2"):
+    owners = Owners(tmp_path, 1, FeedSettings(rows=9, ahead=4, used=12))
+    with pytest.raises(UserError, match=r"trainer-0.jsonl has 0 rows .* has trained on 12 prompt positions"):
         owners.turn()
 
 

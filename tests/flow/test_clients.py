@@ -43,6 +43,8 @@ def test_clients_see_what_other_pools_write_on_arrival(folder: Folder) -> None:
 def test_what_they_write_is_dumped(folder: Folder) -> None:
     plan = plan_recipe(folder.recipe, [step(writes="reward: number, comment: text")])[1]
     assert set(plan.dump_fields) == {"advantage", "comment"}
+    reward_alone = plan_recipe(folder.recipe, [step(), "run.dump_rollouts=0"])[1]
+    assert reward_alone.edge("reward").back == ("reward",)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,14 @@ def test_what_they_write_is_dumped(folder: Folder) -> None:
         (
             [step(), "flow.steps.early={call: ./steps.py:early}"],
             "reads 'reward', which step 'reward' writes only after the samples have gone to the training pool",
+        ),
+        (
+            [step(writes="reward: number, comment: text"), "run.dump_rollouts=0"],
+            "has clients write 'comment', which no step reads and no dump has, and training waits for it — remove it",
+        ),
+        (
+            [step(writes="reward: number, comment: text"), "run.dump_fields=[advantage]"],
+            "flow.steps.reward.with.writes — has clients write 'comment', which no step reads",
         ),
         ([step(), "val={every: 1}"], "step 'reward' has clients write the reward, and nobody judges samples of"),
     ],

@@ -20,6 +20,7 @@ from distflow.flow.plan import Plan
 from distflow.flow.plan_text import plan_data, render_page
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import model_size
+from distflow.launch.deploy.placement import needs_here
 from tests.flow.conftest import TEACHER
 
 GIB = 1 << 30
@@ -427,6 +428,19 @@ def test_every_gpu_of_an_engine_over_several_is_counted() -> None:
     assert "smaller share of the GPU" in text
 
 
+def test_weights_that_come_in_parts_are_kept_where_they_leave_and_where_they_come() -> None:
+    two, link = "layout.pools.trainer.count=2", "weights.link=collective"
+    without, plan = planned(two), planned(two, link)
+    version = model_size(plan.recipe.models["policy"]).published
+    more = {
+        str(worker.name): one(plan, number).host - one(without, number).host
+        for number, worker in enumerate(plan.workers)
+    }
+    # Two copies of half of it, and one of all.
+    assert more == dict.fromkeys(("rollout/0", "rollout/1", "trainer/0", "trainer/1"), version)
+    assert needs_here(plan).memory.warn - needs_here(without).memory.warn >= 4 * version
+
+
 def test_a_critic_without_a_model_of_its_own_recomputes_as_the_policy_does() -> None:
     saved, plain = (
         one(planned("flow=ppo", "layout=critic", f"models.policy.gradient_checkpointing={chosen}"), 3)
@@ -444,3 +458,14 @@ def test_a_critic_without_a_model_of_its_own_recomputes_as_the_policy_does() -> 
         3,
     )
     assert own.activations == plain.activations
+
+
+def test_what_consumers_of_clients_take_is_told() -> None:
+    plan = planned("limits.consumer_mb=512", "layout.pools.trainer.count=2")
+    lines = "\n".join(memory_lines(plan, Capacity()))
+    told = "each consumer that a program outside the run opens takes up to 0.50 GiB of host memory of each of trainer"
+    assert told in lines
+    assert "0.50 GiB of trainer/0's host memory" in "\n".join(
+        memory_lines(planned("limits.consumer_mb=512"), Capacity())
+    )
+    assert memory_data(plan, Capacity())["each_consumer"] == 512 * MIB

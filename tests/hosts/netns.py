@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from distflow.bench.hosts import FAST, BridgedHosts, NetHost, pids_in, run, why_no_hosts
-from distflow.bench.slow_link import Link
+from distflow.bench.slow_link import SiteLink
 
 SSHD = Path("/usr/sbin/sshd")
 START_S = 10.0
@@ -25,7 +25,7 @@ class NetHosts(BridgedHosts):
     """Use as a context: whatever happens inside, all namespaces and the processes in them go away."""
 
     def __init__(
-        self, number: int, folder: Path, rate: str | None = None, far: Collection[int] = (), link: Link = FAST
+        self, number: int, folder: Path, rate: str | None = None, far: Collection[int] = (), link: SiteLink = FAST
     ) -> None:
         """`folder`: for the keys and the configuration of ssh; all else as of BridgedHosts."""
         super().__init__(number, rate, far, link)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.bench.slow_link import TUN, Link
+from distflow.bench.slow_link import TUN, SiteLink
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import model_size
 from tests.e2e.runs import SMALL
@@ -18,7 +18,7 @@ from tests.hosts.test_hosts_e2e import hosts_file
 from tests.hosts.test_training_on_hosts import await_end, await_steps, check_exactly_once, folders_of
 
 STEPS = 20
-SLOW = Link(50e6, 0.05)
+SLOW = SiteLink(50e6, 0.05)
 PLACES = [
     "layout=async",
     "layout.pools.trainer.hosts=[h0]",

@@ -47,6 +47,21 @@ def test_a_reward_that_does_not_come_back_is_told_once():
     assert list(alerts.of_late_rewards([late])) == []
 
 
+def test_whom_the_run_waits_for_outside_is_told_when_it_lasts_and_not_at_every_step():
+    alerts = Alerts()
+
+    def waiting(seconds: float, text: str = "a client to write 'reward'") -> list[str]:
+        row = {"name": "trainer/0", "waits": [{"name": "x", "peers": [], "seconds": seconds}]}
+        return list(alerts.of_outside([{**row, "outside": [{"on": "step reward", "text": text}]}, {"name": "r/0"}]))
+
+    assert waiting(1.0) == []
+    assert waiting(6.0) == ["the run waits for a client to write 'reward'"]
+    assert waiting(90.0, "a client to write 'reward': 1 is there") == [], "the same wait"
+    assert list(alerts.of_outside([{"name": "trainer/0"}])) == []
+    assert waiting(9.0) == [], "a labeller is slow"
+    assert waiting(61.0) == ["the run waits for a client to write 'reward'"]
+
+
 def test_status_counts_rewards_that_failed_over_all_workers():
     rows = [row("rollout/0", samples=100, timeouts=3), row("rollout/1", samples=20, timeouts=1, errors=0), {}]
     assert counted_rewards(rows) == "rewards: 120 judged, 4 timed out"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import re
 import subprocess
 import sys
@@ -105,3 +107,18 @@ def test_a_run_that_this_machine_has_no_room_for_is_refused_as_on_hosts(tmp_path
     (problem,) = space_problems(tmp_path / "runs", needs_here(plan_recipe("quickstart", endless)[1]))
     assert re.search(rf"this machine: disk — {tmp_path}: .* GiB free, about \d+\.\d GiB needed", str(problem))
     assert space_problems(tmp_path / "runs", needs_here(plan_recipe("quickstart", [])[1])) == []
+
+
+def test_what_a_killed_run_has_left_in_shared_memory_is_told_from_what_is_in_use() -> None:
+    name = host_facts.SHM / f"distflow-facts-{os.getpid()}-policy-t0-"
+    left, used = Path(f"{name}0"), Path(f"{name}1")
+    for path in (left, used):
+        path.write_bytes(b"x" * 4096)
+    try:
+        with used.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+            found = host_facts.abandoned()
+            assert str(left) in found
+            assert str(used) not in found
+    finally:
+        for path in (left, used):
+            path.unlink()

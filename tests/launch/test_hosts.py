@@ -78,6 +78,7 @@ def test_a_death_is_told_on_all_hosts_once_and_the_new_address_too(hosts: MakeHo
     run.start()
     run.await_up()
     before = {name: run.log(name).count("knows rollout/1 tcp") for name in ("trainer/0", "rollout/0")}
+    former = address_of(run, "rollout/1")
     run.kill("rollout/1")
     run.await_log("rollout/1", "rollout/1 incarnation 1 is up")
     for name in ("trainer/0", "rollout/0", "rollout/2"):
@@ -85,6 +86,14 @@ def test_a_death_is_told_on_all_hosts_once_and_the_new_address_too(hosts: MakeHo
     for name, count in before.items():
         await_that(lambda n=name, c=count: run.log(n).count("knows rollout/1 tcp") > c, f"the new address at {name}")
         assert run.log(name).count('lost {"worker": "rollout/1"') == 1
+    await_that(lambda: address_of(run, "rollout/1") not in ("", former), "the new address for clients of another host")
+
+
+def address_of(run: Hosts, name: str) -> str:
+    """As any agent tells it."""
+    answer = run.ask(0, "status", {})
+    assert answer is not None
+    return str(answer["roster"][name])
 
 
 @both

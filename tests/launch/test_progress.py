@@ -152,3 +152,9 @@ def test_who_holds_up_whom_is_said_below_the_table():
     assert drawn(Console(width=100), worker_page(rows, 9))[-1].rstrip() == (
         "everything waits for trainer/0, which does not answer"
     )
+
+
+def test_whom_outside_of_the_run_it_waits_for_is_said_below_the_table():
+    rows = [{**row(0), "outside": [{"on": "prompts", "text": "clients to put prompts: put some"}]}] * 2
+    lines = drawn(Console(width=100), worker_page(rows, 9))
+    assert lines[-1].rstrip() == "the run waits for clients to put prompts: put some"

@@ -131,6 +131,8 @@ def test_the_first_host_keeps_all_files_of_a_run_that_is_over(going):
     dump = run.folders[1] / "rollouts" / "step_000003" / "trainer-1.jsonl"
     dump.parent.mkdir()
     dump.write_bytes(os.urandom(3 * READ_BYTES + 17))
+    (run.folders[1] / "prompts").mkdir()
+    (run.folders[1] / "prompts" / "trainer-1.jsonl").write_text("1\n")
     for step, commit in ((2, True), (4, True), (5, False)):
         folder = run.folders[1] / "checkpoints" / f"step_{step:06d}"
         folder.mkdir()
@@ -141,7 +143,7 @@ def test_the_first_host_keeps_all_files_of_a_run_that_is_over(going):
     assert run.exit_codes() == [130, 130]
     copy = run.folders[0] / "rollouts" / "step_000003" / "trainer-1.jsonl"
     assert copy.read_bytes() == dump.read_bytes()
-    for name in ("logs/rollout-1.log", "logs/trainer-1.log", "metrics/trainer-1.jsonl"):
+    for name in ("logs/rollout-1.log", "logs/trainer-1.log", "metrics/trainer-1.jsonl", "prompts/trainer-1.jsonl"):
         assert (run.folders[0] / name).read_bytes() == (run.folders[1] / name).read_bytes()
     kept = sorted(str(path.relative_to(run.folders[0])) for path in run.folders[0].glob("checkpoints/*/*"))
     assert kept == ["checkpoints/step_000004/COMMIT", "checkpoints/step_000004/model-trainer-1.safetensors"]

@@ -306,3 +306,39 @@ def test_a_result_without_its_rows_is_refused_and_can_still_come(pair: Pair) -> 
         assert pair.owner.consumable() == []
         pair.inbound.accept(results, groups(0), pair.now)
         assert pair.owner.consumable() == [0]
+
+
+def test_a_result_without_its_rows_keeps_no_other_one_from_being_used(pair: Pair) -> None:
+    told: list[list[int]] = []
+    pair.lease(4)
+    with pair.changed:
+        pair.inbound.on_arrival(lambda lengths: told.append(list(lengths)))
+        out = [
+            *pair.holder.finished(0, Version(0, 0), 8, "", pair.now),
+            *pair.holder.finished(1, Version(0, 0), 8, "", 0),
+        ]
+        results = [item.message for item in out]
+        with pytest.raises(ProtocolError, match="for position 0 without its rows"):
+            pair.inbound.accept(results, groups(1), pair.now)
+        assert pair.owner.consumable() == [1]
+        assert told[-1] == [1]
+
+
+def test_groups_count_by_the_bytes_that_they_have(pair: Pair) -> None:
+    pair.lease(4)
+    with pair.changed:
+        (out,) = pair.holder.finished(0, Version(0, 0), 1, "", pair.now)
+        batch = groups(0)
+        pair.inbound.accept([out.message], batch, pair.now)
+        assert pair.owner.ledgers.entry(0).reserved == batch.nbytes > 1
+
+
+def test_rows_of_a_group_that_lie_apart_are_refused(pair: Pair) -> None:
+    pair.lease(4)
+    with pair.changed:
+        results = [out.message for n in (0, 1) for out in pair.holder.finished(n, Version(0, 0), 8, "", pair.now)]
+        both = groups(0, 1)
+        apart = both.select([*range(0, both.rows, 2), *range(1, both.rows, 2)])
+        with pytest.raises(ProtocolError, match="the rows of a group do not lie side by side"):
+            pair.inbound.accept(results, apart, pair.now)
+        assert pair.owner.consumable() == []

@@ -200,6 +200,41 @@ def test_malformed_messages_are_dropped_and_counted(town: Town, caplog: pytest.L
     trainer.board.raise_if_over()
 
 
+def test_a_request_that_cannot_be_read_is_answered(town: Town) -> None:
+    trainer = town.node("trainer/0", [])
+
+    def picky(message: Message) -> None:
+        raise ProtocolError("a question without n")
+
+    trainer.on_request("question", picky)
+    trainer.start()
+    before = trainer.endpoint.traffic.dropped
+    reply = ask(town.roster["trainer/0"], "question", {"number": 7, "consumer": "all", "more": [1]}, WAIT_S)
+    assert reply == {"number": 7, "consumer": "all", "error": "a question without n"}
+    assert ask(town.roster["trainer/0"], "question", {"number": [7]}, WAIT_S) == {"error": "a question without n"}
+    assert trainer.endpoint.traffic.dropped == before + 2
+
+
+def test_a_sender_of_many_malformed_messages_does_not_fill_the_log(
+    town: Town, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, rollout = acquainted(town)
+
+    def picky(message: Message) -> None:
+        raise ProtocolError("news")
+
+    trainer.on("news", picky)
+    before = trainer.endpoint.traffic.dropped
+    for _ in range(50):
+        rollout.send("trainer/0", "news", {})
+    until(trainer, lambda: trainer.endpoint.traffic.dropped >= before + 50, "fifty drops")
+    assert caplog.text.count("dropped a 'news' message from rollout/0") == 1
+    monkeypatch.setattr("distflow.runtime.node.COMPLAIN_EVERY_S", 0.0)
+    rollout.send("trainer/0", "news", {})
+    until(trainer, lambda: trainer.endpoint.traffic.dropped >= before + 51, "one more")
+    assert "news (and 49 more since the last such line)" in caplog.text
+
+
 def test_the_agents_word_ends_a_life(town: Town) -> None:
     trainer, _ = acquainted(town)
     gone: list[Lost] = []

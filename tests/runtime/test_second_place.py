@@ -166,6 +166,32 @@ def test_each_host_copies_its_own_parts_and_the_last_one_commits(
     ]
 
 
+def test_prompts_of_clients_lie_with_each_checkpoint(run_dir: Path, tmp_path: Path) -> None:
+    """So that one that is whole has its own, whatever becomes of the next copy."""
+    to, log = tmp_path / "to", run_dir / "prompts" / "trainer-0.jsonl"
+    log.parent.mkdir()
+    log.write_text("1\n")
+    place(run_dir, to, Keeping(9)).copy(write(run_dir, 10), lambda amount: None)
+    log.write_text("1\n2\n")
+    Flaky.failures.append(log.name)
+    newer = write(run_dir, 20)
+    with pytest.raises(ConnectionError):
+        place(run_dir, to, Keeping(9)).copy(newer, lambda amount: None)
+    assert whole(to) == [10], "none without its prompts"
+    place(run_dir, to, Keeping(9)).copy(newer, lambda amount: None)
+    there = {step: to / "mine" / "checkpoints" / f"step_{step:06d}" / "prompts" / log.name for step in (10, 20)}
+    assert {step: file.read_text() for step, file in there.items()} == {10: "1\n", 20: "1\n2\n"}
+
+
+def test_each_host_copies_the_prompts_that_its_own_workers_have(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "prompts").mkdir()
+    for number in (0, 1):
+        (run_dir / "prompts" / f"trainer-{number}.jsonl").write_text("1\n")
+    place(run_dir, tmp_path / "to", hosts=TWO, host=1).copy(write(run_dir, 10, workers=(0, 1)), lambda amount: None)
+    copied = tmp_path / "to" / "mine" / "checkpoints" / "step_000010" / "prompts"
+    assert [file.name for file in copied.iterdir()] == ["trainer-1.jsonl"]
+
+
 def test_marks_of_an_earlier_term_complete_nothing(run_dir: Path, tmp_path: Path) -> None:
     to = tmp_path / "to"
     place(run_dir, to, hosts=TWO, host=1).copy(write(run_dir, 10, workers=(0, 1)), lambda amount: None)

@@ -17,7 +17,8 @@ from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
 from distflow.weights.rounded_publisher import RoundedPublisher
 from distflow.weights.rounding import Rounding
-from distflow.weights.shm import HEADER_BYTES, SEGMENTS, ShmPublisher, segment_prefix
+from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.shm import HEADER_BYTES, ShmPublisher, segment_prefix
 from distflow.weights.swarm import SwarmPlace
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer

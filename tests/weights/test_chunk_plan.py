@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.weights.chunk_plan import ChunkDealer, ChunkPlan, ring_peers
+from distflow.weights.chunk_plan import ChunkDealer, ChunkPlan, Want, ring_peers
 
 SEED = 0
 """Number of each reader's connection to the publisher; the others are 1 + the other reader."""
@@ -175,7 +175,8 @@ def test_the_chunks_of_a_lost_reader_are_sent_once_more(readers: int, chunks: in
         if swarm.waiting:
             swarm.turn(swarm.random.choice(swarm.waiting))
     swarm.lose(0)
-    dealt = [chunk for chunk, reader in swarm.dealer._given.items() if reader == "0"]
+    given = [item for site in swarm.dealer._sites.values() for item in site.given.items()]
+    dealt = [chunk for chunk, reader in given if reader == "0"]
     for turn in range(TURNS):
         if not swarm.waiting:
             break
@@ -199,6 +200,17 @@ def test_a_late_reader_takes_nothing_from_the_publisher() -> None:
             swarm.turn(1)
     assert late.plan.done
     assert len(swarm.sent) == 20
+
+
+def test_what_goes_to_one_that_passes_nothing_on_is_dealt_to_others_all_the_same() -> None:
+    dealer, outside = ChunkDealer(4), ChunkPlan(4, window=2, deals=False)
+    outside.join(SEED, seed=True)
+    assert outside.next(SEED) == Want("want", (0, 1))
+    assert all(dealer.gives("", "", chunk, set(), again=False) for chunk in (0, 1))
+    assert dealer.deal("", "", 2) == []
+    dealer.made("", "")
+    assert dealer.deal("a", "", 3) == [0, 1, 2]
+    assert not dealer.gives("", "", 0, {"a"}, again=False), "it is had from that one"
 
 
 def test_a_chunk_that_is_no_longer_wanted_is_not_kept() -> None:

@@ -1,7 +1,9 @@
 """Deltas of weights: what they make of the older version is the newer one, bit for bit; garbage is refused."""
 
 import contextlib
+import os
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from distflow.errors import ProtocolError
 from distflow.weights import delta
 from distflow.weights.delta import Kind, apply_part, encode, encode_part, parts_of
-from distflow.weights.manifest import CHUNK_BYTES
+from distflow.weights.delta_chain import DeltaFile
+from distflow.weights.manifest import CHUNK_BYTES, digests
 
 
 def applied(part: bytes, base: bytes) -> bytes:
@@ -23,6 +26,16 @@ def applied(part: bytes, base: bytes) -> bytes:
 
 def part_of(new: bytes, base: bytes) -> bytes:
     return encode_part(memoryview(new), memoryview(base))
+
+
+def encoded(new: bytes | bytearray, base: bytes, most: int) -> bytes | None:
+    found = bytearray(most)
+
+    def write(at: int, data: bytes) -> None:
+        found[at : at + len(data)] = data
+
+    size = encode(memoryview(new), memoryview(base), most, write)
+    return None if size is None else bytes(found[:size])
 
 
 @st.composite
@@ -76,7 +89,7 @@ def test_a_delta_of_many_chunks(size: int) -> None:
     base = random.integers(0, 256, size, np.uint8)
     new = base.copy()
     new[::1000] += 1
-    found = encode(memoryview(new.tobytes()), memoryview(base.tobytes()), size + 100)
+    found = encoded(new.tobytes(), base.tobytes(), size + 100)
     assert found is not None
     parts = parts_of(memoryview(found), size)
     made = bytearray(base.tobytes())
@@ -90,10 +103,39 @@ def test_no_delta_where_it_would_be_too_large(monkeypatch: pytest.MonkeyPatch) -
     base = bytes(40 * CHUNK_BYTES)
     uneven = bytearray(base)
     uneven[: 4 * CHUNK_BYTES] = b"\1" * (4 * CHUNK_BYTES)
-    assert encode(memoryview(uneven), memoryview(base), len(base) // 8) is not None
-    assert encode(memoryview(uneven), memoryview(base), len(base) // 11) is None
+    assert encoded(uneven, base, len(base) // 8) is not None
+    assert encoded(uneven, base, len(base) // 11) is None
     monkeypatch.setattr(delta, "encode_part", lambda *_: pytest.fail("a few chunks tell that it is not worth while"))
-    assert encode(memoryview(b"\1" * len(base)), memoryview(base), len(base) // 2) is None
+    assert encoded(b"\1" * len(base), base, len(base) // 2) is None
+
+
+def test_a_delta_is_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few chunks' parts besides: of a large model each further copy would be gigabytes."""
+    monkeypatch.setattr(delta, "coding_threads", lambda: 1)
+    random = np.random.default_rng(0)
+    base = np.zeros(64 * CHUNK_BYTES // 2, np.uint16)
+    new = (random.random(len(base), np.float32) < 0.3).view(np.uint8).astype(np.uint16)
+    memory = np.empty(len(base), np.uint8)
+
+    def write(at: int, data: bytes) -> None:
+        memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+    tracemalloc.start()
+    try:
+        size = encode(memoryview(new).cast("B"), memoryview(base).cast("B"), len(memory), write)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size is not None
+    assert peak < size / 2
+
+
+def test_what_the_system_takes_in_part_is_written_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda handle, data, at: pwrite(handle, data[:1000], at))
+    with DeltaFile() as file:
+        file.write(3, bytes(range(256)) * 20)
+        assert file.digests(5123) == digests([memoryview(bytes(3) + bytes(range(256)) * 20)])
 
 
 @given(pairs(), st.integers(0, 2**32), st.binary(max_size=60))

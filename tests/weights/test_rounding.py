@@ -1,5 +1,8 @@
 """Rounding of weights for other hosts: how far off values are, and what becomes of the odd ones."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distflow.weights.manifest import BLOCK, FP8, TensorEntry
-from distflow.weights.rounding import from_fp8, restored, rounded, to_fp8
+from distflow.weights.rounding import _PIECE, _TURN, from_fp8, restored, rounded, to_fp8
 
 
 def there_and_back(values: Tensor) -> Tensor:
@@ -48,6 +51,49 @@ def test_what_is_not_finite_is_nan_and_leaves_its_block_alone() -> None:
     assert found.isnan().tolist() == [False, True, True, True, False]
     assert found[0] == 1.0
     assert torch.signbit(found[4])
+
+
+def plainly(values: Tensor) -> Tensor:
+    """The bytes of a tensor, computed all at once and by the definition."""
+    flat = values.reshape(-1).float()
+    flat = torch.where(flat.isinf(), torch.nan, flat)
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    largest = blocks.abs().nan_to_num(nan=0.0).amax(1).double() / 448
+    exponent = torch.where(largest > 0, largest.log2().ceil(), 0.0).clamp(-127, 127)
+    scaled = (blocks.double() * torch.pow(2.0, -exponent).unsqueeze(1)).float().to(torch.float8_e4m3fn)
+    return torch.cat((scaled.view(torch.uint8).view(-1)[: flat.numel()], (exponent + 127).to(torch.uint8)))
+
+
+@pytest.mark.parametrize("count", [BLOCK - 1, _PIECE, _PIECE + 1, _TURN, 2 * _TURN + 3 * _PIECE - 5])
+def test_the_bytes_are_those_of_the_definition_however_a_tensor_is_divided(count: int) -> None:
+    random = torch.Generator().manual_seed(count)
+    bits = torch.randint(-(1 << 15), 1 << 15, (count,), generator=random, dtype=torch.int16)
+    for values in (bits.view(torch.bfloat16), torch.randn(count, generator=random), torch.zeros(count)):
+        stored = to_fp8(values)
+        assert torch.equal(stored, plainly(values))
+        scales = torch.pow(2.0, stored[count:].double() - 127).repeat_interleave(BLOCK)[:count]
+        expected = (stored[:count].view(torch.float8_e4m3fn).double() * scales).to(torch.bfloat16)
+        assert torch.equal(from_fp8(stored, (count,)).nan_to_num(nan=7e-3), expected.nan_to_num(nan=7e-3))
+
+
+def test_a_large_tensor_takes_no_memory_besides_its_result() -> None:
+    """Of a model's embeddings each copy would be gigabytes."""
+    values = torch.ones(16 << 20, dtype=torch.bfloat16)
+    before = most_memory(reset=True)
+    stored = to_fp8(values)
+    assert most_memory() - before < 2 * stored.numel()
+    before = most_memory(reset=True)
+    found = from_fp8(stored, values.shape)
+    assert most_memory() - before < 2 * found.nbytes
+
+
+def most_memory(*, reset: bool = False) -> int:
+    """The most bytes that this process has had in memory; with `reset`, since now."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5, 7), (2, 3, 64)])

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from distflow.weights import shard_transfer
+from distflow.weights import shard_plan, shard_transfer
 from distflow.weights.shard_plan import Box, RankPart, ShardPiece, TensorLayout, boxes_of, plan_pieces
 from distflow.weights.shard_transfer import HeldPart, ShardTransfer
 from tests.weights.weight_processes import Actor, Role, start
@@ -67,12 +69,12 @@ class Rank(Role):
 
     def __init__(self, pipe: Connection, store: Path, rank: int) -> None:
         super().__init__(pipe)
+        # Small enough that each pair has several of them.
+        shard_plan.MOST_BYTES, shard_transfer.BUNDLE_BYTES = 16 << 10, 32 << 10
         self.rank, self.plan = rank, plan_pieces(layouts())
         self.group = ShardTransfer(
             dist.FileStore(str(store), TRAINERS + READERS), rank, TRAINERS + READERS, "127.0.0.1", LIMIT_S
         )
-        # Small enough that each pair has several of them.
-        shard_transfer.BUNDLE_BYTES = 64 << 10
 
     def parts(self, source: bool, number: int | None) -> dict[str, list[HeldPart]]:
         found: dict[str, list[HeldPart]] = {}
@@ -158,6 +160,51 @@ def test_a_reader_that_is_killed_in_the_middle_costs_nobody_else_anything(ranks:
     assert found[TRAINERS:] == [([], True)] * (READERS - 1)
     # What the system has taken for it may be all that was left for it.
     assert all(one in ([], [TRAINERS + READERS - 1]) for one, _ in found[:TRAINERS])
+
+
+class OneMessage:
+    """Under way: how long it may be waited for is written down."""
+
+    def __init__(self, waited: list[float]) -> None:
+        self.waited = waited
+
+    def wait(self, limit: timedelta) -> None:
+        self.waited.append(limit.total_seconds())
+
+
+class Gloo:
+    """Instead of torch's: each message passes at once."""
+
+    _Options = SimpleNamespace
+
+    def __init__(self, *_: object) -> None:
+        self.waited: list[float] = []
+
+    @staticmethod
+    def create_device(interface: str) -> str:
+        return interface
+
+    def send(self, buffers: list[torch.Tensor], peer: int, tag: int) -> OneMessage:
+        return OneMessage(self.waited)
+
+    recv = send
+
+
+def test_a_member_may_stand_still_as_long_before_the_last_message_as_before_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of messages may take minutes; nobody waits minutes for one that does not come."""
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Gloo)
+    monkeypatch.setattr(shard_plan, "MOST_BYTES", 16 << 10)
+    monkeypatch.setattr(shard_transfer, "BUNDLE_BYTES", 32 << 10)
+    group: Any = ShardTransfer(dist.HashStore(), 0, 2, "127.0.0.1", LIMIT_S)
+    box, tensor = Box((0, 0), (500, 400)), torch.zeros(500, 400)
+    layout = TensorLayout("w", (500, 400), 4, (RankPart(0, box),), (RankPart(1, box),))
+    back = TensorLayout("w", (500, 400), 4, (RankPart(1, box),), (RankPart(0, box),))
+    group.send(plan_pieces([layout]), {"w": [HeldPart(box, tensor)]}, 7.0)
+    group.receive(plan_pieces([back]), {"w": [HeldPart(box, tensor)]}, 7.0)
+    assert set(group._group.waited) == {7.0}
+    assert len(group._group.waited) > 2 * 20, "one piece would be one message, however large"
 
 
 def test_wrong_bytes_are_refused_by_all_who_get_them(ranks: list[Actor]) -> None:

@@ -19,7 +19,8 @@ from distflow.weights.announcing import Announcing
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, checksums, verify
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.shm import SEGMENTS, AnnouncedSegment, ShmPublisher, ShmReader
+from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.shm import AnnouncedSegment, ShmPublisher, ShmReader
 from tests.polling import WAIT_S
 from tests.weights.swarm_kit import SummingPublisher
 
@@ -106,6 +107,21 @@ def test_a_flipped_bit_is_found(publisher: ShmPublisher) -> None:
         file.write(b"\x77")
     with pytest.raises(ChecksumError, match="weights of 'policy', term 0, version 1: chunk 0 of 1 has checksum"):
         ShmReader().fetch(manifest)
+
+
+def test_what_is_fetched_once_more_is_compared_once_more(publisher: ShmPublisher) -> None:
+    """Damage that came after a neighbour had compared is the reason why an engine computes something else."""
+    manifest = publisher.publish(Version(0, 1), weights(1))
+    neighbour, reader = ShmReader(), ShmReader()
+    neighbour.fetch(manifest)
+    with Path(manifest.place).open("r+b") as file:
+        file.seek(shm.HEADER_BYTES + 3)
+        file.write(b"\x77")
+    reader.fetch(manifest)
+    assert reader.intact(manifest)
+    InPlace(reader).again(manifest)
+    with pytest.raises(ChecksumError, match="chunk 0 of 1 has checksum"):
+        reader.fetch(manifest)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -17,7 +17,7 @@ from msgspec import structs
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.flow.sizes import PUBLISHED
 from distflow.types import Version
-from distflow.weights import chunk_server, swarm_client
+from distflow.weights import chunk_server, swarm_client, swarm_socket
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
 from distflow.weights.shm import HEADER_BYTES, AnnouncedSegment, ShmReader
 from distflow.weights.swarm import ChunkAsk, Opening, Secret, SwarmPlace, pack, read_ask, read_opening
@@ -273,6 +273,40 @@ def test_nonsense_is_dropped_and_the_server_goes_on(host: Host, reader: SwarmRea
             pass
         link.close()
     assert holds(reader.fetch(host.publish(1)), 1)
+
+
+def test_strangers_shut_no_reader_out_however_slowly_they_speak(
+    host: Host, reader: SwarmReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_server, "MOST_STRANGERS", 4)
+    target = host.server.place.target
+    strangers = [socket.create_connection(target) for _ in range(12)]
+    for link in strangers[:8]:
+        link.settimeout(WAIT_S)
+        while link.recv(4096):
+            pass
+    assert holds(reader.fetch(host.publish(1)), 1)
+    for link in strangers:
+        link.close()
+
+
+def test_a_handshake_has_one_deadline(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many bytes of it come one by one."""
+    monkeypatch.setattr(swarm_socket, "HANDSHAKE_S", 0.5)
+    with socket.create_connection(host.server.place.target) as link:
+        link.settimeout(0.1)
+
+        def hung_up() -> bool:
+            try:
+                link.sendall(b"x")
+                return not link.recv(4096)
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        # Not more than it would take to the end of what the server reads there: 56 bytes.
+        assert any(hung_up() for _ in range(40))
 
 
 def test_manifests_of_other_links_are_refused(host: Host, reader: SwarmReader) -> None:

@@ -12,7 +12,7 @@ from msgspec import structs
 from distflow.errors import Overtaken, ProtocolError
 from distflow.flow.sizes import PUBLISHED
 from distflow.types import Version
-from distflow.weights.delta_chain import DeltaMemory
+from distflow.weights.delta_chain import DeltaFile, DeltaMemory
 from distflow.weights.held_version import HeldVersion
 from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
 from distflow.weights.rounding import Rounding
@@ -158,7 +158,7 @@ def test_a_late_reader_gets_the_version_from_hosts_that_made_it_themselves(host:
     fetch_together(readers, manifest)
     dealer = host.server._held[-1].dealer
     assert dealer is not None
-    eventually(lambda: dealer._next == manifest.chunks, "readers have told the publisher")
+    eventually(lambda: dealer._sites[""].next == manifest.chunks, "readers have told the publisher")
     late = new_reader()
     assert sent_for(host, late, manifest) == 0
     for reader in (*readers, late):
@@ -196,7 +196,8 @@ def test_a_delta_that_is_garbage_is_refused_and_the_version_taken_in_full(host: 
     for garbage in (bytes(3), bytes(24) + b"\7\7\7", (3).to_bytes(4, "little") + bytes(20) + b"\3\1\1"):
         delta = structs.replace(manifest.deltas[-1], size=len(garbage), digests=digests([memoryview(garbage)]))
         forged = structs.replace(manifest, deltas=(delta,))
-        memory = DeltaMemory(forged.of_delta(delta))
+        with DeltaFile() as file:
+            memory = DeltaMemory(forged.of_delta(delta), file)
         memory.data[:] = garbage
         memory.finish()
         host.server._server.hold(memory.held)

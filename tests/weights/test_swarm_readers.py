@@ -1,18 +1,24 @@
 """Weights across hosts, several readers: what the publisher sends, what they give each other, one fetch a host."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distflow.errors import UserError
 from distflow.flow.sizes import FETCHED
+from distflow.weights import host_segments, swarm_client
+from distflow.weights.chunk_server import ChunkServer
+from distflow.weights.held_version import HeldVersion
 from distflow.weights.host_segments import HostSegments
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
-from distflow.weights.shm import HEADER_BYTES
+from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.shm import HEADER_BYTES, segment_prefix
 from distflow.weights.swarm_reader import SwarmReader
-from tests.polling import WAIT_S
+from tests.polling import WAIT_S, eventually
 from tests.weights.swarm_kit import Host, holds, left_of, new_reader, new_tag, newest_memory
 
 SIZE = 6_000_000
@@ -179,3 +185,80 @@ def test_a_reader_whose_memory_is_corrupt_is_left_and_the_chunk_comes_from_elsew
     assert host.server.traffic.chunks == manifest.chunks + 1, "the one chunk that no reader has right"
     for reader in (bad, late):
         reader.close()
+
+
+def test_a_reader_that_was_wrong_is_asked_again_later(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarm_client, "BAN_S", 0.2)
+    bad, late = new_reader(), new_reader()
+    manifest = host.publish(1)
+    bad.fetch(manifest)
+    memory = newest_memory(bad)
+    for chunk in range(3):
+        memory[HEADER_BYTES + chunk * CHUNK_BYTES] ^= 0xFF
+    late.fetch(manifest)
+    client, address = late._client, bad._server and bad._server.address
+    assert client is not None
+    eventually(lambda: client._usable(str(address), time.monotonic()), "the end of the ban")
+    manifest = host.publish(2)
+    bad.fetch(manifest)
+    before = host.server.traffic.chunks
+    assert holds(late.fetch(manifest), 2, SIZE)
+    assert host.server.traffic.chunks - before < manifest.chunks // 2
+    for reader in (bad, late):
+        reader.close()
+
+
+def test_a_fetch_that_was_given_up_is_served_no_more(host: Host) -> None:
+    manifest = host.publish(1)
+    segments = HostSegments(new_tag(), "policy")
+    segment = segments.writable(manifest)
+    assert segment is not None
+    held = HeldVersion(manifest, segment.path)
+    server = ChunkServer("127.0.0.1", introduces=False)
+    server.hold(held)
+    held.add(3)
+    assert held.has(3)
+    server.forget(held)
+    assert not held.has(3), "its memory is written over"
+    server.close()
+    segments.close()
+
+
+def test_what_anyone_put_there_is_no_version(host: Host) -> None:
+    """In /dev/shm any user may leave a file of that name."""
+    tag, reader = new_tag(), new_reader()
+    manifest = host.publish(1)
+    reader.fetch(manifest)
+    planted = SEGMENTS / f"{segment_prefix(tag)}policy-swarm-t0-0"
+    planted.write_bytes(bytes(newest_memory(reader)))
+    planted.chmod(0o666)
+    with planted.open("r+b") as file:
+        file.seek(HEADER_BYTES + 64)
+        file.write(b"\x77" * 64)
+    mine = new_reader(tag)
+    assert holds(mine.fetch(manifest), 1, SIZE)
+    mine.close()
+    planted.unlink(missing_ok=True)
+    (SEGMENTS / f"{segment_prefix(tag)}policy-swarm-turn").touch(0o666)
+    (SEGMENTS / f"{segment_prefix(tag)}policy-swarm-turn").chmod(0o666)
+    with pytest.raises(UserError, match="-turn: expected a file of user .* with mode 0600, .* mode 666 — remove it"):
+        new_reader(tag).fetch(manifest)
+    for path in SEGMENTS.glob(f"{segment_prefix(tag)}*"):
+        path.unlink()
+    reader.close()
+
+
+def test_without_room_for_one_more_a_neighbour_is_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    tag, manifest = new_tag(), host.publish(1)
+    *others, segments = [HostSegments(tag, "policy") for _ in range(FETCHED + 1)]
+    assert None not in [other.writable(manifest) for other in others]
+
+    def full(*about: object) -> None:
+        raise UserError("no room for weights")
+
+    monkeypatch.setattr(host_segments, "reserve", full)
+    assert segments.writable(manifest, further=True) is None
+    for each in (*others, segments):
+        each.close()
+    with pytest.raises(UserError, match="no room"):
+        HostSegments(new_tag(), "policy").writable(manifest)

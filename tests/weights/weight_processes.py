@@ -21,8 +21,10 @@ from distflow.weights import shm
 from distflow.weights.host_segments import TURN, HostSegments
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
+from distflow.weights.private_segments import PrivateSegments
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.shm import SEGMENTS, ShmReader, segment_prefix
+from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.shm import ShmReader, segment_prefix
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
 from tests.polling import WAIT_S
@@ -115,12 +117,12 @@ class Publisher(Role):
 
 
 class FarReader(Role):
-    """A reader on another host than the publisher's."""
+    """A reader on another host than the publisher's; without a `tag` one outside the run."""
 
-    def __init__(self, pipe: Connection, tag: str, size: int) -> None:
+    def __init__(self, pipe: Connection, tag: str | None, size: int) -> None:
         super().__init__(pipe)
         self.size = size
-        self.reader = SwarmReader(tag, LOOPBACK, WAIT_S)
+        self.reader = SwarmReader(tag, tag and LOOPBACK, WAIT_S)
 
     def fetch(self, wire: Any) -> bool:
         """Whether what came is what was published."""
@@ -129,14 +131,15 @@ class FarReader(Role):
 
     def stop_after(self, wire: Any, chunks: int) -> None:
         """Fetch, and stand still after so many chunks: what has come is served meanwhile."""
-        tell = HostSegments.tell
+        kind: Any = PrivateSegments if self.reader._tag is None else HostSegments
+        tell = kind.tell
 
-        def until(segments: HostSegments, version: Version, arrived: int) -> None:
+        def until(segments: Any, version: Version, arrived: int) -> None:
             tell(segments, version, arrived)
             if arrived == chunks:
                 self.stand_still("fetching")
 
-        HostSegments.tell = until  # type: ignore[method-assign]
+        kind.tell = until
         self.fetch(wire)
 
     def flip(self, at: int) -> None:

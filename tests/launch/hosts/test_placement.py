@@ -9,7 +9,9 @@ from distflow.flow.lanes import lanes_of
 from distflow.flow.memory_fit import Capacity
 from distflow.flow.plan import publisher_for
 from distflow.flow.recipe_check import plan_recipe
+from distflow.flow.sizes import FETCHED, PINNED, PUBLISHED, model_size
 from distflow.launch.cli import run
+from distflow.launch.deploy.host_checks import GIB
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.placement import (
     WorkerSlot,
@@ -18,6 +20,7 @@ from distflow.launch.deploy.placement import (
     needs_of,
     place_workers,
     placement_lines,
+    shared_memory_lines,
 )
 
 IN_TWO = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.engine_options.tensor_parallel=2"]
@@ -120,6 +123,17 @@ def test_all_of_a_far_site_read_from_the_same_publisher():
     leaders = {0: "t/0", 1: "t/1", 2: "t/2"}
     assert len({publisher_for(host, leaders, "far", {}) for host in range(3, 20)}) == 1
     assert len({publisher_for(9, leaders, f"far-{n}", {}) for n in range(20)}) == 3, "sites are spread over them"
+
+
+def test_a_plan_says_how_much_room_weights_take_in_shared_memory():
+    sizes = "model_type: qwen2, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16"
+    plan = plan_recipe("quickstart", [f"models.policy.init={{{sizes}}}", "models.policy.dtype=bfloat16"])[1]
+    size = model_size(plan.recipe.models["policy"]).published / GIB
+    assert shared_memory_lines(plan, None) == [f"this machine  {PUBLISHED * size:.2f}"]
+    apart = place_workers(plan, parse_hosts("a slots=1\nb slots=2", "hosts"))
+    own, fetched = (PUBLISHED + PINNED) * size, FETCHED * size
+    found = dict(line.split() for line in shared_memory_lines(plan, apart))
+    assert sorted(found.values()) == sorted([f"{own:.2f}", f"{fetched:.2f}"])
 
 
 def trainers(found):

@@ -96,6 +96,15 @@ def test_a_host_like_the_head_is_fit():
             "mount -o remount,size=2G /dev/shm, or --shm-size=2g for a container",
         ),
         (
+            {
+                "shm": Space(0, GIB),
+                "abandoned": ("/dev/shm/distflow-x-1-policy-t0-0", "/dev/shm/distflow-x-1-policy-t0-1"),
+            },
+            "shared memory: /dev/shm: 0.0 of 1.0 GiB free, about 1.0 GiB needed — some of it is of runs that no "
+            "process here uses: rm /dev/shm/distflow-x-1-policy*; or make it larger: mount -o remount,size=2G "
+            "/dev/shm, or --shm-size=2g for a container",
+        ),
+        (
             {"missing": ("/models/mine",)},
             "/models/mine does not exist, and workers on this host read it — copy it to the same",
         ),
