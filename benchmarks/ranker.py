@@ -1,7 +1,7 @@
 """How well an owner predicts which prompts get the longest responses, and what a prediction costs.
 
     python -m benchmarks.ranker             # seconds: lengths of a real model, recorded in smollm2_lengths.npz
-    make smollm2 && python -m benchmarks.ranker --record    # record them anew: SmolLM2-135M-Instruct, half an hour
+    make smollm2 && python -m benchmarks.ranker --record    # record them anew: SmolLM2-135M-Instruct, 10 minutes
 
 The prompts are a mix of reasoning-gym tasks. Prompts come in steps of `STEP`, in a shuffled order; each is predicted
 before the lengths of its step are learned, as an owner does. The figure is the recall of the longest 20% of each step:
@@ -44,7 +44,7 @@ TASKS = (
     "syllogism",
     "word_sorting",
 )
-EACH, SAMPLES, NEW_TOKENS, MOST_PROMPT = 12, 4, 96, 192
+EACH, SAMPLES, NEW_TOKENS, MOST_PROMPT = 12, 4, 192, 192
 STEP = 16
 """Prompts of a training step."""
 
@@ -58,8 +58,11 @@ class Recorded(NamedTuple):
     """[prompt, sample], in tokens."""
 
 
-def record() -> None:
-    """Generate responses with the project's engine, and write their lengths."""
+def record(minutes: float) -> None:
+    """Generate responses with the project's engine, and write their lengths; no prompt is begun after `minutes`.
+
+    Prompts come in a random order and all that are begun are finished, so that long ones are not fewer for that.
+    """
     import torch
 
     from distflow.config.plugins import TOKENIZER
@@ -92,22 +95,28 @@ def record() -> None:
     lengths = np.zeros((len(prompts), SAMPLES), dtype=np.uint16)
     waiting = list(enumerate(prompts))
     random.Random(0).shuffle(waiting)
+    begun: list[int] = []
     done, began = 0, time.perf_counter()
-    while done < lengths.size:
+    while done < SAMPLES * len(begun) or not begun:
+        if time.perf_counter() - began > 60.0 * minutes:
+            waiting.clear()
         while waiting and engine.free_slots >= SAMPLES:
             position, ids = waiting.pop()
+            begun.append(position)
             engine.submit([SampleRequest(position, sample, ids, 0, params) for sample in range(SAMPLES)])
         for output in engine.poll():
             lengths[output.position, output.sample] = len(output.token_ids)
             done += 1
             if done % 32 == 0:
                 print(f"{done} of {lengths.size} samples, {time.perf_counter() - began:.0f} s", flush=True)
+    begun.sort()
+    kept = [prompts[position] for position in begun]
     np.savez_compressed(
         FILE,
-        tasks=np.array(tasks),
-        ids=np.array([token for ids in prompts for token in ids], dtype=np.uint16),
-        bounds=np.cumsum([0, *map(len, prompts)], dtype=np.uint32),
-        lengths=lengths,
+        tasks=np.array([tasks[position] for position in begun]),
+        ids=np.array([token for ids in kept for token in ids], dtype=np.uint16),
+        bounds=np.cumsum([0, *map(len, kept)], dtype=np.uint32),
+        lengths=lengths[begun],
     )
 
 
@@ -177,10 +186,11 @@ def main() -> None:
     """Judge, or record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of recording")
     parser.add_argument("--orders", type=int, default=10)
     args = parser.parse_args()
     if args.record:
-        record()
+        record(args.minutes)
     judge("synthetic lengths", synthetic(), args.orders)
     if FILE.exists():
         judge("SmolLM2-135M-Instruct on reasoning-gym tasks", recorded(), args.orders)
