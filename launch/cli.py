@@ -25,6 +25,7 @@ COMMANDS = {
     "launch": "Start a run and watch it.",
     "init": "Write a folder with a recipe, code and data to start from.",
     "plan": "Show what each worker will do; write one recipe and script for each.",
+    "simulate": "Predict step time and idle time of a recipe on given devices; search for faults.",
     "validate": "Check a recipe and report all errors at once.",
     "test-plugin": "Test steps, rewards, losses, data sources … of your own on synthetic batches.",
     "data": "Show prompts as the model sees them, and the reward of their gold answers.",

@@ -218,7 +218,8 @@ class HolderCore:
     def tick(self, now: float) -> list[Outgoing]:
         """Repeat unanswered messages and send progress reports. Call it a few times per `resend_s`."""
         out: list[Outgoing] = []
-        for link in self._links:
+        # Of many owners only those count that have granted something.
+        for link in [link for link in self._links if link.held]:
             out += [Outgoing(link.name, result) for result in link.results_due(now, self._settings.park_limit_s)]
         if self._walk.due(now):
             out += self._ask_again(now)

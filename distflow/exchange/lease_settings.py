@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from distflow.config.schema import Schedule
 from distflow.data.difficulty import Difficulty
 from distflow.errors import UserError
+from distflow.flow.memory import MIB, group_bytes
+from distflow.flow.plan import Plan, WorkerPlan
 from distflow.types import VALIDATION, LeaseKind
 
 MESSAGE_BYTES = 4 << 20
@@ -154,3 +156,26 @@ class LeaseSettings:
                 "or shorten the responses or prompts"
             )
         return share
+
+
+def planned_settings(plan: Plan, owner: WorkerPlan) -> LeaseSettings:
+    """The settings that a plan implies for training, with the memory of this owner."""
+    recipe, batch = plan.recipe, plan.batch
+    new_tokens, samples, later = plan.response_tokens, batch.samples_per_prompt, plan.later_bytes
+    return LeaseSettings(
+        ledgers=batch.ledgers,
+        groups_per_ledger=batch.groups_per_ledger,
+        samples_per_prompt=samples,
+        max_staleness=batch.max_staleness,
+        training_steps=batch.training_steps,
+        memory_bytes=owner.sample_memory_mb * MIB,
+        group_bytes=lambda prompt_tokens: group_bytes(samples, prompt_tokens, new_tokens, later),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        seed=recipe.run.seed,
+        max_refills=batch.max_refills,
+        schedule=batch.schedule,
+        announce_closed=bool(owner.generates),
+        hedging=recipe.layout.hedging and plan.origin.allows("repeatable"),
+        host_silence_s=recipe.limits.host_silence_s,
+        partial_rollouts=recipe.layout.partial_rollouts and plan.origin.allows("replay"),
+    )

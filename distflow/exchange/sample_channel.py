@@ -221,7 +221,10 @@ class InboundSamples:
         """The messages it takes."""
 
     def on_arrival(self, handler: Arrived) -> None:
-        """Called with the groups that have been stored; first of all, now, with those that are here already."""
+        """Called after each message with results, with the groups that have been stored, if any.
+
+        First of all, now, with those that are here already.
+        """
         self._arrived.append(handler)
         handler({position: row_lengths(group.rows.rows).tolist() for position, group in self._stored.items()})
 
@@ -292,7 +295,8 @@ class InboundSamples:
         return popped
 
     def _tell_of(self, lengths: Mapping[int, Sequence[int]]) -> None:
-        for handler in self._arrived if lengths else ():
+        # Even if nothing is to be stored: after a drop, the open step may take groups that came before.
+        for handler in self._arrived:
             handler(lengths)
 
     def send(self, out: Iterable[Outgoing]) -> None:

@@ -27,7 +27,7 @@ from distflow.data.responses import Reading
 from distflow.errors import DistflowError, Problem, UserError, did_you_mean
 from distflow.exchange.feed_thread import FeedThread
 from distflow.exchange.kept_samples import KeptSamples
-from distflow.exchange.lease_settings import LeaseSettings
+from distflow.exchange.lease_settings import LeaseSettings, planned_settings
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Lease, LeasePrompt
 from distflow.exchange.own_samples import OwnSamples, samples_of
@@ -44,7 +44,7 @@ from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import KINDS as STORE_KINDS
 from distflow.exchange.store_channel import OWNERS, ClientStep, SampleStore, refusal
 from distflow.flow.edges import SAMPLES
-from distflow.flow.memory import MIB, group_bytes
+from distflow.flow.memory import MIB
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.resolve import check_step, resolve
 from distflow.flow.step import READ, reads_all_turns, response_tokens
@@ -118,27 +118,8 @@ def lessors(owners: Sequence[str], kind: LeaseKind) -> list[str]:
 
 def lease_settings(setting: Setting) -> LeaseSettings:
     """The settings of the lease protocol that the recipe implies."""
-    recipe, batch = setting.recipe, setting.plan.batch
-    new_tokens = setting.plan.response_tokens
-    samples, later = batch.samples_per_prompt, setting.plan.later_bytes
     owner = setting.me if str(setting.me.name) in setting.plan.owners else setting.plan.owner_plan
-    return LeaseSettings(
-        ledgers=batch.ledgers,
-        groups_per_ledger=batch.groups_per_ledger,
-        samples_per_prompt=samples,
-        max_staleness=batch.max_staleness,
-        training_steps=batch.training_steps,
-        memory_bytes=owner.sample_memory_mb * MIB,
-        group_bytes=lambda prompt_tokens: group_bytes(samples, prompt_tokens, new_tokens, later),
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-        seed=recipe.run.seed,
-        max_refills=batch.max_refills,
-        schedule=setting.plan.batch.schedule,
-        announce_closed=bool(owner.generates),
-        hedging=recipe.layout.hedging and setting.plan.origin.allows("repeatable"),
-        host_silence_s=recipe.limits.host_silence_s,
-        partial_rollouts=recipe.layout.partial_rollouts and setting.plan.origin.allows("replay"),
-    )
+    return planned_settings(setting.plan, owner)
 
 
 def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokenizer) -> InboundSamples:

@@ -2,4 +2,8 @@
 
 Nothing here knows a socket, a clock or a process. Latency and length models are shared with the emulated engines of
 `distflow.testing.emulated`, so that what is simulated can be run and compared.
+
+`network.py` connects the cores of owners (`trainer.py`) and holders (`worker.py`); a `scenario.py` says what happens to
+them, a `workload.py` what they have to do. Tests audit every message and token; `predict.py` does without, and reads
+off what came of a plan; `faults.py` draws scenarios and checks what a run promises.
 """

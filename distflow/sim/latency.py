@@ -79,6 +79,20 @@ class WeightLatency:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a device has room for, as far as the theory of asynchrony asks."""
+
+    bytes: Positive
+    """Of the device."""
+    cache_token: Seconds
+    """Bytes of keys and values of a token that is generated."""
+    train_token: Seconds
+    """Bytes of activations of a token that is trained on."""
+    train_factor: Positive = 8.0
+    """Bytes held for training, for each byte of published weights: 16 a parameter of bfloat16, with Adam's state."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceLatency:
     """A kind of device with a model of some size: the content of a data file."""
 
@@ -89,6 +103,7 @@ class DeviceLatency:
     decode: DecodeLatency
     train: TrainLatency
     weights: WeightLatency
+    memory: DeviceMemory | None = None
 
 
 def names() -> list[str]:

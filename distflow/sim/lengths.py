@@ -11,8 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import Protocol
+
+from distflow.errors import UserError
 
 NORMAL = NormalDist()
 
@@ -49,6 +52,21 @@ class Trace:
         """The row at that quantile of all rows, and in it the length at that quantile."""
         row = self.rows[min(len(self.rows) - 1, int(prompt * len(self.rows)))]
         return max(1, min(limit, row[min(len(row) - 1, int(sample * len(row)))]))
+
+
+def read_trace(path: Path) -> Trace:
+    """Measured lengths, a line for each prompt with those of its samples, in tokens: `118 431 97`. Raises UserError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"trace of lengths {path}: cannot be read: {error}") from None
+    rows = [(number, line.split()) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, row in rows:
+        if not all(word.isascii() and word.isdigit() and int(word) for word in row):
+            raise UserError(f"{path}:{number}: expected lengths in tokens (whole numbers from 1) with spaces between")
+    if not rows:
+        raise UserError(f"trace of lengths {path}: it has no lines; expected one for each prompt, such as 118 431 97")
+    return Trace([sorted(map(int, row)) for _, row in rows])
 
 
 def _normal(uniform: float) -> float:

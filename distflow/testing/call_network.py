@@ -20,9 +20,9 @@ from functools import partial
 import msgpack
 
 from distflow.exchange.call_messages import CallAnswer, CallMessage, from_wire, kind_of, to_wire
+from distflow.sim.scenario import StuckError
 from distflow.testing.call_scenario import FROZEN, VERSIONED, CallRecord, CallScenario
 from distflow.testing.call_workers import AnsweringWorker, AskingWorker, SimulatedProcess
-from distflow.testing.lease_scenario import StuckError
 from distflow.types import Version, WorkerName
 
 TRAIN_S = 0.5

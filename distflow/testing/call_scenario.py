@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distflow.testing.lease_scenario import Crash, Leave, Pause
+from distflow.sim.scenario import Crash, Leave, Pause
 
 FROZEN, VERSIONED = "reference", "values"
 """The steps that are called: one of a frozen model, one of the version of the training step."""

@@ -25,8 +25,8 @@ from distflow.exchange.call_messages import (
 )
 from distflow.exchange.call_server import CallKey, CallServer
 from distflow.exchange.call_targets import SERVER_BYTES, allows
+from distflow.sim.scenario import Crash, Pause
 from distflow.testing.call_scenario import FROZEN, VERSIONED
-from distflow.testing.lease_scenario import Crash, Pause
 from distflow.types import Version
 
 if TYPE_CHECKING:

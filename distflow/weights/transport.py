@@ -10,15 +10,16 @@ way), and from other hosts a version is staged first (`swarm_server.SwarmServer`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from distflow.errors import Overtaken
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
 
-NamedTensors = Sequence[tuple[str, Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NamedTensors: TypeAlias = "Sequence[tuple[str, Tensor]]"
 
 
 class WeightPublisher(Protocol):

@@ -80,7 +80,7 @@ def command(runs: tuple[str, ...], output: Path | None, keys: str | None, runs_d
 
     Several runs are drawn over each other.
     """
-    _check_output(output or Path("curves.png"))
+    check_output("-o", output or Path("curves.png"))
     found = read_runs(runs, runs_dir)
     output = output or Path("curves.png" if len(found) > 1 else f"{Path(next(iter(found))).name}.png")
     every = [step for steps in found.values() for step in steps]
@@ -109,7 +109,7 @@ def _usual(steps: Steps) -> list[Panel]:
     return [PANELS[0], *validation, *PANELS[1:]]
 
 
-def _check_output(output: Path) -> None:
+def check_output(option: str, output: Path) -> None:
     """Before anything is read: raises UserError for a kind of file that is not known, or without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -118,7 +118,7 @@ def _check_output(output: Path) -> None:
     kinds = FigureCanvasAgg.get_supported_filetypes()
     suffix = output.suffix.removeprefix(".")
     if suffix not in kinds:
-        raise UserError(f"-o {output}: unknown kind of picture {output.suffix!r} — {did_you_mean(suffix, kinds)}")
+        raise UserError(f"{option} {output}: unknown kind of picture {output.suffix!r} — {did_you_mean(suffix, kinds)}")
 
 
 def _drawn(panel: Panel, steps: Steps) -> list[tuple[str, str]]:

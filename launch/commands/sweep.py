@@ -74,7 +74,7 @@ def _combinations(options: Options) -> tuple[list[str], list[tuple[str, ...]]]:
     values = {}
     for text in options.sweep:
         key, sign, listed = text.partition("=")
-        found = _values(listed)
+        found = values_of(listed)
         if not key or not sign or not all(found) or len(set(found)) < len(found):
             raise UserError(f"--sweep {text}: expected KEY=A,B,… with different values, as in --sweep run.seed=0,1,2")
         if key in values or any(override.partition("=")[0] == key for override in options.overrides):
@@ -83,8 +83,8 @@ def _combinations(options: Options) -> tuple[list[str], list[tuple[str, ...]]]:
     return list(values), list(product(*([f"{key}={value}" for value in found] for key, found in values.items())))
 
 
-def _values(listed: str) -> list[str]:
-    """Parted at commas, except those within brackets or quotes."""
+def values_of(listed: str) -> list[str]:
+    """The values that are listed: parted at commas, except those within brackets or quotes."""
     found, depth, quote = [""], 0, ""
     for letter in listed:
         if quote:

@@ -44,12 +44,7 @@ def command(run: str | None, output: Path, last: int | None, runs_dir: Path) -> 
 
     run_dir = find_run(run, runs_dir)
     trace = merged_trace(run_dir, last)
-    try:
-        output.write_text(json.dumps(trace, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"-o {output}: cannot be written ({error.strerror}) — give a file in a folder that exists"
-        ) from error
+    write_trace(output, trace)
     events = trace["traceEvents"]
     spans, arrows = (sum(event["ph"] == kind for event in events) for kind in "Xs")
     workers = sum(event["name"] == "process_name" for event in events)
@@ -107,6 +102,24 @@ class Arrow:
     tail: FlowEnd
     head_of: str
     head: FlowEnd
+
+
+def write_trace(output: Path, trace: Mapping[str, Any]) -> None:
+    """Write it; raises UserError where that cannot be done."""
+    try:
+        output.write_text(json.dumps(trace, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"-o {output}: cannot be written ({error.strerror}) — give a file in a folder that exists"
+        ) from error
+
+
+def tracks_trace(tracks: Sequence[Track], about: Mapping[str, Any]) -> dict[str, Any]:
+    """A trace of these tracks, whose clocks agree and which have nothing but spans and counters."""
+    events = [event for number, track in enumerate(tracks, 1) for event in _track_events(track, number)]
+    timed = [event for number, track in enumerate(tracks, 1) for event in _timed_events(track, number, 0.0)]
+    ordered = sorted(timed, key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+    return {"traceEvents": events + ordered, "displayTimeUnit": "ms", "otherData": about}
 
 
 def merged_trace(run_dir: Path, last: int | None) -> dict[str, Any]:

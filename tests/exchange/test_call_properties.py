@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.sim.scenario import Crash, Leave, Pause
 from distflow.testing.call_network import CallNetwork
 from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario, Cut, Withdrawal
-from distflow.testing.lease_scenario import Crash, Leave, Pause
 from tests.budget import within
 
 AT = st.floats(0.0, 20.0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import CostRule, DealRule, Hand, Offer, deal, in_rounds, padded, ranks
 from distflow.exchange.steal_core import GROUPS, KEPT, REPEAT_S, Send
-from distflow.testing.lease_network import SMALL, LeaseNetwork, Scenario
+from distflow.sim.network import SMALL, LeaseNetwork, Scenario
 from tests.budget import within
 
 REPLICAS = 8
@@ -211,7 +211,7 @@ def test_replicas_that_deal_train_on_everything_once(seed: int, loss: float, own
         limits,
         owners=owners,
         workers=2,
-        groups_at_once=24,
+        slots=96,
         seconds=lambda position: 3.0 * random.Random(seed + position).random(),
         dealing=True,
         budget=30,

@@ -14,9 +14,10 @@ from distflow.exchange.entry import Entry
 from distflow.exchange.hedging import Copies
 from distflow.exchange.holder_table import Peer, Peers, PendingGrant
 from distflow.exchange.owner import OwnerCore
-from distflow.testing import lease_trainer
-from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario
-from tests.exchange.test_lease_properties import check, doom, long_tail
+from distflow.sim import trainer
+from distflow.sim.faults import check
+from distflow.sim.network import SMALL, Crash, LeaseNetwork, Pause, Scenario
+from tests.exchange.test_lease_properties import doom, long_tail
 
 BUDGET_S = 3.0
 SEEDS_AT_LEAST = 10
@@ -93,7 +94,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Checked]:
             self._copies = Checked(self)
             made.append(self._copies)
 
-    monkeypatch.setattr(lease_trainer, "OwnerCore", Owner)
+    monkeypatch.setattr(trainer, "OwnerCore", Owner)
     return made
 
 
@@ -118,7 +119,7 @@ def scenario(seed: int) -> Scenario:
         limits,
         owners=rng.randint(1, 2),
         workers=workers,
-        groups_at_once=rng.randint(1, 6),
+        slots=4 * rng.randint(1, 6),
         seconds=long_tail(seed, head_of_line=rng.random() < 0.3),
         slowness=lambda number: 20.0 if number == workers - 1 and seed % 3 == 0 else 1.0,
         dropped=doom(rng.choice([0.0, 0.3]), seed),

@@ -17,7 +17,7 @@ from distflow.exchange.intake_core import IntakeCall, IntakeCore, IntakeRule, Ta
 from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.steal_core import ASK, GROUPS, KEPT, RETURNED, Send
-from distflow.testing.lease_network import SMALL, LeaseNetwork, Scenario, prompt_at
+from distflow.sim.network import SMALL, LeaseNetwork, Scenario, prompt_at
 from distflow.types import Version
 from tests.budget import within
 
@@ -217,7 +217,7 @@ def test_replicas_that_steal_train_on_everything_once(seed: int, loss: float, an
         limits,
         owners=2,
         workers=2,
-        groups_at_once=24,
+        slots=96,
         seconds=lambda position: 3.0 * random.Random(seed + position).random(),
         stealing=True,
         batch_s=lambda number: 1.0 if number else 4.0,
@@ -236,15 +236,15 @@ def test_replicas_that_steal_train_on_everything_once(seed: int, loss: float, an
 def test_memory_for_three_steps_reaches_a_lag_of_two(lazy: bool) -> None:
     """What a step has kept is free once it is over: otherwise nothing could be leased ahead any more."""
     limits = replace(SMALL, max_staleness=2, training_steps=8, memory_bytes=3 * 8 * 400)
-    record = LeaseNetwork(Scenario(limits, workers=2, groups_at_once=24, lazy_take=lazy)).run()
+    record = LeaseNetwork(Scenario(limits, workers=2, slots=96, lazy_take=lazy)).run()
     assert max(record.lags) == 2
     assert record.peak_bytes <= limits.memory_bytes
 
 
-def test_the_test_kit_takes_by_the_core_and_has_no_copy_of_it() -> None:
-    for path in sorted((ROOT / "distflow" / "testing").glob("*.py")):
+def test_the_simulator_takes_by_the_core_and_has_no_copy_of_it() -> None:
+    for path in sorted((ROOT / "distflow" / "sim").glob("*.py")):
         calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         deciding = {call.attr for call in calls if isinstance(call, ast.Attribute)} & {"set_complete", "step_complete"}
         assert not deciding, f"{path.name} decides when groups are taken"
-    trainer = (ROOT / "distflow" / "testing" / "lease_trainer.py").read_text()
+    trainer = (ROOT / "distflow" / "sim" / "trainer.py").read_text()
     assert "from distflow.exchange.intake_core import IntakeCore" in trainer

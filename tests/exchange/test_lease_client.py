@@ -25,7 +25,7 @@ from distflow.exchange.messages import (
     Running,
 )
 from distflow.exchange.owner_links import Home
-from distflow.testing.lease_network import SMALL, prompt_at
+from distflow.sim.network import SMALL, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
 
 HOME = "trainer/0"

@@ -1,4 +1,7 @@
-"""Whole runs in virtual time, over networks that lose, double and reorder messages, with workers that die."""
+"""Whole runs in virtual time, over networks that lose, double and reorder messages, with workers that die.
+
+Random ones of all kinds are in `tests/sim/test_faults.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import RefillsExhausted
 from distflow.exchange.rollout_core import RolloutCore, Turn
-from distflow.testing import lease_worker
-from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Leave, Pause, Record, Scenario, StuckError
+from distflow.sim import worker
+from distflow.sim.faults import check, check_steps
+from distflow.sim.network import SMALL, Crash, LeaseNetwork, Leave, Pause, Scenario, StuckError
 from distflow.types import Version
 from tests.budget import within
 
@@ -68,7 +72,7 @@ LEAVES = st.lists(st.builds(Leave, worker=st.integers(1, 4), at=st.floats(0.0, 2
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, *, colocated: bool = False) -> Scenario:
+def scenarios(draw: st.DrawFn) -> Scenario:
     seed = draw(st.integers(0, 2**20))
     owners = draw(st.integers(1, 4))
     b = draw(st.integers(1, 3))
@@ -84,27 +88,25 @@ def scenarios(draw: st.DrawFn, *, colocated: bool = False) -> Scenario:
         silence_s=draw(st.sampled_from([1.5, 5.0])),
         partial_rollouts=draw(st.booleans()),
         memory_bytes=draw(st.sampled_from([1, 2, 100])) * 400 * b * 4,
-        announce_closed=colocated,
         message_bytes=draw(st.sampled_from([1, 1000, 4 << 20])),
     )
     workers = draw(st.integers(1, 5))
-    crashes = [crash for crash in draw(CRASHES) if crash.worker < workers] if not colocated else []
+    crashes = [crash for crash in draw(CRASHES) if crash.worker < workers]
     return Scenario(
         limits,
         owners=owners,
         workers=workers,
-        groups_at_once=draw(st.integers(1, 6)),
+        slots=4 * draw(st.integers(1, 6)),
         seconds=long_tail(seed, draw(st.booleans())),
         slowness=lambda number: 20.0 if number == workers - 1 and seed % 3 == 0 else 1.0,
         dropped=doom(draw(st.sampled_from([0.0, 0.1, 0.3, 0.5])), seed),
         crashes=crashes,
         pauses=[pause for pause in draw(PAUSES) if pause.worker < workers],
-        leaves=[leave for leave in draw(LEAVES) if leave.worker < workers and not colocated],
+        leaves=[leave for leave in draw(LEAVES) if leave.worker < workers],
         tokens=draw(st.sampled_from([1, 7, 40])),
         loss=draw(st.sampled_from([0.0, 0.05, 0.3])),
         duplicates=draw(st.sampled_from([0.0, 0.3])),
         delay_s=draw(st.sampled_from([0.001, 0.5, 5.0])),
-        colocated=colocated,
         lazy_take=draw(st.booleans()),
         read_s=draw(st.sampled_from([0.0, 3.0])),
         stealing=draw(st.booleans()),
@@ -115,58 +117,6 @@ def scenarios(draw: st.DrawFn, *, colocated: bool = False) -> Scenario:
         answer_s=draw(st.sampled_from([0.0, 4.0])),
         seed=seed,
     )
-
-
-def expected_steps(limits: LeaseSettings, dropped: object) -> dict[int, set[int]]:
-    """The first b positions of each ledger that are not dropped, and the next b, and so on: rule 2, spelt out."""
-    steps: dict[int, set[int]] = {step: set() for step in range(limits.training_steps)}
-    for ledger in range(limits.ledgers):
-        accepted = (p for p in range(ledger, 10**9, limits.ledgers) if not dropped(p))
-        for step in steps.values():
-            step.update(next(accepted) for _ in range(limits.groups_per_ledger))
-    return steps
-
-
-def check_steps(scenario: Scenario, trained: dict[int, set[int]]) -> None:
-    """Without a bound it is open which step takes a group, but not which groups are taken."""
-    expected = expected_steps(scenario.settings, scenario.dropped)
-    if scenario.settings.max_staleness is not None:
-        assert trained == expected
-        return
-    assert {step: len(taken) for step, taken in trained.items()} == {step: len(e) for step, e in expected.items()}
-    assert set().union(*trained.values()) == set().union(*expected.values())
-
-
-def check(scenario: Scenario, record: Record) -> None:
-    limits = scenario.settings
-    check_steps(scenario, record.trained)
-    assert limits.max_staleness is None or max(record.lags) <= limits.max_staleness
-    assert min(record.lags) >= 0
-    trained = set().union(*record.trained.values())
-    assert not trained & record.dropped.keys()
-    terminal = trained | record.dropped.keys()
-    for part in record.snapshot["ledgers"]:
-        below = {limits.position_of(part["ledger"], k) for k in range(part["frontier"])}
-        assert part["trained"] == [], "nothing lies ahead at the end"
-        ahead = {limits.position_of(part["ledger"], k) for k, _ in part["dropped"]}
-        assert below | ahead == {p for p in terminal if limits.ledger_of(p) == part["ledger"]}
-    assert record.peak_bytes <= limits.memory_bytes
-    group = 200 + limits.samples_per_prompt * scenario.tokens * (12 + 64)
-    assert record.largest_message <= 1000 + 2 * limits.message_bytes + group
-
-
-@settings(max_examples=250, derandomize=True)
-@given(scenarios())
-@within(4, examples=250)
-def test_every_position_ends_once_in_the_same_step_whatever_happens(scenario: Scenario) -> None:
-    check(scenario, LeaseNetwork(scenario).run())
-
-
-@settings(max_examples=120, derandomize=True)
-@given(scenarios(colocated=True))
-@within(4, examples=120)
-def test_colocated_workers_switch_together_and_never_deadlock(scenario: Scenario) -> None:
-    check(scenario, LeaseNetwork(scenario).run())
 
 
 @settings(max_examples=80, derandomize=True)
@@ -207,9 +157,9 @@ def test_an_engine_that_disregards_the_minimum_version_breaks_the_bound_and_is_c
     monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
     limits = replace(SMALL, max_staleness=staleness, training_steps=6)
-    scenario = Scenario(limits, workers=3, groups_at_once=6, seconds=lambda position: 0.1)
+    scenario = Scenario(limits, workers=3, slots=24, seconds=lambda position: 0.1)
     check(scenario, LeaseNetwork(scenario).run())
-    monkeypatch.setattr(lease_worker, "RolloutCore", Hasty)
+    monkeypatch.setattr(worker, "RolloutCore", Hasty)
     with pytest.raises(ProtocolError, match=r"rollout/\d started position \d+ on version \d .*training step \d with"):
         LeaseNetwork(scenario).run()
 
@@ -245,7 +195,7 @@ def test_parked_asks_are_quiet() -> None:
 
 def test_few_messages_a_group() -> None:
     limits = replace(SMALL, ledgers=8, groups_per_ledger=4, memory_bytes=10**6, training_steps=10)
-    record = LeaseNetwork(Scenario(limits, owners=4, workers=8, groups_at_once=4, seconds=long_tail(1, False))).run()
+    record = LeaseNetwork(Scenario(limits, owners=4, workers=8, slots=16, seconds=long_tail(1, False))).run()
     groups = 10 * 32
     assert sum(record.messages.values()) - record.messages["progress"] < 6 * groups
 
@@ -256,9 +206,7 @@ def test_idle_workers_find_the_owners_that_have_work(workers: int, owners: int) 
     """Many owners with few workers take as long as one owner of the same work, with dropped groups and without."""
     limits = replace(SMALL, ledgers=8, groups_per_ledger=4, memory_bytes=10**6, training_steps=4, max_refills=10**6)
     for rate in (0.0, 0.3):
-        scenario = Scenario(
-            limits, workers=workers, groups_at_once=8, seconds=long_tail(5, False), dropped=doom(rate, 5)
-        )
+        scenario = Scenario(limits, workers=workers, slots=32, seconds=long_tail(5, False), dropped=doom(rate, 5))
         one = LeaseNetwork(scenario).run().seconds
         assert LeaseNetwork(replace(scenario, owners=owners)).run().seconds < 1.4 * one
 
@@ -301,7 +249,7 @@ def test_a_slow_worker_is_hedged_and_its_tokens_are_not_made_again() -> None:
 
 def test_equal_workers_are_not_hedged() -> None:
     """All groups take as long as usual: nothing is done twice, however idle somebody is."""
-    scenario = Scenario(HEDGING, workers=3, groups_at_once=9, seconds=lambda position: 3.0, tokens=40)
+    scenario = Scenario(HEDGING, workers=3, slots=36, seconds=lambda position: 3.0, tokens=40)
     record = LeaseNetwork(scenario).run()
     assert record.copies == 0
     assert record.started == 4 * 8
@@ -310,7 +258,7 @@ def test_equal_workers_are_not_hedged() -> None:
 def test_a_group_that_waits_for_its_turn_is_run_by_an_idle_worker() -> None:
     """8 groups for 3 workers with 4 places: the first has fetched one ahead, the third has nothing to do."""
     limits = replace(HEDGING, training_steps=1)
-    scenario = Scenario(limits, workers=3, groups_at_once=4, seconds=lambda position: 30.0, tokens=40)
+    scenario = Scenario(limits, workers=3, slots=16, seconds=lambda position: 30.0, tokens=40)
     record = LeaseNetwork(scenario).run()
     check(scenario, record)
     assert record.copies == 1

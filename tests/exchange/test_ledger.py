@@ -12,7 +12,7 @@ from distflow.data.difficulty import Difficulty, DifficultyRule, Visit
 from distflow.errors import UserError
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Ledger, RefillsExhausted
-from distflow.testing.lease_network import SMALL, prompt_at
+from distflow.sim.network import SMALL, prompt_at
 from distflow.types import Version
 
 ONE = replace(SMALL, ledgers=1)

@@ -14,9 +14,9 @@ from msgspec import structs
 from distflow.errors import ProtocolError
 from distflow.exchange.messages import Ack, Cancel, Finished, Result
 from distflow.exchange.owner import OwnerCore
+from distflow.sim.network import SMALL, LeaseNetwork, Scenario, prompt_at
+from distflow.sim.scenario import Record, Renewal
 from distflow.testing.lease_asker import Asker, granted, kinds
-from distflow.testing.lease_network import SMALL, LeaseNetwork, Scenario, prompt_at
-from distflow.testing.lease_scenario import Record, Renewal
 from distflow.types import Version
 from tests.exchange.test_lease_client import asks, grant, new_holder
 from tests.exchange.test_lease_properties import doom, long_tail
@@ -34,9 +34,7 @@ def test_a_version_survives_if_every_later_term_began_at_it_or_behind_it() -> No
 
 def long_groups(renewal: Renewal, **changes: object) -> Scenario:
     limits = replace(SMALL, training_steps=3, partial_rollouts=True, **changes)
-    return Scenario(
-        limits, owners=2, workers=2, groups_at_once=4, seconds=lambda _: 20.0, tokens=40, renewals=[renewal]
-    )
+    return Scenario(limits, owners=2, workers=2, slots=16, seconds=lambda _: 20.0, tokens=40, renewals=[renewal])
 
 
 def test_groups_on_the_weights_of_the_checkpoint_go_on() -> None:
@@ -73,7 +71,7 @@ def busy_when_terms_begin(seed: int, workers: int, groups_at_once: int, **change
     return Scenario(
         replace(SMALL, max_staleness=3, training_steps=6, **changes),
         workers=workers,
-        groups_at_once=groups_at_once,
+        slots=4 * groups_at_once,
         seconds=uneven(seed),
         tokens=20,
         renewals=[Renewal(draw.uniform(12 * i, 12 * i + 12), 1) for i in range(1, 8)],
@@ -162,7 +160,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         replace(limits, memory_bytes=400 * limits.groups_per_ledger * 4 * draw(st.sampled_from([1, 100]))),
         owners=draw(st.integers(1, 4)),
         workers=draw(st.integers(1, 4)),
-        groups_at_once=draw(st.integers(1, 4)),
+        slots=4 * draw(st.integers(1, 4)),
         seconds=long_tail(seed, False),
         dropped=doom(draw(st.sampled_from([0.0, 0.3])), seed),
         tokens=draw(st.sampled_from([1, 10])),

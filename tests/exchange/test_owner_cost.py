@@ -12,8 +12,8 @@ import pytest
 
 from distflow.exchange.messages import Running
 from distflow.exchange.owner import OwnerCore
+from distflow.sim.network import SMALL
 from distflow.testing.lease_asker import Asker, granted, new_owner
-from distflow.testing.lease_network import SMALL
 
 EACH = 4
 LIMITS = replace(

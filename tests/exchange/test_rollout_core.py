@@ -29,7 +29,7 @@ from distflow.exchange.messages import (
     Result,
 )
 from distflow.exchange.rollout_core import Messages, RolloutCore, Turn
-from distflow.testing.lease_network import SMALL, prompt_at
+from distflow.sim.network import SMALL, prompt_at
 from distflow.types import VALIDATION, SampleOutput, Version
 from tests.budget import within
 
@@ -198,9 +198,9 @@ def test_what_is_done_of_a_group_is_handed_back_with_what_runs() -> None:
     assert bench.core.released
 
 
-@pytest.mark.parametrize("place", ["distflow/testing", "tests/runtime/kit.py"])
+@pytest.mark.parametrize("place", ["distflow/sim", "tests/runtime/kit.py"])
 def test_the_rules_are_written_once(place: str) -> None:
-    """The test kits drive the core, and neither ask for leases nor hand them to an engine by rules of their own."""
+    """Simulator and test kit neither ask for leases nor hand them to an engine by rules of their own."""
     folder = ROOT / place
     text = "\n".join(path.read_text() for path in (folder.rglob("*.py") if folder.is_dir() else [folder]))
     assert re.search(r"RolloutCore|RolloutLoop", text)

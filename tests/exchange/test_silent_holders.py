@@ -12,10 +12,11 @@ from msgspec import structs
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Ack, Cancel
 from distflow.exchange.owner import OwnerCore
+from distflow.sim.faults import check
+from distflow.sim.network import SMALL, Crash, LeaseNetwork, Pause, Scenario
 from distflow.testing.lease_asker import Asker, granted, leases, new_owner
-from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario
 from distflow.types import Version
-from tests.exchange.test_lease_properties import check, doom, long_tail
+from tests.exchange.test_lease_properties import doom, long_tail
 
 SILENCE_S = 10.0
 PLAIN = replace(SMALL, hedging=False, host_silence_s=SILENCE_S)
@@ -102,7 +103,7 @@ def scenario(seed: int, limits: LeaseSettings) -> Scenario:
         ),
         owners=rng.randint(1, 4),
         workers=workers,
-        groups_at_once=rng.randint(1, 6),
+        slots=4 * rng.randint(1, 6),
         seconds=long_tail(seed, head_of_line=rng.random() < 0.3),
         dropped=doom(rng.choice([0.0, 0.3]), seed),
         crashes=[

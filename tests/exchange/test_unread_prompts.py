@@ -10,8 +10,8 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Ledger
 from distflow.exchange.messages import Ack, Cancel, Grant, LeasePrompt, Refuse, Running
 from distflow.exchange.owner import OwnerCore
+from distflow.sim.network import SMALL, prompt_at
 from distflow.testing.lease_asker import Asker, finish_step, granted, kinds, leases
-from distflow.testing.lease_network import SMALL, prompt_at
 from distflow.types import Version
 
 TWO = replace(SMALL, ledgers=2, groups_per_ledger=2, training_steps=4)

@@ -17,6 +17,7 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples, OutboundSamples
+from distflow.testing.lease_asker import Asker
 from distflow.types import SampleOutput, Span, Version
 from tests.runtime.kit import HOLDER, OWNER, lease_settings, prompt_at
 
@@ -158,6 +159,20 @@ def test_what_has_arrived_reserves_room_for_the_fields_that_it_will_get(pair: Pa
     pair.until(lambda: pair.owner.consumable() == [0])
     now = sum(ledger.reserved for ledger in pair.owner.ledgers)
     assert now == reserved - pair.settings.group_bytes(0) + arriving.nbytes + 2 * ROWS * 1000
+
+
+def test_a_drop_is_told_of_too_since_groups_that_came_before_may_be_taken_now() -> None:
+    """Two are leased for each of the ledger's steps; the third is ahead of the open step until the first is dropped."""
+    settings = lease_settings(ledgers=1, groups_per_ledger=2, max_staleness=1, training_steps=4)
+    owner = OwnerCore(OWNER, settings, [0], prompt_at)
+    inbound = InboundSamples(owner, lambda *_: None)
+    told: list[tuple[list[int], list[int]]] = []
+    inbound.on_arrival(lambda lengths: told.append((sorted(lengths), owner.consumable())))
+    asker = Asker(owner, HOLDER)
+    asker.ask(4)
+    inbound.accept([asker.result(2)], groups(2), 0.0)
+    inbound.accept([asker.result(0, dropped="zero variance")], None, 0.0)
+    assert told == [([], []), ([2], []), ([], [2])]
 
 
 @pytest.mark.parametrize("kind", ["results", "ack"])

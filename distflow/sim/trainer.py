@@ -1,8 +1,8 @@
-"""A training replica of `lease_network`: the cores of a real one, and a training loop in virtual time.
+"""A training replica in virtual time: the cores of a real one, and a training loop.
 
-It takes a batch whenever its core says so and computes for `Scenario.batch_s`; answers of calls come after up to
-`Scenario.answer_s`. Where it is to meet the others, it waits until all have come; one that computes comes afterwards,
-one with nothing to do at once. When all have reported what they trained on, the network ends the step.
+It takes a batch whenever its core says so, and computes for as long as the workload says; answers of calls come after
+up to `Scenario.answer_s`. Where it is to meet the others, it waits until all have come; one that computes comes
+afterwards, one with nothing to do at once. When all have reported what they trained on, the network ends the step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.steal_core import GROUPS, Send
-from distflow.testing.lease_scenario import Record, Scenario, prompt_at
+from distflow.sim.account import FIRST, LATER, TRAIN, UPDATE, ReplicaTime
+from distflow.sim.scenario import Record, Scenario
+from distflow.sim.workload import Workload
 from distflow.types import Version
 
 
@@ -26,11 +28,16 @@ class Classroom(Protocol):
     """The part of the network that a replica uses."""
 
     scenario: Scenario
+    workload: Workload
     now: float
     term: int
     begins: dict[int, int]
     owner_names: list[str]
     record: Record
+    arrived: dict[int, float]
+    """When the groups that are not trained yet have arrived, by position."""
+    last_arrival: float
+    """When the last group of those trained so far arrived."""
     versions: dict[tuple[str, int], set[Version]]
     began_on: dict[int, set[Version]]
     """Versions of the tokens of what has arrived, by position."""
@@ -45,6 +52,10 @@ class Classroom(Protocol):
         """End the training step if all replicas have reported."""
 
     @property
+    def released(self) -> bool:
+        """Whether replicas may train."""
+
+    @property
     def called(self) -> bool:
         """Whether another replica waits for the others to meet."""
 
@@ -52,7 +63,7 @@ class Classroom(Protocol):
         """A replica waits for the others, and has this to tell them."""
 
 
-class LeaseTrainer:
+class SimulatedReplica:
     """Replica `number` in the network's present term."""
 
     def __init__(self, network: Classroom, number: int, saved: dict[str, object] | None) -> None:
@@ -60,7 +71,10 @@ class LeaseTrainer:
         self.network = network
         self.name = network.owner_names[number]
         self._term = network.term
-        self._batch_s = scenario.batch_s(number)
+        self.time = ReplicaTime()
+        self._number = number
+        self._batch: list[int] = []
+        """Groups of the batch under way."""
         self._read: dict[int, bool] = {}
         self._busy = self._own_over = self._meeting = False
         self._rng = random.Random(scenario.seed * 31 + number)
@@ -68,7 +82,7 @@ class LeaseTrainer:
             self.name,
             scenario.settings,
             list(range(number, scenario.settings.ledgers, len(network.owner_names))),
-            self._prompt_at if scenario.read_s else prompt_at,
+            self._prompt_at if scenario.read_s else network.workload.prompt,
             term=network.term,
             snapshot=saved,
             begins=network.begins,
@@ -103,11 +117,13 @@ class LeaseTrainer:
             raise owner.exhausted
         if isinstance(message, Result) and kept:
             self.network.began_on[message.position] = self.network.versions[message.worker, message.position]
-            # No matter what was sampled: longer in some groups than in others.
-            lengths = [1 + message.position % 7] * self.network.scenario.settings.samples_per_prompt
-            self.send(self.intake.arrived({message.position: lengths}))
+            self.network.arrived[message.position] = now
+            self.send(self.intake.arrived({message.position: self.network.workload.rows(message.position)}))
+        if isinstance(message, Result):
+            # After a drop, too: the open step may take groups that came before.
             self._call()
-        self.check_memory()
+        if self.network.scenario.audited:
+            self.check_memory()
         self.work()
 
     def hear_of_groups(self, sender: str, item: Send) -> None:
@@ -116,10 +132,20 @@ class LeaseTrainer:
         self.send(self.intake.handle(item.kind, sender, item.body, self.network.now, item.positions if mine else ()))
         self.work()
 
-    def tick(self) -> None:
-        """Let the cores act on the time that has passed."""
+    def begin_ticks(self) -> None:
+        """Look from time to time at what is due, until a later term begins."""
+        scenario = self.network.scenario
+        self.time.enter(FIRST, self.network.now)
+        phase = 0.0 if scenario.audited else scenario.tick_s * (self._number * 0.618 % 1.0)
+        self.network.after(phase, self._tick)
+
+    def _tick(self) -> None:
+        if self._term != self.network.term:
+            return
         self.send([*self.owner.tick(self.network.now), *self.intake.tick(self.network.now)])
-        self.check_memory()
+        if self.network.scenario.audited:
+            self.check_memory()
+        self.network.after(self.network.scenario.tick_s, self._tick)
 
     # -- the training loop
     @property
@@ -129,7 +155,7 @@ class LeaseTrainer:
 
     def work(self) -> None:
         """Take what there is, one batch at a time."""
-        if self._term != self.network.term:
+        if self._term != self.network.term or not self.network.released:
             return
         while not self._busy and not self._meeting and not self.owner.finished:
             taken = self._next()
@@ -144,10 +170,22 @@ class LeaseTrainer:
             if taken.over:
                 self._own_over = True
                 self.send(self.intake.search(self.network.now))
-            if taken.train and self._batch_s:
-                self._busy = True
-                self.network.after(self._batch_s, self._computed)
+            if taken.train:
+                self._compute()
         self.network.train_when_ready()
+
+    def _compute(self) -> None:
+        batch, self._batch = self._batch, []
+        seconds = self.network.workload.train_s(self._number, batch)
+        if seconds:
+            self._busy = True
+            self.time.enter(TRAIN, self.network.now)
+            self.network.after(seconds, self._computed)
+
+    def end_step(self) -> None:
+        """All replicas are done: optimizer step, and publishing."""
+        self.time.wait_for_others(self.network.last_arrival, self.network.now)
+        self.time.enter(UPDATE, self.network.now)
 
     def _next(self) -> Take | None:
         called = self.network.called
@@ -172,6 +210,7 @@ class LeaseTrainer:
         self.send(self.owner.advance(version, self.network.now))
         self.intake.forget()
         self._own_over = False
+        self.time.enter(FIRST if not self.owner.finished else "", self.network.now)
         if not self.owner.finished:
             self.send(self.intake.begin(version))
             self._call()
@@ -201,7 +240,7 @@ class LeaseTrainer:
         if position not in self._read:
             self._read[position] = False
             self.network.after(self._rng.random() * self.network.scenario.read_s, partial(self._read_now, position))
-        return prompt_at(position) if self._read[position] else None
+        return self.network.workload.prompt(position) if self._read[position] else None
 
     def _read_now(self, position: int) -> None:
         self._read[position] = True
@@ -219,15 +258,21 @@ class LeaseTrainer:
 
     def _computed(self) -> None:
         self._busy = False
+        if self._term == self.network.term:
+            self.time.enter(LATER, self.network.now)
         self.work()
 
     def _train_on(self, positions: Sequence[int]) -> None:
         network, version = self.network, self.owner.version
+        self._batch += positions
         trained = network.record.trained.setdefault(version, set())
+        tokens = sum(sum(network.workload.lengths(position)) for position in positions)
+        network.record.tokens[version] = network.record.tokens.get(version, 0) + tokens
         for position in positions:
             assert position not in trained, f"position {position} trained twice"
             trained.add(position)
             network.record.moved += not self._owns(position)
+            network.last_arrival = max(network.last_arrival, network.arrived.pop(position))
             versions = network.began_on.pop(position)
             assert all(one.survives(network.begins) for one in versions), f"{position}: {versions}, {network.begins}"
             network.record.lags[version - min(versions).number] += 1

@@ -1,4 +1,4 @@
-"""The input and the record of a simulation with `lease_network`."""
+"""What is simulated, and the record of what happened."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.exchange.messages import LeasePrompt
-from distflow.types import Uid
+from distflow.exchange.messages import Message
+from distflow.sim.workload import FixedWorkload, Workload, prompt_at
+
+__all__ = ["SMALL", "Crash", "Leave", "Pause", "Record", "Renewal", "Scenario", "StuckError", "prompt_at"]
 
 
 class StuckError(AssertionError):
@@ -60,14 +62,12 @@ def _none(_number: int) -> float:
     return 0.0
 
 
+def _no_hub(_message: Message) -> float:
+    return 0.0
+
+
 def _nothing_dropped(_position: int) -> str:
     return ""
-
-
-def prompt_at(position: int) -> LeasePrompt:
-    """An endless data order; prompt lengths 1 … 4 tokens."""
-    ids = tuple(range(1, 2 + position % 4))
-    return LeasePrompt(Uid(position // 100, position % 100, position), ids, f"prompt {position}", "{}")
 
 
 SMALL = LeaseSettings(
@@ -90,8 +90,10 @@ class Scenario:
     settings: LeaseSettings
     owners: int = 1
     workers: int = 2
-    groups_at_once: int = 2
-    """Groups that a worker generates in parallel."""
+    slots: int = 8
+    """Samples that a worker generates in parallel."""
+    workload: Workload | None = None
+    """What devices take; None: `seconds`, `slowness`, `tokens` and `batch_s`."""
     seconds: Callable[[int], float] = _one
     """Generation time of the group at a position."""
     slowness: Callable[[int], float] = _one
@@ -132,12 +134,26 @@ class Scenario:
     """Duration of a decode step, and of the reward of a group: messages that arrive meanwhile are read afterwards."""
     load_s: float = 0.0
     """Delay between the announcement and the loading of weights."""
+    hub_s: Callable[[Message], float] = _no_hub
+    """Seconds of a message in one process that all messages go through, one after another."""
+    spread_s: float = 1.0
+    """Maximum time until a worker hears of new weights."""
+    tick_s: float = 0.25
+    """Time after which a worker or an owner looks at what is due."""
+    audited: bool = True
+    """Encode every message and decode it again, check each token that goes from one worker to another, and the memory
+    after every message; without it, a simulation is several times as fast."""
     seed: int = 0
     term: int = 0
     snapshot: Mapping[str, object] | None = None
     stop_at: int | None = None
     """End early, at this version."""
     limit_s: float = 8_000.0
+
+    def work(self) -> Workload:
+        """What devices take."""
+        fixed = FixedWorkload(self.settings, self.seconds, self.slowness, self.tokens, self.batch_s)
+        return fixed if self.workload is None else self.workload
 
 
 @dataclass(slots=True)
@@ -148,6 +164,11 @@ class Record:
     """Positions by training step."""
     dropped: dict[int, str] = field(default_factory=dict)
     lags: Counter[int] = field(default_factory=Counter)
+    """Groups trained, by how many versions older than the trained one they are."""
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Response tokens trained on, by training step."""
+    hub_s: float = 0.0
+    """Seconds of the process that all messages go through."""
     messages: Counter[str] = field(default_factory=Counter)
     started: int = 0
     """Groups started by engines, repetitions included."""

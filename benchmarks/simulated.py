@@ -1,0 +1,214 @@
+"""Simulations recorded in RESULTS.md: scale, a single controller beside it, and what each rule is worth on long tails.
+
+    python -m benchmarks.simulated scale [N …]          python -m benchmarks.simulated hub [N …]
+    python -m benchmarks.simulated tails [short|heavy|agentic …]
+
+All on the latency model of an H100 with a 7B model. Nothing is run but the simulator, so a machine of any size will do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from distflow.exchange.lease_settings import LeaseSettings
+from distflow.exchange.messages import Message, Result
+from distflow.flow.memory import group_bytes
+from distflow.sim.fluid_engine import FluidEngine, FluidSample
+from distflow.sim.latency import DeviceLatency, load
+from distflow.sim.lengths import Lengths, Lognormal
+from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate
+from distflow.sim.schedule_of import schedule_of
+from distflow.sim.theory import LengthMoments, ideal_s
+from distflow.sim.workload import DeviceWorkload, Job
+
+DEVICE = "h100-qwen2.5-7b"
+SAMPLES, PROMPT, BUDGET = 8, 200, 16_384
+STEPS = 4
+LENGTHS: dict[str, tuple[Lengths, int]] = {
+    # As measured of instruction models on short questions; of reasoning models; of agents, where a few tasks are long.
+    "short": (Lognormal(300, 0.6, 0.4), 2_048),
+    "heavy": (Lognormal(900, 1.1, 0.6), 16_384),
+    "agentic": (Lognormal(1_500, 1.4, 0.8), 32_768),
+}
+DRIVER_SAMPLE_S = 0.95 / 4_096
+"""verl's driver: 0.6 to 1.3 s for 4,096 samples of 1,024 tokens, which grow with the bytes."""
+DRIVER_BYTE_S = DRIVER_SAMPLE_S / group_bytes(1, 0, 1_024)
+COORDINATOR_SAMPLE_S = 1e-3
+"""siiRL's data coordinator: 0.9 to 1.1 s for the metadata of 1,024 samples."""
+
+
+def load_for(rollouts: int, replicas: int, prompts: int, staleness: int | None, longest: int) -> Load:
+    """A split layout with pull leases and streaming, and nothing besides."""
+    settings = LeaseSettings(
+        ledgers=replicas,
+        groups_per_ledger=prompts // replicas,
+        samples_per_prompt=SAMPLES,
+        max_staleness=staleness,
+        training_steps=1,
+        memory_bytes=1 << 40,
+        group_bytes=lambda prompt_tokens: group_bytes(SAMPLES, prompt_tokens, longest),
+        max_prompt_tokens=PROMPT,
+    )
+    job = Job(SAMPLES, PROMPT, longest, BUDGET)
+    return Load(settings, rollouts, replicas, 64, job)
+
+
+# -- scale
+def scale(counts: Sequence[int]) -> None:
+    """A constant share of work for each worker: 9 groups of 8 a step; 8 rollouts a replica, which has 8 devices."""
+    print("| workers | step s | efficiency | messages a group | busiest, messages/s | seconds of a core |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    first = 0.0
+    for count in counts:
+        found = _scaled(count, None)
+        first = first or found.step_s
+        print(
+            f"| {count} + {count // 8} | {found.step_s:.2f} | {first / found.step_s:.1%} | "
+            f"{found.messages_group:.1f} | {found.busiest_messages_s:.1f} | {found.took_s:.0f} |",
+            flush=True,
+        )
+
+
+def hub(counts: Sequence[int]) -> None:
+    """The same with all samples, or their metadata, going through one process."""
+    print("| workers | peer to peer, step s | one driver, step s (busy) | one coordinator of metadata, step s (busy) |")
+    print("| --- | --- | --- | --- |")
+    for count in counts:
+        found = [_scaled(count, way) for way in (None, driver_s, coordinator_s)]
+        cells = [f"{one.step_s:.2f} ({one.hub_s:.0%})" for one in found[1:]]
+        print(f"| {count} + {count // 8} | {found[0].step_s:.2f} | {' | '.join(cells)} |", flush=True)
+
+
+def driver_s(message: Message) -> float:
+    """Seconds of a driver that all samples go through, bytes and all."""
+    return message.nbytes * DRIVER_BYTE_S if isinstance(message, Result) else 0.0
+
+
+def coordinator_s(message: Message) -> float:
+    """Seconds of a coordinator that has the metadata of all samples."""
+    return SAMPLES * COORDINATOR_SAMPLE_S if isinstance(message, Result) else 0.0
+
+
+def _scaled(count: int, way: Callable[[Message], float] | None) -> Prediction:
+    lengths, longest = LENGTHS["short"]
+    work = load_for(count, max(1, count // 8), 9 * count, 2, longest)
+    device = load(DEVICE)
+    train = replace(device.train, token_s=device.train.token_s / 8, pair_s=device.train.pair_s / 8)
+    return simulate(work, replace(device, train=train), lengths, SimulateOptions(steps=STEPS, hub_s=way))
+
+
+# -- tails
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """One line of the table."""
+
+    name: str
+    staleness: int | None = 0
+    streamed: bool = True
+    continued: bool = False
+    """Partial rollouts and hedging."""
+
+
+LINES = (
+    Rules("pull leases", streamed=False),
+    Rules("and streaming"),
+    Rules("and staleness 1", 1),
+    Rules("and staleness 2", 2),
+    Rules("and partial rollouts, hedging", 2, continued=True),
+)
+ROLLOUTS, REPLICAS, PROMPTS = 16, 16, 288
+
+
+def tails(names: Sequence[str]) -> None:
+    """One rule more in each line; 32 devices."""
+    device = load(DEVICE)
+    for name in names:
+        lengths, longest = LENGTHS[name]
+        work = load_for(ROLLOUTS, REPLICAS, PROMPTS, 0, longest)
+        moments = LengthMoments.of(lengths, longest)
+        bound = ideal_s(schedule_of(work, device), device, moments)
+        static = static_s(work, device, lengths)
+        print(f"\n{name}: ideal {bound:.1f} s\n")
+        print("| rules | step s | speed-up | ideal / step | never trained on |\n| --- | --- | --- | --- | --- |")
+        print(f"| static assignment, synchronous | {static:.1f} | 1.00 | {bound / static:.0%} | 0 |", flush=True)
+        for rules in LINES:
+            one = replace(
+                work,
+                settings=replace(
+                    work.settings,
+                    max_staleness=rules.staleness,
+                    partial_rollouts=rules.continued,
+                    hedging=rules.continued,
+                ),
+                streamed=rules.streamed,
+                stealing=rules.streamed,
+                dealing=not rules.streamed,
+            )
+            found = simulate(one, device, lengths, SimulateOptions(steps=STEPS))
+            lost = found.never_trained / found.produced
+            print(
+                f"| {rules.name} | {found.step_s:.1f} | {static / found.step_s:.2f} | {bound / found.step_s:.0%} | "
+                f"{lost:.1%} |",
+                flush=True,
+            )
+        for line in filter_late(work, device, lengths):
+            print(line, flush=True)
+
+
+def static_s(work: Load, device: DeviceLatency, lengths: Lengths) -> float:
+    """Each engine has an equal share of each step from its beginning, and training begins when all are done."""
+    workload = DeviceWorkload(device, lengths, work.job)
+    seconds = 0.0
+    for step in range(STEPS):
+        first = step * work.prompts
+        shares: list[list[int]] = [[] for _ in range(work.rollouts)]
+        for position in range(first, first + work.prompts):
+            shares[position % work.rollouts].append(position)
+        generated = max(_alone_s(workload, share, work.slots) for share in shares)
+        groups = [list(range(first + r, first + work.prompts, work.replicas)) for r in range(work.replicas)]
+        trained = max(workload.train_s(r, share) for r, share in enumerate(groups))
+        seconds += generated + trained + workload.end_s + workload.transfer_s + workload.swap_s
+    return seconds / STEPS
+
+
+def _alone_s(workload: DeviceWorkload, positions: Sequence[int], slots: int) -> float:
+    engine = FluidEngine(slots, workload.device.decode)
+    engine.add(
+        FluidSample(position, number, length, PROMPT)
+        for position in positions
+        for number, length in enumerate(workload.lengths(position))
+    )
+    now = 0.0
+    while (at := engine.next_end()) is not None:
+        now = at
+        engine.take_ended(now)
+    return now
+
+
+def filter_late(work: Load, device: DeviceLatency, lengths: Lengths) -> Iterator[str]:
+    """Without a gate: groups are trained on as they arrive, and what is older than the bound would be thrown away."""
+    settings = replace(
+        work.settings, max_staleness=None, memory_bytes=3 * PROMPTS // REPLICAS * work.settings.group_bytes(PROMPT)
+    )
+    found = simulate(replace(work, settings=settings), device, lengths, SimulateOptions(steps=STEPS))
+    for bound in (1, 2):
+        late = sum(share for lag, share in found.staleness.items() if lag > bound)
+        yield f"| no gate, filtered late at {bound} | {found.step_s:.1f}, unfiltered | | | {late:.1%} of the groups |"
+
+
+def main(words: Sequence[str]) -> None:
+    """One part of the file's table of contents."""
+    what, *rest = words or ["tails"]
+    counts = [int(word) for word in rest] if what != "tails" else []
+    if what == "scale":
+        scale(counts or [8, 64, 512, 4096])
+    elif what == "hub":
+        hub(counts or [8, 64, 512, 4096])
+    else:
+        tails(rest or list(LENGTHS))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

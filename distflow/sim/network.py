@@ -1,0 +1,354 @@
+"""Owners and holders of leases in one process and in virtual time, over a network with seeded faults.
+
+Messages may be lost, doubled and delayed at random (which reorders them); where a scenario is audited they go through
+their wire form. Workers may be slow, die and come back. All decisions are those of the cores; what takes time is given
+by the scenario's workload. A training loop ends its step when all replicas have reported.
+
+    record = LeaseNetwork(Scenario(settings, owners=2, workers=3, loss=0.3)).run()
+
+`run` raises StuckError, with the state of every core in its text, when the run is not over within `limit_s`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgpack
+import msgspec
+
+from distflow.exchange.deal_core import News
+from distflow.exchange.intake_core import Sending
+from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
+from distflow.exchange.ledgers import merge_snapshots
+from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Progress, Result
+from distflow.exchange.steal_core import Send
+from distflow.sim.account import SimulatedTraffic, Totals
+from distflow.sim.scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at
+from distflow.sim.trainer import SimulatedReplica
+from distflow.sim.worker import Had, SimulatedWorker
+from distflow.types import Version
+
+__all__ = [
+    "SMALL",
+    "Crash",
+    "LeaseNetwork",
+    "Leave",
+    "Pause",
+    "Record",
+    "Scenario",
+    "StuckError",
+    "prompt_at",
+]
+MESSAGE = 150
+"""Approximate bytes of a message without leases, tokens or results."""
+GROUP_HELD = 12
+"""And for each group that a report lists."""
+
+
+class LeaseNetwork:
+    """One run of a scenario."""
+
+    def __init__(self, scenario: Scenario, *, timeline: bool = False) -> None:
+        self.scenario = scenario
+        self.workload = scenario.work()
+        self.now = 0.0
+        self.record = Record()
+        self.traffic = SimulatedTraffic()
+        self.totals: list[Totals] = []
+        """When each training step had ended."""
+        self.versions: dict[tuple[str, int], set[Version]] = {}
+        self.histories: dict[tuple[int, int], list[Had]] = {}
+        self.term = scenario.term
+        self.begins: dict[int, int] = {}
+        self._saved: dict[str, object] | None = dict(scenario.snapshot) if scenario.snapshot is not None else None
+        self.owner_names = [f"trainer/{r}" for r in range(scenario.owners)]
+        self.began_on: dict[int, set[Version]] = {}
+        self.arrived: dict[int, float] = {}
+        self.last_arrival = 0.0
+        self._met: dict[str, News] = {}
+        self._timeline = timeline
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self.trainers = self._new_trainers()
+        self.version = self.trainers[self.owner_names[0]].owner.version
+        self.workers = {f"rollout/{i}": SimulatedWorker(self, i) for i in range(scenario.workers)}
+        if timeline:
+            for worker in self.workers.values():
+                worker.time.spans = []
+        self._unfinished = list(self.workers.values())
+        self._owners_finished = self._finished_for_owners()
+        self._rng = random.Random(scenario.seed)
+        self._hub_free = 0.0
+        self._training = False
+        self.ended_at = 0.0
+        """When the last training step ended; the run is over when all workers know that."""
+
+    def run(self) -> Record:
+        """Simulate the whole run. Raises StuckError if it does not end."""
+        scenario = self.scenario
+        for worker in self.workers.values():
+            worker.start()
+        self._plan_faults()
+        for trainer in self.trainers.values():
+            trainer.begin_ticks()
+        while not self._over():
+            at, _, event = heapq.heappop(self._events)
+            if at > scenario.limit_s:
+                raise StuckError(self._describe())
+            self.now = at
+            event()
+        for worker in self.workers.values():
+            if worker.alive:
+                self.record.produced += worker.engine.produced
+        self.record.seconds = self.now
+        return self.record
+
+    def _plan_faults(self) -> None:
+        scenario = self.scenario
+        for crash in scenario.crashes:
+            self.after(crash.at, partial(self.workers[f"rollout/{crash.worker}"].die, crash))
+        for pause in scenario.pauses:
+            self.after(pause.at, partial(self.workers[f"rollout/{pause.worker}"].pause, pause))
+        for leave in scenario.leaves:
+            self.after(leave.at, partial(self.workers[f"rollout/{leave.worker}"].leave, leave))
+        for renewal in scenario.renewals:
+            self.after(renewal.at, partial(self._renew, renewal.owners))
+
+    # -- virtual time and the network
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        """Schedule an event."""
+        self._count += 1
+        heapq.heappush(self._events, (self.now + seconds, self._count, event))
+
+    def send(self, sender: str, outgoing: Sequence[Sending]) -> None:
+        """Send messages; each may be lost, duplicated or reordered."""
+        deliver: Callable[[], None]
+        for item in outgoing:
+            if isinstance(item, Send):
+                deliver = partial(self._deliver_between, self.term, sender, item)
+                nbytes = MESSAGE + sum(map(self.workload.result_bytes, item.positions))
+                wait_s = 0.0
+            else:
+                self.record.messages[kind_of(item.message)] += 1
+                deliver = self._encoded(item) if self.scenario.audited else partial(self._hear, item.to, item.message)
+                nbytes = message_bytes(item.message)
+                wait_s = self._through_hub(item.message)
+            self.traffic.note(sender, item.to, nbytes)
+            for _ in range(self._copies()):
+                self.after(wait_s + self._rng.random() * self.scenario.delay_s, deliver)
+
+    def _encoded(self, item: Outgoing) -> Callable[[], None]:
+        kind = kind_of(item.message)
+        body, payload = to_wire(item.message)
+        frames = [memoryview(bytes(frame)) for frame in payload]
+        header = msgspec.msgpack.encode(body)
+        self.record.largest_message = max(self.record.largest_message, len(header) + sum(map(len, frames)))
+        return lambda: self._hear(item.to, from_wire(kind, msgpack.unpackb(header), frames))
+
+    def _through_hub(self, message: Message) -> float:
+        """Seconds until the one process that all samples go through has dealt with a message; 0: there is none."""
+        taken = self.scenario.hub_s(message)
+        if not taken:
+            return 0.0
+        self._hub_free = max(self.now, self._hub_free) + taken
+        self.record.hub_s += taken
+        return self._hub_free - self.now
+
+    def _copies(self) -> int:
+        scenario = self.scenario
+        copies = 0 if scenario.loss and self._rng.random() < scenario.loss else 1
+        return copies + bool(scenario.duplicates and self._rng.random() < scenario.duplicates)
+
+    def _deliver_between(self, term: int, sender: str, item: Send) -> None:
+        """Between replicas; those of another term are other processes."""
+        if term == self.term:
+            self.trainers[item.to].hear_of_groups(sender, item)
+
+    def _hear(self, to: str, message: Message) -> None:
+        if to in self.workers:
+            self.workers[to].hear(message)
+        elif to in self.trainers:
+            self.trainers[to].hear(message)
+
+    # -- owners
+    @property
+    def called(self) -> bool:
+        """Whether a replica waits for the others to meet."""
+        return bool(self._met)
+
+    def meet(self, name: str, news: News) -> None:
+        """A replica waits for the others; when all have come, each hears a little later what all had to tell."""
+        first = not self._met
+        self._met[name] = news
+        spread_s = min(1.0, self.scenario.spread_s)
+        if first:
+            for other in self.trainers.values():
+                self.after(self._rng.random() * spread_s, other.work)
+        if len(self._met) == len(self.trainers):
+            said = [self._met[owner] for owner in self.owner_names]
+            self._met.clear()
+            for trainer in self.trainers.values():
+                self.after(self._rng.random() * spread_s, partial(trainer.heard, said))
+
+    def _new_trainers(self) -> dict[str, SimulatedReplica]:
+        self._met.clear()
+        self._not_done: SimulatedReplica | None = None
+        self._not_frozen: SimulatedWorker | None = None
+        self._released = (-1, -1)
+        trainers = {name: SimulatedReplica(self, r, self._saved) for r, name in enumerate(self.owner_names)}
+        if self._timeline:
+            for trainer in trainers.values():
+                trainer.time.spans = []
+        return trainers
+
+    def _renew(self, owners: int) -> None:
+        if self._owners_finished:
+            return
+        self.term += 1
+        self.owner_names = [f"trainer/{r}" for r in range(owners)]
+        self._training = False
+        self.begins[self.term] = 0
+        self.trainers = self._new_trainers()
+        self.version = self.begins[self.term] = self.trainers[self.owner_names[0]].owner.version
+        self.trainers = self._new_trainers()
+        for trainer in self.trainers.values():
+            trainer.begin_ticks()
+        for step in [step for step in self.record.trained if step >= self.version]:
+            del self.record.trained[step]
+            self.record.tokens.pop(step, None)
+        self._unfinished = list(self.workers.values())
+        for worker in self.workers.values():
+            self.after(self._rng.random(), partial(worker.begin_term, self.term))
+
+    def tell_lost(self, worker: str, incarnation: int) -> None:
+        """Report that a worker's process has ended, as a host agent does."""
+        for trainer in self.trainers.values():
+            trainer.send(trainer.owner.worker_lost(worker, incarnation, self.now))
+
+    def started(self, worker: SimulatedWorker) -> None:
+        """A worker has come back."""
+        self._unfinished.append(worker)
+
+    @property
+    def released(self) -> bool:
+        """Whether replicas may train: colocated ones only once all workers have stopped generating."""
+        return not self.scenario.colocated or self._released == (self.term, self.version)
+
+    def train_when_ready(self) -> None:
+        """End the training step once every replica has reported; colocated workers begin it when all have stopped."""
+        if self._training or self._owners_finished:
+            return
+        if not self.released:
+            if not self._all_frozen():
+                return
+            self._released = (self.term, self.version)
+            for trainer in self.trainers.values():
+                trainer.work()
+        if self._training or not self._all_done():
+            return
+        self._training = True
+        for trainer in self.trainers.values():
+            trainer.end_step()
+        self.after(self.workload.end_s, partial(self._advance, self.term))
+
+    def _all_done(self) -> bool:
+        # One that was not done a moment ago answers for all.
+        if self._not_done is None or self._not_done.done:
+            self._not_done = next((trainer for trainer in self.trainers.values() if not trainer.done), None)
+        return self._not_done is None
+
+    def _all_frozen(self) -> bool:
+        if self._not_frozen is None or self._not_frozen.frozen:
+            self._not_frozen = next((worker for worker in self.workers.values() if not worker.frozen), None)
+        return self._not_frozen is None
+
+    def _advance(self, term: int) -> None:
+        if term != self.term:
+            return
+        self._training = False
+        limits = self.scenario.settings
+        counts = {name: trainer.intake.groups for name, trainer in self.trainers.items()}
+        assert sum(counts.values()) == limits.ledgers * limits.groups_per_ledger, f"trained on {counts}"
+        self.version += 1
+        for trainer in self.trainers.values():
+            trainer.advance(self.version)
+        if self.scenario.audited or self.version == limits.training_steps:
+            self.record.snapshot = merge_snapshots([trainer.owner.snapshot() for trainer in self.trainers.values()])
+        if self.version % self.scenario.save_every == 0:
+            self._saved = dict(self.record.snapshot)
+        if self.version == self.scenario.stop_at:
+            for trainer in self.trainers.values():
+                trainer.send(trainer.owner.finish(self.now))
+        self._owners_finished = self._finished_for_owners()
+        for trainer in self.trainers.values():
+            trainer.work()
+        for worker in self.workers.values():
+            self.after(self._rng.random() * self.scenario.spread_s, partial(worker.refresh, self._newest))
+        self.ended_at = self.ended_at or (self.now if self._owners_finished else 0.0)
+        self.totals.append(self._totals())
+        self.train_when_ready()
+
+    @property
+    def _newest(self) -> Version:
+        return Version(self.term, self.version)
+
+    # -- the end
+    def _finished_for_owners(self) -> bool:
+        return all(trainer.owner.finished for trainer in self.trainers.values())
+
+    def _over(self) -> bool:
+        if not self._owners_finished:
+            return False
+        left = self._unfinished
+        while left and (not left[-1].alive or left[-1].holder.run_finished):
+            left.pop()
+        return not left
+
+    def _totals(self) -> Totals:
+        generating: defaultdict[str, float] = defaultdict(float)
+        training: defaultdict[str, float] = defaultdict(float)
+        slot_s = stalled_s = 0.0
+        produced = self.record.produced
+        for worker in self.workers.values():
+            worker.time.settle(self.now)
+            worker.engine.advance(self.now)
+            for state, seconds in worker.time.seconds.items():
+                generating[state] += seconds
+            slot_s += worker.time.slot_s + worker.engine.slot_s
+            stalled_s += worker.time.stalled_s + worker.engine.stalled_s
+            produced += worker.engine.produced
+        for trainer in self.trainers.values():
+            trainer.time.settle(self.now)
+            for state, seconds in trainer.time.seconds.items():
+                training[state] += seconds
+        messages, nbytes, lags = self.traffic.count, self.traffic.total, self.record.lags.copy()
+        return Totals(self.now, generating, training, slot_s, stalled_s, messages, nbytes, produced, lags)
+
+    def _describe(self) -> str:
+        lines = [
+            f"no end by {self.scenario.limit_s} s, version {self.version} of {self.scenario.settings.training_steps}"
+        ]
+        for trainer in self.trainers.values():
+            owner = trainer.owner
+            lines.append(f"{owner.name}: {owner.holders()} open {owner.open_leases()[:5]} done {trainer.done}")
+        for worker in self.workers.values():
+            lines.append(f"{worker.name}: alive {worker.alive} frozen {worker.frozen} version {worker.version}")
+            lines.append(f"  held {worker.holder.held()} running {[*worker.leases]} ask {worker.holder.asking()}")
+        return "\n".join(lines)
+
+
+def message_bytes(message: Message) -> int:
+    """About how many bytes a message has, payload included."""
+    match message:
+        case Result():
+            return MESSAGE + (0 if message.dropped else message.nbytes)
+        case Grant():
+            return MESSAGE + sum(128 + 4 * len(lease.prompt_ids) + len(lease.prompt_text) for lease in message.leases)
+        case Progress() | HandBack():
+            pieces = sum(piece.nbytes for piece in message.pieces)
+            return MESSAGE + GROUP_HELD * len(message.report.held) + pieces
+    return MESSAGE

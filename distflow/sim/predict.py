@@ -1,0 +1,311 @@
+"""What a plan will do on given devices: step time, what each pool does with its time, staleness, traffic.
+
+    prediction = predict(plan, load("h100-qwen2.5-7b"), Lognormal(900, 1.1, 0.6), steps=8)
+
+The plan's own lease settings are used, and the cores that a run of it has. What is not simulated is in `LEFT_OUT`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from distflow.errors import UserError
+from distflow.exchange.lease_settings import LeaseSettings, planned_settings
+from distflow.exchange.messages import Message
+from distflow.flow.estimate import divides
+from distflow.flow.plan import Plan
+from distflow.sim.account import (
+    DECODE,
+    FIRST,
+    LATER,
+    LEASES,
+    OTHERS,
+    TRAIN,
+    TRAINS,
+    UPDATE,
+    WEIGHTS,
+    SimulatedSpan,
+    Totals,
+)
+from distflow.sim.latency import DeviceLatency
+from distflow.sim.lengths import Lengths
+from distflow.sim.network import LeaseNetwork
+from distflow.sim.scenario import Crash, Scenario
+from distflow.sim.workload import DeviceWorkload, Job
+
+LEFT_OUT = (
+    "validation, reward and environment time, calls of other pools",
+    "rounds of a divided model (each replica computes by itself)",
+    "links that are shared: every version takes bytes / link_bytes_s to each host",
+    "the cache of keys and values that a preempted sample loses",
+)
+HEARD_S = 0.01
+"""Maximum time until a worker hears of a version."""
+DELAY_S = 0.002
+"""Maximum delay of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A simulation in plain figures, without a recipe."""
+
+    settings: LeaseSettings
+    rollouts: int
+    replicas: int
+    slots: int
+    job: Job
+    streamed: bool = True
+    stealing: bool = True
+    dealing: bool = False
+    colocated: bool = False
+    generating_pool: str = "rollout"
+    training_pool: str = "trainer"
+
+    @property
+    def prompts(self) -> int:
+        """Groups of a training step."""
+        return self.settings.ledgers * self.settings.groups_per_ledger
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """How to simulate it."""
+
+    steps: int = 8
+    """Training steps that count; some before and after them are simulated, too."""
+    slowness: Mapping[int, float] = field(default_factory=dict)
+    """Factors on the times of engines, by worker number."""
+    crashes: Sequence[Crash] = ()
+    timeline: bool = False
+    hub_s: Callable[[Message], float] | None = None
+    """Seconds of each message in one process that all go through."""
+    dropped: Callable[[int], str] | None = None
+    """Why the group at a position is dropped; empty: it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """What a pool did with its time."""
+
+    name: str
+    workers: int
+    shares: Mapping[str, float]
+    """Of the time of all its workers, by state (`distflow.sim.account`)."""
+    slots_used: float | None = None
+    """Of a generating pool: mean share of its slots that were in use, over all the time."""
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in which it decoded or trained."""
+        return self.shares.get(DECODE, 0.0) + self.shares.get(TRAIN, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What came out, of the steps that count unless it says otherwise."""
+
+    step_s: float
+    steps: tuple[float, ...]
+    """Seconds of each."""
+    samples_s: float
+    tokens_s: float
+    """Response tokens trained on per second."""
+    pools: tuple[PoolUse, ...]
+    staleness: Mapping[int, float]
+    """Share of the groups by how many versions they are old."""
+    produced: int
+    trained: int
+    """Response tokens, of the whole simulation."""
+    messages_group: float
+    bytes_step: Mapping[str, float]
+    """Bytes a training step, by pool of sender and receiver; weights included."""
+    busiest: str
+    busiest_messages_s: float
+    busiest_bytes_s: float
+    hub_s: float
+    """Seconds of the hub, by those of the simulation."""
+    took_s: float
+    """Seconds of a core of this computer."""
+    spans: Mapping[str, Sequence[SimulatedSpan]]
+    """What each worker did, if that was asked for."""
+    began: float = 0.0
+    ended: float = 0.0
+    """When the steps that count did."""
+
+    @property
+    def never_trained(self) -> int:
+        """Response tokens that were generated and not trained on."""
+        return self.produced - self.trained
+
+
+def load_of(plan: Plan, *, prompt_tokens: int | None = None) -> Load:
+    """A plan in figures. Raises UserError for one that cannot be simulated.
+
+    `prompt_tokens`: of every prompt; half of `data.max_prompt_tokens` if it is not known.
+    """
+    if plan.reads is not None:
+        raise UserError("simulate: this flow trains on files and generates nothing — distflow plan shows what it does")
+    makers = [pool for pool in plan.pools if plan.primary in pool.generates and not pool.validates]
+    if len(makers) != 1:
+        names = ", ".join(pool.name for pool in makers)
+        raise UserError(f"simulate: {names} generate with {plan.primary}: several such pools are not built yet")
+    maker, home, owner = makers[0], plan.home, plan.owner_plan
+    colocated = maker.name == home.name
+    worker = next(worker for worker in plan.workers if worker.name.pool == maker.name)
+    batch = plan.batch
+    most = plan.recipe.data.max_prompt_tokens
+    job = Job(
+        samples=batch.samples_per_prompt,
+        prompt_tokens=max(1, min(most, prompt_tokens or most // 2)),
+        response_tokens=plan.response_tokens,
+        budget=batch.tokens_per_microbatch,
+        seed=plan.recipe.run.seed,
+        epochs=batch.epochs,
+        updates=batch.updates,
+        forwards=sum(step.role == "forward" for step in owner.steps),
+        colocated=colocated,
+    )
+    deals = home.count > 1 and (divides(owner) or not plan.streamed)
+    return Load(
+        planned_settings(plan, owner),
+        maker.count,
+        home.count,
+        worker.slots,
+        job,
+        streamed=plan.streamed,
+        stealing=plan.recipe.layout.stealing and not deals,
+        dealing=deals,
+        colocated=colocated,
+        generating_pool=maker.name,
+        training_pool=home.name,
+    )
+
+
+def predict(
+    plan: Plan,
+    device: DeviceLatency,
+    lengths: Lengths,
+    *,
+    prompt_tokens: int | None = None,
+    options: SimulateOptions | None = None,
+) -> Prediction:
+    """Simulate a plan. Raises UserError for one that cannot be simulated."""
+    return simulate(load_of(plan, prompt_tokens=prompt_tokens), device, lengths, options or SimulateOptions())
+
+
+def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: SimulateOptions) -> Prediction:
+    """Simulate `options.steps` training steps, after those in which the pipeline fills."""
+    stale = load.settings.max_staleness
+    warm = 2 + (2 if stale is None else stale)
+    last = warm + options.steps
+    # Without a bound, memory is what limits how far ahead groups are leased, not the end of the run.
+    after = 8 if stale is None else max(1, stale)
+    settings = replace(load.settings, training_steps=last + after, max_refills=10**9)
+    workload = DeviceWorkload(device, lengths, load.job, dict(options.slowness))
+    scenario = Scenario(
+        settings,
+        owners=load.replicas,
+        workers=load.rollouts,
+        slots=load.slots,
+        workload=workload,
+        crashes=options.crashes,
+        colocated=load.colocated,
+        lazy_take=not load.streamed,
+        stealing=load.stealing,
+        dealing=load.dealing,
+        budget=load.job.budget,
+        delay_s=DELAY_S,
+        spread_s=HEARD_S,
+        load_s=workload.transfer_s,
+        tick_s=settings.report_s,
+        audited=False,
+        seed=load.job.seed,
+        limit_s=1e9,
+    )
+    if options.hub_s is not None:
+        scenario = replace(scenario, hub_s=options.hub_s)
+    if options.dropped is not None:
+        scenario = replace(scenario, dropped=options.dropped)
+    began = time.process_time()
+    with _without_collector():
+        network = LeaseNetwork(scenario, timeline=options.timeline)
+        network.run()
+    return _read(load, network, warm, last, time.process_time() - began)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """All garbage of a simulation is freed by reference counts; looking for cycles costs a third of its time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _read(load: Load, network: LeaseNetwork, warm: int, last: int, took_s: float) -> Prediction:
+    totals, record = network.totals, network.record
+    begin, end = totals[warm - 1], totals[last - 1]
+    seconds, count = end.at - begin.at, last - warm
+    tokens = sum(record.tokens[step] for step in range(warm, last))
+    traffic, lags = network.traffic, end.lags - begin.lags
+    busiest = max(traffic.messages, key=lambda name: traffic.messages[name])
+    steps = len(totals)
+    links = {f"{a} → {b}": nbytes / steps for (a, b), nbytes in sorted(traffic.sent.items())}
+    workload = network.workload
+    if not load.colocated and isinstance(workload, DeviceWorkload):
+        links["weights, to each host"] = workload.device.weights.bytes
+    every = {name: worker.time.spans for name, worker in network.workers.items()}
+    every |= {name: trainer.time.spans for name, trainer in network.trainers.items()}
+    return Prediction(
+        step_s=seconds / count,
+        steps=tuple(totals[step].at - totals[step - 1].at for step in range(warm, last)),
+        samples_s=load.prompts * load.job.samples * count / seconds,
+        tokens_s=tokens / seconds,
+        pools=_pools(load, begin, end),
+        staleness={lag: n / lags.total() for lag, n in sorted(lags.items())},
+        produced=record.produced,
+        trained=sum(record.tokens.values()),
+        messages_group=traffic.count / (load.prompts * steps),
+        bytes_step=links,
+        busiest=_named(load, busiest),
+        busiest_messages_s=traffic.messages[busiest] / network.now,
+        busiest_bytes_s=traffic.by_worker[busiest] / network.now,
+        hub_s=record.hub_s / network.now,
+        took_s=took_s,
+        spans={_named(load, name): spans for name, spans in every.items() if spans is not None},
+        began=begin.at,
+        ended=end.at,
+    )
+
+
+def _named(load: Load, name: str) -> str:
+    """The name that the plan has for a simulated worker."""
+    pool, _, number = name.partition("/")
+    return f"{load.generating_pool if pool == 'rollout' else load.training_pool}/{number}"
+
+
+def _pools(load: Load, begin: Totals, end: Totals) -> tuple[PoolUse, ...]:
+    seconds = end.at - begin.at
+    generating = _shares(begin.generating, end.generating, load.rollouts * seconds, (DECODE, LEASES, WEIGHTS, TRAINS))
+    stalled = (end.stalled_s - begin.stalled_s) / (load.rollouts * seconds)
+    generating["stalled"] = stalled
+    generating[DECODE] -= stalled
+    slots = (end.slot_s - begin.slot_s) / (load.rollouts * load.slots * seconds)
+    training = _shares(begin.training, end.training, load.replicas * seconds, (TRAIN, FIRST, LATER, OTHERS, UPDATE))
+    return (
+        PoolUse(load.generating_pool, load.rollouts, generating, slots),
+        PoolUse(load.training_pool, load.replicas, training),
+    )
+
+
+def _shares(
+    begin: Mapping[str, float], end: Mapping[str, float], seconds: float, states: Sequence[str]
+) -> dict[str, float]:
+    return {state: (end[state] - begin[state]) / seconds for state in states}

@@ -1,0 +1,236 @@
+"""What there is to compute: prompts, how long their responses are, and how long devices take.
+
+A simulation of a recipe takes both from a latency model and a distribution of lengths (`DeviceWorkload`); a test says
+itself how long each group takes (`FixedWorkload`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from distflow.data.randomness import stream_key, uniform_rows
+from distflow.exchange.lease_settings import LeaseSettings
+from distflow.exchange.messages import LeasePrompt
+from distflow.flow.memory import group_bytes
+from distflow.sim.latency import DecodeLatency, DeviceLatency
+from distflow.sim.lengths import Lengths
+from distflow.types import Uid
+
+FORWARD = 1.0 / 3.0
+"""Of the time of forward and backward: 2 of 6 FLOP for each parameter and token (arXiv:2001.08361)."""
+OF_PROMPT = 2**32 - 1
+"""The row of a stream that belongs to the prompt: no sample has this number."""
+KINDS = 16
+"""Kinds of prompts, by what the prompt explains of the lengths: as tasks differ, some longer than others."""
+_AT_ONCE = 128
+"""Positions whose lengths are drawn together."""
+
+
+class Workload(Protocol):
+    """What a simulation asks for. Positions are prompt positions, times seconds."""
+
+    @property
+    def swap_s(self) -> float:
+        """For which an engine stands still to take new weights."""
+
+    @property
+    def prefill_s(self) -> float:
+        """Of an engine, for each prompt token."""
+
+    @property
+    def end_s(self) -> float:
+        """From the moment when all replicas are done to the next training step: optimizer, and publishing."""
+
+    def prompt(self, position: int) -> LeasePrompt:
+        """The prompt."""
+
+    def lengths(self, position: int) -> Sequence[int]:
+        """Response tokens of its samples."""
+
+    def rate(self, position: int, worker: int) -> float:
+        """Tokens of each of its samples in a step of the engine's clock."""
+
+    def decode(self, worker: int) -> tuple[DecodeLatency, float]:
+        """Seconds of a step of an engine's clock, and a factor on them."""
+
+    def rows(self, position: int) -> Sequence[int]:
+        """Tokens of the rows that are trained on."""
+
+    def result_bytes(self, position: int) -> int:
+        """Bytes of the result of its group."""
+
+    def result_tokens(self, position: int) -> int:
+        """Response tokens that the result says it has: owners learn from them which prompts have long ones."""
+
+    def train_s(self, replica: int, positions: Sequence[int]) -> float:
+        """Seconds that a replica computes for a batch of groups."""
+
+
+def prompt_at(position: int) -> LeasePrompt:
+    """An endless data order; prompt lengths 1 … 4 tokens."""
+    ids = tuple(range(1, 2 + position % 4))
+    return LeasePrompt(Uid(position // 100, position % 100, position), ids, f"prompt {position}", "{}")
+
+
+@dataclass(frozen=True, slots=True)
+class FixedWorkload:
+    """Times and lengths that a test gives; whatever else runs, a group takes its `seconds`."""
+
+    settings: LeaseSettings
+    seconds: Callable[[int], float]
+    """Generation time of the group at a position."""
+    slowness: Callable[[int], float]
+    """Factor on that time, by worker number."""
+    tokens: int
+    """Tokens of every sample, produced evenly over the group's time."""
+    batch_s: Callable[[int], float]
+    """Time of a batch, by replica number."""
+    swap_s: float = 0.0
+    prefill_s: float = 0.0
+    end_s: float = 0.5
+
+    def prompt(self, position: int) -> LeasePrompt:
+        """One of 1 … 4 tokens."""
+        return prompt_at(position)
+
+    def lengths(self, position: int) -> Sequence[int]:
+        """All alike."""
+        return [self.tokens] * self.settings.samples_per_prompt
+
+    def rate(self, position: int, worker: int) -> float:
+        """All tokens within the group's seconds."""
+        return self.tokens / (self.seconds(position) * self.slowness(worker))
+
+    def decode(self, worker: int) -> tuple[DecodeLatency, float]:
+        """A step of the clock is a second."""
+        return DecodeLatency(1.0, 0.0), 1.0
+
+    def rows(self, position: int) -> Sequence[int]:
+        """No matter what was sampled: longer in some groups than in others."""
+        return [1 + position % 7] * self.settings.samples_per_prompt
+
+    def result_bytes(self, position: int) -> int:
+        """As many as were reserved."""
+        return self.settings.group_bytes(len(prompt_at(position).prompt_ids))
+
+    def result_tokens(self, position: int) -> int:
+        """As many as it takes time, however many are made."""
+        return round(100 * self.seconds(position))
+
+    def train_s(self, replica: int, positions: Sequence[int]) -> float:
+        """Whatever it holds."""
+        return self.batch_s(replica)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a recipe asks of each device."""
+
+    samples: int
+    """G, samples of a group."""
+    prompt_tokens: int
+    response_tokens: int
+    """Longest response."""
+    budget: int
+    """Tokens of a micro-batch."""
+    seed: int = 0
+    epochs: int = 1
+    """Passes over the samples of a training step."""
+    updates: int = 1
+    """Optimizer steps of a training step."""
+    forwards: int = 0
+    """Forward passes besides, as for old or reference log-probs, on the devices that train."""
+    colocated: bool = False
+    """Weights are handed over in place."""
+
+
+@dataclass(slots=True)
+class DeviceWorkload:
+    """By the latency model of a device; every engine and every replica is one. Lengths: see `distflow.sim.lengths`."""
+
+    device: DeviceLatency
+    distribution: Lengths
+    job: Job
+    slowness: dict[int, float] = field(default_factory=dict)
+    """Factor on the times of an engine, by worker number."""
+    swap_s: float = field(init=False)
+    prefill_s: float = field(init=False)
+    end_s: float = field(init=False)
+    transfer_s: float = field(init=False)
+    """From publishing to when an engine can take a version."""
+    _kinds: dict[int, int] = field(default_factory=dict)
+    _lengths: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        weights, job = self.device.weights, self.job
+        self.swap_s = weights.swap_s
+        self.prefill_s = self.device.decode.prefill_s
+        self.end_s = self.device.train.apply_s * job.updates + (0.0 if job.colocated else weights.publish_s)
+        self.transfer_s = 0.0 if job.colocated else weights.bytes / weights.link_bytes_s
+
+    def prompt(self, position: int) -> LeasePrompt:
+        """Its first token tells its kind, which is what owners can learn to predict lengths by; the others are alike.
+
+        No prompt comes twice.
+        """
+        self.lengths(position)
+        ids = (1 + self._kinds[position], *(0,) * (self.job.prompt_tokens - 1))
+        return LeasePrompt(Uid(0, position, position), ids, "", "{}")
+
+    def lengths(self, position: int) -> Sequence[int]:
+        """Drawn as an emulated engine draws them, from the seed, the position and the sample."""
+        found = self._lengths.get(position)
+        if found is None:
+            self._draw(position - position % _AT_ONCE)
+            found = self._lengths[position]
+        return found
+
+    def forget(self, positions: Sequence[int]) -> None:
+        """They are trained."""
+        for position in positions:
+            self._lengths.pop(position, None)
+            self._kinds.pop(position, None)
+
+    def rate(self, position: int, worker: int) -> float:
+        """A token a decode step."""
+        return 1.0
+
+    def decode(self, worker: int) -> tuple[DecodeLatency, float]:
+        """Of the device."""
+        return self.device.decode, self.slowness.get(worker, 1.0)
+
+    def rows(self, position: int) -> Sequence[int]:
+        """Prompt and response."""
+        return [self.job.prompt_tokens + length for length in self.lengths(position)]
+
+    def result_bytes(self, position: int) -> int:
+        """Of its samples as long as they are."""
+        job = self.job
+        return sum(group_bytes(1, job.prompt_tokens, length) for length in self.lengths(position))
+
+    def result_tokens(self, position: int) -> int:
+        """Of all its samples."""
+        return sum(self.lengths(position))
+
+    def train_s(self, replica: int, positions: Sequence[int]) -> float:
+        """Micro-batch by micro-batch; a forward pass costs a third of one with its backward pass."""
+        job, train = self.job, self.device.train
+        rows = [row for position in positions for row in self.rows(position)]
+        batches = max(1, round(sum(rows) / job.budget))
+        passes = job.epochs + job.forwards * FORWARD
+        return passes * (train.seconds(rows) + (batches - 1) * train.latency_s)
+
+    def _draw(self, first: int) -> None:
+        job = self.job
+        positions, samples = range(first, first + _AT_ONCE), range(job.samples)
+        keys = [stream_key(job.seed, "length", position) for position in positions]
+        of_prompts = uniform_rows(keys, [OF_PROMPT] * len(keys), 1)[:, 0].tolist()
+        each = [key for key in keys for _ in samples]
+        own = uniform_rows(each, [*samples] * len(keys), 1)[:, 0].tolist()
+        for place, position in enumerate(positions):
+            numbers = own[place * job.samples : (place + 1) * job.samples]
+            drawn = [self.distribution.length(of_prompts[place], one, job.response_tokens) for one in numbers]
+            self._lengths[position] = tuple(drawn)
+            self._kinds[position] = int(of_prompts[place] * KINDS)

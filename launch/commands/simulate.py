@@ -1,0 +1,223 @@
+"""`distflow simulate`: what a recipe would do on given devices, in virtual time; and the search for faults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from distflow.errors import UserError
+from distflow.launch.commands.sweep import values_of
+
+if TYPE_CHECKING:
+    from distflow.sim.latency import DeviceLatency
+    from distflow.sim.lengths import Lengths
+    from distflow.sim.predict import Prediction
+    from distflow.sim.theory import SpeedUp, StepTimes
+
+DEVICE = "h100-qwen2.5-7b"
+MOST = 100
+"""Simulations that one command makes."""
+DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateWays:
+    """How to simulate each plan."""
+
+    device: DeviceLatency
+    lengths: Lengths
+    shown: str
+    """The lengths, for people."""
+    prompt_tokens: int | None
+    steps: int
+    timeline: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """One plan, and what came out."""
+
+    words: tuple[str, ...]
+    """The values in which it differs from the others."""
+    prediction: Prediction
+    model: StepTimes
+    ideal_s: float
+    theory: SpeedUp | None
+    """Of asynchrony."""
+
+
+def _output_options(command: Command) -> Command:
+    """Where to write what."""
+    file = click.Path(dir_okay=False, path_type=Path)
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON."),
+        click.option("-o", "--output", type=file, metavar="FILE", help="Write a timeline for Perfetto, *.json."),
+        click.option("--plot", type=file, metavar="FILE", help="Draw the shares of time: .png, .svg or .pdf."),
+    ):
+        command = option(command)
+    return command
+
+
+def _load_options(command: Command) -> Command:
+    """What to simulate it on."""
+    file = click.Path(dir_okay=False, path_type=Path)
+    for option in (
+        click.option(
+            "--device",
+            default=DEVICE,
+            show_default=True,
+            metavar="NAME|FILE",
+            help="Latency model of device and model size: a shipped name, or a .yaml file.",
+        ),
+        click.option(
+            "--lengths",
+            metavar="KEY=VALUE,…",
+            help="Response lengths: median (tokens, 900), sigma (of the logarithm, 1.1), prompt_share (0.6).",
+        ),
+        click.option("--trace", type=file, metavar="FILE", help="Measured lengths: a line of them for each prompt."),
+        click.option(
+            "--prompt-tokens",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Tokens of a prompt.  [default: half of the longest]",
+        ),
+        click.option("--steps", type=click.IntRange(1, 1000), default=8, show_default=True, help="Steps that count."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE[,VALUE…]]…")
+@_load_options
+@_output_options
+@click.option(
+    "--faults", type=click.IntRange(min=1), metavar="N", help="Instead: run N random faults through its cores."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first seed of --faults.")
+def command(recipe: str, overrides: tuple[str, ...], faults: int | None, seed: int, **given: Any) -> int:
+    """Predict step time, idle time by cause, staleness and traffic of RECIPE on devices that need not be there.
+
+    The cores of a run decide, in virtual time. Several values of a key (layout.pools.rollout.count=8,16) give a table.
+    """
+    if faults is not None:
+        return _search(recipe, overrides, faults, seed)
+    outputs = {name: given.pop(name) for name in ("as_json", "output", "plot")}
+    ways = _ways(given, timeline=outputs["output"] is not None)
+    if outputs["plot"] is not None:
+        from distflow.launch.commands.plot import check_output
+
+        check_output("--plot", outputs["plot"])
+    combinations = _combinations(overrides)
+    if outputs["output"] is not None and len(combinations) > 1:
+        raise UserError("-o: a timeline is that of one simulation — give one value of each key")
+    found = [_simulated(recipe, words, differing, ways) for words, differing in combinations]
+    _show(found, ways, outputs)
+    return 0
+
+
+def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> int:
+    from distflow.flow.recipe_check import plan_recipe
+    from distflow.sim.faults import arithmetic_of, search
+
+    _, plan = plan_recipe(recipe, overrides, need_files=False)
+    broken = 0
+    for found in search(arithmetic_of(plan), range(seed, seed + faults)):
+        if found is not None:
+            broken += 1
+            click.echo(f"seed {found.seed}: {found.what}")
+            again = " ".join(["distflow simulate", recipe, *overrides])
+            click.echo(f"  repeat it with: {again} --faults 1 --seed {found.seed}")
+    kept = "all promises were kept" if not broken else f"{broken} broke a promise"
+    click.echo(f"{faults} scenarios, seeds {seed} to {seed + faults - 1}: {kept}")
+    return 1 if broken else 0
+
+
+def _ways(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
+    from distflow.sim.latency import load
+    from distflow.sim.lengths import Lognormal, read_trace
+
+    device = load(given["device"])
+    about = (given["prompt_tokens"], given["steps"], timeline)
+    if given["trace"] is not None:
+        if given["lengths"] is not None:
+            raise UserError("--trace: has all lengths itself — leave out --lengths")
+        return SimulateWays(device, read_trace(given["trace"]), f"lengths of {given['trace']}", *about)
+    values = distribution(given["lengths"] or "")
+    shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
+    return SimulateWays(device, Lognormal(**values), f"lognormal lengths, {shown}", *about)
+
+
+def distribution(text: str) -> dict[str, float]:
+    """median=…,sigma=…,prompt_share=…, each with a default. Raises UserError."""
+    values = dict(DISTRIBUTION)
+    for word in filter(None, text.split(",")):
+        key, _, value = word.partition("=")
+        try:
+            values[key.strip()], known = float(value), key.strip() in DISTRIBUTION
+        except ValueError:
+            known = False
+        if not known:
+            raise UserError(f"--lengths {word}: expected {', '.join(f'{key}=…' for key in DISTRIBUTION)} with numbers")
+    if not (values["median"] >= 1 and values["sigma"] >= 0 and 0 <= values["prompt_share"] <= 1):
+        raise UserError(f"--lengths {text}: expected median ≥ 1, sigma ≥ 0 and prompt_share from 0 to 1")
+    return values
+
+
+def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, ...]]]:
+    """The overrides of each simulation, and those in which they differ."""
+    listed = [(word.partition("=")[0], values_of(word.partition("=")[2])) for word in overrides]
+    choices = [[f"{key}={value}" for value in values] for key, values in listed]
+    found = [
+        (list(words), tuple(word for word, each in zip(words, choices, strict=True) if len(each) > 1))
+        for words in product(*choices)
+    ]
+    if len(found) > MOST:
+        raise UserError(f"these values give {len(found)} simulations: expected at most {MOST}")
+    return found
+
+
+def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], ways: SimulateWays) -> Simulated:
+    from distflow.flow.recipe_check import plan_recipe
+    from distflow.sim.predict import SimulateOptions, load_of, simulate
+    from distflow.sim.schedule_of import schedule_of, speed_up_of
+    from distflow.sim.theory import LengthMoments, ideal_s, schedule
+
+    _, plan = plan_recipe(recipe, overrides, need_files=False)
+    load = load_of(plan, prompt_tokens=ways.prompt_tokens)
+    prediction = simulate(load, ways.device, ways.lengths, SimulateOptions(steps=ways.steps, timeline=ways.timeline))
+    moments = LengthMoments.of(ways.lengths, load.job.response_tokens)
+    step = schedule_of(load, ways.device)
+    model, ideal = schedule(step, ways.device, moments), ideal_s(step, ways.device, moments)
+    return Simulated(differing, prediction, model, ideal, speed_up_of(load, ways.device, moments))
+
+
+def _show(found: Sequence[Simulated], ways: SimulateWays, outputs: Mapping[str, Any]) -> None:
+    from distflow.launch.commands import simulate_text as text
+
+    if outputs["as_json"]:
+        click.echo(json.dumps([text.data(one) for one in found] if len(found) > 1 else text.data(found[0]), indent=1))
+    elif len(found) > 1:
+        from distflow.launch.commands.metrics import print_columns
+
+        print_columns(text.table(found))
+    else:
+        click.echo("\n".join(text.page(found[0], ways)))
+    if outputs["output"] is not None:
+        from distflow.launch.commands.trace import write_trace
+
+        write_trace(outputs["output"], text.timeline(found[0].prediction))
+        click.echo(f"{outputs['output']}: open it at ui.perfetto.dev", err=True)
+    if outputs["plot"] is not None:
+        from distflow.launch.commands.simulate_plot import draw_shares
+
+        draw_shares(found, outputs["plot"])
+        click.echo(f"{outputs['plot']}: shares of time", err=True)

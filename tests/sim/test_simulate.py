@@ -1,0 +1,201 @@
+"""Predictions of the simulator: against figures computed by hand, and as the command shows them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from distflow.errors import UserError
+from distflow.exchange.lease_settings import LeaseSettings
+from distflow.flow.memory import group_bytes
+from distflow.flow.recipe_check import plan_recipe
+from distflow.launch.cli import group, run
+from distflow.sim.fluid_engine import FluidEngine, FluidSample
+from distflow.sim.latency import DecodeLatency, DeviceLatency, TrainLatency, WeightLatency
+from distflow.sim.lengths import Lognormal, read_trace
+from distflow.sim.predict import Load, SimulateOptions, load_of, simulate
+from distflow.sim.workload import Job
+from distflow.types import Version
+
+DEVICE = DeviceLatency(
+    "a device",
+    "a model",
+    (),
+    DecodeLatency(0.01, 0.0),
+    TrainLatency(1e-4, apply_s=0.5),
+    WeightLatency(1e9, publish_s=0.25, swap_s=0.1, link_bytes_s=1e9),
+)
+ALIKE = Lognormal(100, 0.0)
+
+
+def load_for(
+    staleness: int | None, *, rollouts: int = 2, replicas: int = 1, slots: int = 32, **changes: object
+) -> Load:
+    settings = LeaseSettings(
+        ledgers=4,
+        groups_per_ledger=4,
+        samples_per_prompt=4,
+        max_staleness=staleness,
+        training_steps=1,
+        memory_bytes=1 << 30,
+        group_bytes=lambda prompt_tokens: group_bytes(4, prompt_tokens, 1000),
+        max_prompt_tokens=20,
+    )
+    job = Job(samples=4, prompt_tokens=20, response_tokens=1000, budget=500)
+    return replace(Load(settings, rollouts, replicas, slots, job), **changes)  # type: ignore[arg-type]
+
+
+def sample(position: int, length: int) -> FluidSample:
+    return FluidSample(position, 0, length)
+
+
+def test_samples_that_run_together_take_the_time_of_their_steps() -> None:
+    engine = FluidEngine(2, DecodeLatency(1.0, 0.75), mark=7)
+    engine.load(Version(0, 3))
+    engine.add([sample(0, 4), sample(1, 10), sample(2, 1)])
+    # Two run: max(1, 2 · 0.75) = 1.5 s a step.
+    assert engine.next_end() == pytest.approx(6.0)
+    assert [(out.position, out.token_ids) for out in engine.take_ended(6.0)] == [(0, (7,) * 4)]
+    assert engine.next_end() == pytest.approx(7.5)
+    assert [out.position for out in engine.take_ended(7.5)] == [2]
+    # The last runs alone, a second a step.
+    assert engine.next_end() == pytest.approx(12.5)
+    engine.load(Version(0, 4))
+    (last,) = engine.take_ended(12.5)
+    assert [(span.version, span.start, span.end) for span in last.spans] == [(3, 0, 5), (4, 5, 10)]
+    assert engine.produced == 15
+
+
+def test_context_makes_each_step_longer_than_the_one_before() -> None:
+    engine = FluidEngine(8, DecodeLatency(1.0, 0.0, context_s=0.1))
+    engine.add([FluidSample(0, 0, 4, prompt=10)])
+    # 1 + 0.1 · (10 + i) seconds for step i, as a fluid: 4 · 2 + 0.1 · 4² / 2.
+    assert engine.next_end() == pytest.approx(8.8)
+    engine.advance(4.4)
+    assert engine.next_end() == pytest.approx(8.8)
+
+
+def test_a_step_without_staleness_is_the_sum_of_its_parts() -> None:
+    """64 samples of 100 tokens in 2 · 32 slots: 1 s; the last group trained, update, weights over the link, swap."""
+    found = simulate(load_for(0), DEVICE, ALIKE, SimulateOptions(steps=4))
+    train_s = 64 * 120 * 1e-4
+    parts = 1.0 + train_s + 0.5 + 0.25 + 1.0 + 0.1
+    assert found.step_s == pytest.approx(parts, abs=0.1)
+    assert found.staleness == {0: 1.0}
+    generating, training = found.pools
+    assert generating.shares["decode"] == pytest.approx(1.0 / parts, abs=0.05)
+    assert training.shares["train"] == pytest.approx(train_s / parts, abs=0.05)
+    assert training.shares["first"] == pytest.approx((1.0 + 1.0 + 0.1) / parts, abs=0.1)
+    assert sum(generating.shares.values()) == pytest.approx(1.0, abs=0.01)
+    assert sum(training.shares.values()) == pytest.approx(1.0, abs=0.01)
+
+
+def test_staleness_hides_what_does_not_bound_the_step() -> None:
+    fresh, stale = (simulate(load_for(s), DEVICE, ALIKE, SimulateOptions(steps=6)) for s in (0, 2))
+    assert stale.step_s < 0.6 * fresh.step_s
+    assert max(stale.staleness) <= 2
+    assert stale.never_trained == fresh.never_trained == 0
+
+
+def test_a_slow_worker_is_given_less() -> None:
+    slow = SimulateOptions(steps=6, slowness={1: 4.0})
+    load = load_for(2, slots=8)
+    alike, uneven = simulate(load, DEVICE, ALIKE, SimulateOptions(steps=6)), simulate(load, DEVICE, ALIKE, slow)
+    # 1.25 workers in place of 2, and not the pace of the slower one.
+    assert uneven.step_s < 0.6 * 4 * alike.step_s
+
+
+def test_colocated_workers_generate_and_train_in_turn() -> None:
+    load = load_for(0, rollouts=2, replicas=2, slots=64, colocated=True)
+    load = replace(load, settings=replace(load.settings, announce_closed=True), job=replace(load.job, colocated=True))
+    found = simulate(load, DEVICE, ALIKE, SimulateOptions(steps=4))
+    assert found.step_s == pytest.approx(1.0 + 32 * 120 * 1e-4 + 0.5 + 0.1, abs=0.1)
+    assert found.pools[0].shares["trains"] > 0.3
+
+
+def test_the_plan_says_what_is_simulated() -> None:
+    words = ["layout=async", "layout.pools.rollout.count=3", "layout.pools.rollout.slots=48", "layout.max_staleness=2"]
+    _, plan = plan_recipe("quickstart", words, need_files=False)
+    load = load_of(plan)
+    assert (load.rollouts, load.slots, load.settings.max_staleness, load.colocated) == (3, 48, 2, False)
+    assert load.settings.memory_bytes == plan.owner_plan.sample_memory_mb << 20
+    _, supervised = plan_recipe("quickstart", ["flow=sft"], need_files=False)
+    with pytest.raises(UserError, match="this flow trains on files and generates nothing"):
+        load_of(supervised)
+
+
+def invoke(*words: str) -> str:
+    done = CliRunner().invoke(group, ["simulate", "quickstart", "layout=async", "--steps", "2", *words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_command_shows_causes_and_writes_a_timeline_and_a_picture(tmp_path: Path) -> None:
+    trace, picture = tmp_path / "t.json", tmp_path / "p.png"
+    shown = invoke("-o", str(trace), "--plot", str(picture))
+    for line in (
+        "training step",
+        "schedule model",
+        "asynchrony       × ",
+        "rollout: 2 worker(s), busy",
+        "never trained on",
+        "not simulated:",
+    ):
+        assert line in shown
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"trains", "generates"} <= {event["name"] for event in events if event["ph"] == "X"}
+    assert {event["args"]["name"].split(" ")[0] for event in events if event["name"] == "process_name"} == {
+        "rollout/0",
+        "rollout/1",
+        "trainer/0",
+    }
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_values_give_a_table_or_a_list() -> None:
+    several = "layout.pools.rollout.count=1,4"
+    head, *rows = invoke(several).splitlines()
+    assert head.split()[:3] == ["layout.pools.rollout.count", "step", "s"]
+    assert [row.split()[0] for row in rows] == ["1", "4"]
+    found = json.loads(invoke(several, "--json"))
+    assert [one["overrides"] for one in found] == [["layout.pools.rollout.count=1"], ["layout.pools.rollout.count=4"]]
+    assert all(one["tokens"]["generated"] >= one["tokens"]["trained"] > 0 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lengths", "mean=3"], r"--lengths mean=3: expected median=…, sigma=…, prompt_share=… with numbers"),
+        (["--lengths", "sigma=-1"], r"expected median ≥ 1, sigma ≥ 0 and prompt_share from 0 to 1"),
+        (["--device", "h100-qwen2.5-7"], r"latency model 'h100-qwen2.5-7': no such data file; did you mean"),
+        (["batch.prompts=8,16", "-o", "x.json"], r"-o: a timeline is that of one simulation"),
+        (["run.seed=" + ",".join(map(str, range(101)))], r"101 simulations: expected at most 100"),
+        (["--plot", "x.txt"], r"--plot x.txt: unknown kind of picture"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        CliRunner().invoke(group, ["simulate", "quickstart", *words], standalone_mode=False, catch_exceptions=False)
+
+
+def test_a_trace_of_lengths_is_read_or_refused(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("30 10 20\n\n7\n")
+    assert read_trace(file).rows == [[10, 20, 30], [7]]
+    file.write_text("30 x\n")
+    with pytest.raises(UserError, match=r"lengths.txt:1: expected lengths in tokens"):
+        read_trace(file)
+    assert run(["simulate", "quickstart", "--trace", str(file), "--steps", "1"]) == 2
+
+
+def test_it_starts_without_torch() -> None:
+    program = (
+        "import sys, distflow.launch.commands.simulate_text, distflow.sim.faults; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
