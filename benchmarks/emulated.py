@@ -17,7 +17,9 @@ Variants take turns; each figure is the median over rounds of the mean training 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -41,11 +43,29 @@ BASE = (
     "run.dump_rollouts=0",
 )
 Metrics = list[dict[str, Any]]
+DEVICES = Path(tempfile.mkdtemp())
+atexit.register(shutil.rmtree, DEVICES)
 
 
 def options(key: str, **values: float | str) -> str:
     """An override that sets a whole section of options."""
     return f"{key}={{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
+
+
+def device(*, step_s: float = 0.008, wide: int = 32, **train: float) -> str:
+    """A latency model whose decode step takes `step_s` for up to `wide` samples; `train`: seconds in place of these."""
+    seconds = {"token_s": 1e-4, "apply_s": 0.02, **train}
+    path = DEVICES / f"{len(list(DEVICES.iterdir()))}.yaml"
+    model = {
+        "device": "none",
+        "model": "none",
+        "sources": ["made up for a benchmark"],
+        "decode": {"floor_s": step_s, "sample_s": step_s / wide},
+        "train": seconds,
+        "weights": {"bytes": 1.0},
+    }
+    path.write_text(json.dumps(model))
+    return str(path)
 
 
 def run(steps: int, *overrides: str) -> Metrics:
@@ -97,8 +117,8 @@ def asynchrony(rounds: int, steps: int) -> None:
     """Heavy-tailed lengths, generation about as expensive as training."""
     shared = (
         "layout.pools.rollout.count=2",
-        options("layout.pools.rollout.engine_options", median=40, sigma=1.1, step_s=0.008),
-        options("layout.pools.trainer.backend_options", token_s=8e-5),
+        options("layout.pools.rollout.engine_options", median=40, sigma=1.1, device=device()),
+        options("layout.pools.trainer.backend_options", device=device(token_s=8e-5)),
     )
 
     def variant(staleness: int) -> tuple[float, str]:
@@ -112,13 +132,13 @@ def asynchrony(rounds: int, steps: int) -> None:
 
 def slow(rounds: int, steps: int) -> None:
     """Four rollouts, staleness 1, the trainer hardly any time; one rollout is 4 times slower."""
-    engine = {"median": 60.0, "sigma": 0.8, "step_s": 0.006}
+    engine = {"median": 60.0, "sigma": 0.8, "device": device(step_s=0.006)}
     shared = [
         "layout.pools.rollout.count=4",
         "layout.max_staleness=1",
         "batch.prompts=64",
         options("layout.pools.rollout.engine_options", **engine),
-        options("layout.pools.trainer.backend_options", token_s=1e-6),
+        options("layout.pools.trainer.backend_options", device=device(token_s=1e-6)),
     ]
     limp = "layout.pools.rollout.each.3." + options("engine_options", **engine, slow=4.0)
 
@@ -144,6 +164,9 @@ def slow(rounds: int, steps: int) -> None:
 
 def schedules(rounds: int, steps: int) -> None:
     """Four rollouts of 2 groups at a time, 56 groups a step; every 10th of 100 prompts has 8 times the length."""
+    # An engine draws lengths by position: only where a pass has whole tens are they those of the same prompts again.
+    prompts, every = 100, 10
+    assert prompts % every == 0, "lengths would follow from no prompt"
     shared = (
         "layout.pools.rollout.count=4",
         "layout.pools.rollout.slots=16",
@@ -153,12 +176,11 @@ def schedules(rounds: int, steps: int) -> None:
             "layout.pools.rollout.engine_options",
             median=20,
             sigma=0.3,
-            step_s=0.004,
-            wide=8,
-            longer_every=7,
+            device=device(step_s=0.004, wide=8),
+            longer_every=every,
             longer=8.0,
         ),
-        options("layout.pools.trainer.backend_options", token_s=1e-6),
+        options("layout.pools.trainer.backend_options", device=device(token_s=1e-6)),
     )
 
     def variant(staleness: int, schedule: str) -> tuple[float, str]:
@@ -181,8 +203,15 @@ def stealing(rounds: int, steps: int) -> None:
         "layout.pools.trainer.count=4",
         "layout.max_staleness=1",
         "batch.tokens_per_microbatch=2048",
-        options("layout.pools.rollout.engine_options", median=40, sigma=0.8, step_s=0.004, longer_every=4, longer=3.0),
-        options("layout.pools.trainer.backend_options", token_s=4e-4),
+        options(
+            "layout.pools.rollout.engine_options",
+            median=40,
+            sigma=0.8,
+            device=device(step_s=0.004),
+            longer_every=4,
+            longer=3.0,
+        ),
+        options("layout.pools.trainer.backend_options", device=device(token_s=4e-4)),
     )
 
     def variant(on: str) -> tuple[float, str]:
@@ -203,12 +232,13 @@ def rounds(repeats: int, steps: int) -> None:
         "models.policy.init.max_position_embeddings=32768",
         "flow.steps.sample.with.max_new_tokens=16384",
         "batch={prompts: 128, samples_per_prompt: 8, ledgers: 8, tokens_per_microbatch: 32768}",
-        options("layout.pools.rollout.engine_options", median=2000, sigma=1.0, step_s=2e-5, wide=1024, pace=512),
+        options("layout.pools.rollout.engine_options", median=2000, sigma=1.0, device=device(step_s=2e-5, wide=1024)),
     )
 
     def variant(*overrides: str) -> tuple[float, str]:
         with tempfile.TemporaryDirectory() as folder:
-            backend = {"token_s": TOKEN_S, "pair_s": TOKEN_S / 16384, "rounds_file": f"{folder}/rounds"}
+            divided = device(token_s=TOKEN_S, pair_s=TOKEN_S / 16384)
+            backend = {"device": divided, "rounds_file": f"{folder}/rounds"}
             lines = run(steps, *shared, options("layout.pools.trainer.backend_options", **backend), *overrides)
             found = [_beside_work(folder, step) for step in range(1, steps)]
         counts = ", ".join(f"{ratio:.2f}" for ratio, _ in found)
@@ -235,11 +265,13 @@ def reference(rounds: int, steps: int, staleness: int = 1) -> None:
         f"layout.max_staleness={staleness}",
         "batch.tokens_per_microbatch=2048",
         "layout.pools.rollout.count=4",
-        options("layout.pools.rollout.engine_options", median=40, sigma=0.4, step_s=0.004),
-        options("layout.pools.trainer.backend_options", token_s=token_s),
+        options("layout.pools.rollout.engine_options", median=40, sigma=0.4, device=device(step_s=0.004)),
+        options("layout.pools.trainer.backend_options", device=device(token_s=token_s)),
     )
     backend = "distflow.testing.emulated:EmulatedBackend"
-    pool = f"{{count: 8, roles: [forward], backend: '{backend}', backend_options: {{token_s: 0, latency_s: {late_s}}}}}"
+    # An answer is a forward alone, a third of what is named.
+    away = device(token_s=0.0, latency_s=3 * late_s)
+    pool = f"{{count: 8, roles: [forward], backend: '{backend}', backend_options: {{device: '{away}'}}}}"
     kl = ("flow=grpo_kl", "flow.steps.update.with.kl_coef=0.1")
     asked = (*kl, "layout.pools.trainer.roles=[train]", f"layout.pools.reference={pool}")
 
@@ -279,8 +311,8 @@ def forwards(rounds: int, steps: int) -> None:
     """Two mini-batches a step at staleness 0: the policy's own log-probs are needed before the first update."""
     shared = (
         "layout.pools.rollout.count=2",
-        options("layout.pools.rollout.engine_options", median=40, sigma=1.1, step_s=0.008),
-        options("layout.pools.trainer.backend_options", token_s=8e-5),
+        options("layout.pools.rollout.engine_options", median=40, sigma=1.1, device=device()),
+        options("layout.pools.trainer.backend_options", device=device(token_s=8e-5)),
         "batch.tokens_per_microbatch=2048",
         "batch.minibatches=2",
     )
@@ -298,12 +330,12 @@ def forwards(rounds: int, steps: int) -> None:
 
 def validation(rounds: int, steps: int) -> None:
     """Staleness 1, generation about as expensive as training; every 5 steps as many samples to validate as to train."""
-    generates = options("", median=40, sigma=1.1, step_s=0.008)[1:]
+    generates = options("", median=40, sigma=1.1, device=device())[1:]
     shared = (
         "layout.max_staleness=1",
         "layout.pools.rollout.count=2",
         f"layout.pools.rollout.engine_options={generates}",
-        options("layout.pools.trainer.backend_options", token_s=8e-5),
+        options("layout.pools.trainer.backend_options", device=device(token_s=8e-5)),
     )
     engine = "distflow.testing.emulated:EmulatedEngine"
     pool = f"layout.pools.checks={{roles: [validate], engine: '{engine}', slots: 64, engine_options: {generates}}}"
@@ -325,13 +357,13 @@ def streaming(rounds: int, steps: int) -> None:
     """Generation about as expensive as training; samples trained on as they arrive, beside whole batches."""
     shared = (
         "layout.pools.rollout.count=2",
-        options("layout.pools.trainer.backend_options", token_s=8e-5),
+        options("layout.pools.trainer.backend_options", device=device(token_s=8e-5)),
         "batch.tokens_per_microbatch=2048",
     )
     whole = "flow.steps.advantage.call=distflow.workers.trainer:batch_advantage"
 
     def variant(sigma: float, staleness: int, *overrides: str) -> tuple[float, str]:
-        engine = options("layout.pools.rollout.engine_options", median=40, sigma=sigma, step_s=0.008)
+        engine = options("layout.pools.rollout.engine_options", median=40, sigma=sigma, device=device())
         lines = run(steps, *shared, engine, f"layout.max_staleness={staleness}", *overrides)
         before = statistics.mean(line["perf/overlap_share"] for line in lines)
         return step_s(lines), f"{before:.0%} trained on before the last group, trainer idle {idle(lines):.0%}"

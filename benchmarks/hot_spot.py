@@ -18,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from benchmarks.emulated import BASE, ROOT, options
+from benchmarks.emulated import BASE, ROOT, device, options
 
 WARMUP = 15
 LIMIT_S = 600.0
@@ -34,8 +34,8 @@ REAL = ("layout=split", "layout.max_staleness=1", "run.dump_rollouts=0")
 EMULATED = (
     *BASE,
     "layout.max_staleness=1",
-    options("layout.pools.rollout.engine_options", median=40, sigma=0.5, step_s=0.004),
-    options("layout.pools.trainer.backend_options", token_s=1e-5, size=1024),
+    options("layout.pools.rollout.engine_options", median=40, sigma=0.5, device=device(step_s=0.004)),
+    options("layout.pools.trainer.backend_options", device=device(token_s=1e-5), size=1024),
 )
 DISTFLOW = [sys.executable, "-m", "distflow.launch"]
 
@@ -47,47 +47,69 @@ class Sample:
     cpu_s: float
     bytes_sent: int
     bytes_received: int
+    private: int
+    """Bytes of memory that it shares with no other process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Of a run, in mid-run."""
+
+    step: int
+    at_s: float
+    workers: Mapping[str, Sample]
 
 
 def run(pairs: int, steps: int, *, model: bool) -> dict[str, tuple[float, float]]:
     """CPU milliseconds and kilobytes (both ways) a training step, by worker; with a real `model` or none."""
+    more = [f"batch.prompts={8 * pairs}", *(REAL if model else EMULATED)]
+    more += [f"layout.pools.rollout.count={pairs}", f"layout.pools.trainer.count={pairs}"]
+    first, last = between(more, WARMUP, WARMUP + steps)
+    return {name: _per_step(first.workers[name], last.workers[name], last.step - first.step) for name in first.workers}
+
+
+def between(overrides: Sequence[str], first: int, last: int) -> tuple[Moment, Moment]:
+    """Run the quickstart with these overrides until training step `last` is done; the moment of it and of `first`."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [*DISTFLOW, "launch", "quickstart", f"batch.prompts={8 * pairs}"]
-        command += [f"layout.pools.rollout.count={pairs}", f"layout.pools.trainer.count={pairs}"]
-        command += [f"run.training_steps={ENDLESS}", *(REAL if model else EMULATED)]
+        command = [*DISTFLOW, "launch", "quickstart", f"run.training_steps={ENDLESS}", *overrides]
         log = Path(folder) / "log"
         with log.open("w") as out:
             process = subprocess.Popen(
                 [*command, "--run", "hot", "--runs-dir", folder], stdout=out, stderr=out, cwd=ROOT
             )
-        first = _sample_at(folder, WARMUP, process)
-        last = _sample_at(folder, WARMUP + steps, process)
+        moments = _moment_at(folder, first, process), _moment_at(folder, last, process)
         subprocess.run([*DISTFLOW, "stop", "hot", "--runs-dir", folder], capture_output=True, check=True)
         if process.wait(LIMIT_S) != STOPPED:
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()}")
-    return {name: _per_step(first[1][name], last[1][name], last[0] - first[0]) for name in first[1]}
+    return moments
 
 
-def _sample_at(folder: str, step: int, process: subprocess.Popen[bytes]) -> tuple[int, dict[str, Sample]]:
-    """The training step and a sample of every worker, once a step has been reached."""
+def _moment_at(folder: str, step: int, process: subprocess.Popen[bytes]) -> Moment:
+    """Once a training step has been reached."""
     metrics = Path(folder) / "hot" / "metrics" / "trainer-0.jsonl"
     deadline = time.monotonic() + LIMIT_S
     while not metrics.exists() or metrics.read_text().count("\n") < step:
-        assert process.poll() is None, "the run ended early"
+        assert process.poll() is None, f"the run ended early:\n{(Path(folder) / 'log').read_text()}"
         assert time.monotonic() < deadline, f"training step {step} was not reached"
         time.sleep(0.05)
-    reached = metrics.read_text().count("\n")
+    reached, now = metrics.read_text().count("\n"), time.monotonic()
     told = subprocess.run(
         [*DISTFLOW, "status", "hot", "--json", "--runs-dir", folder], capture_output=True, text=True, check=True
     )
-    return reached, {row["name"]: _sample(row) for row in json.loads(told.stdout)["workers"]}
+    return Moment(reached, now, {row["name"]: _sample(row) for row in json.loads(told.stdout)["workers"]})
 
 
 def _sample(row: Mapping[str, object]) -> Sample:
-    times = psutil.Process(int(str(row["pid"]))).cpu_times()
+    process = psutil.Process(int(str(row["pid"])))
+    times = process.cpu_times()
     traffic = row["traffic"]
     assert isinstance(traffic, dict), f"{row['name']} told no traffic"
-    return Sample(times.user + times.system, int(traffic["bytes_sent"]), int(traffic["bytes_received"]))
+    return Sample(
+        times.user + times.system,
+        int(traffic["bytes_sent"]),
+        int(traffic["bytes_received"]),
+        process.memory_full_info().uss,
+    )
 
 
 def _per_step(first: Sample, last: Sample, steps: int) -> tuple[float, float]:

@@ -32,7 +32,7 @@ class _Progress:
 
 
 def static_step_s(
-    engine: Mapping[str, float], speeds: Sequence[float], *, prompts: int, samples: int, limit: int, steps: int
+    engine: Mapping[str, float | str], speeds: Sequence[float], *, prompts: int, samples: int, limit: int, steps: int
 ) -> float:
     """Mean seconds of a training step, the first ones excluded. `speeds`: how much slower each worker is."""
     progress = _Progress(len(speeds))

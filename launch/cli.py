@@ -45,6 +45,7 @@ COMMANDS = {
     "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
     "stop": "Stop a run and verify that nothing is left of it.",
     "doctor": "Check this machine, and look for leftovers of dead runs.",
+    "profile": "Measure a recipe's engine and backend, and write a latency model of them.",
     "bench": "Measure the data plane on this machine, beside its limits and other systems.",
 }
 
@@ -60,7 +61,7 @@ BESIDE = {
     "logs": ("worker", "logs"),
 }
 """File and name of commands that stand in the file of another one."""
-ELSEWHERE = {"bench": "distflow.bench.command"}
+ELSEWHERE = {"bench": "distflow.bench.command", "profile": "distflow.bench.profile_command"}
 """Modules of commands that do not stand in `launch/commands/`."""
 
 

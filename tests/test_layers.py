@@ -30,7 +30,7 @@ ALLOWED["runtime"] = ALLOWED["exchange"] | {"exchange", "weights"}
 ALLOWED["workers"] = ALLOWED["runtime"] | {"runtime"}
 ALLOWED["launch"] = ALLOWED["runtime"] | {"runtime", "sim"}
 ALLOWED["client"] = ALLOWED["launch"] | {"launch"}
-ALLOWED["bench"] = ALLOWED["runtime"] | {"runtime"}
+ALLOWED["bench"] = ALLOWED["runtime"] | {"runtime", "sim"}
 ALLOWED["testing"] = ALLOWED["runtime"] | {"runtime", "sim", "workers"}
 """The roof (workers, launch, bench) and the test kit beside it; nobody imports recipes."""
 

@@ -1,1 +1,1 @@
-"""`distflow bench`: what the data plane does on this machine, beside its limits and beside other systems."""
+"""`distflow bench`: what the data plane does here, beside its limits and other systems; and `distflow profile`."""

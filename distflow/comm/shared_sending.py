@@ -18,8 +18,11 @@ BLOCK_BYTES = 1 << 20
 """Frames are packed into blocks of at most this size; a larger frame has a block of its own."""
 LIMIT_BYTES = 128 << 20
 """Size of the segment for one peer. One message can take half of it and leave room for the next."""
-STEP_BYTES = 8 << 20
-"""A segment grows by multiples of this, or where that finds no room of `BLOCK_BYTES`."""
+STEP_BYTES = 256 << 10
+"""A segment grows by multiples of this: with many peers, each gets little at a time."""
+MOST_STEP_BYTES = 8 << 20
+"""It doubles, by at most this much at a time unless a message needs more; where there is no room for that, it grows by
+what the message needs."""
 WORKER_BYTES = 4 * LIMIT_BYTES
 """Most memory that the segments of one worker take together. Samples there count at their owner, which grants no more
 leases than it has room for, wherever their results lie."""
@@ -204,8 +207,9 @@ class OutgoingSegment:
 
     def _grow(self, missing: int) -> bool:
         before = self._arena.size
-        for step in (STEP_BYTES, BLOCK_BYTES):
-            size = min(LIMIT_BYTES, before + missing + (-missing % step))
+        needed = missing + (-missing % STEP_BYTES)
+        for more in (max(needed, min(before, MOST_STEP_BYTES)), needed):
+            size = min(LIMIT_BYTES, before + more)
             if size > before and self._room.take(self.number, size - before):
                 if self.segment.grow(size):
                     self._arena.grow(size)

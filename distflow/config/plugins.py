@@ -26,6 +26,12 @@ TRACKERS: Mapping[str, str] = {
     "swanlab": "distflow.workers.trackers.swanlab:Swanlab",
     "prometheus": "distflow.workers.trackers.prometheus:Prometheus",
 }
+EMULATED: Mapping[str, str] = {
+    "distflow.testing.emulated:EmulatedEngine": "distflow.sim.emulation:EmulatedEngineOptions",
+    "distflow.testing.emulated:EmulatedBackend": "distflow.sim.emulation:EmulatedBackendOptions",
+    "distflow.testing.emulated:EmulatedDividedBackend": "distflow.sim.emulation:EmulatedBackendOptions",
+}
+"""Engine and backends of emulated devices, with their options."""
 OPTIONS: Mapping[str, str] = {
     ENGINES["torch"]: "distflow.workers.engines.torch_options:TorchEngineOptions",
     ENGINES["sglang"]: "distflow.workers.engines.sglang_options:SGLangOptions",
@@ -33,6 +39,7 @@ OPTIONS: Mapping[str, str] = {
     BACKENDS["torch"]: "distflow.workers.backends.backend_options:TorchBackendOptions",
     BACKENDS["fsdp"]: "distflow.workers.backends.backend_options:FsdpBackendOptions",
     BACKENDS["deepspeed"]: "distflow.workers.backends.deepspeed_config:DeepSpeedOptions",
+    **EMULATED,
 }
 """Option classes, free of torch. `parse(options)` raises UserError for options that an engine or backend cannot take;
 `check(use)` of the result, if it has one, raises it for a `PluginUse` that the options do not fit."""

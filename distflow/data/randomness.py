@@ -23,6 +23,8 @@ _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _ONE = np.uint64(1)
+OF_PROMPT = 2**32 - 1
+"""The row of a stream that belongs to the prompt: no sample has this number."""
 
 
 def stream_key(seed: int, kind: str, position: int, sample: int | None = None) -> bytes:
@@ -75,6 +77,19 @@ def uniform_rows(
     if odd_R.any():
         flat = np.take_along_axis(flat, odd_R.astype(np.int64)[:, None] + np.arange(tokens), axis=1)
     return flat[:, :tokens]
+
+
+def length_draws(
+    seed: int, positions: Sequence[int], samples: Sequence[int], first: Sequence[int] | None = None
+) -> NDArray[np.float64]:
+    """[R, 2] numbers in [0, 1) that decide how long emulated samples are: one of each row's prompt, and its own.
+
+    `first`: the token from which on a row goes on, as in `uniform_rows`.
+    """
+    keys = {position: stream_key(seed, "length", position) for position in set(positions)}
+    keys_R = [keys[position] for position in positions]
+    prompts_R1 = uniform_rows(keys_R, [OF_PROMPT] * len(keys_R), 1)
+    return np.hstack([prompts_R1, uniform_rows(keys_R, samples, 1, first)])
 
 
 def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.schema import Recipe
 from distflow.errors import UserError
-from distflow.flow.estimate import Estimate, divides, estimate
+from distflow.flow.estimate import LIBRARIES, Estimate, divides, estimate
 from distflow.flow.gpus import first_gpus, width
 from distflow.flow.memory import ASSUMED_GPU, consumer_bytes, gpu_share
 from distflow.flow.plan import Plan, WorkerPlan
@@ -125,11 +125,18 @@ def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
                 f"up to {_gib(ASSUMED_GPU)} GiB — {_cure(plan, [one])}"
             )
     needed = sum(one.host_bytes for one in all_placed) + max((one.estimate.shared for one in all_placed), default=0)
+    needed -= counted_twice(plan.workers)
     if capacity.host is not None and needed > capacity.host:
         yield (
             f"this host has {_gib(capacity.host)} GiB of memory, and {len(all_placed)} worker(s) here may need "
             f"{_gib(needed)} — {_host_cure(plan, all_placed)}"
         )
+
+
+def counted_twice(workers: Iterable[WorkerPlan]) -> int:
+    """Bytes of the libraries that workers of one host share, beyond once: those of one Python are forked from it."""
+    forked = sum(worker.python is None for worker in workers)
+    return LIBRARIES * max(0, forked - 1)
 
 
 def _shared(plan: Plan, gpus: int) -> str:

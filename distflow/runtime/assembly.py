@@ -133,23 +133,23 @@ class Setting:
         return train or linked or (serves and not {name, me}.isdisjoint(self.owners))
 
 
-def device_of(setting: Setting) -> str:
-    """The device of this worker: for `auto` and `cuda` the next GPU after those of the workers before it.
+def device_of(plan: Plan, worker: WorkerPlan) -> str:
+    """The device of a worker of this host: for `auto` and `cuda` the next GPU after those of the workers before it.
 
     Without a GPU, `auto` is the CPU. Raises UserError for a GPU that does not exist.
     """
-    wanted = setting.me.device
+    wanted = worker.device
     count = torch.cuda.device_count()
-    if wanted == "cpu" or not width(setting.me):
+    if wanted == "cpu" or not width(worker):
         return "cpu"
     if wanted.startswith("cuda:") or not count:
         if wanted.startswith("cuda") and int(wanted.partition(":")[2] or 0) >= count:
             raise UserError(
-                f"layout.pools.{setting.me.name.pool}.device is {wanted}, but {setting.me.name} sees {count} GPUs here "
+                f"layout.pools.{worker.name.pool}.device is {wanted}, but {worker.name} sees {count} GPUs here "
                 "(with the installed PyTorch) — use auto or cpu, or a machine with that GPU"
             )
         return "cpu" if wanted == "auto" else wanted
-    return f"cuda:{first_gpu(setting.plan.workers, setting.me, count)}"
+    return f"cuda:{first_gpu(plan.workers, worker, count)}"
 
 
 def build_tokenizer(setting: Setting) -> Tokenizer:
@@ -228,11 +228,11 @@ def build_engine(setting: Setting, model: str, device: str, life: int, go_on: Ca
     )
     engine = resolve(me.engine)(spec)
     if not isinstance(engine, Engine):
-        raise PluginError(_lacks(me.engine, engine, Engine))
+        raise PluginError(lacks(me.engine, engine, Engine))
     return engine
 
 
-def _lacks(call: str, found: object, protocol: type) -> str:
+def lacks(call: str, found: object, protocol: type) -> str:
     """What a plug-in must have besides to be of this protocol."""
     names = [name for name in dir(protocol) if not name.startswith("_") and not hasattr(found, name)]
     names += [name for name in vars(protocol).get("__annotations__", {}) if not hasattr(found, name)]
@@ -271,7 +271,7 @@ def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, 
         )
         backend = resolve(me.backend)(spec)
         if not isinstance(backend, Backend):
-            raise PluginError(_lacks(me.backend, backend, Backend))
+            raise PluginError(lacks(me.backend, backend, Backend))
         if backend.lockstep and isinstance(replicas, Alone):
             raise PluginError(f"{me.backend} divides models over training workers, and {me.name} is not one")
         models[name] = backend

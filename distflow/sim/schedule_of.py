@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from distflow.sim.latency import DeviceLatency
+from distflow.sim.latency import FORWARD, DeviceLatency
 from distflow.sim.predict import Load
 from distflow.sim.theory import LengthMoments, Schedule, Side, SpeedUp, TheoryFleet, speed_up
-from distflow.sim.workload import FORWARD
 
 
 def schedule_of(load: Load, device: DeviceLatency) -> Schedule:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
-from distflow.data.randomness import stream_key, uniform_rows
+from distflow.data.randomness import length_draws
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.flow.memory import group_bytes
-from distflow.sim.latency import DecodeLatency, DeviceLatency
+from distflow.sim.latency import FORWARD, DecodeLatency, DeviceLatency
 from distflow.sim.lengths import Lengths
 from distflow.types import Uid
 
-FORWARD = 1.0 / 3.0
-"""Of the time of forward and backward: 2 of 6 FLOP for each parameter and token (arXiv:2001.08361)."""
-OF_PROMPT = 2**32 - 1
-"""The row of a stream that belongs to the prompt: no sample has this number."""
 KINDS = 16
 """Kinds of prompts, by what the prompt explains of the lengths: as tasks differ, some longer than others."""
 _AT_ONCE = 128
@@ -225,12 +222,9 @@ class DeviceWorkload:
     def _draw(self, first: int) -> None:
         job = self.job
         positions, samples = range(first, first + _AT_ONCE), range(job.samples)
-        keys = [stream_key(job.seed, "length", position) for position in positions]
-        of_prompts = uniform_rows(keys, [OF_PROMPT] * len(keys), 1)[:, 0].tolist()
-        each = [key for key in keys for _ in samples]
-        own = uniform_rows(each, [*samples] * len(keys), 1)[:, 0].tolist()
-        for place, position in enumerate(positions):
-            numbers = own[place * job.samples : (place + 1) * job.samples]
-            drawn = [self.distribution.length(of_prompts[place], one, job.response_tokens) for one in numbers]
-            self._lengths[position] = tuple(drawn)
-            self._kinds[position] = int(of_prompts[place] * KINDS)
+        rows = [(position, sample) for position in positions for sample in samples]
+        draws = length_draws(job.seed, [position for position, _ in rows], [sample for _, sample in rows]).tolist()
+        drawn = iter([self.distribution.length(of_prompt, own, job.response_tokens) for of_prompt, own in draws])
+        for position in positions:
+            self._lengths[position] = tuple(islice(drawn, job.samples))
+        self._kinds.update(zip(positions, [int(of_prompt * KINDS) for of_prompt, _ in draws[:: job.samples]], strict=True))

@@ -1,78 +1,53 @@
-"""An engine and a backend that only wait as long as a latency model says: for benchmarks of everything else.
+"""An engine and backends that only wait as long as a latency model says: everything else of a run is real.
 
-Sample lengths are lognormal, a function of run seed, prompt position and sample alone. A decode step for b running
-samples waits for `step_s` · max(1, b / `wide`) seconds, so that any number of emulated devices fits on one machine. In
-a recipe: `engine: distflow.testing.emulated:EmulatedEngine`, with `engine_options` as below.
+Lengths of samples are functions of run seed, prompt position and sample alone (`distflow.sim.emulation`). Waits are as
+long as the model says, times `time_scale`, so that any number of emulated devices fits on one machine. In a recipe:
+`engine: distflow.testing.emulated:EmulatedEngine`, with `engine_options` of `EmulatedEngineOptions`.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged, row_lengths
-from distflow.data.randomness import stream_key, uniform_rows
-from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores, TokenValues
+from distflow.sim.emulation import DrawnLengths, EmulatedBackendOptions, EmulatedEngineOptions
+from distflow.sim.latency import FORWARD
 from distflow.testing.fakes import candidates_of
 from distflow.types import SampleOutput, SampleRequest, Span, Version
 
 TOKEN, LOGPROB = 1, -1.0
 WEIGHT = "weight"
+SHORTEST_S = 1e-3
+"""Shorter waits are put together: for the system, waking up takes a tenth of that."""
+FORGIVEN_S = 0.1
+"""Time by which we were woken too late that later waits make up for; more than that is the machine's doing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """Read from a recipe's section; unknown keys are errors."""
+class DeviceTime:
+    """Waits for seconds of a latency model; what a wait was too long or too short is settled by the next ones."""
 
-    @classmethod
-    def parse(cls, options: Mapping[str, Any], what: str) -> Self:
-        """Raises UserError for unknown keys."""
-        unknown = sorted(set(options) - set(cls.__slots__))
-        if unknown:
-            raise UserError(f"{what}: unknown {', '.join(unknown)}; allowed: {', '.join(cls.__slots__)}")
-        return cls(**options)
+    def __init__(self, real_s: float) -> None:
+        self._real_s = real_s
+        self._owed = 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class DecodeModel(_Options):
-    """`engine_options` of EmulatedEngine."""
-
-    step_s: float = 0.008
-    """Seconds of a decode step, for up to `wide` samples in parallel."""
-    wide: int = 32
-    slow: float = 1.0
-    """Factor on the time, for a slower device."""
-    pace: int = 4
-    """Tokens decoded per poll."""
-    median: float = 40.0
-    """Median length in tokens; none is longer than the step's max_new_tokens."""
-    sigma: float = 1.0
-    """Standard deviation of the logarithm of the length: 1.1 is a heavy tail, 0 none."""
-    longer_every: int = 0
-    """Every n-th prompt position has `longer` times the length; 0: none."""
-    longer: float = 1.0
-
-    def seconds(self, running: int) -> float:
-        """Duration of `pace` decode steps."""
-        return self.step_s * self.slow * self.pace * max(1.0, running / self.wide)
-
-    def length(self, uniform: float, position: int, limit: int) -> int:
-        """Length of a sample in tokens."""
-        length = self.median * math.exp(self.sigma * NormalDist().inv_cdf(min(max(uniform, 1e-9), 1 - 1e-9)))
-        if self.longer_every and position % self.longer_every == 0:
-            length *= self.longer
-        return max(1, min(limit, round(length)))
+    def wait(self, seconds: float) -> None:
+        """Let the device work for so long."""
+        self._owed += seconds * self._real_s
+        if self._owed < SHORTEST_S:
+            return
+        begin = time.monotonic()
+        time.sleep(self._owed)
+        self._owed = max(-FORGIVEN_S, self._owed - (time.monotonic() - begin))
 
 
 @dataclass(slots=True)
@@ -80,8 +55,14 @@ class _Sample:
     position: int
     number: int
     length: int
+    longest: int
+    prompt: int
     spans: list[Span]
     done: int = 0
+
+    @property
+    def context(self) -> int:
+        return self.prompt + self.done
 
     def produce(self, tokens: int, version: Version) -> None:
         end = max(self.done, min(self.length, self.done + tokens))
@@ -94,14 +75,14 @@ class _Sample:
             self.spans.append(Span(*version, self.done, end))
         self.done = end
 
-    def output(self, reason: str) -> SampleOutput:
+    def output(self, *, aborted: bool = False) -> SampleOutput:
         return SampleOutput(
             position=self.position,
             sample=self.number,
             token_ids=(TOKEN,) * self.done,
             logprobs=(LOGPROB,) * self.done,
             spans=tuple(self.spans),
-            finish_reason="abort" if reason == "abort" else "stop",
+            finish_reason="abort" if aborted else "length" if self.length == self.longest else "stop",
         )
 
 
@@ -109,8 +90,15 @@ class EmulatedEngine:
     """Implements `distflow.runtime.protocols.Engine`; all tokens are the same."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        options = EmulatedEngineOptions.parse(spec.options)
+        latency = options.latency()
         self.version: Version | None = None
-        self._model = DecodeModel.parse(spec.options, "engine_options of the emulated engine")
+        self._decode = latency.decode
+        self._swap_s = latency.weights.swap_s
+        self._transfer_s = options.transfer_s()
+        self._time = DeviceTime(options.real_s)
+        self._poll_s = options.poll_s / options.real_s
+        self._lengths = DrawnLengths(options)
         self._slots = spec.slots
         self._coming: Version | None = None
         self._queued: deque[_Sample] = deque()
@@ -123,29 +111,49 @@ class EmulatedEngine:
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue samples."""
-        streams = {name: stream_key(name[0], "length", name[1]) for name in {(r.seed, r.position) for r in requests}}
-        keys, numbers = [streams[r.seed, r.position] for r in requests], [r.sample for r in requests]
-        draws = uniform_rows(keys, numbers, 1, [request.offset for request in requests])[:, 0].tolist()
-        for request, uniform in zip(requests, draws, strict=True):
-            length = self._model.length(uniform, request.position, request.params.max_new_tokens)
+        limits = [request.params.max_new_tokens for request in requests]
+        lengths: list[int] = [0] * len(requests)
+        for seed in {request.seed for request in requests}:
+            rows = [row for row, request in enumerate(requests) if request.seed == seed]
+            names = [(requests[row].position, requests[row].sample, limits[row], requests[row].offset) for row in rows]
+            for row, length in zip(rows, self._lengths.draw(seed, *zip(*names, strict=True)), strict=True):
+                lengths[row] = length
+        for request, length, longest in zip(requests, lengths, limits, strict=True):
             begun = request.begun
             spans, done = ([], 0) if begun is None else (list(begun.spans), len(begun.token_ids))
-            self._queued.append(_Sample(request.position, request.sample, length, spans, done))
+            prompt = len(request.prompt_ids)
+            self._queued.append(_Sample(request.position, request.sample, length, longest, prompt, spans, done))
 
     def poll(self) -> list[SampleOutput]:
-        """`pace` decode steps, with their waiting time."""
+        """Decode until a sample is finished, for at most `poll_s`, with the time that it takes."""
         if self.version is None:
             return []
-        while self._queued and len(self._running) < self._slots:
-            self._running.append(self._queued.popleft())
+        prefill = self._admit()
         if not self._running:
             return []
-        time.sleep(self._model.seconds(len(self._running)))
+        samples = len(self._running)
+        context = sum(sample.context for sample in self._running) / samples
+        longest = self._poll_s / self._decode.seconds(samples, context)
+        tokens = max(1, min(int(longest), *(sample.length - sample.done for sample in self._running)))
+        # The time grows evenly with the context, so that of the step in the middle is the mean.
+        self._time.wait(prefill + tokens * self._decode.seconds(samples, context + (tokens - 1) / 2))
         for sample in self._running:
-            sample.produce(self._model.pace, self.version)
+            sample.produce(tokens, self.version)
         finished = [sample for sample in self._running if sample.done >= sample.length]
         self._running = [sample for sample in self._running if sample.done < sample.length]
-        return [sample.output("stop") for sample in finished]
+        return [sample.output() for sample in finished]
+
+    def _admit(self) -> float:
+        """Start what fits; returns the seconds of reading prompts, each once for all samples of its group."""
+        tokens, read = 0, set[tuple[int, int]]()
+        while self._queued and len(self._running) < self._slots:
+            sample = self._queued.popleft()
+            self._running.append(sample)
+            tokens += sample.done
+            if (sample.position, sample.prompt) not in read:
+                read.add((sample.position, sample.prompt))
+                tokens += sample.prompt
+        return tokens * self._decode.prefill_s
 
     def begin_update(self, version: Version) -> None:
         """Stop generating until `end_update`."""
@@ -157,7 +165,11 @@ class EmulatedEngine:
             pass
 
     def end_update(self) -> None:
-        """Continue with the new version."""
+        """Continue with the new version, once it would be here.
+
+        Samples that are running go on while it comes, so that they stand still for the swap alone.
+        """
+        self._time.wait(self._swap_s + (0.0 if self._running else self._transfer_s))
         self.version = self._coming
 
     def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
@@ -166,11 +178,11 @@ class EmulatedEngine:
         partial = [sample for sample in self._running if sample.position in wanted]
         self._running = [sample for sample in self._running if sample.position not in wanted]
         self._queued = deque(sample for sample in self._queued if sample.position not in wanted)
-        return [sample.output("abort") for sample in partial]
+        return [sample.output(aborted=True) for sample in partial]
 
     def partials(self) -> list[SampleOutput]:
         """Running samples as they stand."""
-        return [sample.output("abort") for sample in self._running if sample.done]
+        return [sample.output(aborted=True) for sample in self._running if sample.done]
 
     def progress(self) -> Mapping[int, int]:
         """Tokens of the samples that are here."""
@@ -189,24 +201,6 @@ class EmulatedEngine:
         """Nothing is held."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainModel(_Options):
-    """`backend_options` of EmulatedBackend."""
-
-    token_s: float = 1e-4
-    """Seconds of forward and backward per token."""
-    pair_s: float = 0.0
-    """Seconds besides for each pair of tokens in a row, as attention takes them."""
-    latency_s: float = 0.0
-    """And of each forward, whatever it holds."""
-    apply_s: float = 0.02
-    """Seconds of an optimizer step."""
-    size: int = 1 << 16
-    """Number of float32 parameters, which are summed over the replicas and published."""
-    rounds_file: str = ""
-    """Of EmulatedDividedBackend: a file, by replica, for the seconds of its rounds; a line for each training step."""
-
-
 class EmulatedBackend:
     """Implements `distflow.runtime.protocols.Backend`; learns nothing."""
 
@@ -214,34 +208,37 @@ class EmulatedBackend:
     learning_rate = 0.0
 
     def __init__(self, spec: BackendSpec) -> None:
-        self._model = TrainModel.parse(spec.options, "backend_options of the emulated backend")
-        self._weight = torch.zeros(self._model.size)
-        self._gradient = torch.zeros(self._model.size)
+        options = EmulatedBackendOptions.parse(spec.options)
+        latency = options.latency()
+        self._train = latency.train
+        self._publish_s = latency.weights.publish_s
+        self._time = DeviceTime(options.real_s)
+        self._rounds_file = options.rounds_file
+        self._weight = torch.zeros(options.size)
+        self._gradient = torch.zeros(options.size)
         self._replicas = spec.replicas
 
     def score(
         self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
     ) -> TokenScores:
-        """Constant log-probs, after the time that forward and backward take."""
-        responses = self._forward(batch)
+        """Constant log-probs, after the time of a forward, with `grad` that of the backward too."""
+        responses = self._forward(batch, grad=grad)
         logprobs_BT = torch.full(responses.padded().shape, LOGPROB, requires_grad=grad)
         entropy_BT = torch.zeros_like(logprobs_BT) if entropy else None
         return TokenScores(logprobs_BT, entropy_BT, responses.mask(), *candidates_of(logprobs_BT, candidates))
 
     def values(self, batch: Batch, *, grad: bool) -> TokenValues:
         """Zero values, after the same time."""
-        responses = self._forward(batch)
+        responses = self._forward(batch, grad=grad)
         return TokenValues(torch.zeros(responses.padded().shape, requires_grad=grad), responses.mask())
 
-    def _forward(self, batch: Batch) -> Ragged:
-        responses = batch.ragged("response_ids")
-        lengths = row_lengths(batch).double()
-        work_s = float((lengths * self._model.token_s + lengths.square() * self._model.pair_s).sum())
-        self._compute(self._model.latency_s + work_s)
-        return responses
+    def _forward(self, batch: Batch, *, grad: bool) -> Ragged:
+        seconds = self._train.seconds(row_lengths(batch).tolist())
+        self._compute(seconds if grad else FORWARD * seconds)
+        return batch.ragged("response_ids")
 
     def _compute(self, seconds: float) -> None:
-        time.sleep(seconds)
+        self._time.wait(seconds)
 
     def accumulate(self, loss_sum: Tensor) -> None:
         """Every element of the gradient is the number of losses."""
@@ -249,7 +246,7 @@ class EmulatedBackend:
 
     def apply(self, denominator: float) -> float:
         """Sum over the replicas; returns the norm."""
-        time.sleep(self._model.apply_s)
+        self._time.wait(self._train.apply_s)
         self._replicas.sum_([self._gradient])
         norm = float(self._gradient.norm()) / denominator
         self._gradient.zero_()
@@ -259,7 +256,8 @@ class EmulatedBackend:
         """There is no schedule."""
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """One parameter."""
+        """One parameter, once publishing would be done."""
+        self._time.wait(self._publish_s)
         yield WEIGHT, self._weight
 
     def join(self) -> None:
@@ -298,7 +296,7 @@ class EmulatedDividedBackend(EmulatedBackend):
     @property
     def quadratic(self) -> float:
         """What the pairs of a row add to its cost."""
-        return self._model.pair_s / self._model.token_s
+        return self._train.pair_s / self._train.token_s
 
     def idle(self, *, grad: bool) -> None:
         """A round without samples."""
@@ -306,8 +304,8 @@ class EmulatedDividedBackend(EmulatedBackend):
 
     def apply(self, denominator: float) -> float:
         """The same, and note the rounds since the last step."""
-        if self._model.rounds_file:
-            with Path(f"{self._model.rounds_file}-{self._replicas.rank}").open("a") as file:
+        if self._rounds_file:
+            with Path(f"{self._rounds_file}-{self._replicas.rank}").open("a") as file:
                 file.write(" ".join(map(str, self._rounds)) + "\n")
         self._rounds.clear()
         return super().apply(denominator)

@@ -16,6 +16,7 @@ from distflow.flow.estimate import PROCESS, divides_gradients, estimate, state_b
 from distflow.flow.gpus import width
 from distflow.flow.lanes import Whereabouts
 from distflow.flow.memory import group_bytes
+from distflow.flow.memory_fit import counted_twice
 from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
 from distflow.flow.sizes import CHAINED, FETCHED, PINNED, PUBLISHED, ModelSize, model_size
 from distflow.launch.deploy.host_checks import GIB, Needs, Threshold, at_least, needs_of_workers
@@ -261,6 +262,7 @@ def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
     if several and plan.recipe.weights.encoding != "full":
         # Deltas are kept for other hosts, where they were made and where they were fetched; not in /dev/shm.
         beside += int(CHAINED * sum(weights[model] for model in {*own, *read}))
+    beside -= counted_twice(workers)
     beside_gpus = beside + sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers)
     return replace(
         needs_of_workers(plan, names),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS
+from distflow.config.plugins import BACKENDS, EMULATED, ENGINES, OPTIONS
 from distflow.errors import RecipeError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.resolve import resolve
@@ -168,6 +168,6 @@ def test_options_of_others_are_left_to_them() -> None:
 
 
 def test_all_of_ours_have_a_check() -> None:
-    assert OPTIONS.keys() == {*ENGINES.values(), *BACKENDS.values()}
+    assert OPTIONS.keys() == {*ENGINES.values(), *BACKENDS.values(), *EMULATED}
     for call in OPTIONS.values():
         assert resolve(call).parse({}) == resolve(call)()

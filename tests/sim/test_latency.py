@@ -60,3 +60,12 @@ def test_a_trace_gives_the_lengths_of_one_prompt() -> None:
     trace = lengths.Trace([[1, 2, 3], [10, 20, 30]])
     assert {trace.length(0.2, sample, 100) for sample in (0.1, 0.5, 0.9)} == {1, 2, 3}
     assert trace.length(0.999, 0.999, 25) == 25
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("12 x\n", r":1: expected lengths"), ("\n", "has no lines"), ("3 0\n", ":1:")]
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "trace.txt").write_text(text)
+    with pytest.raises(UserError, match=why):
+        lengths.read_trace(tmp_path / "trace.txt")

@@ -1,0 +1,305 @@
+"""Measures how long a recipe's own engine and backend take on this machine, through their protocols alone.
+
+Nothing is fitted here: `distflow.sim.fitting` makes a latency model of what is measured.
+
+Shapes: B samples, T response tokens of the longest one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from distflow.config.plugins import VOCABULARY
+from distflow.data.batch import Batch, Ragged
+from distflow.errors import PluginError, UserError
+from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.resolve import resolve
+from distflow.runtime.assembly import device_of, lacks
+from distflow.runtime.protocols import Backend, BackendSpec, Engine, EngineSpec
+from distflow.types import SampleRequest, SamplingParams, Version
+
+REPEATS = 3
+LONG_S = 1.0
+"""What has taken so long is not repeated any more."""
+STEPS = 16
+"""Decode steps of one measurement."""
+COPIED_BYTES = 1 << 26
+"""Copied to see how fast memory is, if the model is smaller."""
+STUCK_S = 300.0
+"""A decode step, or reading prompts, takes no longer; an engine that does is stuck."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTime:
+    """Of one decode step."""
+
+    samples: int
+    context: float
+    """Mean tokens of a sample."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTime:
+    """Of forward and backward of rows of these lengths."""
+
+    lengths: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTime:
+    """Of one version of the weights."""
+
+    nbytes: int
+    publish_s: float
+    """Copying it out of the backend."""
+    swap_s: float
+    """Copying it into the engine."""
+    copy_bytes_s: float
+    """Bytes per second that this machine copies in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """All that was measured."""
+
+    device: str
+    decode: tuple[DecodeTime, ...]
+    prefill: tuple[tuple[int, float], ...]
+    """Prompt tokens that were read, and seconds."""
+    train: tuple[TrainTime, ...]
+    apply_s: float
+    weights: WeightTime
+
+
+def measure(plan: Plan, report: Callable[[str], None]) -> Measurements:
+    """Measure the engine and the backend of the primary model; `report` is told what is being done.
+
+    Raises UserError for a plan whose backend cannot be measured alone, PluginError for plug-ins that are none.
+    """
+    model = plan.primary
+    trains = plan.owner_plan
+    makes = next((worker for worker in plan.workers if model in worker.generates), None)
+    if makes is None:
+        raise UserError("profile: this flow generates nothing, and a latency model needs an engine and a backend")
+    device = device_of(plan, makes)
+    backend = _backend(plan, trains, device_of(plan, trains))
+    try:
+        engine = _engine(plan, makes, device)
+        try:
+            report("publishing and loading weights")
+            weights = _weights(backend, engine)
+            report("decoding")
+            torch.set_num_threads(makes.threads)
+            prefill, decode = _decoding(plan, makes, engine)
+        finally:
+            engine.close()
+        report("training")
+        torch.set_num_threads(trains.threads)
+        train, apply_s = _training(plan, backend)
+    finally:
+        backend.close()
+    return Measurements(device, tuple(decode), tuple(prefill), tuple(train), apply_s, weights)
+
+
+def _engine(plan: Plan, worker: WorkerPlan, device: str) -> Engine:
+    assert worker.engine is not None, f"{worker.name} generates, so the plan names its engine"
+    spec = EngineSpec(
+        model=plan.recipe.models[plan.primary].model_dump(),
+        device=device,
+        slots=worker.slots,
+        max_tokens=plan.engine_tokens(plan.primary),
+        seed=plan.recipe.run.seed,
+        options=worker.engine_options,
+        # They are measured in one process, whatever the layout.
+        shares_device=True,
+        deterministic=plan.recipe.run.deterministic,
+        pool=worker.name.pool,
+        worker=str(worker.name),
+    )
+    engine = resolve(worker.engine)(spec)
+    if not isinstance(engine, Engine):
+        raise PluginError(lacks(worker.engine, engine, Engine))
+    return engine
+
+
+def _backend(plan: Plan, worker: WorkerPlan, device: str) -> Backend:
+    assert worker.backend is not None, f"{worker.name} trains, so the plan names its backend"
+    spec = BackendSpec(
+        model=plan.recipe.models[plan.primary].model_dump(),
+        device=device,
+        trainable=True,
+        seed=plan.recipe.run.seed,
+        training_steps=plan.recipe.run.training_steps,
+        options=worker.backend_options,
+        deterministic=plan.recipe.run.deterministic,
+    )
+    backend = resolve(worker.backend)(spec)
+    if not isinstance(backend, Backend):
+        raise PluginError(lacks(worker.backend, backend, Backend))
+    if backend.lockstep:
+        backend.close()
+        raise UserError(
+            f"profile: {worker.backend} divides the model over training workers, and one alone is measured — choose "
+            f"backend=torch for layout.pools.{worker.name.pool}, and name a size that fits one device"
+        )
+    backend.join()
+    return backend
+
+
+def _median(seconds: Callable[[], float]) -> float:
+    """Of some repetitions, fewer of what takes long, after one that warms up."""
+    found = [seconds()]
+    while len(found) <= REPEATS and sum(found) < LONG_S:
+        found.append(seconds())
+    return statistics.median(found[1:] or found)
+
+
+def _now() -> float:
+    """The time, once the devices have done what they were asked to."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _weights(backend: Backend, engine: Engine) -> WeightTime:
+    kept: dict[str, Tensor] = {}
+    numbers = count()
+
+    def publish() -> float:
+        begin = _now()
+        for name, tensor in backend.named_shards():
+            if name in kept:
+                kept[name].copy_(tensor)
+            else:
+                kept[name] = tensor.to("cpu", copy=True)
+        return _now() - begin
+
+    def swap() -> float:
+        begin = _now()
+        engine.begin_update(Version(0, next(numbers)))
+        engine.update(kept.items())
+        engine.end_update()
+        return _now() - begin
+
+    publish_s, swap_s = _median(publish), _median(swap)
+    nbytes = sum(tensor.nbytes for tensor in kept.values())
+    source = torch.zeros(max(nbytes, COPIED_BYTES), dtype=torch.uint8)
+    target = torch.empty_like(source)
+
+    def copy() -> float:
+        begin = _now()
+        target.copy_(source)
+        return _now() - begin
+
+    return WeightTime(nbytes, publish_s, swap_s, source.nbytes / _median(copy))
+
+
+def _decoding(plan: Plan, worker: WorkerPlan, engine: Engine) -> tuple[list[tuple[int, float]], list[DecodeTime]]:
+    """Batches of 1, 2, 4 … all slots, with short prompts and with long ones."""
+    longest = plan.engine_tokens(plan.primary)
+    steps = max(1, min(STEPS, longest // 4))
+    prompts = sorted({max(1, longest // 8), max(1, (longest - steps - 1) // 2), max(1, longest - steps - 1)})
+    batches = sorted({*(1 << power for power in range(worker.slots.bit_length())), worker.slots})
+    decoder = _Decoder(plan, engine, steps)
+    decoder.run(batches[-1], prompts[0])  # warms up
+    prefill, decode = [], []
+    for samples in batches:
+        for prompt in prompts:
+            runs = [decoder.run(samples, prompt)]
+            while len(runs) < REPEATS and sum(map(sum, runs)) < LONG_S:
+                runs.append(decoder.run(samples, prompt))
+            step_s = statistics.median(step for _, step in runs)
+            decode.append(DecodeTime(samples, prompt + 1 + steps / 2, step_s))
+            # The first token of each sample is decoded with them.
+            reading = statistics.median(first for first, _ in runs) - step_s
+            prefill.append((samples * prompt, max(0.0, reading)))
+    return prefill, decode
+
+
+class _Decoder:
+    """Lets an engine decode samples of random prompts, and looks at the clock."""
+
+    def __init__(self, plan: Plan, engine: Engine, steps: int) -> None:
+        model = plan.recipe.models[plan.primary]
+        self._engine = engine
+        self._seed = plan.recipe.run.seed
+        self._steps = steps
+        self._vocabulary = int(resolve(VOCABULARY)(model.model_dump()))
+        self._positions = count()
+        self._random = torch.Generator().manual_seed(self._seed)
+
+    def run(self, samples: int, prompt: int) -> tuple[float, float]:
+        """Seconds until every sample has its first token, and of a decode step after that."""
+        positions = [next(self._positions) for _ in range(samples)]
+        params = SamplingParams(max_new_tokens=self._steps + 1)
+        ids = torch.randint(self._vocabulary, (samples, prompt), generator=self._random).tolist()
+        rows = zip(positions, ids, strict=True)
+        self._engine.submit([SampleRequest(at, 0, tuple(row), self._seed, params) for at, row in rows])
+        begin = time.perf_counter()
+        first: float | None = None
+        done = had = 0
+        while done < samples:
+            finished = len(self._engine.poll())
+            now = time.perf_counter()
+            done += finished
+            if first is None:
+                tokens = self._engine.progress()
+                # Those that are finished already had their first token, too.
+                if all(tokens.values()):
+                    first, had = now, sum(tokens.values()) + done * (self._steps + 1)
+            if now - begin > STUCK_S:
+                raise PluginError(f"profile: the engine did not finish {samples} samples within {STUCK_S:.0f} s")
+        assert first is not None, "samples are finished"
+        left = samples * (self._steps + 1) - had
+        return first - begin, (now - first) * samples / left if left else (now - begin) / (self._steps + 1)
+
+
+def _training(plan: Plan, backend: Backend) -> tuple[list[TrainTime], float]:
+    """Rows of three lengths, in batches up to the recipe's own; and optimizer steps."""
+    longest, budget = plan.engine_tokens(plan.primary), plan.batch.tokens_per_microbatch
+    vocabulary = int(resolve(VOCABULARY)(plan.recipe.models[plan.primary].model_dump()))
+    found = []
+    for length in sorted({max(2, longest // 4), max(2, longest // 2), max(2, longest)}):
+        most = max(1, budget // length)
+        for rows in sorted({1, max(1, most // 4), most}):
+            batch = _rows(rows, length, vocabulary)
+            found.append(TrainTime((length,) * rows, _median(partial(_train, backend, batch))))
+    batch = _rows(1, max(2, longest // 4), vocabulary)
+
+    def apply() -> float:
+        _train(backend, batch)
+        begin = _now()
+        backend.apply(1.0)
+        return _now() - begin
+
+    return found, _median(apply)
+
+
+def _rows(rows: int, length: int, vocabulary: int) -> Batch:
+    """Half prompt, half response."""
+    half = length // 2
+    ids = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(rows)).tolist()
+    return Batch(
+        {
+            "prompt_ids": Ragged.from_rows([row[:half] for row in ids], torch.int64),
+            "response_ids": Ragged.from_rows([row[half:] for row in ids], torch.int64),
+        }
+    )
+
+
+def _train(backend: Backend, batch: Batch) -> float:
+    """Seconds of forward and backward."""
+    begin = _now()
+    scores = backend.score(batch, temperature=1.0, grad=True, entropy=False)
+    backend.accumulate(-(scores.logprobs_BT * scores.mask_BT).sum())
+    return _now() - begin
