@@ -165,20 +165,13 @@ def slow(rounds: int, steps: int) -> None:
 def schedules(rounds: int, steps: int) -> None:
     """Four rollouts of 2 groups at a time, 56 groups a step; every 10th of 100 prompts has 8 times the length."""
     # Lengths go by the position: a pass over the data has to be a multiple of that, or no prompt stays a long one.
-    every = 10
+    lengths = {"median": 20, "sigma": 0.3, "longer_every": 10, "longer": 8.0}
     shared = (
         "layout.pools.rollout.count=4",
         "layout.pools.rollout.slots=16",
         "batch={prompts: 56, samples_per_prompt: 8, ledgers: 4}",
         "data={shuffle: false, with: {digits: 2}}",
-        options(
-            "layout.pools.rollout.engine_options",
-            median=20,
-            sigma=0.3,
-            device=device(step_s=0.004, wide=8),
-            longer_every=every,
-            longer=8.0,
-        ),
+        options("layout.pools.rollout.engine_options", device=device(step_s=0.004, wide=8), **lengths),
         options("layout.pools.trainer.backend_options", device=device(token_s=1e-6)),
     )
 
@@ -186,9 +179,7 @@ def schedules(rounds: int, steps: int) -> None:
         lines = run(steps, *shared, f"layout.max_staleness={staleness}", f"layout.schedule={schedule}")
         names = ("rollout/length_rank_recall", "rollout/tail_workers")
         means = {name: [line[name] for line in lines if name in line] for name in names}
-        return step_s(lines), ", ".join(
-            f"{name} {statistics.mean(found):.2f}" for name, found in means.items() if found
-        )
+        return step_s(lines), ", ".join(f"{name} {statistics.mean(had):.2f}" for name, had in means.items() if had)
 
     for staleness in (0, 1):
         names = {schedule: f"staleness {staleness}, {schedule}" for schedule in ("fifo", "longest_first", "skew_aware")}

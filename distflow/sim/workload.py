@@ -227,4 +227,5 @@ class DeviceWorkload:
         drawn = iter([self.distribution.length(of_prompt, own, job.response_tokens) for of_prompt, own in draws])
         for position in positions:
             self._lengths[position] = tuple(islice(drawn, job.samples))
-        self._kinds.update(zip(positions, [int(of_prompt * KINDS) for of_prompt, _ in draws[:: job.samples]], strict=True))
+        kinds = [int(of_prompt * KINDS) for of_prompt, _ in draws[:: job.samples]]
+        self._kinds.update(zip(positions, kinds, strict=True))
