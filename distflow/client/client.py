@@ -340,7 +340,7 @@ class Client:
             if message.kind == f"{ASK}.reply":
                 self._on_answer(owner, message)
             elif message.kind == f"{ALIVE}.reply":
-                (self._over.add if body["over"] else self._over.discard)(owner)
+                (self._over.add if body.get("over") is True else self._over.discard)(owner)
             elif isinstance(number, int) and number in self._awaited:
                 self._replies[number] = dict(body)
             if owner in self._heard:

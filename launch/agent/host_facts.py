@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 BESIDE = ("launch", "recipes", "workers")  # beside `distflow/` in a checkout, in it where it is installed
@@ -187,13 +188,19 @@ def describe(
 
 def abandoned() -> list[str]:
     """This user's files of runs in shared memory that no process seen here maps: what killed runs have left."""
-    own = [path for path in SHM.glob("distflow-*") if path.is_file() and path.stat().st_uid == os.geteuid()]
+    own: dict[str, os.stat_result] = {}
+    for path in SHM.glob("distflow-*"):
+        # Runs come and go meanwhile.
+        with suppress(FileNotFoundError):
+            about = path.stat()
+            if S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
+                own[str(path)] = about
     used: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps") if own else ():
         # Processes end meanwhile, and those of others may not be looked at.
         with suppress(OSError):
             used.update(line.partition("/")[2] for line in maps.read_text().splitlines() if "distflow-" in line)
-    return sorted(str(path) for path in own if str(path)[1:] not in used and path.stat().st_size)
+    return sorted(path for path, about in own.items() if path[1:] not in used and about.st_size)
 
 
 def describe_code(packages: Sequence[str], modules: Sequence[str]) -> dict[str, Any]:

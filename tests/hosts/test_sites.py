@@ -22,24 +22,24 @@ SLOW = SiteLink(50e6, 0.05)
 PLACES = [
     "layout=async",
     "layout.pools.trainer.hosts=[h0]",
-    "layout.pools.rollout.hosts=[h1, h2, h3]",
-    "layout.pools.rollout.count=3",
+    "layout.pools.rollout.hosts=[h1, h2]",
+    "layout.pools.rollout.count=2",
 ]
 
 
 @pytest.fixture
 def sites(tmp_path: Path) -> Iterator[Cluster]:
-    """Hosts 0 and 1, and far away 2 and 3."""
+    """Host 0, and far away 1 and 2."""
     if (why := reason()) is not None:
         pytest.skip(why)
     if not Path(TUN).exists():
         pytest.skip(f"needs {TUN} for the link between the sites")
-    with NetHosts(4, tmp_path, far=(2, 3), link=SLOW) as net:
+    with NetHosts(3, tmp_path, far=(1, 2), link=SLOW) as net:
         yield Cluster(net, tmp_path)
 
 
 def test_weights_cross_between_sites_once_and_samples_compressed(sites: Cluster) -> None:
-    lines = ["h0 slots=1", "h1 slots=1", "h2 slots=1 site=far", "h3 slots=1 site=far"]
+    lines = ["h0 slots=1", "h1 slots=1 site=far", "h2 slots=1 site=far"]
     before = sites.net.crossed()
     head = sites.start(hosts_file(sites, *lines, shared=True), f"run.training_steps={STEPS}", *SMALL, *PLACES)
     await_steps(sites, head, 5)
@@ -48,8 +48,7 @@ def test_weights_cross_between_sites_once_and_samples_compressed(sites: Cluster)
     out, err = head.communicate(timeout=180)
     assert head.returncode == 0, f"{out}\n{err}"
     check_exactly_once(folders_of(sites), STEPS)
-    assert sent["rollout/1"]["zstd"]["messages"] + sent["rollout/2"]["zstd"]["messages"] > 0
-    assert sent["rollout/0"]["zstd"]["messages"] == 0, "it stands where the trainer does"
+    assert sent["rollout/0"]["zstd"]["messages"] + sent["rollout/1"]["zstd"]["messages"] > 0
     size = model_size(plan_recipe("quickstart", [])[1].recipe.models["policy"])
     assert size is not None
     to_them = sites.net.crossed()[0] - before[0]
