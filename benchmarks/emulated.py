@@ -6,6 +6,7 @@
     python -m benchmarks.emulated rounds         # 8 training workers with a divided model, lengths to 16k
     python -m benchmarks.emulated reference      # a reference model on services, 5 micro-batches away
     python -m benchmarks.emulated reference_in_turn    # the same at staleness 0
+    python -m benchmarks.emulated schedules      # every 10th prompt 8 times as long, 7 waves a step
     python -m benchmarks.emulated validation     # at staleness 1, with a pool of its own and without
     python -m benchmarks.emulated streaming      # training on samples as they arrive, and on whole batches
     python -m benchmarks.emulated forwards       # log-probs for several updates, while samples arrive or behind them
@@ -159,6 +160,30 @@ def slow(rounds: int, steps: int) -> None:
             "leases, all alike": lambda: variant(),
         },
     )
+
+
+def schedules(rounds: int, steps: int) -> None:
+    """Four rollouts of 2 groups at a time, 56 groups a step; every 10th of 100 prompts has 8 times the length."""
+    # Lengths go by the position: a pass over the data has to be a multiple of that, or no prompt stays a long one.
+    lengths = {"median": 20, "sigma": 0.3, "longer_every": 10, "longer": 8.0}
+    shared = (
+        "layout.pools.rollout.count=4",
+        "layout.pools.rollout.slots=16",
+        "batch={prompts: 56, samples_per_prompt: 8, ledgers: 4}",
+        "data={shuffle: false, with: {digits: 2}}",
+        options("layout.pools.rollout.engine_options", device=device(step_s=0.004, wide=8), **lengths),
+        options("layout.pools.trainer.backend_options", device=device(token_s=1e-6)),
+    )
+
+    def variant(staleness: int, schedule: str) -> tuple[float, str]:
+        lines = run(steps, *shared, f"layout.max_staleness={staleness}", f"layout.schedule={schedule}")
+        names = ("rollout/length_rank_recall", "rollout/tail_workers")
+        means = {name: [line[name] for line in lines if name in line] for name in names}
+        return step_s(lines), ", ".join(f"{name} {statistics.mean(had):.2f}" for name, had in means.items() if had)
+
+    for staleness in (0, 1):
+        names = {schedule: f"staleness {staleness}, {schedule}" for schedule in ("fifo", "longest_first", "skew_aware")}
+        take_turns(rounds, {name: lambda s=schedule, t=staleness: variant(t, s) for schedule, name in names.items()})
 
 
 def stealing(rounds: int, steps: int) -> None:
@@ -348,6 +373,7 @@ def streaming(rounds: int, steps: int) -> None:
 SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "asynchrony": asynchrony,
     "slow": slow,
+    "schedules": schedules,
     "stealing": stealing,
     "rounds": rounds,
     "reference": reference,

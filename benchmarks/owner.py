@@ -78,7 +78,7 @@ class Holder:
 
     def result(self, position: int) -> Result:
         del self.held[position]
-        return Result(self.name, 0, 0, position, 1, 1000, Version(0, self.owner.version), "", 1)
+        return Result(self.name, 0, 0, position, 1, 1000, Version(0, self.owner.version), "", 1, (), 0)
 
     def hear(self, grant: Grant) -> None:
         self.seen = max(self.seen, grant.number)

@@ -1,17 +1,21 @@
-"""Simulations recorded in RESULTS.md: scale, a single controller beside it, and what each rule is worth on long tails.
+"""Simulations recorded in RESULTS.md: scale, a single controller beside it, and what rules and schedules are worth.
 
     python -m benchmarks.simulated scale [N …]          python -m benchmarks.simulated hub [N …]
     python -m benchmarks.simulated tails [short|heavy|agentic …]
+    python -m benchmarks.simulated schedules [short|heavy|agentic …]
 
 All on the latency model of an H100 with a 7B model. Nothing is run but the simulator, so a machine of any size will do.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
+from distflow.config.schema import Schedule
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Message, Result
 from distflow.flow.memory import group_bytes
@@ -119,6 +123,8 @@ LINES = (
     Rules("and partial rollouts, hedging", 2, continued=True),
 )
 ROLLOUTS, REPLICAS, PROMPTS = 16, 16, 288
+SEEDS = range(3)
+SCHEDULES: tuple[Schedule, ...] = ("fifo", "longest_first", "skew_aware")
 
 
 def tails(names: Sequence[str]) -> None:
@@ -155,6 +161,31 @@ def tails(names: Sequence[str]) -> None:
             )
         for line in filter_late(work, device, lengths):
             print(line, flush=True)
+
+
+def schedules(names: Sequence[str]) -> None:
+    """In which order groups are leased: 4 rollouts of 8 groups at a time, 4.5 waves a step, streamed; several seeds.
+
+    4 trainers, whose time for a token is that of the device, or a hundredth of it: then generation is all there is.
+    """
+    device = load(DEVICE)
+    hardly = replace(device, train=replace(device.train, token_s=device.train.token_s / 100))
+    print("| lengths, staleness, training | fifo, step s | longest_first | skew_aware |\n| --- | --- | --- | --- |")
+    for name, staleness, trains in product(names, (0, 1), ("hardly any", "real")):
+        lengths, longest = LENGTHS[name]
+        work = load_for(4, 4, PROMPTS // 2, staleness, longest)
+        found: dict[Schedule, list[float]] = {schedule: [] for schedule in SCHEDULES}
+        for seed, schedule in product(SEEDS, SCHEDULES):
+            settings = replace(work.settings, schedule=schedule)
+            one = replace(work, settings=settings, job=replace(work.job, seed=seed))
+            on = hardly if trains == "hardly any" else device
+            found[schedule].append(simulate(one, on, lengths, SimulateOptions(steps=STEPS)).step_s)
+        fifo = found["fifo"]
+        cells = [f"{name}, {staleness}, {trains}", f"{statistics.median(fifo):.1f}"]
+        for schedule in SCHEDULES[1:]:
+            gains = sorted(a / b for a, b in zip(fifo, found[schedule], strict=True))
+            cells.append(f"{statistics.median(gains):.2f} × the speed ({gains[0]:.2f} to {gains[-1]:.2f})")
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def static_s(work: Load, device: DeviceLatency, lengths: Lengths) -> float:
@@ -201,11 +232,13 @@ def filter_late(work: Load, device: DeviceLatency, lengths: Lengths) -> Iterator
 def main(words: Sequence[str]) -> None:
     """One part of the file's table of contents."""
     what, *rest = words or ["tails"]
-    counts = [int(word) for word in rest] if what != "tails" else []
+    counts = [int(word) for word in rest] if what in ("scale", "hub") else []
     if what == "scale":
         scale(counts or [8, 64, 512, 4096])
     elif what == "hub":
         hub(counts or [8, 64, 512, 4096])
+    elif what == "schedules":
+        schedules(rest or list(LENGTHS))
     else:
         tails(rest or list(LENGTHS))
 

@@ -19,6 +19,7 @@ from distflow.types import MOST_WORKERS
 
 PoolRole = Literal["generate", "score", "forward", "train", "validate", "*"]
 Refresh = Literal["eager", "when_idle", "at_bound"]
+Schedule = Literal["fifo", "longest_first", "skew_aware"]
 UNBOUNDED = "unbounded"
 LONGEST_S = 1e9
 """Longest time that can be given (32 years), for 'never': longer waits are beyond what the system can wait."""
@@ -290,6 +291,10 @@ class LayoutConfig(Section):
     on_failure: Literal["restart", "shrink", "stop"] = "restart"
     """When a training worker is killed: restart (its pool resumes from the last checkpoint, the others wait for it),
     shrink (the same, but without workers that cannot come back), or stop the run."""
+    schedule: Schedule = "fifo"
+    """Which group is generated next, of those that max_staleness lets through: fifo (in the order of the data),
+    longest_first (the longest responses, as far as lengths of earlier groups tell), or skew_aware (that, and workers of
+    their own for the longest where that is faster). It changes order and place, never what is trained on."""
     refresh: Refresh = "eager"
     """When a generating worker takes newer weights: eager (at once, within samples), when_idle (between samples), or
     at_bound (only when its next group needs them)."""

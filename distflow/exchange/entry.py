@@ -30,6 +30,11 @@ class Entry:
     holders: dict[str, int] = field(default_factory=dict)
     """Workers (with their incarnation) that have this lease, as far as is known."""
     tokens: int = 0
+    """Of all samples so far, as reported; after arrival all of them."""
+    step: int = 0
+    """The training step that takes it, or an earlier one, as known when it was leased."""
+    predicted: float = 0.0
+    """Tokens expected of a sample, where a schedule looks at them."""
     started: bool = False
     """A holder has reported that it runs."""
     oldest: Version | None = None

@@ -120,6 +120,11 @@ class PendingGrant:
     entries: list[Entry] = field(default_factory=list)
 
     @property
+    def held(self) -> int:
+        """How many groups of this owner the worker will hold."""
+        return len(self.peer.granted_by) + len(self.entries)
+
+    @property
     def full(self) -> bool:
         """Whether nothing more can be added."""
         return self.room <= 0 or len(self.entries) >= self.peer.parked
@@ -130,6 +135,8 @@ class PendingGrant:
         self.room -= entry.grant_bytes
 
 
+Draw = Callable[[str, int], Entry | None]
+"""Leases something to a worker that holds so many groups; None: there is nothing for it."""
 _LONGEST_TICK_S = 2.0
 """Time that counts as silence between two looks: had we been away for longer, it was us who did not listen."""
 
@@ -296,29 +303,28 @@ class Peers:
         self._parked.pop(peer.name, None)
         self._idle.pop(peer.name, None)
 
-    def deal(self, entries: Iterator[Entry], limit_bytes: int) -> list[PendingGrant]:
+    def deal(self, draw: Draw, keeps_back: Callable[[], bool], limit_bytes: int) -> list[PendingGrant]:
         """Distribute entries evenly among the parked asks, one to each in turn, up to their wants and room.
 
-        Takes no more from `entries` than it distributes.
+        Draws no more than it distributes. Where nothing is drawn for one worker, and nothing `keeps_back` what others
+        may get, there is nothing more.
         """
         shares: list[PendingGrant] = []
-        for peer in self._parked.values():
-            pending = PendingGrant(peer, peer.room(limit_bytes))
-            if not pending.full:
-                entry = next(entries, None)
-                if entry is None:
-                    return shares
-                pending.add(entry)
-                shares.append(pending)
-        turn = [pending for pending in shares if not pending.full]
-        while turn:
+        turn: Iterable[PendingGrant] = (PendingGrant(peer, peer.room(limit_bytes)) for peer in self._parked.values())
+        while True:
+            served: list[PendingGrant] = []
             for pending in turn:
-                entry = next(entries, None)
-                if entry is None:
+                entry = None if pending.full else draw(pending.peer.name, pending.held)
+                if entry is not None:
+                    if not pending.entries:
+                        shares.append(pending)
+                    pending.add(entry)
+                    served.append(pending)
+                elif not pending.full and not keeps_back():
                     return shares
-                pending.add(entry)
-            turn = [pending for pending in turn if not pending.full]
-        return shares
+            if not served:
+                return shares
+            turn = served
 
     def _hold(self, peer: Peer) -> None:
         self._holding[peer.name] = peer

@@ -64,10 +64,9 @@ class HolderCore:
         if len(owners) > settings.ledgers:
             raise UserError(f"{len(owners)} owners share {settings.ledgers} ledgers: set batch.ledgers ≥ {len(owners)}")
         self.name, self.incarnation = name, incarnation
-        self._settings = settings
+        self._settings, self._home = settings, home
         self._links = [Link(owner, term) for owner in owners]
         self._number_of = {owner: number for number, owner in enumerate(owners)}
-        self._home = home
         self._walk = AskWalk(home.among(owners), settings, random.Random(f"{seed}/{name}/{incarnation}"))
         self._wanted = 0
         self._idle = self._told_idle = False
@@ -111,7 +110,7 @@ class HolderCore:
     ) -> list[Outgoing]:
         """The group is generated: `nbytes` of payload, `oldest` version of any token, `dropped` reason or "".
 
-        If it was cancelled in the meantime, nothing is sent and its payload is acknowledged at once.
+        Its tokens are as last reported. If it was cancelled, nothing is sent and its payload is acknowledged at once.
         """
         held = self.find(position)
         if held is None:
@@ -121,7 +120,7 @@ class HolderCore:
         assert dropped or oldest is not None, f"position {position}: a result names its oldest version"
         link = self._link_of(position)
         about = (self.name, self.incarnation, link.term, position, held.lease.attempt)
-        held.result = Result(*about, nbytes, oldest, dropped, self._wanted, scores)
+        held.result = Result(*about, nbytes, oldest, dropped, self._wanted, scores, held.tokens)
         held.outputs.clear()
         held.wait = self._settings.resend_s
         held.due = now + held.wait

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distflow.config.schema import Schedule
 from distflow.data.difficulty import Difficulty
 from distflow.errors import UserError
 from distflow.flow.memory import MIB, group_bytes
@@ -55,6 +56,8 @@ class LeaseSettings:
     difficulty: Difficulty | None = None
     """Of owners: whether the prompt of a position is leased at all, by what was known at the lowest version on which
     its group may start. None: every one is."""
+    schedule: Schedule = "fifo"
+    """In which order owners lease the positions that the gate lets through, and to whom."""
     announce_closed: bool = False
     """Owners tell the holders when a training step's set is complete (colocated layouts wait for that)."""
     hedging: bool = False
@@ -170,6 +173,7 @@ def planned_settings(plan: Plan, owner: WorkerPlan) -> LeaseSettings:
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         seed=recipe.run.seed,
         max_refills=batch.max_refills,
+        schedule=batch.schedule,
         announce_closed=bool(owner.generates),
         hedging=recipe.layout.hedging and plan.origin.allows("repeatable"),
         host_silence_s=recipe.limits.host_silence_s,

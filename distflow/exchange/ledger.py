@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import structs
@@ -112,13 +112,23 @@ class Ledger:
         k = self.leasable()
         assert k is not None, f"ledger {self.index} has nothing to lease"
         if self._back:
-            heapq.heappop(self._back)
-            entry = self.entries[k]
-            entry.lease = structs.replace(entry.lease, attempt=entry.lease.attempt + 1)
-            entry.state, entry.leased_at, entry.started = "open", now, False
-            entry.tokens = 0 if entry.kept is None else entry.kept.tokens
-            return entry
+            return self.lease_known(heapq.heappop(self._back), now)
         return self._lease_next(k, term, now)
+
+    def lease_known(self, k: int, now: float) -> Entry:
+        """Lease a position that was given back, or one of `unfold`."""
+        entry = self.entries[k]
+        entry.lease = structs.replace(entry.lease, attempt=entry.lease.attempt + 1)
+        entry.state, entry.leased_at, entry.started = "open", now, False
+        entry.tokens = 0 if entry.kept is None else entry.kept.tokens
+        return entry
+
+    def unfold(self, term: int, now: float) -> Iterator[Entry]:
+        """All further positions that may be leased now, in order; `lease_known` then leases them in any order."""
+        while (k := self._next_leasable()) is not None:
+            entry = self._lease_next(k, term, now)
+            entry.state, entry.lease = "back", structs.replace(entry.lease, attempt=0)
+            yield entry
 
     @property
     def unread(self) -> bool:
@@ -136,7 +146,7 @@ class Ledger:
         return self.knows(k) or not self.unread
 
     def _lease_next(self, k: int, term: int, now: float) -> Entry:
-        entry = Entry(self._new_lease(k, term), self._next_bytes(), now)
+        entry = Entry(self._new_lease(k, term), self._next_bytes(), now, step=self._rank // self._b)
         self._next_k, self._next_prompt = k + 1, None
         self.entries[k] = entry
         self._widen()

@@ -13,9 +13,10 @@ from typing import Any, TypeGuard
 
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.entry import Entry
+from distflow.exchange.lease_order import LeaseOrder
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Judged, Ledger, RefillsExhausted
-from distflow.exchange.messages import Piece, PromptAt, Result
+from distflow.exchange.messages import Piece, Progress, PromptAt, Result
 from distflow.exchange.partials import Kept, of_lineage
 
 
@@ -34,6 +35,8 @@ class LedgerSet:
     def __init__(self, owner: str, indices: Sequence[int], settings: LeaseSettings, prompt_at: PromptAt) -> None:
         assert indices, f"owner {owner} owns no ledger"
         memory = settings.ledger_memory(len(indices))
+        self.order = None if settings.schedule == "fifo" else LeaseOrder(settings)
+        """What is leased next, where that is not the lowest position."""
         self._owner = owner
         self._settings = settings
         self._ledgers = {j: Ledger(j, settings, memory, prompt_at) for j in sorted(indices)}
@@ -90,12 +93,26 @@ class LedgerSet:
                 limit_bytes -= entry.grant_bytes
         return entries, rest
 
-    def draw(self, term: int, now: float) -> Iterator[Entry]:
-        """Lease positions lazily, lowest k first over all ledgers."""
-        while (ledger := self._first()) is not None:
+    def draw(self, term: int, now: float, worker: str, held: int) -> Entry | None:
+        """Lease a position to a worker that holds so many: the lowest k over all ledgers, or what the order says."""
+        if self.order is not None:
+            for j in self._changed:
+                self.order.open(self._ledgers[j].unfold(term, now))
+        # With an order, only what was given back is left to the ledgers.
+        ledger = self._first()
+        if ledger is not None:
             entry = ledger.lease(term, now)
-            self._note(ledger)
-            yield entry
+        elif self.order is not None and (found := self.order.pick(worker, held, now)) is not None:
+            ledger = self._ledgers[found.lease.ledger]
+            entry = ledger.lease_known(found.lease.k, now)
+        else:
+            return None
+        self._note(ledger)
+        return entry
+
+    def keeps_back(self) -> bool:
+        """Whether some worker may lease something although another one may not."""
+        return self.order is not None and self.order.keeps_back()
 
     def _first(self) -> Ledger | None:
         """The ledger with the lowest k to lease."""
@@ -145,6 +162,16 @@ class LedgerSet:
             self._note(ledger)
         return entry
 
+    def reported(self, progress: Progress, now: float) -> None:
+        """A worker says how far its groups are."""
+        if self.order is not None:
+            self.order.reported(progress, now)
+
+    def left(self, worker: str) -> None:
+        """A worker is lost, or has left."""
+        if self.order is not None:
+            self.order.left(worker)
+
     def adopt(self, entry: Entry, worker: str, incarnation: int) -> None:
         """A worker reports that it holds this position: it need not be leased again."""
         entry.state = "open"
@@ -154,6 +181,10 @@ class LedgerSet:
     def settle(self, result: Result) -> RefillsExhausted | None:
         """The first copy of a leased position arrived, or it is dropped. Returns an error after too many drops."""
         ledger, k = self.place(result.position)
+        entry = ledger.entries[k]
+        entry.tokens = max(entry.tokens, result.tokens)
+        if self.order is not None:
+            self.order.arrived(entry, result)
         if result.dropped:
             ledger.drop(k, result.dropped, result.scores)
         else:
@@ -166,6 +197,8 @@ class LedgerSet:
         """Hand a position named by `consumable` to the open training step. Returns its record."""
         ledger, k = self.place(position)
         entry = ledger.take(k, keep=keep)
+        if self.order is not None:
+            self.order.taken(entry)
         self._note(ledger)
         return entry
 
@@ -218,7 +251,8 @@ class LedgerSet:
 
     def unfinished(self) -> list[Entry]:
         """Leased positions that have not arrived, by (k, ledger)."""
-        found = [entry for ledger in self for entry in ledger.entries.values() if awaited(entry)]
+        entries = [entry for ledger in self for entry in ledger.entries.values()]
+        found = [entry for entry in entries if awaited(entry) and entry.lease.attempt]
         return sorted(found, key=lambda entry: (entry.lease.k, entry.lease.ledger))
 
     def _note(self, ledger: Ledger) -> None:

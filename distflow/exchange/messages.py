@@ -195,7 +195,7 @@ class Result(Form, frozen=True):
     Example:
 
         Result("rollout/0", 0, term=0, position=12, attempt=1, nbytes=9120, oldest=Version(0, 1), dropped="",
-              wanted=2, scores=())
+              wanted=2, scores=(), tokens=280)
     """
 
     worker: PeerName
@@ -213,6 +213,8 @@ class Result(Form, frozen=True):
     """Groups the holder would take now: its parked ask is raised to this number."""
     scores: Scores
     """Of a dropped group: what its samples scored, if all of them were judged."""
+    tokens: Whole
+    """Tokens of all its responses, also of a dropped group."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which a reader of the message passes on as ProtocolError."""

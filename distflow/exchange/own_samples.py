@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -62,7 +63,7 @@ class OwnSamples(InboundSamples):
     def _fill(self, now: float) -> None:
         if self.core.finished:
             return
-        leases = [entry.lease for entry in self.core.draw(now)]
+        leases = [entry.lease for entry in iter(partial(self.core.draw, now), None)]
         if leases:
             batch = self._make(leases)
             size = batch.nbytes // len(leases)
@@ -71,4 +72,4 @@ class OwnSamples(InboundSamples):
     def _result(self, lease: Lease, size: int) -> Result:
         # As if begun on the oldest weights that the lease allows: what is read depends on none.
         oldest = Version(lease.term, lease.min_version)
-        return Result(self.core.name, 0, lease.term, lease.position, lease.attempt, size, oldest, "", 0, ())
+        return Result(self.core.name, 0, lease.term, lease.position, lease.attempt, size, oldest, "", 0, (), 0)

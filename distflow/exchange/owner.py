@@ -20,7 +20,8 @@ Example (one ledger, b = 2, s = 0, T = 1):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from msgspec import structs
 
@@ -131,6 +132,7 @@ class OwnerCore:
         if peer is None:
             return []
         self._release(peer, tuple(peer.granted_by))
+        self.ledgers.left(worker)
         return self._serve_parked(now)
 
     def prompts_arrived(self, now: float) -> list[Outgoing]:
@@ -138,9 +140,9 @@ class OwnerCore:
         self.ledgers.prompts_arrived(self.term, now)
         return self._serve_parked(now)
 
-    def draw(self, now: float) -> Iterator[Entry]:
-        """Lease what may be leased, lazily; to nobody yet, as an owner does that makes its samples itself."""
-        return iter(()) if self.held_up() else self.ledgers.draw(self.term, now)
+    def draw(self, now: float, worker: str = "", held: int = 0) -> Entry | None:
+        """Lease what may be leased; to nobody yet, as an owner does that makes its samples itself."""
+        return None if self.held_up() else self.ledgers.draw(self.term, now, worker, held)
 
     # -- the training loop
     def keeps(self, result: Result) -> bool:
@@ -246,6 +248,7 @@ class OwnerCore:
         peer, out = self._read(progress.report, now)
         if peer is None or progress.report.term != self.term:
             return out
+        self.ledgers.reported(progress, now)
         useless = []
         for running in progress.running:
             entry = self.ledgers.entry(running.position)
@@ -327,8 +330,7 @@ class OwnerCore:
             self.progress_count += 1
             self._copies.arrived(entry, now)
             out += self._settle(entry, result)
-            exhausted = self.ledgers.settle(result)
-            self.exhausted = self.exhausted or exhausted
+            self.exhausted = self.ledgers.settle(result) or self.exhausted
             self._peers.grow(result.worker, result.incarnation, result.wanted)
             out += self._announce_closed()
         return out + self._serve_parked(now)
@@ -350,7 +352,8 @@ class OwnerCore:
         if not self._peers.wanted or self.exhausted is not None or self.finished:
             return []
         out = [self._grant(pending, now) for pending in self._copies.stranded(self._peers)]
-        out += [self._grant(pending, now) for pending in self._peers.deal(self.draw(now), self.settings.message_bytes)]
+        dealt = self._peers.deal(partial(self.draw, now), self.ledgers.keeps_back, self.settings.message_bytes)
+        out += [self._grant(pending, now) for pending in dealt]
         return out + [self._grant(pending, now) for pending in self._copies.slow(self._peers)]
 
     def _grant(self, pending: PendingGrant, now: float) -> Outgoing:
@@ -387,14 +390,11 @@ class OwnerCore:
         peers = [peer for peer in self._peers if peer.heard_at <= before]
         for peer in peers:
             peer.heard_at = now
-        return [self._finished_to(peer.name) for peer in peers]
+        return [Outgoing(peer.name, Finished(self.name, self.term)) for peer in peers]
 
     def _finished_reply(self, report: Report, now: float) -> list[Outgoing]:
         self._read(report, now)
-        return [self._finished_to(report.worker)]
-
-    def _finished_to(self, worker: str) -> Outgoing:
-        return Outgoing(worker, Finished(self.name, self.term))
+        return [Outgoing(report.worker, Finished(self.name, self.term))]
 
     def _to(self, peer: Peer, message: OwnerMessage) -> Outgoing:
         return Outgoing(peer.name, message)

@@ -267,8 +267,7 @@ class RolloutCore:
         for holder, queue in zip(self._holders, (self._queued, self._validating), strict=False):
             granted = holder.take_granted()
             if granted:
-                # The oldest first: others wait for them, and they need no newer weights.
-                ordered = sorted((*queue, *granted), key=lambda lease: lease.position)
+                ordered = sorted((*queue, *granted), key=self._urgency)
                 queue.clear()
                 queue.extend(ordered)
 
@@ -278,6 +277,10 @@ class RolloutCore:
         val = [] if self._validation is None else self._validation.want(room, now, idle=idle)
         room -= self._samples(self._queued)
         return Messages([] if self._only_validates else self._holder.want(room, now, idle=idle), val)
+
+    def _urgency(self, lease: Lease) -> int:
+        """The oldest first: others wait for them, and they need no newer weights. Otherwise as they were granted."""
+        return lease.position if self._settings.schedule == "fifo" else lease.min_version
 
     @property
     def _queues(self) -> list[deque[Lease]]:

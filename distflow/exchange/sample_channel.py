@@ -85,7 +85,9 @@ class OutboundSamples:
                 self._kept[position] = rows
             size = 0 if reason else share * (rows.stop - rows.start)
             judged = scores.get(position, ()) if reason and not reason.startswith(UNJUDGED) else ()
-            out += self.core.finished(position, oldest(rows), size, reason, now, judged)
+            began = oldest(rows)
+            self.core.report(position, _tokens(rows), -1 if began is None else began.number)
+            out += self.core.finished(position, began, size, reason, now, judged)
         self.send(out)
         for position in self.core.take_acked():
             self._kept.pop(position, None)
@@ -167,6 +169,12 @@ def _oldest(batch: Batch) -> Callable[[RowRange], Version | None]:
         return Version(*min(found)[:2]) if found else None
 
     return of
+
+
+def _tokens(rows: RowRange) -> int:
+    """Tokens of the responses in some rows, of any model."""
+    responses = [column.offsets for column in rows.batch.of_all_models(TOKENS)]
+    return sum(int(offsets[rows.stop] - offsets[rows.start]) for offsets in responses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +314,7 @@ class InboundSamples:
         batch = rows.batch
         nbytes = max(result.nbytes, batch.nbytes * (rows.stop - rows.start) // max(1, batch.rows))
         if self._later_bytes:
-            responses = [column.offsets for column in batch.of_all_models(TOKENS)]
-            tokens = sum(int(offsets[rows.stop] - offsets[rows.start]) for offsets in responses)
-            nbytes += tokens * self._later_bytes
+            nbytes += _tokens(rows) * self._later_bytes
         return structs.replace(result, nbytes=nbytes)
 
     def _on_results(self, message: Envelope, now: float) -> None:

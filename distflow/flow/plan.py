@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.data_schema import DataConfig
-from distflow.config.schema import Recipe
+from distflow.config.schema import Recipe, Schedule
 from distflow.flow.edges import Edge, EdgeKind, End
 from distflow.flow.step import reserved_tokens, response_tokens
 from distflow.types import Role, Scope, WorkerName
@@ -173,6 +173,8 @@ class BatchPlan:
     """E: passes over its samples."""
     target_kl: float | None = None
     critic_warmup: int = 0
+    schedule: Schedule = "fifo"
+    """fifo under run.deterministic, too."""
 
     @property
     def updates(self) -> int:

@@ -64,6 +64,13 @@ def check_read_batch(recipe: Recipe, structure: Structure, problems: Problems) -
 
 def check_refresh(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse to refresh weights at a staleness bound that does not exist."""
+    if recipe.layout.max_staleness == "unbounded" and recipe.layout.schedule != "fifo":
+        message = (
+            f"{recipe.layout.schedule} would change what is trained on: when layout.max_staleness is unbounded, groups "
+            "are trained in order of arrival"
+        )
+        cure = "layout.max_staleness=1, or another bound; or layout.schedule=fifo"
+        problems.add("layout.schedule", message, cure, others=("layout.max_staleness",))
     if recipe.layout.max_staleness == "unbounded" and recipe.layout.refresh == "at_bound":
         message = "at_bound never takes newer weights when layout.max_staleness is unbounded"
         cure = "layout.refresh=eager or when_idle, or a bound"

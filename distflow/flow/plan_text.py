@@ -122,6 +122,7 @@ def _batch(plan: Plan) -> list[str]:
         *_waiting(plan),
         *_rows_waiting(plan),
         *_difficulty(plan),
+        *_schedule(plan),
         f"{_staleness(plan)}; up to {batch.max_refills} refills a ledger and step",
         f"whole run: {batch.training_steps * batch.prompts} prompts, {batch.training_steps * batch.samples} samples",
     ]
@@ -152,6 +153,16 @@ def _staleness(plan: Plan) -> str:
     if bound is None:
         return "samples of any age, trained as they arrive (max_staleness: unbounded)"
     return f"samples at most {bound} version(s) old"
+
+
+def _schedule(plan: Plan) -> list[str]:
+    """In which order groups are generated, where that is not the order of the data."""
+    orders = {
+        "fifo": [],
+        "longest_first": ["the groups that are predicted to be the longest are generated first"],
+        "skew_aware": ["the longest groups, as predicted, first, and on workers of their own where that is faster"],
+    }
+    return orders[plan.batch.schedule]
 
 
 def _waiting(plan: Plan) -> list[str]:

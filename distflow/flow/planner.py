@@ -76,6 +76,7 @@ def batch_plan(recipe: Recipe) -> BatchPlan:
         epochs=batch.epochs,
         target_kl=batch.target_kl,
         critic_warmup=batch.critic_warmup,
+        schedule="fifo" if recipe.run.deterministic else recipe.layout.schedule,
     )
 
 

@@ -16,7 +16,7 @@ def as_read(recipe: Recipe, structure: Structure) -> Recipe:
     if structure.reads is None:
         return recipe
     batch = recipe.batch.model_copy(update={"samples_per_prompt": structure.reads.declaration.spec.samples})
-    layout = recipe.layout.model_copy(update={"max_staleness": 0})
+    layout = recipe.layout.model_copy(update={"max_staleness": 0, "schedule": "fifo"})
     return recipe.model_copy(update={"batch": batch, "layout": layout})
 
 
@@ -28,6 +28,6 @@ def unread_keys(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
     if recipe.batch.samples_per_prompt not in (samples, BatchConfig.model_fields["samples_per_prompt"].default):
         yield "batch.samples_per_prompt", f"step {name!r} makes {samples} of each row of the data"
     given, default = recipe.layout, LayoutConfig.model_fields
-    for key in ("max_staleness", "refresh", "hedging", "partial_rollouts"):
+    for key in ("max_staleness", "schedule", "refresh", "hedging", "partial_rollouts"):
         if getattr(given, key) != default[key].default:
             yield f"layout.{key}", f"step {name!r} reads the samples from the data, and no worker generates"

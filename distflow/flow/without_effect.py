@@ -93,6 +93,9 @@ def _of_layout(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
         yield Idle("layout.hedging", only, 'remove it, or declare @step(environment=["repeatable"])')
     if layout.partial_rollouts and not step.allows("replay"):
         yield Idle("layout.partial_rollouts", only, 'remove it, or declare @step(environment=["replay"])')
+    if layout.schedule != "fifo" and recipe.run.deterministic:
+        why = "run.deterministic is true: groups are leased in the order of the data"
+        yield Idle("layout.schedule", why, "remove it, or run.deterministic=false")
     if layout.stealing and len(plan.owners) == 1:
         cure = f"remove it, or layout.pools.{plan.home.name}.count=2 or more"
         yield Idle("layout.stealing", f"pool {plan.home.name!r} has one worker, and none to share with", cure)

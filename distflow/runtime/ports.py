@@ -148,8 +148,7 @@ def holds(
     calls: Calls | None,
 ) -> Outbound:
     """The holder's ends of the leases. With `inbound`, or `validation`, the worker is its own owner."""
-    setting = base.setting
-    terms: dict[int, int] = {}
+    setting, terms = base.setting, dict[int, int]()
 
     def newest() -> Version | None:
         """The newest version from which any sample here comes, of any model: a lost one if there is one."""

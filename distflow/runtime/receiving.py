@@ -136,6 +136,19 @@ class Receiving:
         if difficulty.reopened > before:
             log.warning("data.difficulty: hardly a prompt is left, so all are visited again, as if unseen")
 
+    def note_schedule(self) -> None:
+        """How well the lengths of this step's groups were predicted, where a schedule looks at them."""
+        order = self._intake.owner.ledgers.order
+        if order is None:
+            return
+        with self._board.condition:
+            ranked = order.take_ranked()
+            workers = order.tail_workers
+        if ranked.groups:
+            self._metrics.mean("rollout/length_rank_recall", ranked.recall, ranked.groups)
+        if order.isolates:
+            self._metrics.mean("rollout/tail_workers", workers, 1)
+
     # -- from its own ledgers
 
     def _own(self, t: int) -> Iterator[Batch]:

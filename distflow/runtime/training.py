@@ -364,6 +364,7 @@ class Training:
         metrics, tally = self._parts.metrics, self._receiving.tally
         self._dump()
         seconds = time.perf_counter() - tally.began
+        self._receiving.note_schedule()
         metrics.set("timing_s/step", seconds)
         metrics.trace.span(f"training step {t + 1}", "step", tally.began, tally.began + seconds)
         if self._recovery is not None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from distflow.config.schema import Schedule
 from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.flow.plan import Plan
@@ -52,6 +53,7 @@ class Arithmetic:
     stealing: bool
     dealing: bool
     colocated: bool
+    schedule: Schedule = "fifo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ def arithmetic_of(plan: Plan) -> Arithmetic:
         stealing=load.stealing,
         dealing=load.dealing,
         colocated=load.colocated,
+        schedule=limits.schedule,
     )
 
 
@@ -163,6 +166,7 @@ def _settings(arithmetic: Arithmetic, rng: random.Random) -> LeaseSettings:
         group_bytes=lambda prompt_tokens: 25 * samples * prompt_tokens,
         max_prompt_tokens=4,
         max_refills=10**6,
+        schedule=arithmetic.schedule,
         announce_closed=arithmetic.colocated,
         hedging=arithmetic.hedging,
         silence_s=rng.choice([1.5, 5.0]),

@@ -362,8 +362,8 @@ class SimulatedWorker:
         for whole, versions in found:
             position = whole.lease.position
             network.versions[self.name, position] = versions
-            nbytes = network.workload.result_bytes(position)
-            reason = network.scenario.dropped(position)
+            nbytes, reason = network.workload.result_bytes(position), network.scenario.dropped(position)
+            self.holder.report(position, network.workload.result_tokens(position), min(versions).number)
             out = self.holder.finished(position, min(versions), nbytes, reason, network.now)
             self.core.sent([position])
             network.send(self.name, out)

@@ -19,6 +19,8 @@ from distflow.sim.latency import FORWARD, DecodeLatency, DeviceLatency
 from distflow.sim.lengths import Lengths
 from distflow.types import Uid
 
+KINDS = 16
+"""Kinds of prompts, by what the prompt explains of the lengths: as tasks differ, some longer than others."""
 _AT_ONCE = 128
 """Positions whose lengths are drawn together."""
 
@@ -55,6 +57,9 @@ class Workload(Protocol):
 
     def result_bytes(self, position: int) -> int:
         """Bytes of the result of its group."""
+
+    def result_tokens(self, position: int) -> int:
+        """Response tokens that the result says it has: owners learn from them which prompts have long ones."""
 
     def train_s(self, replica: int, positions: Sequence[int]) -> float:
         """Seconds that a replica computes for a batch of groups."""
@@ -107,6 +112,10 @@ class FixedWorkload:
         """As many as were reserved."""
         return self.settings.group_bytes(len(prompt_at(position).prompt_ids))
 
+    def result_tokens(self, position: int) -> int:
+        """As many as it takes time, however many are made."""
+        return round(100 * self.seconds(position))
+
     def train_s(self, replica: int, positions: Sequence[int]) -> float:
         """Whatever it holds."""
         return self.batch_s(replica)
@@ -148,7 +157,7 @@ class DeviceWorkload:
     end_s: float = field(init=False)
     transfer_s: float = field(init=False)
     """From publishing to when an engine can take a version."""
-    _ids: tuple[int, ...] = field(init=False)
+    _kinds: dict[int, int] = field(default_factory=dict)
     _lengths: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -157,11 +166,15 @@ class DeviceWorkload:
         self.prefill_s = self.device.decode.prefill_s
         self.end_s = self.device.train.apply_s * job.updates + (0.0 if job.colocated else weights.publish_s)
         self.transfer_s = 0.0 if job.colocated else weights.bytes / weights.link_bytes_s
-        self._ids = (1,) * job.prompt_tokens
 
     def prompt(self, position: int) -> LeasePrompt:
-        """All alike."""
-        return LeasePrompt(Uid(0, position, position), self._ids, "", "{}")
+        """Its first token tells its kind, which is what owners can learn to predict lengths by; the others are alike.
+
+        No prompt comes twice.
+        """
+        self.lengths(position)
+        ids = (1 + self._kinds[position], *(0,) * (self.job.prompt_tokens - 1))
+        return LeasePrompt(Uid(0, position, position), ids, "", "{}")
 
     def lengths(self, position: int) -> Sequence[int]:
         """Drawn as an emulated engine draws them, from the seed, the position and the sample."""
@@ -175,6 +188,7 @@ class DeviceWorkload:
         """They are trained."""
         for position in positions:
             self._lengths.pop(position, None)
+            self._kinds.pop(position, None)
 
     def rate(self, position: int, worker: int) -> float:
         """A token a decode step."""
@@ -193,6 +207,10 @@ class DeviceWorkload:
         job = self.job
         return sum(group_bytes(1, job.prompt_tokens, length) for length in self.lengths(position))
 
+    def result_tokens(self, position: int) -> int:
+        """Of all its samples."""
+        return sum(self.lengths(position))
+
     def train_s(self, replica: int, positions: Sequence[int]) -> float:
         """Micro-batch by micro-batch; a forward pass costs a third of one with its backward pass."""
         job, train = self.job, self.device.train
@@ -209,3 +227,5 @@ class DeviceWorkload:
         drawn = iter([self.distribution.length(of_prompt, own, job.response_tokens) for of_prompt, own in draws])
         for position in positions:
             self._lengths[position] = tuple(islice(drawn, job.samples))
+        kinds = [int(of_prompt * KINDS) for of_prompt, _ in draws[:: job.samples]]
+        self._kinds.update(zip(positions, kinds, strict=True))

@@ -49,10 +49,12 @@ class Asker:
         held = [item.position for item in running]
         return self.owner.handle(Progress(self.report(held, seen), tuple(running), tuple(pieces)), now)
 
-    def result(self, position: int, dropped: str = "", version: int = 0, wanted: int = 0, nbytes: int = 10) -> Result:
+    def result(
+        self, position: int, dropped: str = "", version: int = 0, wanted: int = 0, nbytes: int = 10, tokens: int = 0
+    ) -> Result:
         """A result of this worker."""
-        oldest = Version(self.owner.term, version)
-        return Result(self.name, self.incarnation, self.owner.term, position, 1, nbytes, oldest, dropped, wanted, ())
+        oldest, about = Version(self.owner.term, version), (self.name, self.incarnation, self.owner.term, position)
+        return Result(*about, 1, nbytes, oldest, dropped, wanted, (), tokens)
 
     def finish(self, *positions: int, dropped: str = "", version: int = 0, wanted: int = 0) -> list[Outgoing]:
         """Deliver results, one after the other."""

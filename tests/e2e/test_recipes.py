@@ -47,6 +47,23 @@ def test_it_runs_and_keeps_the_staleness_bound(launch: Launch, arguments: list[s
     assert run.leftovers() == []
 
 
+@pytest.mark.parametrize("schedule", ["longest_first", "skew_aware"])
+def test_a_schedule_trains_on_the_same_samples_as_the_order_of_the_data(launch: Launch, schedule: str) -> None:
+    """Few slots, so that several waves of groups of ten prompts are generated one after another."""
+    shared = ("quickstart", "layout.pools.rollout.count=2", "layout.pools.rollout.slots=8", "data.with.digits=1", FEW)
+    found = []
+    for order in ("fifo", schedule):
+        run = launch(*shared, f"layout.schedule={order}")
+        assert run.wait() == 0, run.output
+        rows = [(line["step"], line["uid"], line["sample"], line["response_ids"]) for line in run.dumps()]
+        found.append(sorted((step, tuple(uid), sample) for step, uid, sample, _ in rows))
+        first = sorted((tuple(uid), sample, tuple(ids)) for step, uid, sample, ids in rows if step == 1)
+        found.append(first)
+        recalls = [line["rollout/length_rank_recall"] for line in run.metrics() if "rollout/length_rank_recall" in line]
+        assert len(recalls) == (0 if order == "fifo" else 4)
+    assert found[:2] == found[2:]
+
+
 def test_workers_can_be_started_by_hand(tmp_path: Path) -> None:
     """`plan --write`, an edit of one script, `distflow worker` for each: no launcher, no agent."""
     written = cli("plan", "quickstart", FEW, "layout.pools.rollout.count=1", "--write", str(tmp_path))

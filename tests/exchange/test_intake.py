@@ -49,7 +49,7 @@ class Replica:
     def arrive(self, groups: dict[int, tuple[int, ...]], dropped: str = "") -> None:
         version = self.owner.version
         for position in groups:
-            result = Result("rollout/0", 0, 0, position, 1, 100, Version(0, version), dropped, 0, ())
+            result = Result("rollout/0", 0, 0, position, 1, 100, Version(0, version), dropped, 0, (), 0)
             self.owner.handle(result, 0.0)
             self.held.discard(position)
         if not dropped:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.config.schema import Schedule
 from distflow.errors import ProtocolError
 from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
@@ -64,6 +65,7 @@ CRASHES = st.lists(
 PAUSES = st.lists(
     st.builds(Pause, worker=st.integers(0, 4), at=st.floats(0.0, 20.0), seconds=st.floats(1.0, 40.0)), max_size=3
 )
+SCHEDULES = get_args(Schedule)
 HERE = IntakeCall("old_logprobs", in_window=True, here=True)
 CALLS = [(), (IntakeCall("reference"),), (IntakeCall("values", in_window=True), IntakeCall("reference"), HERE), (HERE,)]
 LEAVES = st.lists(st.builds(Leave, worker=st.integers(1, 4), at=st.floats(0.0, 20.0)), max_size=2)
@@ -74,10 +76,12 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     seed = draw(st.integers(0, 2**20))
     owners = draw(st.integers(1, 4))
     b = draw(st.integers(1, 3))
+    staleness = draw(st.integers(0, 3) | st.none())
     limits = replace(
         SMALL,
         groups_per_ledger=b,
-        max_staleness=draw(st.integers(0, 3) | st.none()),
+        max_staleness=staleness,
+        schedule="fifo" if staleness is None else draw(st.sampled_from(SCHEDULES)),
         training_steps=draw(st.integers(1, 5)),
         max_refills=10**6,
         hedging=draw(st.booleans()),

@@ -46,8 +46,8 @@ BEGUN = (
 MESSAGES: list[Message] = [
     Ask(REPORT, 4, 9, True, True),
     Progress(REPORT, (Running(9, 12, 3), Running(13, 0, -1)), (PIECE,)),
-    Result("rollout/0", 1, 0, 9, 1, 1024, Version(0, 3), "", 2, ()),
-    Result("rollout/0", 1, 0, 9, 1, 0, None, "equal rewards", 0, (1.0, 0.5)),
+    Result("rollout/0", 1, 0, 9, 1, 1024, Version(0, 3), "", 2, (), 57),
+    Result("rollout/0", 1, 0, 9, 1, 0, None, "equal rewards", 0, (1.0, 0.5), 12),
     Bye("rollout/0", 1),
     Grant("trainer/0", 0, 1, 3, 4, (LEASE, structs.replace(LEASE, kind="val", begun=BEGUN, copy=True))),
     Refuse("trainer/0", 0, 1, 4, True),

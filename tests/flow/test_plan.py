@@ -250,10 +250,22 @@ def test_a_run_without_a_bound_says_so() -> None:
     assert plan.worker(WorkerName("rollout", 0)).slots == 128
 
 
+def test_a_schedule_is_shown_and_does_not_make_another_run() -> None:
+    plan = planned("quickstart", "layout.schedule=skew_aware")
+    assert "the longest groups, as predicted, first, and on workers of their own where" in render_page(plan)
+    assert "predicted" not in render_page(planned("quickstart"))
+    assert planned("quickstart", "layout.schedule=longest_first").batch.schedule == "longest_first"
+    assert planned("quickstart", "run.deterministic=true").batch.schedule == "fifo"
+
+
 @pytest.mark.parametrize(
     "override, message",
     [
         ("layout.refresh=at_bound", "layout.refresh — at_bound never takes newer weights when layout.max_staleness is"),
+        (
+            "layout.schedule=longest_first",
+            "layout.schedule — longest_first would change what is trained on: when layout",
+        ),
     ],
 )
 def test_what_cannot_be_had_without_a_bound(override: str, message: str) -> None:

@@ -104,7 +104,18 @@ def test_shipped_flows_have_what_several_updates_need(flow: str) -> None:
     assert plan.warnings == ()
 
 
+def test_a_run_that_repeats_to_the_last_bit_leases_in_the_order_of_the_data() -> None:
+    with pytest.raises(RecipeError, match=r"layout\.schedule — has no effect: run\.deterministic is true: groups are"):
+        plan_recipe("quickstart", ["run.deterministic=true", "layout.schedule=longest_first"])
+
+
+def test_samples_that_are_read_from_the_data_have_no_schedule() -> None:
+    with pytest.raises(RecipeError, match=r"layout\.schedule — has no effect: step 'read' reads the samples from the"):
+        plan_recipe("quickstart", ["flow=sft", "layout.schedule=longest_first"])
+
+
 def test_what_does_have_an_effect_passes() -> None:
+    plan_recipe("quickstart", ["layout.schedule=longest_first"])
     plan_recipe("quickstart", ["flow=grpo_kl", SERVICES, "layout.pools.reference.backend_options={packed: true}"])
     plan_recipe("quickstart", [f"{TRAINER}.count=2", "layout.stealing=true", "layout.hedging=true"])
     plan_recipe("quickstart", [f"{TRAINER}.slots=64", f"{ROLLOUT}.backend=torch"])  # nothing else would happen

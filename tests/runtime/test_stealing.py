@@ -90,7 +90,7 @@ class Trainer:
                         "policy_versions": spans,
                     }
                 )
-                result = Result("rollout/0", 0, 0, position, 1, 100, Version(0, self.core.version), "", 0, ())
+                result = Result("rollout/0", 0, 0, position, 1, 100, Version(0, self.core.version), "", 0, (), 0)
                 self.inbound.accept([result], batch, 0.0)
             self.board.condition.notify_all()
 

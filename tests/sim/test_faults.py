@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 from click.testing import CliRunner
 
+from distflow.config.schema import Schedule
 from distflow.exchange.rollout_core import RolloutCore, Turn
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
@@ -21,6 +25,13 @@ FOUND = (16, 20, 76)
 def test_no_scenario_breaks_a_promise(part: int) -> None:
     kinds = variants()
     for seed in range(part, SCENARIOS, 6):
+        assert judge(seed, scenario_of(kinds[seed % len(kinds)], seed)) is None
+
+
+@pytest.mark.parametrize("schedule", [name for name in get_args(Schedule) if name != "fifo"])
+def test_no_schedule_of_leases_breaks_a_promise(schedule: Schedule) -> None:
+    kinds = [replace(kind, schedule=schedule) for kind in variants() if kind.staleness is not None]
+    for seed in range(2 * len(kinds)):
         assert judge(seed, scenario_of(kinds[seed % len(kinds)], seed)) is None
 
 

@@ -1,0 +1,140 @@
+"""Predicts how long the responses to a prompt are, from those that an owner has seen: only their order is used.
+
+A prompt that was seen before is predicted from its own lengths, any other by ridge regression of the logarithm of the
+length on the prompt's length and on those of its tokens and pairs of tokens that several prompts have, but not nearly
+all: they tell what kind of task it is. Results count less and less, since the policy changes. Everything is bounded:
+the regression by `WIDTH`, counts by `COUNTED`, remembered prompts by `PAST`, tokens looked at by `LOOKED_AT`. No clock,
+no randomness: equal results in equal order give equal predictions.
+
+Nothing of it goes into checkpoints. It decides the order of leases and never which positions are trained on, one
+training step of results teaches it again, and a change of the owners would have to merge what they know.
+
+Example: learn(7, ids, 900.0); predict(7, ids) is about 900, and that of prompts that read alike higher than before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+Hashes = NDArray[np.intp]
+
+WIDTH = 128
+"""Features: a constant, the length of the prompt, and hashed pairs of and single tokens."""
+COUNTED = 1 << 18
+"""Hashes of tokens and pairs for which it counts the prompts that have them."""
+FEWEST, LEAST, MOST = 3, 0.01, 0.9
+"""Prompts that must have a token or pair for it to tell something, and the shares of all between which it does."""
+LOOKED_AT = 256
+"""Most tokens of a prompt that are looked at: half of them at its beginning, half at its end."""
+PAST = 1 << 16
+"""Most prompts whose own lengths are remembered."""
+RIDGE = 0.3
+FORGET = 0.999
+"""Weight of everything known, with each further result."""
+EVERY = 16
+"""Results after which the regression is solved anew when a length is predicted; of few results each counts."""
+NEWEST = 0.5
+"""Weight of a prompt's newest length beside its earlier ones."""
+PRIOR = 1.0
+"""Weight of the regression beside lengths of the prompt itself, each of which counts as 1."""
+LONGEST = 0.2
+"""Share of the groups whose recall is the figure of merit."""
+_FIXED = 2
+_MOST = 20.0
+_MULTIPLIERS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))
+
+
+class LengthRanker:
+    """What one owner knows of the lengths of responses."""
+
+    def __init__(self) -> None:
+        self.learned = 0
+        """Results so far."""
+        self._weights = np.zeros(WIDTH)
+        self._unsolved = 0
+        """Results that are not in the weights."""
+        self._squares = np.zeros((WIDTH, WIDTH))
+        """Weighted sum of the features' outer products."""
+        self._products = np.zeros(WIDTH)
+        """And of features times logarithm of the length."""
+        self._having = np.zeros(COUNTED, np.float32)
+        """By hash: how many prompts had it."""
+        self._past: OrderedDict[int, tuple[float, int]] = OrderedDict()
+        """By prompt, the last one used at the end: smoothed logarithm of its lengths, and how many there were."""
+
+    def predict(self, prompt: int, prompt_ids: Sequence[int]) -> float:
+        """Tokens of a response to this prompt (its index in the data order), roughly: their order is what counts."""
+        if self._unsolved >= min(EVERY, 1 + self.learned // EVERY):
+            self._solve()
+        past = self._past.get(prompt)
+        guess = min(_MOST, float(self._weights @ self._features(prompt_ids, hashes(prompt_ids))))
+        if past is None:
+            return math.exp(guess)
+        mean, count = past
+        return math.exp((count * mean + PRIOR * guess) / (count + PRIOR))
+
+    def learn(self, prompt: int, prompt_ids: Sequence[int], tokens: float) -> None:
+        """The responses to this prompt had so many tokens, in the mean."""
+        length = math.log(max(1.0, tokens))
+        self.learned += 1
+        self._remember(prompt, length)
+        found = hashes(prompt_ids)
+        self._having[found] += 1.0
+        x = self._features(prompt_ids, found)
+        self._squares += np.outer(x, x)
+        self._products += x * length
+        self._unsolved += 1
+
+    def _solve(self) -> None:
+        kept = FORGET**self._unsolved
+        self._squares *= kept
+        self._products *= kept
+        self._weights[:] = np.linalg.solve(self._squares + RIDGE * np.eye(WIDTH), self._products)
+        self._unsolved = 0
+
+    def _features(self, prompt_ids: Sequence[int], found: Hashes) -> Vector:
+        """[WIDTH]: a constant, the logarithm of the prompt's length, then what tells the task, hashed again with signs
+        (Weinberger and others, Feature Hashing, arXiv:0902.2206), each by the logarithm of how rare it is, of norm 1.
+        """
+        x = np.zeros(WIDTH)
+        x[0], x[1] = 1.0, math.log1p(len(prompt_ids)) / 4.0
+        having = self._having[found]
+        telling = (having >= max(FEWEST, LEAST * self.learned)) & (having <= MOST * self.learned)
+        kept = found[telling]
+        rarity = np.log((1.0 + self.learned) / having[telling])
+        signs = 1.0 - 2.0 * (kept >> 17 & 1)
+        hashed = np.bincount(kept % (WIDTH - _FIXED), signs * rarity, WIDTH - _FIXED)
+        x[_FIXED:] = hashed / max(1.0, math.sqrt(hashed @ hashed))
+        return x
+
+    def _remember(self, prompt: int, length: float) -> None:
+        mean, count = self._past.pop(prompt, (length, 0))
+        self._past[prompt] = (mean + NEWEST * (length - mean), count + 1)
+        if len(self._past) > PAST:
+            self._past.popitem(last=False)
+
+
+def hashes(prompt_ids: Sequence[int]) -> Hashes:
+    """Those of its tokens and of its pairs of tokens, each once."""
+    half = LOOKED_AT // 2
+    seen = prompt_ids if len(prompt_ids) <= LOOKED_AT else (*prompt_ids[:half], *prompt_ids[-half:])
+    ids = np.fromiter(seen, np.uint64, len(seen)) + np.uint64(1)
+    single = ids * _MULTIPLIERS[0]
+    mixed = np.concatenate([single, (single[:-1] + ids[1:]) * _MULTIPLIERS[1]])
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= _MULTIPLIERS[0]
+    found: Hashes = np.unique((mixed >> np.uint64(46)).astype(np.intp))
+    return found
+
+
+def recall(predicted: Sequence[float], true: Sequence[float]) -> float:
+    """Of the longest 20% (at least one) the share among as many that were predicted to be the longest; 0 for none."""
+    most = max(1, round(LONGEST * len(true)))
+    found, longest = (sorted(range(len(true)), key=lambda i: lengths[i])[-most:] for lengths in (predicted, true))
+    return len({*found} & {*longest}) / most

@@ -1,0 +1,146 @@
+"""When it pays to give the longest groups to workers of their own, by the exact completion formula.
+
+An engine that holds samples of lengths L_1 ≥ … ≥ L_n and decodes a token of each of b samples in τ(b) seconds is done
+after T = Σ_j L_j (τ(j) − τ(j−1)), τ(0) = 0: it decodes all n for L_n tokens, then n − 1 for L_{n−1} − L_n more, and so
+on (StreamRL, arXiv:2504.15930, approximates this by two quantiles of the lengths, which can choose a split that hurts).
+With more groups than slots the rest waits, and all of them together decode no faster than a full engine: there τ grows
+in proportion.
+
+Example: 1 long group of 1,000 tokens and 30 of 100 on 4 workers, τ(b) = 1 + b: 8 groups together take 2,700 s; alone
+the long one takes 2,000 s, and the 10 others of each worker 1,100 s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+TokenTime = Callable[[int], float]
+"""τ(b): seconds for a token of each of b groups that are decoded together; τ(0) = 0."""
+
+LEAST_GAIN = 0.05
+"""Share of the time that a split has to save, by the formula: lengths are predictions."""
+OBSERVED = 256
+"""Most observations of a decode time."""
+FEWEST = 16
+"""Observations without which no decode time is known."""
+_OUTLIER = 3.0
+
+
+class Split(NamedTuple):
+    """The longest groups go to `workers` workers, which get nothing else."""
+
+    workers: int
+    groups: int
+    seconds: float
+    """Until all groups are done, and the same if they are dealt evenly."""
+    together_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLine:
+    """τ(b) = base_s + b · group_s for up to `slots` groups, and in proportion to b beyond."""
+
+    base_s: float
+    group_s: float
+    slots: int
+
+    def __call__(self, groups: int) -> float:
+        """Seconds for a token of each of so many groups."""
+        if groups <= 0:
+            return 0.0
+        within = self.base_s + min(groups, self.slots) * self.group_s
+        return within * max(1.0, groups / self.slots)
+
+
+def completion_s(lengths: Sequence[float], token_s: TokenTime) -> float:
+    """T = Σ_j L_j (τ(j) − τ(j−1)) of an engine that holds groups of these lengths, in any order."""
+    return _completion(sorted(lengths, reverse=True), _steps(token_s, len(lengths)))
+
+
+def best_split(lengths: Sequence[float], workers: int, token_s: TokenTime) -> Split | None:
+    """The split of these groups over equal workers that is done first; None if dealing them evenly is hardly slower.
+
+    For each number of workers of the tail, the time of the tail grows with the number of its groups and that of the
+    others falls, so the best number is where they meet.
+    """
+    ordered = sorted(lengths, reverse=True)
+    steps = _steps(token_s, len(ordered))
+    together = _dealt(ordered, workers, steps)
+    best: Split | None = None
+    for tail in range(1, workers):
+        least, most = 1, len(ordered) - 1
+        while least < most:
+            groups = (least + most) // 2
+            if _dealt(ordered[:groups], tail, steps) < _dealt(ordered[groups:], workers - tail, steps):
+                least = groups + 1
+            else:
+                most = groups
+        for groups in {max(1, least - 1), least} if len(ordered) > 1 else ():
+            parts = _dealt(ordered[:groups], tail, steps), _dealt(ordered[groups:], workers - tail, steps)
+            if best is None or max(parts) < best.seconds:
+                best = Split(tail, groups, max(parts), together)
+    return best if best is not None and best.seconds < (1.0 - LEAST_GAIN) * together else None
+
+
+def _dealt(ordered: Sequence[float], workers: int, steps: np.ndarray) -> float:
+    """The first worker gets the longest of each round, so that it is the last to be done."""
+    return _completion(ordered[::workers], steps)
+
+
+def _completion(ordered: Sequence[float], steps: np.ndarray) -> float:
+    return float(np.dot(ordered, steps[: len(ordered)]))
+
+
+def _steps(token_s: TokenTime, count: int) -> np.ndarray:
+    """τ(j) − τ(j−1), j = 1 … count."""
+    return np.diff([token_s(groups) for groups in range(count + 1)])
+
+
+class DecodeTimes:
+    """Estimates τ from the progress that workers report: between two reports of a worker its fastest group has got as
+    many tokens a sample as the engine made decode steps, and all of them together tell how many groups ran.
+
+    An owner sees its own groups alone. Where a worker holds as many of other owners, both b and τ's slope are off by
+    the same factor, and times are not.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._last: dict[str, tuple[float, Mapping[int, int]]] = {}
+        """By worker: when it last reported, and the tokens of each group."""
+        self._seen: deque[tuple[float, float]] = deque(maxlen=OBSERVED)
+        """Groups decoded together, and seconds of a step."""
+
+    def report(self, worker: str, tokens: Iterable[tuple[int, int]], now: float) -> None:
+        """A progress report: tokens of all samples, by position of the group."""
+        newest = dict(tokens)
+        at, before = self._last.pop(worker, (now, {}))
+        self._last[worker] = (now, newest)
+        grown = [newest[position] - before[position] for position in newest.keys() & before.keys()]
+        steps = max(grown, default=0) / self._samples
+        if now > at and steps > 0:
+            self._seen.append((sum(grown) / self._samples / steps, (now - at) / steps))
+
+    def forget(self, worker: str) -> None:
+        """It has left."""
+        self._last.pop(worker, None)
+
+    def line(self, slots: int) -> DecodeLine | None:
+        """The line of least squares through what was seen; None while that says nothing about τ."""
+        if len(self._seen) < FEWEST:
+            return None
+        usual = median(seconds for _, seconds in self._seen)
+        kept = [(groups, seconds) for groups, seconds in self._seen if seconds < _OUTLIER * usual]
+        groups, seconds = np.array(kept).T
+        spread = groups - groups.mean()
+        if spread @ spread < 0.1 * len(groups):
+            return None
+        slope = float(spread @ seconds / (spread @ spread))
+        base = float(seconds.mean() - slope * groups.mean())
+        return DecodeLine(base, slope, slots) if base > 0 and slope > 0 else None
