@@ -12,8 +12,8 @@ import msgspec
 from torch import Tensor
 
 from distflow.errors import ChecksumError, Overtaken, UserError
-from distflow.runtime.weight_clients import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights
 from distflow.types import Version
+from distflow.weights.client_requests import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights
 from distflow.weights.manifest import Manifest
 from distflow.weights.segment_file import memory_name
 from distflow.weights.shm import ShmReader

@@ -32,10 +32,10 @@ from distflow.runtime.lockstep import LockstepModel
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
-from distflow.runtime.weight_clients import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights, WaitingClients
 from distflow.types import Version, WorkerName
 from distflow.weights.announcing import Announcing
 from distflow.weights.canary import Canary, Rows, canary_rows
+from distflow.weights.client_requests import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights, WaitingClients
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.rounded_publisher import RoundedPublisher

@@ -15,9 +15,9 @@ from msgspec import structs
 from distflow.client import WeightSubscription
 from distflow.client import weights as weights_module
 from distflow.errors import ChecksumError, UserError
-from distflow.runtime.weight_clients import ASK_PUBLISHERS, ASK_WEIGHTS
 from distflow.types import Version
 from distflow.weights import swarm_client
+from distflow.weights.client_requests import ASK_PUBLISHERS, ASK_WEIGHTS
 from distflow.weights.manifest import Manifest
 from distflow.weights.segment_file import SEGMENTS
 from tests.polling import WAIT_S
