@@ -19,7 +19,7 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 | (weights/announcing.py; publishers)    | then announces it                    |                                      |
 | weights-memory (weights/shm.py)        | reserves it for versions to come     | nothing                              |
 | swarm-fetch (weights/swarm_link.py)    | receives and checks chunks           | a socket: publisher, other readers   |
-| consumers (consumer_list.py)           | lists clients' lossless consumers    | its own condition: an ask            |
+| consumers (disk.py)                    | lists clients' lossless consumers    | its own condition: an ask            |
 | checkpoint, model folders              | parts and COMMIT; Hugging Face       | a queue: `save`                      |
 | (checkpoint/writer_thread.py)          | folders                              |                                      |
 | copies (workers/second_place.py)       | checkpoints to `run.copy_to`         | a condition: a new checkpoint        |

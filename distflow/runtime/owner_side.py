@@ -24,12 +24,13 @@ from distflow.data.files import Row
 from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings, SourceUse
 from distflow.data.responses import Reading
-from distflow.errors import DistflowError, Problem, UserError, did_you_mean
+from distflow.errors import DistflowError, NoProgressError, Problem, RunStopped, UserError, did_you_mean
 from distflow.exchange.feed_thread import FeedThread
 from distflow.exchange.kept_samples import KeptSamples
 from distflow.exchange.lease_settings import LeaseSettings, planned_settings
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Lease, LeasePrompt
+from distflow.exchange.outside import Outside
 from distflow.exchange.own_samples import OwnSamples, samples_of
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.prompt_feed import (
@@ -50,11 +51,11 @@ from distflow.flow.resolve import check_step, resolve
 from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
-from distflow.runtime.consumer_list import ConsumerList
+from distflow.runtime.disk import ConsumerList
 from distflow.runtime.node import Lanes, Node
-from distflow.runtime.outside import Outside
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
+from distflow.runtime.waits import WaitBoard
 from distflow.types import GivenResponse, LeaseKind, Prompt
 
 CONSUMERS = "consumers"
@@ -349,3 +350,27 @@ def _look(inbound: InboundSamples, now: float) -> None:
     for name, count in core.lapsed:
         log.warning("no message from %s for limits.host_silence_s: its %d leases go to other workers", name, count)
     core.lapsed.clear()
+
+
+def await_readers(store: SampleStore, board: WaitBoard, drain_s: float) -> None:
+    """All samples have arrived: give clients outside the run time to read the last ones."""
+    consumers = store.consumers
+    with board.condition:
+        store.tick(time.monotonic())
+    try:
+        board.until(
+            lambda: None if consumers.unread() else True,
+            name=lambda: f"consumer {_named(consumers.unread())} outside the run to read the last samples",
+            peers=(),
+            limit_s=drain_s,
+            limit="limits.drain_s",
+            progress=lambda: consumers.progress,
+        )
+    except RunStopped:
+        log.warning("stopped before consumer %s had read the last samples", _named(consumers.unread()))
+    except NoProgressError as error:
+        log.warning("%s; they are lost to it", error)
+
+
+def _named(consumers: Sequence[str]) -> str:
+    return ", ".join(map(repr, consumers))

@@ -25,7 +25,7 @@ from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Node
-from distflow.runtime.outside import await_readers
+from distflow.runtime.owner_side import await_readers
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas

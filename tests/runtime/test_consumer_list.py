@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.runtime.consumer_list import ConsumerList
+from distflow.runtime.disk import ConsumerList
 from tests.polling import eventually
 
 

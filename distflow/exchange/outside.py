@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from distflow.errors import NoProgressError, RunStopped
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.store_channel import SampleStore
 from distflow.flow.plan import Plan, StepPlan
-from distflow.log import logger
-from distflow.runtime.waits import WaitBoard
-
-log = logger(__name__)
 
 
 class Outside(NamedTuple):
@@ -72,27 +66,3 @@ class Outside(NamedTuple):
             return ""
         more = f"{wanted.rows} rows" if wanted.rows else f"{wanted.tokens} tokens"
         return f"one has some and waits for {more} more, but {bound}: let it get fewer at once, to be put first"
-
-
-def await_readers(store: SampleStore, board: WaitBoard, drain_s: float) -> None:
-    """All samples have arrived: give clients outside the run time to read the last ones."""
-    consumers = store.consumers
-    with board.condition:
-        store.tick(time.monotonic())
-    try:
-        board.until(
-            lambda: None if consumers.unread() else True,
-            name=lambda: f"consumer {_named(consumers.unread())} outside the run to read the last samples",
-            peers=(),
-            limit_s=drain_s,
-            limit="limits.drain_s",
-            progress=lambda: consumers.progress,
-        )
-    except RunStopped:
-        log.warning("stopped before consumer %s had read the last samples", _named(consumers.unread()))
-    except NoProgressError as error:
-        log.warning("%s; they are lost to it", error)
-
-
-def _named(consumers: Sequence[str]) -> str:
-    return ", ".join(map(repr, consumers))
