@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from distflow.sim.report import Simulated
+
 INSTALL = "pip install 'distflow-rl[plot]'"
 WIDTH_IN, HEIGHT_IN, LEGEND_IN, DPI = 3.2, 2.3, 0.35, 110
 COLOURS = ("#3066be", "#e4572e", "#2a9d5c", "#8e5bd0", "#d19a00", "#17a2b8", "#c2417c", "#6b7280")
@@ -26,6 +28,8 @@ COLOURS = ("#3066be", "#e4572e", "#2a9d5c", "#8e5bd0", "#d19a00", "#17a2b8", "#c
 LETTER_IN, HANDLE_IN = 0.09, 0.65
 """In the legend: the width of a letter, and of what stands beside a name."""
 GREY = "#6b7280"
+SHARES_IN, BAR_IN, REST_IN = 9.0, 0.45, 1.9
+"""Of the picture of simulations."""
 SHARES = "shares of time"
 STYLES = ("-", "--", ":", "-.")
 """Of several metrics in one panel."""
@@ -191,3 +195,38 @@ def _dress(axes: Axes, panel: Panel, metrics: Sequence[tuple[str, str]]) -> None
         axes.set_ylim(low - 0.5, high + 0.5)
     if len(metrics) > 1:
         axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def draw_shares(found: Sequence[Simulated], output: Path) -> None:
+    """What each pool does with its time in simulations, a bar for each; raises UserError if it cannot be written."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    from distflow.sim.report import STATES
+
+    pools = found[0].prediction.pools
+    figure = Figure(figsize=(SHARES_IN, len(pools) * BAR_IN * len(found) + REST_IN), layout="constrained")
+    drawn: dict[str, str] = {}
+    for place, pool in enumerate(pools):
+        axes = figure.add_subplot(len(pools), 1, place + 1)
+        labels = [" ".join(one.words) or f"{one.prediction.step_s:.1f} s a step" for one in found]
+        left = [0.0] * len(found)
+        for number, state in enumerate(STATES):
+            shares = [one.prediction.pools[place].shares.get(state, 0.0) for one in found]
+            if any(shares):
+                colour = COLOURS[number % len(COLOURS)]
+                drawn[state] = colour
+                axes.barh(labels, shares, left=left, color=colour)
+                left = [done + share for done, share in zip(left, shares, strict=True)]
+        axes.set_xlim(0, 1)
+        axes.set_title(f"{pool.name}, share of time", fontsize=9)
+        axes.invert_yaxis()
+    names = [STATES[state].partition(":")[0] for state in drawn]
+    handles = [Patch(color=colour) for colour in drawn.values()]
+    figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    try:
+        figure.savefig(output, dpi=DPI)
+    except OSError as error:
+        raise UserError(
+            f"--plot {output}: cannot be written ({error.strerror}) — give a file in a folder that exists"
+        ) from error

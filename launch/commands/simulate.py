@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,42 +14,14 @@ from distflow.errors import UserError
 from distflow.launch.commands.sweep import values_of
 
 if TYPE_CHECKING:
-    from distflow.sim.latency import DeviceLatency
-    from distflow.sim.lengths import Lengths
     from distflow.sim.predict import Prediction
-    from distflow.sim.theory import SpeedUp, StepTimes
+    from distflow.sim.report import Simulated, SimulateWays
 
 DEVICE = "h100-qwen2.5-7b"
 MOST = 100
 """Simulations that one command makes."""
 DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class SimulateWays:
-    """How to simulate each plan."""
-
-    device: DeviceLatency
-    lengths: Lengths
-    shown: str
-    """The lengths, for people."""
-    prompt_tokens: int | None
-    steps: int
-    timeline: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Simulated:
-    """One plan, and what came out."""
-
-    words: tuple[str, ...]
-    """The values in which it differs from the others."""
-    prediction: Prediction
-    model: StepTimes
-    ideal_s: float
-    theory: SpeedUp | None
-    """Of asynchrony."""
 
 
 def _output_options(command: Command) -> Command:
@@ -144,6 +115,7 @@ def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> in
 def _ways(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
     from distflow.sim.latency import load
     from distflow.sim.lengths import Lognormal, read_trace
+    from distflow.sim.report import SimulateWays
 
     device = load(given["device"])
     about = (given["prompt_tokens"], given["steps"], timeline)
@@ -188,6 +160,7 @@ def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, 
 def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], ways: SimulateWays) -> Simulated:
     from distflow.flow.recipe_check import plan_recipe
     from distflow.sim.predict import SimulateOptions, load_of, simulate
+    from distflow.sim.report import Simulated
     from distflow.sim.schedule_of import schedule_of, speed_up_of
     from distflow.sim.theory import LengthMoments, ideal_s, schedule
 
@@ -201,23 +174,47 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
 
 
 def _show(found: Sequence[Simulated], ways: SimulateWays, outputs: Mapping[str, Any]) -> None:
-    from distflow.launch.commands import simulate_text as text
+    from distflow.sim import report
 
     if outputs["as_json"]:
-        click.echo(json.dumps([text.data(one) for one in found] if len(found) > 1 else text.data(found[0]), indent=1))
+        figures = [report.data(one) for one in found]
+        click.echo(json.dumps(figures if len(found) > 1 else figures[0], indent=1))
     elif len(found) > 1:
         from distflow.launch.commands.metrics import print_columns
 
-        print_columns(text.table(found))
+        print_columns(report.table(found))
     else:
-        click.echo("\n".join(text.page(found[0], ways)))
+        click.echo("\n".join(report.page(found[0], ways)))
     if outputs["output"] is not None:
         from distflow.launch.commands.trace import write_trace
 
-        write_trace(outputs["output"], text.timeline(found[0].prediction))
+        write_trace(outputs["output"], _timeline(found[0].prediction))
         click.echo(f"{outputs['output']}: open it at ui.perfetto.dev", err=True)
     if outputs["plot"] is not None:
-        from distflow.launch.commands.simulate_plot import draw_shares
+        from distflow.launch.commands.plot import draw_shares
 
         draw_shares(found, outputs["plot"])
         click.echo(f"{outputs['plot']}: shares of time", err=True)
+
+
+def _timeline(prediction: Prediction) -> dict[str, Any]:
+    """A trace of the steps that count, in the form of `distflow trace`."""
+    from distflow.launch.commands.trace import TraceSpan, Track, tracks_trace
+    from distflow.sim.report import STATES
+
+    begin, end = prediction.began, prediction.ended
+    tracks = []
+    for worker, spans in prediction.spans.items():
+        kept = [
+            TraceSpan(
+                STATES[span.state].partition(":")[0],
+                span.state,
+                1,
+                1e6 * (max(span.begin, begin) - begin),
+                1e6 * (min(span.end, end) - begin),
+            )
+            for span in spans
+            if span.end > begin and span.begin < end
+        ]
+        tracks.append(Track(worker, threads={1: "simulated"}, spans=kept))
+    return tracks_trace(tracks, {"simulated": True, "step_s": prediction.step_s})

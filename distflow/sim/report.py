@@ -1,15 +1,15 @@
-"""What `distflow simulate` prints: a page of one simulation, a table of several, JSON, a timeline."""
+"""What `distflow simulate` prints: a page of one simulation, a table of several, or their figures as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from distflow.launch.commands.trace import TraceSpan, Track, tracks_trace
+from distflow.sim.latency import DeviceLatency
+from distflow.sim.lengths import Lengths
 from distflow.sim.predict import LEFT_OUT, PoolUse, Prediction
-
-if TYPE_CHECKING:
-    from distflow.launch.commands.simulate import Simulated, SimulateWays
+from distflow.sim.theory import SpeedUp, StepTimes
 
 STATES: Mapping[str, str] = {
     "decode": "generates",
@@ -26,6 +26,32 @@ STATES: Mapping[str, str] = {
 """States of `distflow.sim.account`."""
 LEAST = 0.0005
 """Shares below it are not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateWays:
+    """How to simulate each plan."""
+
+    device: DeviceLatency
+    lengths: Lengths
+    shown: str
+    """The lengths, for people."""
+    prompt_tokens: int | None
+    steps: int
+    timeline: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """One plan, and what came out."""
+
+    words: tuple[str, ...]
+    """The values in which it differs from the others."""
+    prediction: Prediction
+    model: StepTimes
+    ideal_s: float
+    theory: SpeedUp | None
+    """Of asynchrony."""
 
 
 def page(found: Simulated, ways: SimulateWays) -> list[str]:
@@ -134,26 +160,6 @@ def data(found: Simulated) -> dict[str, Any]:
         "not_simulated": list(LEFT_OUT),
         "took_s": one.took_s,
     }
-
-
-def timeline(prediction: Prediction) -> dict[str, Any]:
-    """A trace of the steps that count, in the form of `distflow trace`."""
-    begin, end = prediction.began, prediction.ended
-    tracks = []
-    for worker, spans in prediction.spans.items():
-        kept = [
-            TraceSpan(
-                STATES[span.state].partition(":")[0],
-                span.state,
-                1,
-                1e6 * (max(span.begin, begin) - begin),
-                1e6 * (min(span.end, end) - begin),
-            )
-            for span in spans
-            if span.end > begin and span.begin < end
-        ]
-        tracks.append(Track(worker, threads={1: "simulated"}, spans=kept))
-    return tracks_trace(tracks, {"simulated": True, "step_s": prediction.step_s})
 
 
 def _slots(pool: PoolUse) -> str:
