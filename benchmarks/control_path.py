@@ -123,10 +123,10 @@ class Clocks:
 def own(folder: str, groups: int) -> None:
     """The owner's process: takes groups as they arrive, until it has so many, and joins those of each step."""
     from distflow.data.batch import join
+    from distflow.exchange.lease_lanes import Lanes
     from distflow.exchange.messages import LeasePrompt
     from distflow.exchange.owner import OwnerCore
     from distflow.exchange.sample_channel import InboundSamples
-    from distflow.runtime.node import Lanes
     from distflow.types import Uid
 
     node = node_of(OWNER, HOLDER, folder)
@@ -197,8 +197,8 @@ def hold(folder: str, groups: int, tokens: int, gap_s: float) -> None:
 
     from distflow.data.batch import Ragged
     from distflow.exchange.lease_client import HolderCore
+    from distflow.exchange.lease_lanes import Lanes
     from distflow.exchange.sample_channel import OutboundSamples
-    from distflow.runtime.node import Lanes
 
     node = node_of(HOLDER, OWNER, folder)
     core = HolderCore(HOLDER, 0, [OWNER], settings_of())

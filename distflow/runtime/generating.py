@@ -28,6 +28,7 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.exchange.facts import BEGINS, OWNERS, TERM
 from distflow.exchange.lease_client import HolderCore
+from distflow.exchange.lease_lanes import Lanes
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.owner_links import Held, Home
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
@@ -37,7 +38,7 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.calls import Asking, fields_of
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.node import Lanes, Node
+from distflow.runtime.node import Node
 from distflow.runtime.owner_side import lessors
 from distflow.runtime.protocols import Backend, Engine, Measured
 from distflow.runtime.rollout_loop import RolloutLoop
@@ -333,7 +334,7 @@ def build_outbound(
     )
     accept = None if inbound is None else lambda results, batch: inbound.accept(results, batch, time.monotonic())
     outbound = OutboundSamples(core, lanes.post, name, accept)
-    lanes.register(node, outbound.kinds, outbound.on_message)
+    lanes.register(node.on, outbound.kinds, outbound.on_message)
     node.on_tick(lambda now: outbound.send(core.tick(now)))
 
     def owner_lost(lost: Lost) -> None:

@@ -3,8 +3,9 @@
 Handlers run on the endpoint's thread under the board's lock; they change state and never compute. Who waits for it is
 woken once all that came together has been handled.
 
-Lease messages travel by `Lanes`: over the endpoint to other workers, and inside the process to a worker that is its own
-owner. These are handled at once, one after another, by the thread that sent the first; it holds the worker's lock.
+Workers of one host meet over Unix sockets whose names are known in advance (`Hosts`). For other hosts a worker listens
+on a port chosen by the system: it tells its host agent (`here`), the agents tell each other, and each agent tells its
+workers (`roster`), again whenever a worker joins (`Greeting`).
 """
 
 from __future__ import annotations
@@ -13,23 +14,28 @@ import logging
 import math
 import os
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from distflow.comm.addresses import Address
 from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.membership import GREETINGS, KINDS, Joined, Lost, MemberMessage, Membership
-from distflow.comm.message import Body, Buffer, Message
-from distflow.comm.outbox import Delivery, delivered
-from distflow.comm.processes import resident_mb
-from distflow.comm.traffic import INPROC
-from distflow.data.decoding import Form, read
+from distflow.comm.keys import Keys, NetworkListener, key_file, read_keys
+from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, MemberMessage, Membership
+from distflow.comm.message import Message
+from distflow.comm.processes import process_alive, resident_mb, started_at
+from distflow.data.decoding import Form, Name, read
 from distflow.errors import ProtocolError, RecipeMismatch
+from distflow.exchange.facts import read_facts
 from distflow.exchange.store_channel import refusal
+from distflow.flow.digest import digest_parts
+from distflow.flow.memory import frame_bytes
+from distflow.flow.plan import leaders_of, publisher_for
 from distflow.log import logger
+from distflow.runtime.assembly import Setting
 from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
 
@@ -39,9 +45,10 @@ COMPLAIN_EVERY_S = 10.0
 """How often malformed messages of one kind and sender are logged."""
 SAY_EVERY_S = 1.0
 """How often a worker tells its agent where it listens, until the agent answers, and how far it is with a checkpoint."""
+REMIND_EVERY_S = 15.0
+"""The same afterwards: a message may be lost, and the agent may have been restarted."""
 
 log = logger(__name__)
-LeaseHandler = Callable[[Message, float], None]
 
 
 class _Stop(Form, frozen=True):
@@ -269,56 +276,104 @@ def is_agent(name: str) -> bool:
     return name.startswith(f"{AGENT_POOL}/")
 
 
-class Lanes:
-    """Sends lease messages: over the endpoint, or directly to the handlers of this worker if it is its own owner."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._handlers: dict[str, LeaseHandler] = {}
-        self._queue: deque[Message] = deque()
-        self._draining = False
-
-    def on(self, kind: str, handler: LeaseHandler) -> None:
-        """Handle messages of this kind that this worker sends to itself."""
-        self._handlers[kind] = handler
-
-    def register(self, node: Node, kinds: Iterable[str], handler: LeaseHandler) -> None:
-        """Handle messages of these kinds, from the worker itself and from peers."""
-        for kind in kinds:
-            self.on(kind, handler)
-            node.on(kind, lambda message: handler(message, time.monotonic()))
-
-    def post(self, to: str, kind: str, body: Body, payload: Sequence[Buffer]) -> Delivery:
-        """Send; never blocks."""
-        me = self._endpoint.name
-        if to != me:
-            return self._endpoint.send(to, kind, body, payload)
-        self._queue.append(Message(kind, me, self._endpoint.incarnation, body, [memoryview(part) for part in payload]))
-        self._endpoint.traffic.count(INPROC, 1, sum([part.nbytes for part in self._queue[-1].payload]))
-        if self._draining:
-            return delivered()
-        self._draining = True
-        try:
-            while self._queue:
-                message = self._queue.popleft()
-                self._handlers[message.kind](message, time.monotonic())
-        finally:
-            self._draining = False
-        return delivered()
+def identity(
+    name: str, incarnation: int, digest: str, parts: Mapping[str, str], host: int = 0, site: str = ""
+) -> Identity:
+    """The identity of this process."""
+    started = started_at(os.getpid())
+    assert started is not None, "this process is running"
+    return Identity(name, incarnation, os.getpid(), started, digest, parts, host, site)
 
 
-class CheckpointReports:
-    """Tells the agent how far this worker is with a checkpoint: it gives a worker that is ending time to save."""
+class Hosts:
+    """The hosts and workers of a run, from a worker's document."""
 
-    def __init__(self, node: Node, host: int) -> None:
+    def __init__(self, setting: Setting) -> None:
+        document = setting.document
+        self._setting = setting
+        self._run_dir = setting.run_dir
+        self.roster = {str(worker.name): "" for worker in setting.plan.workers} | document.roster
+        """Address of every worker by name; "" while it is unknown."""
+        self.here = document.host
+        self.address = document.address
+        self._sites = {int(number): site for number, site in document.sites.items()}
+        self._leaders = {
+            model: leaders_of(setting.home_of(model), document.placement) for model in setting.plan.generating
+        }
+        """The workers that publish each model, by host."""
+
+    @property
+    def keys(self) -> Keys | None:
+        """The keys of a run on several hosts; None on one host. Raises UserError when they are missing."""
+        return None if self.address is None else read_keys(key_file(self._run_dir))
+
+    @property
+    def listener(self) -> NetworkListener | None:
+        """Where to listen for other hosts; None if there are none."""
+        keys = self.keys
+        return None if self.address is None or keys is None else NetworkListener(self.address, keys)
+
+    def _endpoint(self, name: str, incarnation: int, most_bytes: int) -> Endpoint:
+        """The endpoint of a worker, which sends to others on its host through shared memory."""
+        about, listener = (name, incarnation, self.roster), self.listener
+        return Endpoint(*about, listener=listener, max_frame_bytes=most_bytes, shared_memory=True)
+
+    def publishes_here(self, model: str) -> bool:
+        """Whether a worker that trains a model is on this host, so that its weights come through shared memory."""
+        return self.here in self._leaders[model]
+
+    def publisher_for(self, host: int, site: str, model: str) -> str:
+        """The worker that publishes a model's weights for a host: one of its own, of its site, or of another."""
+        return publisher_for(host, self._leaders[model], site, self._sites)
+
+    def node(self, incarnation: int, board: WaitBoard) -> Node:
+        """What this worker is to its peers."""
+        setting, document = self._setting, self._setting.document
+        name = str(setting.me.name)
+        endpoint = self._endpoint(name, incarnation, frame_bytes(setting.plan))
+        digests = setting.plan.digest, digest_parts(setting.plan)
+        me = identity(name, incarnation, *digests, document.host, document.site)
+        membership = Membership(me, setting.peers, process_alive, read_facts)
+        endpoint.afar = membership.afar
+        return Node(endpoint, membership, board)
+
+
+class _Roster(Form, frozen=True):
+    addresses: dict[Name, Address]
+
+
+class Greeting:
+    """Tells the agent where this worker listens, and learns where others do. `wanted(name)`: whether it is a peer."""
+
+    def __init__(self, node: Node, hosts: Hosts, wanted: Callable[[str], bool]) -> None:
         self._node = node
-        self._agent = agent_of(host)
+        self._agent = agent_of(hosts.here)
+        self._wanted = wanted
+        self._elsewhere = hosts.address is not None
         self._say_at = 0.0
-        self._said = 0
+        self._said = False
+        self._heard = False
+        node.on_agent("roster", self._on_roster)
         node.on_tick(self._tick)
 
     def _tick(self, now: float) -> None:
-        amount = self._node.checkpointed
-        if amount != self._said and now >= self._say_at and self._agent in self._node.endpoint.roster:
-            self._say_at, self._said = now + SAY_EVERY_S, amount
-            self._node.send(self._agent, "checkpointed", {"bytes": amount})
+        if self._elsewhere and now >= self._say_at:
+            self._said = True
+            self._say_at = now + (REMIND_EVERY_S if self._heard else SAY_EVERY_S)
+            self._node.send(self._agent, "here", {"address": self._node.endpoint.network_address})
+
+    def _on_roster(self, message: Message) -> None:
+        addresses = read(message.body, _Roster, "roster").addresses
+        # The agent answers each `here` with a roster; one that comes before any `here` has another reason.
+        self._heard = self._heard or self._said
+        endpoint = self._node.endpoint
+        for name, address in addresses.items():
+            if name == endpoint.name:
+                continue
+            if endpoint.roster.get(name) != address:
+                if not endpoint.learn(name, address):
+                    continue
+                self._node.membership.greet(name)
+            if self._wanted(name) and name not in self._node.membership.peers:
+                log.info("%s was added to the run", name)
+                self._node.membership.add(name)

@@ -27,6 +27,7 @@ from distflow.data.responses import Reading
 from distflow.errors import DistflowError, NoProgressError, Problem, RunStopped, UserError, did_you_mean
 from distflow.exchange.feed_thread import FeedThread
 from distflow.exchange.kept_samples import KeptSamples
+from distflow.exchange.lease_lanes import Lanes
 from distflow.exchange.lease_settings import LeaseSettings, planned_settings
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Lease, LeasePrompt
@@ -52,7 +53,7 @@ from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.disk import ConsumerList
-from distflow.runtime.node import Lanes, Node
+from distflow.runtime.node import Node
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
 from distflow.runtime.waits import WaitBoard
@@ -338,7 +339,7 @@ def connect_owner(node: Node, lanes: Lanes, inbound: InboundSamples, reader: Pro
     # The reader does the same, unless the next prompt keeps it busy.
     node.on_tick(lambda now: tell_of_prompts(node, inbound, reader))
     core.prompts_arrived(time.monotonic())  # none has; this asks for the first ones
-    lanes.register(node, inbound.kinds, inbound.on_message)
+    lanes.register(node.on, inbound.kinds, inbound.on_message)
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
     node.on_tick(lambda now: _look(inbound, now))
     node.count_work(lambda: core.progress_count)

@@ -15,6 +15,7 @@ from distflow.comm.addresses import run_tag
 from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import DealRule
 from distflow.exchange.intake_core import IntakeCall, IntakeRule
+from distflow.exchange.lease_lanes import Lanes
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.exchange.store_channel import SampleStore
 from distflow.flow.edges import SAMPLES
@@ -26,11 +27,10 @@ from distflow.runtime.dumps import build_dumps
 from distflow.runtime.further_training import FurtherParts, FurtherTraining
 from distflow.runtime.generating import Generating, Turns, build_outbound, build_turns
 from distflow.runtime.held_out import HeldOut, HeldOutParts
-from distflow.runtime.hosts import Hosts
 from distflow.runtime.intake import Intake, ask_on_arrival
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
-from distflow.runtime.node import Lanes, Node
+from distflow.runtime.node import Hosts, Node
 from distflow.runtime.owner_side import Owned, build_inbound, lease_settings, lessors, offer_samples
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.receiving import TrainingLimits

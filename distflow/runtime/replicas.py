@@ -28,8 +28,7 @@ from distflow.errors import ProtocolError, RunStopped
 from distflow.flow.lanes import parts_readers
 from distflow.runtime.assembly import Setting
 from distflow.runtime.groups import Agreements, MemberGroup, leave
-from distflow.runtime.hosts import Hosts
-from distflow.runtime.node import Node
+from distflow.runtime.node import Hosts, Node
 from distflow.types import WorkerName
 from distflow.weights.shard_conductor import FORM_S, ShardConductor
 from distflow.weights.shard_link import LinkSurroundings, ShardLink

@@ -15,6 +15,7 @@ from distflow.comm.message import Message
 from distflow.comm.tracker_processes import FLUSH_S
 from distflow.errors import RunEnded, RunStopped, StepError
 from distflow.exchange.facts import BEGINS, OWNERS, TERM
+from distflow.exchange.lease_lanes import Lanes
 from distflow.exchange.tally import Tallies
 from distflow.flow.edges import SAMPLES
 from distflow.log import logger
@@ -31,14 +32,14 @@ from distflow.runtime.assembly import (
     start_trackers,
 )
 from distflow.runtime.calls import Asking, Calls
+from distflow.runtime.checkpoint.policy import CheckpointReports
 from distflow.runtime.disk import Disk
 from distflow.runtime.further_generating import FurtherGenerating, build_further
 from distflow.runtime.further_training import FurtherTraining
 from distflow.runtime.generating import Generating, OffloadedModels, Turns
-from distflow.runtime.hosts import Greeting, Hosts
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory
-from distflow.runtime.node import CheckpointReports, Lanes
+from distflow.runtime.node import Greeting, Hosts
 from distflow.runtime.owner_side import Owned
 from distflow.runtime.ports import Base, HeldModels, Outbound
 from distflow.runtime.process_record import note_term

@@ -28,6 +28,7 @@ from distflow.data.order import DATA_SOURCE, PromptOrder
 from distflow.data.responses import Reading
 from distflow.data.samples import last_rows
 from distflow.errors import UserError
+from distflow.exchange.lease_lanes import Lanes
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledgers import snapshot_at
 from distflow.exchange.messages import LeasePrompt
@@ -40,7 +41,7 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.metrics import MetricWriter
-from distflow.runtime.node import Lanes, Node
+from distflow.runtime.node import Node
 from distflow.runtime.owner_side import (
     READ_AHEAD,
     build_prompts,

@@ -27,10 +27,9 @@ from distflow.errors import ProtocolError, UserError, WorkerFailed
 from distflow.exchange.facts import ANNOUNCED
 from distflow.flow.resolve import resolve
 from distflow.runtime.assembly import Setting
-from distflow.runtime.hosts import Hosts
 from distflow.runtime.lockstep import LockstepModel
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.node import Node
+from distflow.runtime.node import Hosts, Node
 from distflow.runtime.protocols import Backend
 from distflow.types import Version, WorkerName
 from distflow.weights.announcing import Announcing

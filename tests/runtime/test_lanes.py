@@ -8,7 +8,7 @@ import pytest
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
 from distflow.comm.traffic import LaneTraffic
-from distflow.runtime.node import Lanes
+from distflow.exchange.lease_lanes import Lanes
 
 ME, OTHER = "worker/0", "worker/1"
 

@@ -17,8 +17,7 @@ from distflow.comm.keys import NetworkListener, make_keys
 from distflow.comm.membership import Identity, Lost, Membership
 from distflow.comm.message import Message, encode
 from distflow.errors import ProtocolError, RecipeMismatch, RunStopped
-from distflow.runtime.hosts import Greeting
-from distflow.runtime.node import Node
+from distflow.runtime.node import Greeting, Node
 from distflow.runtime.waits import WaitBoard
 from tests.polling import WAIT_S, eventually
 

@@ -37,10 +37,10 @@ from distflow.flow.document import Place, document_text, read_worker_document, w
 from distflow.flow.planner import make_plan
 from distflow.flow.script import render_script
 from distflow.launch.run.resume import find_checkpoint
-from distflow.runtime import hosts, replicas, session
+from distflow.runtime import node, replicas, session
 from distflow.runtime.assembly import Setting, build_models
 from distflow.runtime.checkpoint.parts import CheckpointReader
-from distflow.runtime.hosts import identity
+from distflow.runtime.node import identity
 from distflow.runtime.replicas import GroupStore
 from distflow.runtime.session import Session
 from distflow.runtime.worker import Worker
@@ -264,9 +264,9 @@ def in_memory() -> Iterator[None]:
         SIGTERM=signal.SIGTERM, SIG_IGN=signal.SIG_IGN, getsignal=lambda number: signal.SIG_IGN
     )
     with (
-        mock.patch.object(hosts, "Endpoint", MemoryEndpoint),
-        mock.patch.object(hosts, "identity", identified),
-        mock.patch.object(hosts, "process_alive", lambda pid, started: threads[pid].is_alive()),
+        mock.patch.object(node, "Endpoint", MemoryEndpoint),
+        mock.patch.object(node, "identity", identified),
+        mock.patch.object(node, "process_alive", lambda pid, started: threads[pid].is_alive()),
         mock.patch.object(session, "signal", no_signals),
         mock.patch.object(session, "build_models", alone(divided)),
         mock.patch.object(session, "build_engine", alone(session.build_engine)),

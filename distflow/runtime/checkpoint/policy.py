@@ -35,6 +35,7 @@ from distflow.runtime.checkpoint.parts import DIFFICULTY, HOME, LEDGER, Checkpoi
 from distflow.runtime.checkpoint.writer_thread import CheckpointThread, Flight, Parts, mean_of
 from distflow.runtime.groups import MemberGroup
 from distflow.runtime.metrics import MetricStore
+from distflow.runtime.node import SAY_EVERY_S, Node, agent_of
 from distflow.runtime.protocols import Backend
 from distflow.runtime.steps import StepContext
 from distflow.runtime.waits import WaitBoard
@@ -350,3 +351,20 @@ def _plain_states(contexts: Mapping[str, StepContext]) -> dict[str, object]:
                 "texts, lists, and dicts with text keys there"
             ) from error
     return copies
+
+
+class CheckpointReports:
+    """Tells the agent how far this worker is with a checkpoint: it gives a worker that is ending time to save."""
+
+    def __init__(self, node: Node, host: int) -> None:
+        self._node = node
+        self._agent = agent_of(host)
+        self._say_at = 0.0
+        self._said = 0
+        node.on_tick(self._tick)
+
+    def _tick(self, now: float) -> None:
+        amount = self._node.checkpointed
+        if amount != self._said and now >= self._say_at and self._agent in self._node.endpoint.roster:
+            self._say_at, self._said = now + SAY_EVERY_S, amount
+            self._node.send(self._agent, "checkpointed", {"bytes": amount})
