@@ -6,19 +6,39 @@
 
 At `await` the step is set aside, and the worker's loop (`rollout_loop.py`) takes leases and weights and decodes until
 what was asked for is sampled: no wait of the runtime lies within a user's frames. There is no event loop: a step awaits
-`generate(…)`, and nothing else. What it asked for and got is recorded by the runtime (`trajectories.py`).
+`generate(…)`, and nothing else. What it asked for and got is recorded by the runtime (`trajectories.py`), for each
+sample as a `Trajectory`: sequences of segments, from the model and in between. Of finished samples `assemble` makes a
+batch, with a row for each sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
+from distflow.data.batch import Batch, Column, Ragged
+from distflow.data.samples import PROMPT_TEXT
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import GENERATED, SEQUENCES
-from distflow.types import Completion, Episode, SamplingParams
+from distflow.runtime.protocols import Tokenizer
+from distflow.types import (
+    FINISH_REASONS,
+    SEQUENCE,
+    BegunSample,
+    Completion,
+    Episode,
+    FinishReason,
+    SampleKey,
+    SampleOutput,
+    SamplingParams,
+    Span,
+    Uid,
+)
 
 Call = Coroutine[Any, Any, object]
 
@@ -118,3 +138,217 @@ class GenerateStep:
             call.close()
         except (Exception, SystemExit) as error:
             raise self._failed(error, episode) from error
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrigin:
+    """What a sample begins with: the prompt of its lease or, of a further model, the one that a step has written."""
+
+    uid: Uid
+    prompt_ids: tuple[int, ...]
+    prompt_text: str
+    task: str
+    """As JSON text."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens of one writer, in a row. An environment's have neither log-probs nor versions, and are not trained on."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    spans: tuple[Span, ...] = ()
+    trains: bool = False
+    text: str = ""
+    """Of a model's tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class TokenSequence:
+    """Tokens in one context: a prompt that the model did not write there, and what follows it."""
+
+    prompt_ids: tuple[int, ...]
+    segments: list[Segment] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        """All tokens behind the prompt."""
+        if len(self.segments) == 1:
+            return self.segments[0].token_ids
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    def leads_to(self, prefix: tuple[int, ...]) -> bool:
+        """Whether the prefix begins with all tokens that are here."""
+        at = 0
+        for part in (self.prompt_ids, *(segment.token_ids for segment in self.segments)):
+            if prefix[at : at + len(part)] != part:
+                return False
+            at += len(part)
+        return True
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One sample, as far as it is. It begins with an empty sequence, which has the data's prompt."""
+
+    key: SampleKey
+    origin: SampleOrigin
+    episode: Episode
+    call: Call
+    begun: BegunSample | None
+    """What another worker had of it."""
+    sequences: list[TokenSequence]
+    """In the order in which the model has last been asked for more of each, which in the end is that of their ends."""
+    replayed: int = 0
+    """Of the tokens that another worker had, how many have answered requests of the step."""
+    written: list[Segment] = field(default_factory=list)
+    """What the model has written, in the order of the requests, aside too."""
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+    """The prefixes of all requests."""
+    train: bool = True
+    """Whether the tokens of its newest request are trained on."""
+    aside: bool = False
+    """Whether they are no part of the sample."""
+    finish_reason: FinishReason = "stop"
+    fields: Mapping[str, float] = field(default_factory=dict)
+    """What the step returned."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences behind the data's prompt."""
+        return sum(map(len, self.sequences)) - len(self.origin.prompt_ids)
+
+    def go_on_behind(self, prefix: tuple[int, ...]) -> None:
+        """Continue the newest sequence whose tokens this prefix begins with, by what it has behind them; if there is
+        none, begin a sequence with this prompt."""
+        found = next((sequence for sequence in reversed(self.sequences) if sequence.leads_to(prefix)), None)
+        if found is None:
+            self.sequences.append(TokenSequence(prefix))
+            return
+        self.sequences.remove(found)
+        self.sequences.append(found)
+        had = len(found)
+        if len(prefix) > had:
+            found.segments.append(Segment(prefix[had:]))
+
+    def recorded(self, more: SampleOutput | None, reason: FinishReason) -> SampleOutput:
+        """What the model has written, without gaps: the form in which it is replayed. `more`: of an open request."""
+        parts = self.written
+        if more is not None:
+            if not parts:
+                return more
+            parts = [*parts, Segment(more.token_ids, more.logprobs, more.spans)]
+        if len(parts) == 1:
+            (only,) = parts
+            return SampleOutput(*self.key, only.token_ids, only.logprobs, only.spans, reason)
+        tokens = tuple(token for part in parts for token in part.token_ids)
+        logprobs = tuple(logprob for part in parts for logprob in part.logprobs)
+        spans = joined((part.spans, len(part.token_ids)) for part in parts)
+        return SampleOutput(*self.key, tokens, logprobs, spans, reason)
+
+
+def joined(parts: Iterable[tuple[Sequence[Span], int]]) -> tuple[Span, ...]:
+    """Spans of parts that follow each other, given with the number of tokens of each; neighbours of one version are
+    merged."""
+    found: list[Span] = []
+    start = 0
+    for spans, tokens in parts:
+        for span in spans:
+            moved = span._replace(start=start + span.start, end=start + span.end)
+            if found and found[-1][:2] == span[:2] and found[-1].end == moved.start:
+                found[-1] = found[-1]._replace(end=moved.end)
+            else:
+                found.append(moved)
+        start += tokens
+    return tuple(found)
+
+
+def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.dtype, *, several: bool) -> Batch:
+    """One row a sequence: those of a sample side by side, the samples in the given order; log-probs in `dtype`, 0 for
+    tokens that the model did not write. `several`: samples may have several sequences, so that fields tell them apart.
+    """
+    rows = [sequence for sample in samples for sequence in sample.sequences if sequence.segments]
+    whose = samples if not several else [sample for sample in samples for s in sample.sequences if s.segments]
+    origins = [sample.origin for sample in whose]
+    ids = [row.response_ids for row in rows]
+    response_ids = Ragged.from_rows(ids, torch.int64)
+    batch = Batch(
+        {
+            "uid": torch.tensor([origin.uid for origin in origins], dtype=torch.int64),
+            "group": torch.tensor([origin.uid.position for origin in origins], dtype=torch.int64),
+            "sample": torch.tensor([sample.episode.sample for sample in whose], dtype=torch.int64),
+            "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
+            PROMPT_TEXT: Ragged.from_texts([origin.prompt_text for origin in origins]),
+            "task": Ragged.from_texts([origin.task for origin in origins]),
+            "response_ids": response_ids,
+            "response_mask": response_ids.like(_mask(rows, response_ids)),
+            "response_text": Ragged.from_texts(_texts(rows, ids, tokenizer)),
+            "rollout_logprobs": Ragged.from_rows([_logprobs(row.segments) for row in rows], dtype),
+            "policy_versions": _versions(rows),
+            "finish_reason": torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in whose]),
+            **_further(whose),
+        }
+    )
+    return batch.with_columns(**_told_apart(rows, whose, tokenizer)) if several else batch
+
+
+def _told_apart(rows: Sequence[TokenSequence], whose: Sequence[Trajectory], tokenizer: Tokenizer) -> dict[str, Column]:
+    """The number of each sequence; what it begins with, unless it is the first and that is the data's prompt; and the
+    data's prompt, once a sample: a long one on every row would exceed what is reserved for the tokens.
+    """
+    numbers = [0] * len(rows)
+    for n in range(1, len(rows)):
+        numbers[n] = numbers[n - 1] + 1 if whose[n] is whose[n - 1] else 0
+    own = [n for n, row in enumerate(rows) if numbers[n] or row.prompt_ids != whose[n].origin.prompt_ids]
+    texts = tokenizer.decode_batch([rows[n].prompt_ids for n in own], skip_special=False)
+    decoded = dict(zip(own, texts, strict=True))
+    prompts = ["" if n else sample.origin.prompt_text for n, sample in zip(numbers, whose, strict=True)]
+    return {
+        SEQUENCE: torch.tensor(numbers, dtype=torch.int64),
+        "sequence_prompt": Ragged.from_texts([decoded.get(n, "") for n in range(len(rows))]),
+        PROMPT_TEXT: Ragged.from_texts(prompts),
+    }
+
+
+def _mask(rows: Sequence[TokenSequence], response_ids: Ragged) -> torch.Tensor:
+    segments = [segment for row in rows for segment in row.segments]
+    trained = torch.tensor([segment.trains for segment in segments], dtype=torch.bool)
+    if trained.all():
+        return torch.ones_like(response_ids.values, dtype=torch.bool)
+    return trained.repeat_interleave(torch.tensor([len(segment.token_ids) for segment in segments]))
+
+
+def _texts(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
+    """Of whole responses: those of single turns are known."""
+    several = [number for number, row in enumerate(rows) if len(row.segments) > 1]
+    decoded = dict(zip(several, tokenizer.decode_batch([ids[n] for n in several], skip_special=True), strict=True))
+    return [decoded[n] if n in decoded else row.segments[0].text for n, row in enumerate(rows)]
+
+
+def _logprobs(segments: Sequence[Segment]) -> Sequence[float]:
+    if len(segments) == 1:
+        return segments[0].logprobs
+    return [logprob for segment in segments for logprob in segment.logprobs or [0.0] * len(segment.token_ids)]
+
+
+def _versions(rows: Sequence[TokenSequence]) -> Ragged:
+    spans = [_spans(row.segments) for row in rows]
+    counts = torch.tensor([0, *map(len, spans)], dtype=torch.int64)
+    values = torch.tensor([tuple(span) for row in spans for span in row], dtype=torch.int64).view(-1, 4)
+    return Ragged(values, counts.cumsum(0))
+
+
+def _spans(segments: Sequence[Segment]) -> Sequence[Span]:
+    if len(segments) == 1:
+        return segments[0].spans
+    return joined((segment.spans, len(segment.token_ids)) for segment in segments)
+
+
+def _further(whose: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """What the step returned for each sample."""
+    names = whose[0].fields if whose else ()
+    return {name: torch.tensor([float(sample.fields[name]) for sample in whose]) for name in names}

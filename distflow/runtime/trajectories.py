@@ -31,9 +31,17 @@ from distflow.data.batch import Batch
 from distflow.errors import StepError
 from distflow.exchange.messages import Lease
 from distflow.exchange.partials import clipped
-from distflow.runtime.generate_step import GenerateStep, Returned, Wanted
+from distflow.runtime.generate_step import (
+    GenerateStep,
+    Returned,
+    SampleOrigin,
+    Segment,
+    TokenSequence,
+    Trajectory,
+    Wanted,
+    assemble,
+)
 from distflow.runtime.protocols import Engine, Tokenizer
-from distflow.runtime.trajectory import SampleOrigin, Segment, TokenSequence, Trajectory, assemble
 from distflow.types import (
     REWARD,
     BegunSample,
