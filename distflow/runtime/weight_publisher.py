@@ -142,7 +142,7 @@ class Announcer:
         return heard != list(manifest.version) and now - self._told_at.get(name, -math.inf) > TELL_AGAIN_S
 
     def _tell(self, readers: Sequence[str], manifest: Manifest) -> None:
-        body = manifest.to_wire() if readers else {}  # encoded once: it lists every parameter
+        body = manifest.to_wire() if readers else {}  # made once: it lists every parameter
         for name in readers:
             self._told_at[name] = time.monotonic()
             self._node.send(name, WEIGHTS, body)
