@@ -62,9 +62,15 @@ class Replicas(MemberGroup):
         self._address = address
         self._store = GroupStore(node, replicas, limits.no_progress_s)
         self._collective: Collective | None = None
+        self.asked_to_leave = False
+        """Whether a host agent wants this term to end after the training step, for another number of workers."""
+        node.on_agent("end_term", self._on_end_term)
         self.finishes_step = False
         """The present training step will be finished, whoever is asked to stop: its first update is taken, or other
         homes are told to train on it, or told it this one."""
+
+    def _on_end_term(self, message: Message) -> None:
+        self.asked_to_leave = True
 
     def connect(self, device: str, *, even_alone: bool = False) -> None:
         """Create the process group once all replicas of all homes are present; for a single one only with `even_alone`.
@@ -116,6 +122,13 @@ class Replicas(MemberGroup):
         """Leave the group."""
         if self._collective is not None:
             self._collective.close()
+
+
+def build_replicas(setting: Setting, node: Node) -> Replicas:
+    """This replica of its home."""
+    address, standing = setting.document.address or LOOPBACK, setting.standing
+    home = next(iter(standing.gradients.values()))
+    return Replicas(str(setting.me.name), home, standing.members, node, setting.recipe.limits, address)
 
 
 def _if_over(piece: PendingSum) -> bool | None:

@@ -90,7 +90,7 @@ class Agent:
         self._entry = self._peers.mesh.own.entry
         self._worker_group = WorkerGroup(record, host, entry, self._core, self._endpoint.send)
         self._scaling = Scaling(record, host, self._core)
-        self._terms = PoolRecovery(record, host, self._core)
+        self._terms = PoolRecovery(record, host, self._core, self._scaling)
         self._succession = Succession(record, host, journal, self._core, self._peers, self._terms)
         self._orphaned = OrphanedWorkers()
         self._files = FileServer(self._run_dir, lambda: [*self._core.lives, self._name])
@@ -263,7 +263,7 @@ class Agent:
         if self._core.broken is not None:
             # Decisions are a function of the reports of all hosts, including ours.
             self._succession.publish(self._report())
-        self._worker_group.do(self._terms.act(mesh, now))
+        self._worker_group.do(self._terms.act(mesh, self._endpoint.know, now))
         for host in mesh.others:
             report = mesh.report(host)
             if report is not None:

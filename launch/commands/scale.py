@@ -23,7 +23,7 @@ from distflow.comm.addresses import place_of
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
-from distflow.launch.agent.scaling import plan_documents
+from distflow.flow.recipe_check import plan_resized
 from distflow.launch.deploy.fan_out import Fleet, SshWays
 from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunContents, description_in, key_of, tar
 from distflow.launch.deploy.host_checks import link_problems
@@ -70,9 +70,16 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
     if answer["was"] == answer["now"]:
         click.echo(f"{pool} has {count} workers already")
         return
-    does = "joining" if answer["now"] > answer["was"] else "leaving when they have handed back their work"
+    click.echo(_told(pool, answer))
+
+
+def _told(pool: str, answer: Mapping[str, Any]) -> str:
+    """What happens now, in words."""
+    more, trains = answer["now"] > answer["was"], answer["trains"]
+    does = "joining" if more else "leaving" if trains else "leaving when they have handed back their work"
     names = [f"{name} on {host}" if host else name for name, host in answer["hosts"].items()]
-    click.echo(f"{pool}: {answer['was']} → {answer['now']}; {does}: {', '.join(names)}")
+    then = "; the pool saves after its training step, and all of it goes on from there in a new term" if trains else ""
+    return f"{pool}: {answer['was']} → {answer['now']}; {does}: {', '.join(names)}{then}"
 
 
 def _slots_for(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> Mapping[int, int]:
@@ -166,7 +173,7 @@ class _Addition:
         self._record = record
         self._here = here
         self._hosts = {len(here) + n: host for n, host in enumerate(further)}
-        plan = plan_documents(record.path, wanted.pool, wanted.count)
+        plan = plan_resized(record.path, {wanted.pool: wanted.count})
         placement = WorkerPlacement((*map(_as_host, here), *further), _places(plan, wanted, self._hosts, was))
         self._request = HostsRequest(
             RunContents(_loaded(record.path), plan, Beginning(term=record.term), record.path, placement),

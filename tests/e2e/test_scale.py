@@ -42,3 +42,34 @@ def test_one_worker_three_workers_one_worker(launch: Launch, layout: str) -> Non
         assert "Traceback" not in (run.folder / "logs" / f"{name}.log").read_text()
     assert "ended with exit code 0" in (run.folder / "logs" / "agent-0.log").read_text()
     assert run.leftovers() == []
+
+
+def terms_of(run: Run) -> dict[int, list[int]]:
+    """The training steps that each term has done, in order."""
+    found: dict[int, list[int]] = {}
+    for line in run.metrics():
+        if "timing_s/step/max" in line or "timing_s/step" in line:
+            found.setdefault(int(line["term"]), []).append(int(line["step"]))
+    return found
+
+
+def test_one_trainer_two_trainers_one_trainer(launch: Launch) -> None:
+    run = launch("quickstart", *PACED, "layout=split", f"run.training_steps={STEPS}")
+    run.until(lambda: run.steps_done() >= 3, "the third training step")
+    assert "trainer: 1 → 2; joining: trainer/1; the pool saves" in scale(run, "trainer=2")
+    run.until(lambda: terms_of(run).get(1), "a training step of the next term")
+    assert [entry["name"] for entry in run.record()["workers"]] == ["rollout/0", "rollout/1", "trainer/0", "trainer/1"]
+    run.until(lambda: len(terms_of(run)[1]) >= 3, "the third step of two")
+    assert "trainer: 2 → 1; leaving: trainer/1; the pool saves" in scale(run, "trainer=1")
+    run.until(lambda: terms_of(run).get(2), "a training step of the term after that")
+    assert [entry["name"] for entry in run.record()["workers"]] == ["rollout/0", "rollout/1", "trainer/0"]
+    assert run.wait() == 0, run.output
+    terms = terms_of(run)
+    assert [step for term in sorted(terms) for step in terms[term]] == list(range(1, STEPS + 1)), "none was repeated"
+    check_trained_once(run, STEPS)
+    assert "pool trainer goes from 1 to 2 training workers (trainer/0, trainer/1); " in run.output
+    assert "pool trainer goes from 2 to 1 training workers (trainer/0); " in run.output
+    assert [run.lives_of(name) for name in ("rollout/0", "rollout/1", "trainer/0", "trainer/1")] == [1, 1, 3, 1]
+    for name in ("rollout-0", "rollout-1", "trainer-0", "trainer-1"):
+        assert "Traceback" not in (run.folder / "logs" / f"{name}.log").read_text()
+    assert run.leftovers() == []

@@ -109,7 +109,8 @@ def test_a_worker_that_joined_is_restarted_like_any_other_and_told_the_roster(ru
 
 
 REFUSED = {
-    "trainer=2": "pool 'trainer' trains; only other pools are elastic (rollout)",
+    "trainer=9": "8 ledgers are too few for 9 training workers",
+    "trainer=0": "trainer=0; expected 1 to 4096 workers",
     "reward=2": "there is no pool 'reward'; this run has rollout, trainer",
     "rollout=0": "rollout=0; expected 1 to 4096 workers",
     "rollout=-1": "rollout=-1; expected 1 to 4096 workers",
@@ -175,6 +176,7 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 def scale(run: Hosts, host: int, count: int, only: tuple[int, ...] = ()) -> dict[str, Any]:
     answer = run.ask(host, "scale", {"pool": "rollout", "count": count, "slots": dict.fromkeys(map(str, only), 99)})
     assert answer is not None
+    assert answer.pop("trains", False) is False
     return answer
 
 

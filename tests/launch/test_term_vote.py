@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from distflow.launch.cluster.cluster_view import Rules, View
 from distflow.launch.cluster.host_report import Choice, HostReport, Saved, Successor, Term, choose, from_wire, to_wire
-from distflow.launch.cluster.term_vote import Begin, Break, Pool, Rules, Standstill, Stop, View, propose, why_broken
+from distflow.launch.cluster.term_vote import Begin, Break, Pool, Standstill, Stop, propose, why_broken
 from distflow.launch.run.record import HostEntry
 
 RESTART, SHRINK = Rules(False, 60.0, 3), Rules(True, 60.0, 3)

@@ -9,9 +9,10 @@ import msgpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.launch.cluster.cluster_view import Rules, View
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostReport, Saved
-from distflow.launch.cluster.term_vote import Begin, Break, Pool, Rules, Stop, View
+from distflow.launch.cluster.term_vote import Begin, Break, Pool, Stop
 from distflow.launch.run.record import HostEntry
 from tests.budget import within
 
