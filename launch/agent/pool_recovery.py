@@ -188,7 +188,7 @@ class PoolRecovery:
             return []
         self._asked_at, self._core.asked_to_leave = now, True
         ours = [name for name, host in self.members.items() if host == self._host]
-        return [Tell("end_term", {}, name) for name in ours]
+        return [Tell("end_term", {"term": self._pool.term.number}, name) for name in ours]
 
     def _quiet(self, mesh: Gossip, unseen: Mapping[int, float]) -> dict[int, tuple[str, ...]]:
         """Addresses of training workers, by host, where the agent has not confirmed for a while that it hears us."""

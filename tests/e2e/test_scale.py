@@ -96,3 +96,34 @@ def test_a_pool_that_trains_changes_its_size_whoever_is_killed_meanwhile(launch:
     check_trained_once(run, STEPS)
     assert "layout.pools.trainer.count=1" in (run.folder / "overrides.txt").read_text()
     assert run.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "back"),
+    [
+        (["layout=colocated"], "worker=2", "worker=1"),
+        (
+            ["layout=split", "layout.pools.trainer.count=2", "layout.pools.trainer.backend=fsdp"],
+            "trainer=3",
+            "trainer=1",
+        ),
+        (["flow=ppo", "layout=critic"], "critic=3", "critic=1"),
+        (["flow=ppo", "layout=critic"], "trainer=2", "trainer=1"),
+        (["layout=async", "layout.max_staleness=2"], "trainer=2", "trainer=1"),
+    ],
+    ids=["colocated", "of a divided model", "of a critic", "beside a critic", "asynchronous"],
+)
+def test_pools_that_train_otherwise(launch: Launch, layout: list[str], change: str, back: str) -> None:
+    steps = 80
+    run = launch("quickstart", *PACED, *layout, f"run.training_steps={steps}")
+    run.until(lambda: run.steps_done() >= 6, "the first training steps")
+    scale(run, change)
+    run.until(lambda: terms_of(run).get(1), "a training step of the next term")
+    scale(run, back)
+    run.until(lambda: terms_of(run).get(2), "a training step of the term after that")
+    assert run.wait() == 0, run.output
+    terms = terms_of(run)
+    assert sorted(terms) == [0, 1, 2]
+    assert [step for term in sorted(terms) for step in terms[term]] == list(range(1, steps + 1)), "none was repeated"
+    check_trained_once(run, steps)
+    assert run.leftovers() == []
