@@ -19,6 +19,7 @@ import yaml
 from msgspec import structs
 
 from distflow.comm.addresses import worker_address
+from distflow.comm.beats import HostNumber
 from distflow.data.decoding import Form, Whole, read
 from distflow.errors import UserError
 from distflow.launch.agent.restart_policy import Action, RestartPolicy
@@ -26,9 +27,9 @@ from distflow.launch.cluster import cluster_view
 from distflow.launch.cluster.cluster_view import FreeGpus, members_of, takes_up
 from distflow.launch.cluster.gossip import Gossip, least_silence_s
 from distflow.launch.cluster.host_report import DesiredWorkers, Successor, Term
+from distflow.launch.run.folder import note_sizes
 from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name, sites_of
 from distflow.log import logger
-from distflow.runtime.disk import replace_file
 from distflow.types import MOST_WORKERS, WorkerName
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class _Request(Form, frozen=True):
 
 class _Scale(_Request, frozen=True):
     slots: dict[Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,5}\Z")], Whole]
+    leaving: frozenset[HostNumber] = frozenset()
 
 
 class _Reserve(_Request, frozen=True):
@@ -85,23 +87,28 @@ class Scaling:
         return found
 
     def ask(self, body: Mapping[str, Any], mesh: Gossip) -> dict[str, Any]:
-        """Decide on {"pool", "count", "slots"}; answers {"was", "now", "hosts": {new or leaving worker: host's name}}.
+        """Decide on {"pool", "count", "slots", "leaving"}; answers {"was", "now", "trains", "joining", "leaving",
+        "hosts": {new or leaving worker: host's name}}.
 
         `slots`: worker slots by host, for the only hosts that may take new workers; empty: any host, however full.
-        Raises UserError with the reason if it cannot be done.
+        `leaving`: hosts that are to have none. Raises UserError with the reason if it cannot be done.
         """
         request = read(body, _Scale, "scale")
         pool, count = request.pool, request.count
         before = self._present(pool, mesh)
         self._check(pool, count)
         slots = {int(host): number for host, number in request.slots.items()}
-        after = self._placed(pool, count, before, mesh, slots)
+        after = self._placed(pool, count, before, mesh, slots, request.leaving)
+        if self._trains[pool]:
+            self._check_encryption(pool, after)
         changed = {name: host for name, host in {**before, **after}.items() if (name in before) != (name in after)}
         if changed:
             number = max((known.stamp[0] for known in self.wanted(mesh).values()), default=0) + 1
             self._decided[pool] = DesiredWorkers((number, self._host), after)
         names = {name: mesh.reports[host].entry.name if host in mesh.reports else "" for name, host in changed.items()}
-        return {"was": len(before), "now": count, "hosts": names, "trains": self._trains[pool]}
+        joining, gone = ([name for name in changed if (name in before) == known] for known in (False, True))
+        told = {"joining": joining, "leaving": gone, "trains": self._trains[pool]}
+        return {"was": len(before), "now": count, "hosts": names, **told}
 
     def reserve(self, body: Mapping[str, Any], mesh: Gossip, now: float) -> dict[str, Any]:
         """Reserve numbers for {"hosts"} further hosts, to bring {"pool"} to {"count"} workers.
@@ -167,7 +174,7 @@ class Scaling:
         """
         members, former = members_of(term, self._trainers), members_of(before.begun, self._trainers)
         if takes_up(term, before) and members.keys() != former.keys():
-            self._note_sizes(members)
+            note_sizes(self._record.path, members)
         new = [name for name, host in members.items() if host == self._host and name not in former]
         return self._write(members, new, Term(term.number, term)) if new else []
 
@@ -184,20 +191,6 @@ class Scaling:
         counts = sizes(members_of(term, self._trainers))
         plan = plan_resized(self._record.path, counts)
         return {pool: plan.worker(WorkerName(pool, 0)).sample_memory_mb for pool in counts}
-
-    def _note_sizes(self, members: Mapping[str, int]) -> None:
-        """For `--resume`, and for workers that are planned from now on."""
-        from distflow.config.yamlfile import yaml_text
-        from distflow.flow.rescaling import resized, sizes
-
-        counts = sizes(members)
-        recipe, overrides = (self._record.path / name for name in ("recipe.yaml", "overrides.txt"))
-        before = yaml.safe_load(recipe.read_text())
-        after = resized(before, counts)
-        if after != before:
-            told = [f"layout.pools.{pool}.count={count}\n" for pool, count in counts.items()]
-            replace_file(overrides, overrides.read_text() + "".join(told))
-            replace_file(recipe, yaml_text(after))
 
     def _prepared(self, pool: Mapping[str, int], names: list[str], term: Term, now: float) -> list[WorkerEntry]:
         """Workers that can be started; none while the disk refuses their documents."""
@@ -249,17 +242,33 @@ class Scaling:
                 f"scale: run.deterministic promises the same bits for one number of training workers only — {cure}"
             )
 
+    def _check_encryption(self, pool: str, after: Mapping[str, int]) -> None:
+        """Refuse `security.encrypt: all` where it cannot be guaranteed: gradients between hosts are not encrypted."""
+        security = yaml.safe_load((self._record.path / "recipe.yaml").read_text())["security"]
+        if len(set(after.values())) > 1 and security["encrypt"] == "all" and not security["trusted_network"]:
+            raise UserError(
+                f"scale: security.encrypt: all does not encrypt gradients, which {', '.join(after)} would exchange "
+                f"over the network — keep pool {pool!r} on one host, by --hosts FILE or layout.pools.{pool}.hosts"
+            )
+
     def _placed(
-        self, pool: str, count: int, before: Mapping[str, int], mesh: Gossip, slots: Mapping[int, int]
+        self,
+        pool: str,
+        count: int,
+        before: Mapping[str, int],
+        mesh: Gossip,
+        slots: Mapping[int, int],
+        leaving: Container[int] = (),
     ) -> dict[str, int]:
         """The host of each worker: present ones stay, new ones go where slot and GPU are free and the pool has fewest.
 
         A name that was used on a host is used again there alone. Raises UserError if there is no room.
         """
-        placed = {name: before[name] for name in sorted(before, key=_index)[:count]}
+        stay = [name for name, host in before.items() if host not in leaving]
+        placed = {name: before[name] for name in sorted(stay, key=_index)[:count]}
         if len(placed) == count:
             return placed
-        hosts = self._candidates(pool, mesh, slots)
+        hosts = [host for host in self._candidates(pool, mesh, slots) if host not in leaving]
         taken = Counter(host for host in hosts for name in _living(mesh, host) if name not in before)
         gpus = self._free_gpus(pool, count, before, mesh)
         for name in (f"{pool}/{index}" for index in itertools.count()):

@@ -229,6 +229,9 @@ def elected(view: View, rules: Rules) -> Successor | None:
     for choice in {vote for vote in votes.values() if vote is not None}:
         agreed = frozenset(host for host, vote in votes.items() if vote == choice)
         undecided = {host for host in there - agreed if votes[host] is None}
+        # Hosts on which training begins have no say, but time to fetch what it begins from.
+        coming = set(members_of(choice, view.hosts).values()) - view.member_hosts
+        undecided |= {host for host in coming if host not in view.terms or view.terms[host].vote is None}
         waits = {host for host in undecided if view.unheard_s.get(host, 0.0) < rules.gone_s}
         if view.majority(agreed) and not waits:
             return choice
@@ -306,6 +309,8 @@ class Pool:
         found = propose(view, self._rules)
         if view.host in view.member_hosts:
             self._decide(view, found, lacks)
+        else:
+            self._get_ready(view, lacks)
         chosen = elected(self._seen(view), self._rules)
         if chosen is not None and (view.host not in view.member_hosts or self.term.vote == chosen):
             return Begin(chosen)
@@ -314,8 +319,10 @@ class Pool:
         return self._overdue(self._waits_in(view), now)
 
     def began(self, term: Successor) -> None:
-        """Our host has begun this term."""
-        self.term = Term(term.number, term)
+        """Our host has begun this term; others may still fetch from it what the term begins from."""
+        what = (term.step, term.saved_by)
+        kept = tuple(saved for saved in self.term.checkpoints if (saved.step, saved.term) == what)
+        self.term = Term(term.number, term, checkpoints=kept)
         self._still_since = None
 
     def put_off(self, what: str, now: float) -> Stop | None:
@@ -341,6 +348,14 @@ class Pool:
             self.term = with_proposal(self.term, found)
         wanted = electable(self._seen(view))
         if wanted is not None:
+            what = lacks(wanted)
+            self.term = structs.replace(self.term, waits=what, vote=None if what else wanted)
+
+    def _get_ready(self, view: View, lacks: Callable[[Successor], str]) -> None:
+        """None of the members are ours: if some of the next term are, say when they can begin it."""
+        votes = (view.terms[host].vote for host in sorted(view.there()))
+        coming = (vote for vote in votes if vote and view.host in members_of(vote, view.hosts).values())
+        if self.term.vote is None and (wanted := next(coming, None)) is not None:
             what = lacks(wanted)
             self.term = structs.replace(self.term, waits=what, vote=None if what else wanted)
 

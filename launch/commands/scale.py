@@ -11,7 +11,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from msgspec import structs
 
 from distflow.comm.addresses import place_of
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
-from distflow.errors import DistflowError, Problem, UserError
-from distflow.flow.plan import Plan
+from distflow.errors import DistflowError, Problem, UserError, did_you_mean
 from distflow.flow.recipe_check import plan_resized
 from distflow.launch.deploy.fan_out import Fleet, SshWays
 from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunContents, description_in, key_of, tar
@@ -35,6 +34,7 @@ from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
 from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_files
 from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name, read_record
+from distflow.types import WorkerName
 
 ANSWER_S = 10.0
 """The agent plans the new workers before it answers."""
@@ -44,8 +44,9 @@ POLL_S = 0.1
 
 @click.command()
 @click.argument("run")
-@click.argument("change", metavar="POOL=N")
+@click.argument("change", metavar="[POOL=N]", required=False)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@click.option("--leave", multiple=True, metavar="HOST", help="Move all workers of this host to others.")
 @click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Place new workers on these hosts only.")
 @click.option("--ssh-config", type=click.Path(path_type=Path), metavar="FILE", help="Configuration file for ssh.")
 @click.option("--ssh-options", default="", metavar="WORDS", help="More arguments for the ssh command.")
@@ -54,41 +55,73 @@ POLL_S = 0.1
 )
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable on new hosts.")
 @click.option("--ship-code", is_flag=True, help="Copy this machine's distflow to new hosts.")
-def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
+def command(run: str, change: str | None, leave: tuple[str, ...], runs_dir: Path, **given: Any) -> None:
     """Set the number of workers of POOL to N. New ones join; those with the highest numbers hand back their work and
-    leave.
+    leave. A pool that trains saves after its training step, and goes on from there with its new number of workers.
 
-    Hosts of FILE that are not in the run yet join it first.
+    With --leave, other hosts get the workers of a host instead, so that it can be taken away. Hosts of FILE that are
+    not in the run yet join it first.
     """
-    pool, count = _parse(change)
     record = read_record(find_run(run, runs_dir))
     if record.over:
         raise UserError(f"scale: {record.name} is over ({record.state}) — only a running run can be scaled")
-    slots = _slots_for(record, pool, count, given)
-    body = {"pool": pool, "count": count, "slots": {str(number): free for number, free in slots.items()}}
-    answer = _ask(record, "scale", body)
-    if answer["was"] == answer["now"]:
-        click.echo(f"{pool} has {count} workers already")
-        return
-    click.echo(_told(pool, answer))
+    changes = _changes(record, change, leave)
+    slots = _slots_for(record, changes, given)
+    body = {"slots": {str(number): free for number, free in slots.items()}, "leaving": sorted(changes.leaving)}
+    for pool, count in changes.counts.items():
+        click.echo(_told(pool, changes, _ask(record, "scale", {**body, "pool": pool, "count": count})))
 
 
-def _told(pool: str, answer: Mapping[str, Any]) -> str:
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """The request."""
+
+    counts: Mapping[str, int]
+    """By pool, how many workers it is to have."""
+    leaving: frozenset[int] = frozenset()
+    """Numbers of hosts that are to have none."""
+    moving: Mapping[str, int] = field(default_factory=dict)
+    """By pool, how many it has on these."""
+
+
+def _changes(record: RunRecord, change: str | None, leave: Sequence[str]) -> _Changes:
+    if (change is None) == (not leave):
+        raise UserError("scale: expected POOL=N, for example rollout=3, or --leave HOST")
+    if change is not None:
+        pool, count = _parse(change)
+        return _Changes({pool: count})
+    numbers = {host.name: number for number, host in enumerate(record.hosts)}
+    for name in leave:
+        if name not in numbers:
+            raise UserError(f"--leave {name}: no host of {record.name} — {did_you_mean(name, numbers)}")
+    leaving = frozenset(numbers[name] for name in leave)
+    moving = Counter(WorkerName.parse(entry.name).pool for entry in record.workers if entry.host in leaving)
+    if not moving:
+        raise UserError(f"--leave {', '.join(leave)}: no worker of {record.name} is there")
+    counts = Counter(WorkerName.parse(entry.name).pool for entry in record.workers)
+    return _Changes({pool: counts[pool] for pool in moving}, leaving, moving)
+
+
+def _told(pool: str, changes: _Changes, answer: Mapping[str, Any]) -> str:
     """What happens now, in words."""
-    more, trains = answer["now"] > answer["was"], answer["trains"]
-    does = "joining" if more else "leaving" if trains else "leaving when they have handed back their work"
-    names = [f"{name} on {host}" if host else name for name, host in answer["hosts"].items()]
-    then = "; the pool saves after its training step, and all of it goes on from there in a new term" if trains else ""
-    return f"{pool}: {answer['was']} → {answer['now']}; {does}: {', '.join(names)}{then}"
+    if not answer["hosts"]:
+        return f"{pool} has {answer['now']} workers already"
+    trains, joining, leaving = answer["trains"], answer["joining"], answer["leaving"]
+    named = {name: f"{name} on {host}" if host else name for name, host in answer["hosts"].items()}
+    does = [f"joining: {', '.join(named[name] for name in joining)}"] if joining else []
+    how = "leaving" if trains else "leaving when they have handed back their work"
+    does += [f"{how}: {', '.join(named[name] for name in leaving)}"] if leaving else []
+    does += ["the pool saves after its training step, and goes on from there in a new term"] if trains else []
+    return f"{pool}: {answer['was']} → {answer['now']}; {'; '.join(does)}"
 
 
-def _slots_for(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> Mapping[int, int]:
+def _slots_for(record: RunRecord, changes: _Changes, given: Mapping[str, Any]) -> Mapping[int, int]:
     """Slots for new workers by host number, after adding new hosts to the run; empty: any host will do."""
     if given["hosts"] is None:
         _refuse_without_hosts(given)
         return {}
     environment = forwarded(os.environ, given["forward"], given["settings"])
-    wanted = _HostsToAdd(pool, count, read_hosts(given["hosts"]), environment, given["ship_code"])
+    wanted = _HostsToAdd(changes, read_hosts(given["hosts"]), environment, given["ship_code"])
     added = _add_hosts(record, wanted, Transport(given["ssh_config"], tuple(shlex.split(given["ssh_options"]))))
     for note in added.notes:
         click.echo(f"note: {note}")
@@ -112,14 +145,18 @@ def _parse(change: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _HostsToAdd:
-    """The request."""
+    """For which changes, and how."""
 
-    pool: str
-    count: int
+    changes: _Changes
     hosts: Sequence[Host]
     """Where new workers may go; may include hosts that are in the run already."""
     environment: Mapping[str, str]
     ship_code: bool
+
+    def more(self, was: int) -> dict[str, int]:
+        """How many new workers each pool needs. `was`: how many the only one has, where none leave hosts."""
+        changes = self.changes
+        return {pool: changes.moving.get(pool, count - was) for pool, count in changes.counts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +173,8 @@ class _AddedHosts:
 def _add_hosts(record: RunRecord, wanted: _HostsToAdd, transport: Transport) -> _AddedHosts:
     """Start agents on the hosts that are not yet in the run. Raises HostsError, after undoing everything on them."""
     further = [host for host in wanted.hosts if host.name not in {entry.name for entry in record.hosts}]
-    body = {"pool": wanted.pool, "count": wanted.count, "hosts": len(further)}
+    pool, count = next(iter(wanted.changes.counts.items()))
+    body = {"pool": pool, "count": count, "hosts": len(further)}
     answer = _ask(record, "hosts.reserve", body)
     here = tuple(HostEntry(**entry) for entry in answer["hosts"])
     names = [*(entry.name for entry in here), *(host.name for host in further)]
@@ -154,11 +192,11 @@ def _add_hosts(record: RunRecord, wanted: _HostsToAdd, transport: Transport) -> 
 
 
 def _check(wanted: _HostsToAdd, was: int) -> None:
-    more, slots = wanted.count - was, sum(len(host.slots) for host in wanted.hosts)
+    more, slots = sum(wanted.more(was).values()), sum(len(host.slots) for host in wanted.hosts)
     if more <= 0:
         raise UserError(
-            f"scale --hosts: {wanted.pool} has {was} workers already, and --hosts is only for adding "
-            "workers — ask for more, or leave out --hosts"
+            f"scale --hosts: {', '.join(wanted.changes.counts)} has {was} workers already, and --hosts is only for "
+            "adding workers — ask for more, or leave out --hosts"
         )
     if slots < more:
         raise UserError(
@@ -173,8 +211,11 @@ class _Addition:
         self._record = record
         self._here = here
         self._hosts = {len(here) + n: host for n, host in enumerate(further)}
-        plan = plan_resized(record.path, {wanted.pool: wanted.count})
-        placement = WorkerPlacement((*map(_as_host, here), *further), _places(plan, wanted, self._hosts, was))
+        more, moving = wanted.more(was), wanted.changes.moving
+        until = {pool: count + moving.get(pool, 0) for pool, count in wanted.changes.counts.items()}
+        plan = plan_resized(record.path, until, spanning=True)
+        new = [f"{pool}/{index}" for pool in more for index in range(until[pool] - more[pool], until[pool])]
+        placement = WorkerPlacement((*map(_as_host, here), *further), _places(new, self._hosts))
         self._request = HostsRequest(
             RunContents(_loaded(record.path), plan, Beginning(term=record.term), record.path, placement),
             resume=False,
@@ -265,9 +306,8 @@ def _as_host(entry: HostEntry) -> Host:
     return Host(entry.name, (), FILE_NAME, address=entry.address)
 
 
-def _places(plan: Plan, wanted: _HostsToAdd, hosts: Mapping[int, Host], was: int) -> dict[str, WorkerSlot]:
+def _places(new: Sequence[str], hosts: Mapping[int, Host]) -> dict[str, WorkerSlot]:
     """Likely placement of the new workers, to estimate what the new hosts need; the agents decide in the end."""
-    new = [str(w.name) for w in plan.workers if w.name.pool == wanted.pool][was:]
     load = Counter(dict.fromkeys(hosts, 0))
     places = {}
     for name in new:

@@ -177,6 +177,7 @@ def scale(run: Hosts, host: int, count: int, only: tuple[int, ...] = ()) -> dict
     answer = run.ask(host, "scale", {"pool": "rollout", "count": count, "slots": dict.fromkeys(map(str, only), 99)})
     assert answer is not None
     assert answer.pop("trains", False) is False
+    assert {*answer.pop("joining", ()), *answer.pop("leaving", ())} == answer.get("hosts", {}).keys()
     return answer
 
 

@@ -276,6 +276,33 @@ def test_who_is_scaled_down_leaves_and_the_others_vote_with_it() -> None:
     assert elected(replace(view, terms=only_who_stays), RESTART) is None, "one of three is no majority"
 
 
+def test_a_term_waits_until_a_host_on_which_training_begins_has_what_it_begins_from() -> None:
+    first = ended(Term(0), 7)
+    view = replace(world(first, Term(0)), hosts={"trainer/0": 0})
+    view = scaled(view, 1, "trainer", {"trainer/0": 0, "trainer/1": 1})
+    pool, other = Pool(RESTART, 0, 600.0), Pool(RESTART, 0, 600.0)
+    pool.note(SCALED, alive=False, look=lambda: ((Saved(7, 0),), ()))
+
+    def act(one: Pool, own: int, lacks: str = "", unheard_s: float = 0.5) -> object:
+        seen = replace(view, host=own, terms={0: pool.term, 1: other.term}, unheard_s={1 - own: unheard_s})
+        return one.act(seen, alive=False, lacks=lambda term: lacks, now=1.0)
+
+    assert act(pool, 0) is None
+    assert pool.term.vote is not None
+    assert isinstance(act(other, 1), Break)
+    other.note("elsewhere", alive=False, look=lambda: ((), ()))
+    assert act(other, 1, "h1 to fetch a") is None
+    assert (other.term.vote, other.term.waits) == (None, "h1 to fetch a")
+    assert act(pool, 0) is None, "the other one is not ready"
+    assert act(pool, 0, unheard_s=LONG_AGO) == Begin(pool.term.vote), "but is not waited for for ever"
+    act(other, 1)
+    assert other.term.vote == pool.term.vote
+    move = act(pool, 0)
+    assert move == Begin(pool.term.vote)
+    pool.began(move.term)
+    assert pool.term.checkpoints == (Saved(7, 0),), "who is late fetches it from there"
+
+
 def test_a_decision_for_a_host_that_cannot_be_heard_is_dropped_once_and_for_all() -> None:
     there = world(Term(0), Term(0), silent=(1,))
     wanted = {"trainer/0": 0, "trainer/1": 1}
