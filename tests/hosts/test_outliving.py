@@ -17,7 +17,7 @@ from tests.hosts.test_hosts_e2e import hosts_file
 from tests.hosts.test_training_on_hosts import check_exactly_once, folders_of
 from tests.launch.conftest import await_that
 
-STEPS = 60
+STEPS = 800
 COMMON = [*PACED, "limits.host_silence_s=6", f"run.training_steps={STEPS}", "layout=async", "run.save_every=10"]
 LONG_S = 150.0
 
@@ -59,6 +59,7 @@ def replace_host(cluster: Cluster, old: int, new: int, asked_on: int) -> None:
     reached = trained(cluster)
     await_that(lambda: trained(cluster) >= reached + 2, f"training steps without h{old}", LONG_S)
     kill_host(cluster, old)
+    await_that(lambda: old in record_on(cluster, new).silent, f"silence of h{old}", LONG_S)
 
 
 @pytest.mark.long
