@@ -250,7 +250,7 @@ class Agent:
         state, silent = self._recorder.record.state, sorted(mesh.silent())
         collecting = self._exit_barrier.collecting if self._exit_barrier is not None else None
         saved = sum(report.saved for report in mesh.reports.values())
-        about = {"hosts": sorted(mesh.reports), "saved": saved, "roster": cluster_view.network_roster(mesh)}
+        about = {"hosts": cluster_view.entries(mesh), "saved": saved, "roster": cluster_view.network_roster(mesh)}
         told = {"workers": workers, "state": state, "silent": silent, **about}
         return told if collecting is None else {**told, "collecting": collecting}
 

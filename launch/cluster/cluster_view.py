@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import structs
 
 from distflow.errors import UserError
 from distflow.launch.cluster.gossip import Gossip
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from distflow.flow.plan import Plan, WorkerPlan
 
 LEAST_MARGIN_S = 3.0
-HEAD = 0
-"""The host whose run folder gets a copy of all files, if the hosts do not share one."""
 T = TypeVar("T")
 
 
@@ -137,6 +137,12 @@ def takes_up(term: Successor, before: Term) -> bool:
     return term.scaled != (() if before.begun is None else before.begun.scaled)
 
 
+def head_of(mesh: Gossip) -> int:
+    """The host whose run folder gets a copy of all files, if the hosts do not share one: the first that is heard."""
+    silent = mesh.silent()
+    return min(host for host in (mesh.host, *mesh.others) if host not in silent)
+
+
 def elsewhere(mesh: Gossip, trainers: Mapping[str, int]) -> Elsewhere:
     """The state of the other hosts. `trainers`: all training workers of the run, with their hosts."""
     silent = mesh.silent()
@@ -191,6 +197,11 @@ def network_roster(mesh: Gossip, *, leaving_out: int | None = None) -> dict[str,
             found[agent_name(host)] = report.entry.agent
             found |= {name: hosted.address for name, hosted in report.workers.items() if hosted.state != "left"}
     return found
+
+
+def entries(mesh: Gossip) -> dict[str, dict[str, Any]]:
+    """All hosts that have reported, by number, as plain data."""
+    return {str(host): structs.asdict(report.entry) for host, report in sorted(mesh.reports.items())}
 
 
 def orphaned(mesh: Gossip, silent: Collection[int]) -> Iterator[tuple[str, int]]:
@@ -275,7 +286,7 @@ def _awaited_of(mesh: Gossip, host: int, apart: Collection[int], *, writes: bool
         return "to end and clean up its part"
     if not mesh.seen_by(host):
         return "to learn that this host is cleaned up"
-    if host == HEAD and host in apart and not report.collected:
+    if host == head_of(mesh) and host in apart and not report.collected:
         return "to fetch the last files"
     if writes and host not in apart:
         return "to exit before the end is written to run.json"

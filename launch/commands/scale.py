@@ -240,7 +240,7 @@ class _Addition:
 
     def _await_known(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
-        while not self._hosts.keys() <= set(_ask(self._record, "status", {})["hosts"]):
+        while not self._hosts.keys() <= set(map(int, _ask(self._record, "status", {})["hosts"])):
             if time.monotonic() > deadline:
                 names = ", ".join(host.name for host in self._hosts.values())
                 raise DistflowError(f"scale: agents run on {names}, but the other agents did not hear from them "
