@@ -22,7 +22,7 @@ from distflow.config.yamlfile import yaml_text
 from distflow.errors import DistflowError, UserError, WorkerFailed
 from distflow.flow.rescaling import renewed
 from distflow.launch.agent.restart_policy import Action, RestartPolicy, Tell
-from distflow.launch.agent.scaling import Scaling
+from distflow.launch.agent.scaling import NoGpuError, Scaling
 from distflow.launch.cluster.cluster_view import Rules, View, members_of, takes_up
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostReport, Successor, Term
@@ -207,6 +207,8 @@ class PoolRecovery:
         try:
             if not self._lacks_room(now):
                 return self._begin(term, know)
+        except NoGpuError as error:
+            return self._pool.put_off(str(error), now)
         except (UserError, WorkerFailed) as error:
             return Stop(str(error))
         except OSError as error:

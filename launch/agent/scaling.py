@@ -198,7 +198,7 @@ class Scaling:
             return []
         try:
             entries = self._write(pool, names, term)
-        except (OSError, _NoGpuError) as error:
+        except (OSError, NoGpuError) as error:
             if self._refused_at is None:
                 log.error("%s cannot be prepared yet: %s", ", ".join(names), error)
             self._refused_at = now
@@ -336,7 +336,7 @@ class Scaling:
         held = [life.entry.gpus for life in there if life.standing != "left"]
         first = free_gpu(Counter(n for used in (*held, *given) for n in used), self._gpus, width(worker))
         if first is None:
-            raise _NoGpuError(f"no GPU here is free for {worker.name} yet")
+            raise NoGpuError(f"no GPU here is free for {worker.name} yet")
         return f"cuda:{first}"
 
     def _write(self, pool: Mapping[str, int], names: list[str], term: Term) -> list[WorkerEntry]:
@@ -375,7 +375,7 @@ class Scaling:
         return entries
 
 
-class _NoGpuError(UserError):
+class NoGpuError(UserError):
     """There is no free GPU yet."""
 
 
