@@ -37,8 +37,9 @@ def sizes(names: Iterable[str]) -> dict[str, int]:
 def resized(recipe: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
     """A resolved recipe with other numbers of workers in some pools."""
     found = copy.deepcopy(dict(recipe))
+    pools = found["layout"]["pools"]
     for pool, count in counts.items():
-        found["layout"]["pools"][pool]["count"] = count
+        pools[pool] = {**(pools[pool] or {}), "count": count}
     return found
 
 

@@ -141,14 +141,15 @@ class Training:
         self._saving.prepare()
         self._measure()
         run = self._limits.run
-        for t in range(self._number, min(run.training_steps, run.stop_after or run.training_steps)):
+        last = min(run.training_steps, run.stop_after or run.training_steps)
+        for t in range(self._number, last):
             self._begin(t)
             yield t
             self._end(t)
             self._measure()
             if self._goal.reached:
                 break
-            if self._term_ends and t + 1 < run.training_steps:
+            if self._term_ends and t + 1 < last:
                 self._end_term()
         self.finished = True
 

@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import yaml
 from msgspec import structs
 
 from distflow.comm.addresses import worker_address
@@ -27,7 +26,7 @@ from distflow.launch.cluster import cluster_view
 from distflow.launch.cluster.cluster_view import FreeGpus, members_of, takes_up
 from distflow.launch.cluster.gossip import Gossip, least_silence_s
 from distflow.launch.cluster.host_report import DesiredWorkers, Successor, Term
-from distflow.launch.run.folder import note_sizes
+from distflow.launch.run.folder import note_sizes, recipe_in
 from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name, sites_of
 from distflow.log import logger
 from distflow.types import MOST_WORKERS, WorkerName
@@ -237,15 +236,16 @@ class Scaling:
         cure = f"stop the run, and continue with --resume layout.pools.{pool}.count={count}"
         if not self._core.renews:
             raise UserError(f"scale: pool {pool!r} trains, and layout.on_failure: stop allows no second term — {cure}")
-        if plan_resized(self._record.path, {pool: count}).recipe.run.deterministic:
+        if recipe_in(self._record.path).run.deterministic:
             raise UserError(
                 f"scale: run.deterministic promises the same bits for one number of training workers only — {cure}"
             )
+        plan_resized(self._record.path, {pool: count})
 
     def _check_encryption(self, pool: str, after: Mapping[str, int]) -> None:
         """Refuse `security.encrypt: all` where it cannot be guaranteed: gradients between hosts are not encrypted."""
-        security = yaml.safe_load((self._record.path / "recipe.yaml").read_text())["security"]
-        if len(set(after.values())) > 1 and security["encrypt"] == "all" and not security["trusted_network"]:
+        security = recipe_in(self._record.path).security
+        if len(set(after.values())) > 1 and security.encrypt == "all" and not security.trusted_network:
             raise UserError(
                 f"scale: security.encrypt: all does not encrypt gradients, which {', '.join(after)} would exchange "
                 f"over the network — keep pool {pool!r} on one host, by --hosts FILE or layout.pools.{pool}.hosts"
@@ -308,8 +308,7 @@ class Scaling:
 
     def _allowed(self, pool: str, hosts: list[int], mesh: Gossip) -> list[int]:
         """Those of the hosts that the recipe lets workers of this pool run on."""
-        recipe = yaml.safe_load((self._record.path / "recipe.yaml").read_text())
-        patterns = recipe["layout"]["pools"][pool].get("hosts") or []
+        patterns = recipe_in(self._record.path).layout.pools[pool].hosts
         names = {host: mesh.reports[host].entry.name for host in hosts if host in mesh.reports}
         found = [host for host in hosts if not patterns or any(fnmatchcase(names.get(host, ""), p) for p in patterns)]
         if not found:
