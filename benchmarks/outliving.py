@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +64,13 @@ class Machines:
 
     def rows(self) -> list[dict[str, Any]]:
         """What training workers of all hosts have measured: lines of their metrics."""
-        files = self.folder.glob(f"h*/{RUN}/metrics/trainer-*.jsonl")
+        files = self.files("metrics/trainer-*.jsonl")
         return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+    def files(self, pattern: str) -> Collection[Path]:
+        """Those of all hosts: what was collected at the end is the same."""
+        hosts = self.folder.glob(f"h*/{RUN}")
+        return {path.relative_to(host): path for host in hosts for path in host.glob(pattern)}.values()
 
     def steps(self) -> int:
         """The last training step that is done."""
@@ -135,7 +140,7 @@ def tell(machines: Machines, steps: int, hosts: range) -> None:
     for row in rows:
         terms.setdefault(int(row["step"]), set()).add(int(row["term"]))
     again = sum(len(numbers) > 1 for numbers in terms.values())
-    dumps = machines.folder.glob(f"h*/{RUN}/rollouts/step_*/*.jsonl")
+    dumps = machines.files("rollouts/step_*/*.jsonl")
     check_positions([json.loads(line) for path in dumps for line in path.read_text().splitlines()], steps, PROMPTS)
     count, where = max(map(max, terms.values())) + 1, ", ".join(f"h{n}" for n in hosts)
     print(
