@@ -93,6 +93,7 @@ def test_training_workers_of_a_host_that_is_gone_go_on_elsewhere(shaped: Cluster
     move(shaped, 2, 3, 0, shaped.runs_dir, shared=True)
     trainers = {"trainer/0": 0, "trainer/1": 1, "trainer/3": 3}
     await_that(lambda: trainers_in(record_on(shaped, 0)) == trainers, "the next term", LONG_S)
+    await_that(lambda: 2 not in {entry.host for entry in record_on(shaped, 0).workers}, "a record without h2", LONG_S)
     out, err = head.communicate(timeout=240)
     assert head.returncode == 0, out + err
     assert "pool trainer goes from 3 to 3 training workers (trainer/0, trainer/1, trainer/3)" in out
