@@ -50,7 +50,7 @@ from distflow.runtime.training import Training
 from distflow.runtime.validation import Validation
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.worker import Worker
-from distflow.types import Version, WorkerName
+from distflow.types import Version, in_pool
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
 
@@ -315,10 +315,11 @@ class Session:
         if not membership.peers:
             return
         sources = [edge.source for edge in self._setting.plan.edges if edge.name == SAMPLES]
-        generating = [name for name in membership.peers if WorkerName.parse(name).pool in sources]
-        generating = [name for name in generating if name not in self._setting.members]
 
         def met() -> bool | None:
+            # Those that the plan names may all have been replaced since by others, of whom the agent tells.
+            there = (name for source in sources for name in in_pool(source, membership.peers))
+            generating = [name for name in there if name not in self._setting.members]
             # A peer that has left again counts: an owner may have finished while the models were loaded here.
             needed = self._standing.members or self._owners()
             all_needed = all(membership.met(name) for name in needed if name != self._name)
@@ -328,7 +329,7 @@ class Session:
         self._board.until(
             met,
             name="first contact",
-            peers=tuple(membership.peers),
+            peers=lambda: tuple(membership.peers),
             limit_s=self._setting.recipe.limits.connect_s,
             limit="limits.connect_s",
             progress=lambda: sum(map(membership.met, membership.peers)),
