@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import Overtaken, UserError
-from distflow.weights import private_segments, swarm_client
+from distflow.weights import patience, private_segments, swarm_client
 from distflow.weights.manifest import CHUNK_BYTES
 from distflow.weights.private_segments import PrivateSegments
 from distflow.weights.swarm_reader import SwarmReader
@@ -73,7 +73,7 @@ def test_one_that_is_killed_in_the_middle_costs_a_host_of_the_run_no_chunk(cast:
 
 
 def test_an_interrupted_fetch_goes_on_where_it_was(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swarm_client, "RETRY_S", 0.3)
+    monkeypatch.setattr(patience, "RETRY_S", 0.3)
     reader, manifest = outside(), host.publish(1)
     way = Proxy(manifest.place)
     through = type(manifest).from_wire({**manifest.to_wire(), "place": way.place})
