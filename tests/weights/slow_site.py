@@ -13,7 +13,7 @@ from distflow.weights.chunk_plan import ChunkDealer, ChunkPlan
 from distflow.weights.manifest import CHUNK_BYTES
 from distflow.weights.patience import Patience
 
-STEP_S = 0.02
+STEP_S = 0.05
 TICK_S = 0.1
 CONNECTIONS = 4
 """Of each reader to the publisher."""
