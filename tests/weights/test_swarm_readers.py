@@ -3,10 +3,12 @@
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from distflow.errors import UserError
 from distflow.flow.sizes import FETCHED
@@ -19,7 +21,7 @@ from distflow.weights.segment_file import SEGMENTS
 from distflow.weights.shm import HEADER_BYTES, segment_prefix
 from distflow.weights.swarm_reader import SwarmReader
 from tests.polling import WAIT_S, eventually
-from tests.weights.swarm_kit import Host, holds, left_of, new_reader, new_tag, newest_memory
+from tests.weights.swarm_kit import Host, Proxy, holds, left_of, new_reader, new_tag, newest_memory
 
 SIZE = 6_000_000
 """Values of the largest tensor: 23 chunks."""
@@ -68,6 +70,18 @@ def test_a_version_enters_each_site_once(host: Host) -> None:
     assert host.server.traffic.sent_bytes == before, "its site has all of it"
     for reader in (*readers, late):
         reader.close()
+
+
+def test_a_version_crosses_a_slow_link_once_though_each_chunk_takes_longer_than_anybody_waits() -> None:
+    host, readers = Host(size=700_000), [new_reader(site="far") for _ in range(3)]
+    manifest = host.publish(1)
+    with closing(Proxy(manifest.place, rate=0.4 * CHUNK_BYTES)) as link:
+        found = fetch_together(readers, structs.replace(manifest, place=link.place))
+        assert all(holds(tensors, 1, 700_000) for tensors in found)
+        assert manifest.size < link.passed < 1.05 * manifest.size
+    assert host.server.traffic.sent_bytes == manifest.size
+    for each in (*readers, host):
+        each.close()
 
 
 def test_one_of_three_readers_on_a_host_fetches_and_the_others_map_it(host: Host) -> None:
