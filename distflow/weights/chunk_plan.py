@@ -248,15 +248,17 @@ class ChunkDealer:
         """Whether a reader gets this chunk: not if another one of its site, that is `present`, was given it.
 
         With `again` it gets it all the same if it has been referred to that one before. So of several that wait for one
-        that stands still the first gets the chunk, and the others get it there.
+        that stands still the first gets the chunk, and the others get it there. One that passes nothing on waits for
+        the readers of its site, if they are `present`, also for what is still to be given to them.
         """
         dealt = self._sites[site]
         holder = dealt.given.get(chunk)
-        doubts = again and (not reader or reader in dealt.referred[chunk])
+        if not reader:
+            return again or not (present if site and holder is None else holder in present)
+        doubts = again and reader in dealt.referred[chunk]
         if doubts or holder is None or holder == reader or holder not in present:
-            if reader:
-                dealt.given[chunk] = reader
-                dealt.referred.pop(chunk, None)
+            dealt.given[chunk] = reader
+            dealt.referred.pop(chunk, None)
             return True
         dealt.referred[chunk].add(reader)
         return False

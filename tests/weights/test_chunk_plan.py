@@ -216,6 +216,16 @@ def test_what_goes_to_one_that_passes_nothing_on_is_dealt_to_others_all_the_same
     assert not dealer.gives("", "", 0, {"a"}, again=False), "it is had from that one"
 
 
+def test_one_that_passes_nothing_on_waits_for_the_readers_of_its_site() -> None:
+    dealer = ChunkDealer(2)
+    assert dealer.gives("", "far", 0, set(), again=False), "nobody else is there"
+    assert not dealer.gives("", "far", 0, {"a"}, again=False), "that one will be given it"
+    assert dealer.gives("", "far", 0, {"a"}, again=True), "it does not come"
+    assert dealer.deal("a", "far", 2) == [0, 1]
+    assert not dealer.gives("", "far", 1, {"a"}, again=False)
+    assert dealer.gives("", "far", 1, {"b"}, again=False)
+
+
 def test_a_chunk_that_is_no_longer_wanted_is_not_kept() -> None:
     plan = ChunkPlan(2, window=1)
     plan.join(SEED, seed=True)

@@ -23,8 +23,8 @@ CHUNKS = 23
 Cast = Callable[..., Actor]
 
 
-def outside(no_progress_s: float = WAIT_S) -> SwarmReader:
-    return SwarmReader(None, None, no_progress_s)
+def outside(no_progress_s: float = WAIT_S, site: str = "") -> SwarmReader:
+    return SwarmReader(None, None, no_progress_s, site)
 
 
 @pytest.fixture
@@ -54,6 +54,20 @@ def test_they_take_from_hosts_of_the_run_what_these_were_given(host: Host) -> No
         reader.close()
     assert "memfd:distflow-weights" not in Path("/proc/self/maps").read_text(), "they keep no memory"
     for reader in within:
+        reader.close()
+
+
+def test_at_a_site_they_take_nothing_from_elsewhere_that_hosts_there_fetch(host: Host) -> None:
+    within, beyond, lost = new_reader(site="far"), outside(site="far"), outside()
+    for number in (1, 2, 3):
+        manifest, before = host.publish(number), host.server.traffic.sent_bytes
+        assert all(holds(found, number, SIZE) for found in fetch_together([within, beyond], manifest))
+        if number > 1:
+            assert host.server.traffic.sent_bytes - before == manifest.size
+    before = host.server.traffic.sent_bytes
+    assert holds(lost.fetch(manifest), 3, SIZE)
+    assert host.server.traffic.sent_bytes - before == manifest.size, "it has not said where it stands"
+    for reader in (within, beyond, lost):
         reader.close()
 
 
