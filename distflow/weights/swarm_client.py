@@ -82,6 +82,8 @@ class SwarmClient:
         self._condition = threading.Condition()
         self._links: dict[int, SwarmLink] = {}
         self._numbers = itertools.count()
+        self._connecting: list[str] = []
+        """Readers that are being connected to, on threads: one that stands still does not even answer."""
         self._peers: tuple[str, ...] = ()
         self._received = 0
         """Bytes of chunks that came on connections that are over."""
@@ -114,7 +116,7 @@ class SwarmClient:
             links = list(self._links.values())
         try:
             for link in links:
-                self._join(job, link)
+                self._join(link)
             while not plan.done:
                 self._connect(job)
                 with self._condition:
@@ -155,7 +157,7 @@ class SwarmClient:
         """Make the connections that are missing."""
         now = time.monotonic()
         with self._condition:
-            there = [link.address for link in self._links.values()]
+            there = [*self._connecting, *(link.address for link in self._links.values())]
             good = [peer for peer in self._peers if peer != self._own and self._usable(peer, now)]
         peers = ring_peers(self._own, good)
         most = max(CONNECTIONS, coding_threads())
@@ -164,13 +166,27 @@ class SwarmClient:
             for _ in range(wanted - there.count(address)):
                 if job.plan.done or self._closed or not self._usable(address, now):
                     break
-                self._connect_to(job, address)
+                if address == self.place.address:
+                    self._connect_to(address)
+                else:
+                    with self._condition:
+                        self._connecting.append(address)
+                    threading.Thread(
+                        target=self._connect_apart, args=(address,), name="swarm-meet", daemon=True
+                    ).start()
+
+    def _connect_apart(self, address: str) -> None:
+        try:
+            self._connect_to(address)
+        finally:
+            with self._condition:
+                self._connecting.remove(address)
 
     def _usable(self, address: str, now: float) -> bool:
         trouble = self._trouble.get(address)
         return trouble is None or now >= trouble.retry_at
 
-    def _connect_to(self, job: _Job, address: str) -> None:
+    def _connect_to(self, address: str) -> None:
         try:
             link = SwarmLink(next(self._numbers), address, self.place, self._opening, self)
         except OSError as error:
@@ -180,14 +196,21 @@ class SwarmClient:
                 log.warning("%s refused the connection for weight transfer — %s", address, KEY_HINT)
             self._trouble.setdefault(address, _Trouble()).retry_at = time.monotonic() + RECONNECT_S
             return
-        self._join(job, link)
+        self._join(link)
 
-    def _join(self, job: _Job, link: SwarmLink) -> None:
+    def _join(self, link: SwarmLink) -> None:
+        """Use a connection for the fetch under way, or keep it for the next."""
         with self._condition:
+            if self._closed:
+                link.close()
             if link.over:
                 return
+            job = self._job
             self._links[link.number] = link
-            job.plan.join(link.number, seed=link.seed)
+            if job is not None:
+                job.plan.join(link.number, seed=link.seed)
+        if job is None:
+            return
         if not link.seed:
             link.ask(ChunkAsk("follow", job.manifest.model, *job.manifest.version, base=job.manifest.base))
         self._pump(job, [link])

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from distflow.errors import UserError
 from distflow.flow.sizes import FETCHED
-from distflow.weights import host_segments, swarm_client
+from distflow.weights import host_segments, swarm_client, swarm_socket
 from distflow.weights.chunk_server import ChunkServer
 from distflow.weights.held_version import HeldVersion
 from distflow.weights.host_segments import HostSegments
@@ -20,6 +20,7 @@ from distflow.weights.manifest import CHUNK_BYTES, Manifest
 from distflow.weights.segment_file import SEGMENTS
 from distflow.weights.shm import HEADER_BYTES, segment_prefix
 from distflow.weights.swarm_reader import SwarmReader
+from distflow.weights.swarm_socket import address_of, listen
 from tests.polling import WAIT_S, eventually
 from tests.weights.swarm_kit import Host, Proxy, holds, left_of, new_reader, new_tag, newest_memory
 
@@ -220,6 +221,26 @@ def test_a_reader_that_was_wrong_is_asked_again_later(host: Host, monkeypatch: p
     assert host.server.traffic.chunks - before < manifest.chunks // 2
     for reader in (bad, late):
         reader.close()
+
+
+def test_a_neighbour_that_stands_still_holds_up_no_fetch(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system accepts connections for it, and nobody says anything on them."""
+    monkeypatch.setattr(swarm_socket, "HANDSHAKE_S", 2 * WAIT_S)
+    reader = new_reader()
+    reader.fetch(host.publish(1))
+    assert reader._client is not None
+    with listen("127.0.0.1") as mute:
+        reader._client.met((address_of(mute),))
+        done = threading.Event()
+        manifest = host.publish(2)
+        thread = threading.Thread(target=lambda: (reader.fetch(manifest), done.set()))
+        with monkeypatch.context() as still:
+            # The publisher does not know of it.
+            still.setattr(reader._client, "met", lambda peers: None)
+            thread.start()
+            assert done.wait(WAIT_S)
+        reader.close()
+    thread.join(WAIT_S)
 
 
 def test_a_fetch_that_was_given_up_is_served_no_more(host: Host) -> None:
