@@ -138,7 +138,8 @@ class SwarmClient:
 
     def close(self) -> None:
         """Hang up everywhere."""
-        self._closed = True
+        with self._condition:
+            self._closed = True
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -203,7 +204,7 @@ class SwarmClient:
         with self._condition:
             if self._closed:
                 link.close()
-            if link.over:
+            if link.over or self._closed:
                 return
             job = self._job
             self._links[link.number] = link
