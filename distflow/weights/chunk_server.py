@@ -330,7 +330,7 @@ class _Connection:
             return
         with self._server.lock:
             chunks = held.dealer.deal(self.reader, self.site, ask.count)
-        if chunks:
+        if len(chunks) > 1:
             self._frame(Says.GIVEN, ask, 0, packed(chunks))
         for chunk in chunks:
             self._chunk(ask, held, chunk)
@@ -369,8 +369,6 @@ class _Connection:
                 if not sent:
                     raise OSError(f"{held.manifest.place} was cut short")
                 start += sent
-                # Over a slow link one chunk takes long.
-                self._server.on_read(held)
         with self._server.lock:
             self._server.traffic.chunks += 1
             self._server.traffic.sent_bytes += size

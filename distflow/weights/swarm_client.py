@@ -324,6 +324,7 @@ class SwarmClient:
                 job.plan.offers(link.number, chunks)
             elif says is Says.GIVEN:
                 job.plan.given(link.number, chunks)
+                return
             elif says is Says.DEALT:
                 job.plan.all_dealt(link.number)
             elif says is Says.GONE and link.seed:
