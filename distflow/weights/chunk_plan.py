@@ -5,7 +5,7 @@ so. Thus it sends the model about once to each site, however many read there. Wh
 reader of its site was given, or that does not come, asks the publisher for it. A reader that passes nothing on is dealt
 nothing, so that nobody waits for it: it asks for chunks by number, the publisher or the readers that were given them.
 
-If several are dealt to a reader at once, they are said before they come, so that none is asked for once more meanwhile.
+What was dealt to a reader is said before it comes, so that it is not asked for once more meanwhile.
 
 Example, two readers of four chunks: A is dealt 0 and 1, B 2 and 3; A then hears that B has 2 and asks B for it, and so
 on. If B is lost before A has 3, A asks the publisher, which sees that B is gone and gives 3 to A.
@@ -38,7 +38,7 @@ class _Source:
     """Whether it is to the publisher, which has all chunks and deals them."""
     asked: set[int] = field(default_factory=set)
     deals: int = 0
-    """Chunks that were asked for without saying which, and are not known yet."""
+    """Chunks that were asked for without saying which; the publisher has not said either."""
     has: set[int] = field(default_factory=set)
     queue: deque[int] = field(default_factory=deque)
     """What it has and was not asked for, in the order heard of; may contain what came from elsewhere since."""
@@ -159,12 +159,7 @@ class ChunkPlan:
 
     def begin(self, link: int, chunk: int) -> bool:
         """The bytes of a chunk begin to arrive; returns whether they are to be kept, checked, and reported."""
-        source = self._sources.get(link)
-        if source is None:
-            return False
-        if chunk not in source.asked and source.deals:
-            self.given(link, [chunk])
-        return chunk in source.asked
+        return link in self._sources and chunk in self._sources[link].asked
 
     def right(self, link: int, chunk: int) -> None:
         """A chunk arrived with the right bytes."""

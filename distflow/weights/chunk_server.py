@@ -330,7 +330,7 @@ class _Connection:
             return
         with self._server.lock:
             chunks = held.dealer.deal(self.reader, self.site, ask.count)
-        if len(chunks) > 1:
+        if chunks:
             self._frame(Says.GIVEN, ask, 0, packed(chunks))
         for chunk in chunks:
             self._chunk(ask, held, chunk)

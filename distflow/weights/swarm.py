@@ -103,7 +103,7 @@ class Says(IntEnum):
     PEERS = 6
     """Payload: msgpack list of the addresses of readers that serve what they have fetched."""
     GIVEN = 7
-    """Payload: chunks that a deal has given to this reader, if there are several, 4 bytes each; they come next."""
+    """Payload: chunks that a deal has given to this reader, 4 bytes each; they come next."""
     COMING = 8
     """Payload: msgpack map of addresses of readers to how many bytes they have received."""
 

@@ -215,8 +215,7 @@ class SlowSite:
             self.crossed += HEADER_BYTES
             if what == "deal":
                 dealt = self.dealer.deal(reader.name, "far", number)
-                if len(dealt) > 1:
-                    line.arriving.append((at, "given", tuple(dealt), 0.0))
+                line.arriving.append((at, "given", tuple(dealt), 0.0))
                 if len(dealt) < number:
                     line.arriving.append((at, "dealt", (), 0.0))
                 line.to_send.extend(dealt)

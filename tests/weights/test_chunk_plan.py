@@ -92,8 +92,7 @@ class Swarm:
             return
         if want.what == "deal":
             dealt = self.dealer.deal(str(number), self.site(number), want.deals)
-            if len(dealt) > 1:
-                line.extend(("given", chunk) for chunk in dealt)
+            line.extend(("given", chunk) for chunk in dealt)
             self.send(line, dealt)
             line.extend([("dealt", 0)] * (len(dealt) < want.deals))
         for chunk in want.chunks:
