@@ -41,11 +41,9 @@ WORTH = 0.03
 """Step times that differ by less than this share are called equal."""
 BUSY = 0.85
 """Training workers that work for this share of their time are what limits a step."""
-FULL = 0.6
-"""Slots of which this share is in use while decoding are called full: samples begin and end one by one."""
 
 
-class Split(NamedTuple):
+class PoolSplit(NamedTuple):
     """Workers of the two pools."""
 
     rollouts: int
@@ -59,7 +57,7 @@ class Split(NamedTuple):
 class SplitRule:
     """What there is to divide."""
 
-    present: Split
+    present: PoolSplit
     devices: int
     """In total, for both pools."""
     engine: int
@@ -73,20 +71,20 @@ class SplitRule:
     least_trainers: int = 1
     """Over which a divided model has room."""
 
-    def used(self, split: Split) -> int:
+    def used(self, split: PoolSplit) -> int:
         """Devices of a split."""
         return split.rollouts * self.engine + split.trainers * self.trainer
 
-    def splits(self) -> list[Split]:
+    def splits(self) -> list[PoolSplit]:
         """All that no other one has more workers than, by their number of generating workers."""
         found: dict[int, int] = {}
         for trainers in range(self.least_trainers, self.most_trainers + 1):
             rollouts = (self.devices - trainers * self.trainer) // self.engine
             if rollouts >= 1:
                 found[rollouts] = trainers
-        return [Split(rollouts, trainers) for rollouts, trainers in sorted(found.items())]
+        return [PoolSplit(rollouts, trainers) for rollouts, trainers in sorted(found.items())]
 
-    def words(self, split: Split) -> tuple[str, ...]:
+    def words(self, split: PoolSplit) -> tuple[str, ...]:
         """Overrides that make it the layout's."""
         pools = ((self.generating_pool, split.rollouts), (self.training_pool, split.trainers))
         return tuple(f"layout.pools.{pool}.count={count}" for pool, count in pools)
@@ -96,7 +94,7 @@ class SplitRule:
 class Candidate:
     """One split, and what is known about it."""
 
-    split: Split
+    split: PoolSplit
     model: StepTimes
     prediction: Prediction | None = None
     """None: it was not simulated."""
@@ -148,7 +146,7 @@ class SplitSearch:
         return self.best if self.worth_it else self.present
 
 
-LoadFor = Callable[[Split, int | None], Load]
+LoadFor = Callable[[PoolSplit, int | None], Load]
 """What a split asks of the devices, by the plan with it; with another bound of staleness, if one is given."""
 
 
@@ -158,7 +156,7 @@ def split_rule(plan: Plan, device: DeviceLatency, devices: int | None = None) ->
     worker = next(worker for worker in plan.workers if worker.name.pool == maker.name)
     wide = width(worker)
     engine, trainer = wide if wide > 1 else device.gpus.engine, device.gpus.trainer
-    present = Split(maker.count, home.count)
+    present = PoolSplit(maker.count, home.count)
     rule = SplitRule(present, 0, engine, trainer, maker.name, home.name, plan.batch.ledgers, _least(plan, device))
     rule = replace(rule, devices=rule.used(present) if devices is None else devices)
     if not rule.splits():
@@ -253,10 +251,10 @@ class _Search:
         allowed = [self._modelled(split, load) for split, one in self.known.items() if not one.refused]
         return StalenessChoice(stale, self._simulated(min(allowed, key=_quickness), stale))
 
-    def _sized(self, split: Split, load: Load) -> Load:
+    def _sized(self, split: PoolSplit, load: Load) -> Load:
         return replace(load, rollouts=split.rollouts, replicas=split.trainers)
 
-    def _modelled(self, split: Split, load: Load) -> Candidate:
+    def _modelled(self, split: PoolSplit, load: Load) -> Candidate:
         plan = schedule_of(self._sized(split, load), self._ways.device)
         return Candidate(split, schedule(plan, self._ways.device, self._moments))
 
@@ -271,7 +269,7 @@ class _Search:
         return replace(candidate, prediction=simulate(load, self._ways.device, self._ways.lengths, options))
 
 
-def _quickness(one: Candidate) -> tuple[float, Split]:
+def _quickness(one: Candidate) -> tuple[float, PoolSplit]:
     return one.step_s, one.split
 
 
@@ -300,9 +298,12 @@ class Limit(NamedTuple):
     """With figures."""
 
 
-def limit_of(prediction: Prediction) -> Limit:
-    """What limits the step time of a simulation, by what both pools do with their time."""
-    generating, training = prediction.pools
+def limit_of(one: Candidate) -> Limit:
+    """What limits the step time of a simulated split: by what both pools do with their time, and where they decode, by
+    what the formula says takes longer.
+    """
+    assert one.prediction is not None, "only what was simulated is told of"
+    generating, training = one.prediction.pools
     made, trained = generating.shares, training.shares
     works = trained[TRAIN] + trained[UPDATE]
     decodes = made[DECODE] + made["stalled"]
@@ -321,5 +322,5 @@ def limit_of(prediction: Prediction) -> Limit:
         return Limit("taking turns", why)
     assert generating.slots_used is not None, "a generating pool has slots"
     slots = generating.slots_used / max(decodes, 1e-9)
-    name = "decoding at full slots" if slots >= FULL else "the longest samples"
-    return Limit(name, f"{generating.name} decodes {decodes:.0%} of the time, with {slots:.0%} of its slots; {waits}")
+    why = f"{generating.name} decodes {decodes:.0%} of the time, with {slots:.0%} of its slots; {waits}"
+    return Limit("decoding at full slots" if one.model.rate_s >= one.model.critical_s else "the longest samples", why)

@@ -21,7 +21,7 @@ def table(found: SplitSearch) -> list[list[str]]:
             slots = "" if making.slots_used is None else f"{making.slots_used:.0%}"
             cells = [_mark(found, one), str(one.split.rollouts), str(one.split.trainers), f"{one.step_s:.2f}"]
             cells += [f"{one.model.step_s:.2f}", f"{making.utilisation:.0%}", slots, f"{training.utilisation:.0%}"]
-            rows.append([*cells, limit_of(one.prediction).name])
+            rows.append([*cells, limit_of(one).name])
     return [list(column) for column in zip(*rows, strict=True)]
 
 
@@ -50,13 +50,11 @@ def above(found: SplitSearch, ways: SimulateWays) -> list[str]:
 
 def below(found: SplitSearch) -> list[str]:
     """The lines after the table: what to do, and why."""
-    present = found.present.prediction
-    assert present is not None, "the present split is simulated"
-    limit = limit_of(present)
+    limit = limit_of(found.present)
     lines = ["", *_left(found), *_verdict(found)]
     lines.append(f"what limits the present layout: {limit.name} — {limit.why}")
     lines += [_staleness(found, other) for other in found.others if other.candidate.prediction is not None]
-    return [*lines, "", f"not simulated: {'; '.join(LEFT_OUT)}"]
+    return [*lines, "", f"left out of simulations: {'; '.join(LEFT_OUT)}"]
 
 
 def _left(found: SplitSearch) -> list[str]:
@@ -65,7 +63,7 @@ def _left(found: SplitSearch) -> list[str]:
     left = [one for one in found.candidates if one.prediction is None and not one.refused]
     if left:
         best, worst = (shown_seconds(end(one.model.step_s for one in left)) for end in (min, max))
-        lines.append(f"{len(left)} splits that are not simulated take {best} to {worst} by the formula")
+        lines.append(f"not simulated: {len(left)}, which by the formula take {best} to {worst} a training step")
     lines += [f"{one.split} is refused: {one.refused}" for one in found.candidates if one.refused]
     if lines:
         lines.append("")
@@ -88,13 +86,13 @@ def _staleness(found: SplitSearch, other: StalenessChoice) -> str:
     change = one.step_s / found.proposed.step_s - 1.0
     counts = " ".join(found.rule.words(one.split)) if one.split != found.proposed.split else ""
     words = f"layout.max_staleness={other.staleness}{' ' if counts else ''}{counts}"
-    return f"with {words}: {shown_seconds(one.step_s)} a training step ({change:+.0%}), if the algorithm bears older samples"
+    took = f"{shown_seconds(one.step_s)} a training step ({change:+.0%})"
+    return f"with {words}: {took}, if the algorithm bears older samples"
 
 
 def data(found: SplitSearch) -> dict[str, Any]:
     """For programs."""
-    rule, present = found.rule, found.present.prediction
-    assert present is not None, "the present split is simulated"
+    rule = found.rule
     return {
         "devices": rule.devices,
         "devices_of": {rule.generating_pool: rule.engine, rule.training_pool: rule.trainer},
@@ -103,7 +101,7 @@ def data(found: SplitSearch) -> dict[str, Any]:
         "present": _candidate(found, found.present),
         "best": _candidate(found, found.best),
         "gain": found.gain,
-        "limit": dict(zip(("name", "why"), limit_of(present), strict=True)),
+        "limit": dict(zip(("name", "why"), limit_of(found.present), strict=True)),
         "candidates": [_candidate(found, one) for one in found.candidates],
         "more_staleness": [
             {"max_staleness": other.staleness, **_candidate(found, other.candidate)} for other in found.others
@@ -128,5 +126,5 @@ def _candidate(found: SplitSearch, one: Candidate) -> dict[str, Any]:
         told["busy"] = {pool.name: pool.utilisation for pool in prediction.pools}
         told["slots"] = prediction.pools[0].slots_used
         told["tokens_s"] = prediction.tokens_s
-        told["limited_by"] = limit_of(prediction).name
+        told["limited_by"] = limit_of(one).name
     return told

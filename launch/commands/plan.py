@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distflow.flow.plan import Plan
     from distflow.launch.deploy.placement import WorkerPlacement
     from distflow.sim.predict import Load
-    from distflow.sim.splits import Split
+    from distflow.sim.splits import PoolSplit
 
 DEVICE = "h100-qwen2.5-7b"
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -150,7 +150,7 @@ def _optimize(
     ways = ways_of(given, timeline=False)
     rule = splits.split_rule(plan, ways.device, given["devices"])
 
-    def load_for(split: Split, stale: int | None) -> Load:
+    def load_for(split: PoolSplit, stale: int | None) -> Load:
         bound = () if stale is None else (f"layout.max_staleness={stale}",)
         _, other = plan_recipe(recipe, (*overrides, *rule.words(split), *bound), need_files=False)
         return load_of(other, prompt_tokens=ways.prompt_tokens)
