@@ -19,8 +19,9 @@ most; of one fewer 5%, rather too much than too little.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Self
 
 from distflow.data.metric_sums import WEIGHT_SUFFIX
@@ -31,6 +32,8 @@ PHASE = "perf/generation_share"
 """Only colocated workers have it."""
 STALENESS = "staleness/max"
 ONE_MORE = "perf/one_more_rollout"
+WORTH, LITTLE = 0.03, 0.02
+"""Shares of the step time that are worth a worker, and that are not."""
 FEW, FULL = 0.4, 0.75
 """Shares of slots in use from which others could take over some of the decoding, and all. A slot stays empty while the
 others of its group go on, so all are hardly ever in use."""
@@ -68,6 +71,23 @@ class GenerationLoad:
         divisible = (_divisible(self.slots) + _divisible(self.slots * ratio)) / 2.0
         ahead = max(0.0, self.idle - self.training_waits) if self.stale else 0.0
         return max(0.0, (self.generates * divisible + self.scores) * (ratio - 1.0) - ahead)
+
+
+def other_count(steps: Sequence[Mapping[str, float]], pool: str, now: int, run: str) -> Iterator[str]:
+    """For people: what one worker more or fewer of a pool with `now` would bring, by the last training steps of a run.
+
+    Nothing if too little was measured.
+    """
+    loads = [load for load in map(GenerationLoad.of, steps) if load is not None]
+    if not loads:
+        return
+    more = -median(load.change(now, now + 1) for load in loads)
+    if more >= WORTH:
+        yield f"one more {pool} would make training steps about {more:.0%} shorter: distflow scale {run} {pool}={now + 1}"
+    elif now > 1 and (fewer := median(load.change(now, now - 1) for load in loads)) < LITTLE:
+        yield f"one {pool} fewer would make training steps hardly longer ({fewer:.0%}), one more hardly shorter"
+    else:
+        yield f"one more {pool} would make training steps hardly shorter ({more:.0%})"
 
 
 def _divisible(slots: float) -> float:

@@ -11,8 +11,8 @@ machine without clock and sockets:
   promise is taken back, and so is a removal that clearly cost more than `gain`; from then on, the number changes by one
   at a time. Clearly: by more than the standard error of the comparison.
 
-What is learned bounds what comes later: from 2 to 4 was clearly worth it: never 2 again; 5 was not, or could be done
-without: never 5 again. Every removal, and every addition that is taken back, so narrows the range: the number of changes
+What is learned bounds what comes later. From 2 to 4 was clearly worth it: never 2 again. 5 was not, or could be
+done without: never 5 again. Every removal, and every addition that is taken back, so narrows the range: the number of changes
 is bounded, and noise cannot make it go to and fro. A bound is forgotten only when the work has become another: one more
 promises twice what it did, or the workers are busy for less than three quarters of what they were.
 """
@@ -21,11 +21,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Self
 
 from distflow.data.rollout_count import GenerationLoad
+from distflow.errors import UserError
+from distflow.flow.plan import Plan
+
+TOKENS_S = "perf/tokens_per_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,12 @@ class StepSeen:
     tokens_s: float
     """Trained on per second."""
 
+    @classmethod
+    def of(cls, metrics: Mapping[str, float]) -> Self | None:
+        """From the merged metrics of one step; None: too little was measured in it."""
+        load = GenerationLoad.of(metrics)
+        return None if load is None or TOKENS_S not in metrics else cls(load, metrics[TOKENS_S])
+
 
 @dataclass(frozen=True, slots=True)
 class ScaleDecision:
@@ -59,6 +70,16 @@ class ScaleDecision:
 
     count: int
     why: str
+
+
+def check_pool(plan: Plan, pool: str) -> None:
+    """Raise UserError unless this is the one pool whose size the metrics of a run say something about."""
+    makers = [one.name for one in plan.pools if plan.primary in one.generates and not one.validates]
+    if makers != [pool]:
+        raise UserError(
+            f"scale {pool}=auto: only for a pool that alone generates with {plan.primary} for training (here: "
+            f"{', '.join(makers)}) — give {pool} a number"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +118,8 @@ class Autoscaler:
         self._seen: deque[StepSeen] = deque(maxlen=max(rule.patience, rule.judged))
         self._singly = False
         """Change by one worker at a time."""
+        self.kept = ""
+        """What the step that was seen last has shown of a change that stays; empty: nothing."""
 
     def begin(self) -> ScaleDecision | None:
         """The decision before the first step: the number may be out of bounds."""
@@ -124,6 +147,7 @@ class Autoscaler:
 
     def see(self, step: StepSeen) -> ScaleDecision | None:
         """A further training step, all of it with `count` workers. Returns a change to make now, if any."""
+        self.kept = ""
         if self._settling:
             self._settling -= 1
             return None
@@ -194,12 +218,15 @@ class Autoscaler:
             self._least = _Bound(now + 1, trial.busy)
         else:
             self._most = _Bound((now if grew else trial.before) - 1, trial.one_more)
+        told = (
+            f"steps became {abs(change):.0%} {'shorter' if change <= 0 else 'longer'}, {trial.promised:+.0%} expected"
+        )
         if kept:
+            self.kept = told
             return None
         self._singly = True
         self._change(trial.before)
-        told = f"became {abs(change):.0%} {'shorter' if change <= 0 else 'longer'} with {now}"
-        return ScaleDecision(trial.before, f"taken back: steps {told}, {trial.promised:+.0%} was expected")
+        return ScaleDecision(trial.before, f"not worth it: with {now} {told}")
 
     def _forget(self, last: Sequence[StepSeen]) -> None:
         """Bounds that were found when the work was another."""

@@ -54,13 +54,13 @@ def seen(found: Prediction, stale: bool, rng: random.Random, noise: float) -> St
     return StepSeen(run, found.tokens_s * rng.gauss(1.0, noise))
 
 
-def follow(begin: int, case: tuple[int, int, float], *, steps: int = 200, noise: float = 0.0, seed: int = 0) -> list[int]:
+def follow(
+    begin: int, case: tuple[int, int, float], *, steps: int = 200, noise: float = 0.0, seed: int = 0
+) -> list[int]:
     """The numbers of workers that a run with the autoscaler goes through."""
-    scaler, rng, counts = Autoscaler(AutoscaleRule(most=MOST), begin), random.Random(seed), [begin]
-    for _ in range(steps):
-        if scaler.see(seen(simulated(*case, scaler.count), case[0] > 0, rng, noise)) is not None:
-            counts.append(scaler.count)
-    return counts
+    scaler, rng = Autoscaler(AutoscaleRule(most=MOST), begin), random.Random(seed)
+    decided = (scaler.see(seen(simulated(*case, scaler.count), case[0] > 0, rng, noise)) for _ in range(steps))
+    return [begin, *(decision.count for decision in decided if decision is not None)]
 
 
 CASES = [(1, 16, 0.8), (0, 16, 0.8), (2, 16, 0.3), (1, 64, 0.8), (1, 16, 1.2)]
