@@ -60,17 +60,18 @@ class GenerationLoad:
         names = (TRAINER_IDLE, ROLLOUT_IDLE, GENERATE, SCORE, SLOTS)
         if PHASE in metrics or not all(name in metrics for name in names):
             return None
-        return cls(*(metrics[name] for name in names), stale=STALENESS in metrics and metrics[STALENESS] > 0)
+        waits, idle, generates, scores, slots = (metrics[name] for name in names)
+        return cls(waits, idle, generates, scores, slots, STALENESS in metrics and metrics[STALENESS] > 0)
 
     def change(self, now: float, then: float) -> float:
         """The relative change of the step time with `then` generating workers in place of `now`; negative: shorter."""
         ratio = now / then
         if then >= now:
-            shared = self.generates * _divisible(self.slots) + self.scores
+            shared = self.generates * divisible(self.slots) + self.scores
             return -min(self.training_waits, shared * (1.0 - ratio))
-        divisible = (_divisible(self.slots) + _divisible(self.slots * ratio)) / 2.0
+        part = (divisible(self.slots) + divisible(self.slots * ratio)) / 2.0
         ahead = max(0.0, self.idle - self.training_waits) if self.stale else 0.0
-        return max(0.0, (self.generates * divisible + self.scores) * (ratio - 1.0) - ahead)
+        return max(0.0, (self.generates * part + self.scores) * (ratio - 1.0) - ahead)
 
 
 def other_count(steps: Sequence[Mapping[str, float]], pool: str, now: int, run: str) -> Iterator[str]:
@@ -83,14 +84,16 @@ def other_count(steps: Sequence[Mapping[str, float]], pool: str, now: int, run: 
         return
     more = -median(load.change(now, now + 1) for load in loads)
     if more >= WORTH:
-        yield f"one more {pool} would make training steps about {more:.0%} shorter: distflow scale {run} {pool}={now + 1}"
+        command = f"distflow scale {run} {pool}={now + 1}"
+        yield f"one more {pool} would make training steps about {more:.0%} shorter: {command}"
     elif now > 1 and (fewer := median(load.change(now, now - 1) for load in loads)) < LITTLE:
         yield f"one {pool} fewer would make training steps hardly longer ({fewer:.0%}), one more hardly shorter"
     else:
         yield f"one more {pool} would make training steps hardly shorter ({more:.0%})"
 
 
-def _divisible(slots: float) -> float:
+def divisible(slots: float) -> float:
+    """f: the share of the decoding that other workers could take over, by the share of slots in use."""
     return min(1.0, max(0.0, (slots - FEW) / (FULL - FEW)))
 
 

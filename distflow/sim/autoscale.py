@@ -12,9 +12,9 @@ machine without clock and sockets:
   at a time. Clearly: by more than the standard error of the comparison.
 
 What is learned bounds what comes later. From 2 to 4 was clearly worth it: never 2 again. 5 was not, or could be
-done without: never 5 again. Every removal, and every addition that is taken back, so narrows the range: the number of changes
-is bounded, and noise cannot make it go to and fro. A bound is forgotten only when the work has become another: one more
-promises twice what it did, or the workers are busy for less than three quarters of what they were.
+done without: never 5 again. Every removal, and every addition that is taken back, so narrows the range: the number of
+changes is bounded, and noise cannot make it go to and fro. A bound is forgotten only when the work has become another:
+one more promises twice what it did, or the workers are busy for less than three quarters of what they were.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 The schedule model (`distflow.sim.theory`) puts all splits in order, then the promising ones are simulated: the present
 one, and then again and again the one that is best by the formula times what the nearest simulation came to by it. That
-ends when none is left that could be best, or when `MOST` are simulated or `BUDGET_S` is used up, as it is estimated:
-what is done is a function of the recipe, the device and the lengths alone, and so is what comes of it.
+ends when none is left that could be best and both neighbours of the best are simulated; or when `MOST` are, or
+`BUDGET_S` is used up, as it is estimated. What is done is a function of the recipe, the device and the lengths alone, and
+so is what comes of it.
 
     found = search(split_rule(plan, device), load_for, ways)
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from distflow.data.rollout_count import divisible
 from distflow.errors import RecipeError, UserError
 from distflow.flow.estimate import divides
 from distflow.flow.gpus import width
@@ -231,16 +233,23 @@ class _Search:
         return SplitSearch(rule, list(self.known.values()), self.known[present], best, bound, self.steps, others)
 
     def _next(self) -> Candidate | None:
-        """The split to simulate next: the best by the formula, corrected by the simulation that is nearest to it."""
+        """The split to simulate next: the best by the formula, corrected by the simulation that is nearest to it.
+
+        Those next to the best so far are among them whatever the formula says.
+        """
         done = [one for one in self.known.values() if one.prediction]
 
         def estimate(one: Candidate) -> float:
             near = min(done, key=lambda other: (abs(other.split.rollouts - one.split.rollouts), other.split))
             return one.model.step_s * near.step_s / near.model.step_s
 
+        best, order = min(done, key=_quickness), list(self.known)
+        place = order.index(best.split)
+        beside = order[max(0, place - 1) : place + 2]
         left = [one for one in self.known.values() if not (one.prediction or one.refused)]
-        found = min(left, key=lambda one: (estimate(one), one.split), default=None)
-        if found is None or len(done) >= MOST or estimate(found) > MARGIN * min(one.step_s for one in done):
+        promising = [one for one in left if one.split in beside or estimate(one) <= MARGIN * best.step_s]
+        found = min(promising, key=lambda one: (estimate(one), one.split), default=None)
+        if found is None or len(done) >= MOST:
             return None
         next_s = cost_s(self._sized(found.split, self._here), estimate(found), self.steps)
         return found if len(done) < LEAST or self._spent_s + next_s <= BUDGET_S else None
@@ -299,9 +308,7 @@ class Limit(NamedTuple):
 
 
 def limit_of(one: Candidate) -> Limit:
-    """What limits the step time of a simulated split: by what both pools do with their time, and where they decode, by
-    what the formula says takes longer.
-    """
+    """What limits the step time of a simulated split, by what both pools do with their time."""
     assert one.prediction is not None, "only what was simulated is told of"
     generating, training = one.prediction.pools
     made, trained = generating.shares, training.shares
@@ -323,4 +330,4 @@ def limit_of(one: Candidate) -> Limit:
     assert generating.slots_used is not None, "a generating pool has slots"
     slots = generating.slots_used / max(decodes, 1e-9)
     why = f"{generating.name} decodes {decodes:.0%} of the time, with {slots:.0%} of its slots; {waits}"
-    return Limit("decoding at full slots" if one.model.rate_s >= one.model.critical_s else "the longest samples", why)
+    return Limit("decoding" if divisible(slots) >= 0.5 else "the longest samples", why)

@@ -62,12 +62,16 @@ def _left(found: SplitSearch) -> list[str]:
     lines = []
     left = [one for one in found.candidates if one.prediction is None and not one.refused]
     if left:
-        best, worst = (shown_seconds(end(one.model.step_s for one in left)) for end in (min, max))
-        lines.append(f"not simulated: {len(left)}, which by the formula take {best} to {worst} a training step")
+        times = sorted({shown_seconds(end(one.model.step_s for one in left)) for end in (min, max)}, key=_number)
+        lines.append(f"not simulated: {len(left)}, by the formula {' to '.join(times)} a training step")
     lines += [f"{one.split} is refused: {one.refused}" for one in found.candidates if one.refused]
     if lines:
         lines.append("")
     return lines
+
+
+def _number(seconds: str) -> float:
+    return float(seconds.partition(" ")[0])
 
 
 def _verdict(found: SplitSearch) -> list[str]:

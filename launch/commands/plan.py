@@ -81,7 +81,7 @@ def load_options(steps: int | None) -> Callable[[Command], Command]:
 )
 @load_options(None)
 @click.pass_context
-def command(context: click.Context, recipe: str, overrides: tuple[str, ...], **given: Any) -> int:
+def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], **given: Any) -> int:
     """Show workers, steps, pools, edges, models and batch arithmetic of RECIPE (a shipped name or a file).
 
     With --optimize, propose a split of its devices between generation and training; the options of `distflow simulate`
