@@ -3,8 +3,8 @@
 The schedule model (`distflow.sim.theory`) puts all splits in order, then the promising ones are simulated: the present
 one, and then again and again the one that is best by the formula times what the nearest simulation came to by it. That
 ends when none is left that could be best and both neighbours of the best are simulated; or when `MOST` are, or
-`BUDGET_S` is used up, as it is estimated. What is done is a function of the recipe, the device and the lengths alone, and
-so is what comes of it.
+`BUDGET_S` is used up, as it is estimated. What is done is a function of the recipe, the device and the lengths alone,
+and so is what comes of it.
 
     found = search(split_rule(plan, device), load_for, ways)
 """

@@ -39,6 +39,8 @@ def above(found: SplitSearch, ways: SimulateWays) -> list[str]:
     if (rule.engine, rule.trainer) != (1, 1):
         each = f", {rule.engine} for a worker of {rule.generating_pool} and {rule.trainer} for one of "
         each += rule.training_pool
+    if rule.used(rule.present) != rule.devices:
+        each += f" (the present layout has {rule.used(rule.present)})"
     bound = "unbounded" if found.staleness is None else found.staleness
     return [
         f"simulated on {ways.device.device}, {ways.device.model}; {ways.shown}",
