@@ -6,7 +6,7 @@ ends when none is left that could be best and both neighbours of the best are si
 `BUDGET_S` is used up, as it is estimated. What is done is a function of the recipe, the device and the lengths alone,
 and so is what comes of it.
 
-    found = search(split_rule(plan, device), load_for, ways)
+    found = search(Trials(split_rule(plan, device), load_for, ways, None, print))
 """
 
 from __future__ import annotations
@@ -203,99 +203,111 @@ def cost_s(load: Load, step_s: float, steps: int) -> float:
     return made * (load.prompts * load.job.samples * SAMPLE_S + step_s * workers * WORKER_S)
 
 
-class _Search:
+class Trials:
+    """Models and simulates splits, and keeps what came of it."""
+
     def __init__(
         self, rule: SplitRule, load_for: LoadFor, ways: SimulateWays, steps: int | None, tell: Callable[[str], None]
     ) -> None:
-        self._rule, self._load_for, self._ways, self._tell = rule, load_for, ways, tell
-        self._here = load_for(rule.present, None)
-        self._moments = LengthMoments.of(ways.lengths, self._here.job.response_tokens)
-        self.known = {split: self._modelled(split, self._here) for split in sorted({*rule.splits(), rule.present})}
+        """`steps`: training steps that count in each simulation; None: 8, or fewer where they would take long.
+
+        `load_for` raises RecipeError for a split that the recipe cannot have; `tell` gets a line for each simulation.
+        """
+        self.rule, self._load_for, self._ways, self._tell = rule, load_for, ways, tell
+        self.here = load_for(rule.present, None)
+        """The present split."""
+        self.moments = LengthMoments.of(ways.lengths, self.here.job.response_tokens)
+        self.known = {split: self.modelled(split, self.here) for split in sorted({*rule.splits(), rule.present})}
         self.steps = self._steps() if steps is None else steps
-        self._spent_s = 0.0
+        self.spent_s = 0.0
+        """Seconds of a core for simulations, as estimated."""
 
     def _steps(self) -> int:
         """As many as let the least number of splits, and two larger bounds of staleness, be simulated in time."""
-        step_s = self.known[self._rule.present].model.step_s
+        step_s = self.known[self.rule.present].model.step_s
         each_s = BUDGET_S / (LEAST + 2)
-        fits = (n for n in range(STEPS, LEAST_STEPS, -1) if cost_s(self._here, step_s, n) <= each_s)
+        fits = (n for n in range(STEPS, LEAST_STEPS, -1) if cost_s(self.here, step_s, n) <= each_s)
         return next(fits, LEAST_STEPS)
 
-    def run(self) -> SplitSearch:
-        rule, present = self._rule, self._rule.present
-        self.known[present] = self._simulated(self.known[present], None)
-        while (chosen := self._next()) is not None:
-            self.known[chosen.split] = self._simulated(chosen, None)
-        fitting = [one for one in self.known.values() if one.prediction and rule.used(one.split) <= rule.devices]
-        best = min(fitting, key=_quickness, default=self.known[present])
-        bound = self._here.settings.max_staleness
-        others = [] if bound is None else [self._at(stale) for stale in range(bound + 1, 3)]
-        return SplitSearch(rule, list(self.known.values()), self.known[present], best, bound, self.steps, others)
+    def estimate(self, one: Candidate) -> float:
+        """The step time by the formula, corrected by the simulation that is nearest to it."""
+        done = [other for other in self.known.values() if other.prediction]
+        near = min(done, key=lambda other: (abs(other.split.rollouts - one.split.rollouts), other.split))
+        return one.step_s if one.prediction else one.model.step_s * near.step_s / near.model.step_s
 
-    def _next(self) -> Candidate | None:
-        """The split to simulate next: the best by the formula, corrected by the simulation that is nearest to it.
+    def simulate(self, split: PoolSplit) -> None:
+        """Simulate one that is known."""
+        self.known[split] = self.simulated(self.known[split], None)
 
-        Those next to the best so far are among them whatever the formula says.
-        """
-        done = [one for one in self.known.values() if one.prediction]
-
-        def estimate(one: Candidate) -> float:
-            near = min(done, key=lambda other: (abs(other.split.rollouts - one.split.rollouts), other.split))
-            return one.model.step_s * near.step_s / near.model.step_s
-
-        best, order = min(done, key=_quickness), list(self.known)
-        place = order.index(best.split)
-        beside = order[max(0, place - 1) : place + 2]
-        left = [one for one in self.known.values() if not (one.prediction or one.refused)]
-        promising = [one for one in left if one.split in beside or estimate(one) <= MARGIN * best.step_s]
-        found = min(promising, key=lambda one: (estimate(one), one.split), default=None)
-        if found is None or len(done) >= MOST:
-            return None
-        next_s = cost_s(self._sized(found.split, self._here), estimate(found), self.steps)
-        return found if len(done) < LEAST or self._spent_s + next_s <= BUDGET_S else None
-
-    def _at(self, stale: int) -> StalenessChoice:
-        """A larger bound of staleness, with what the formula says is its best split."""
-        load = replace(self._here, settings=replace(self._here.settings, max_staleness=stale))
-        allowed = [self._modelled(split, load) for split, one in self.known.items() if not one.refused]
-        return StalenessChoice(stale, self._simulated(min(allowed, key=_quickness), stale))
-
-    def _sized(self, split: PoolSplit, load: Load) -> Load:
+    def sized(self, split: PoolSplit, load: Load) -> Load:
+        """As large as a split."""
         return replace(load, rollouts=split.rollouts, replicas=split.trainers)
 
-    def _modelled(self, split: PoolSplit, load: Load) -> Candidate:
-        plan = schedule_of(self._sized(split, load), self._ways.device)
-        return Candidate(split, schedule(plan, self._ways.device, self._moments))
+    def modelled(self, split: PoolSplit, load: Load) -> Candidate:
+        """By the formula."""
+        plan = schedule_of(self.sized(split, load), self._ways.device)
+        return Candidate(split, schedule(plan, self._ways.device, self.moments))
 
-    def _simulated(self, candidate: Candidate, stale: int | None) -> Candidate:
+    def simulated(self, candidate: Candidate, stale: int | None) -> Candidate:
+        """With its simulation, or why the recipe refuses it; `stale`: with another bound of staleness."""
         self._tell(f"simulating {candidate.split}" + ("" if stale is None else f" at max_staleness {stale}"))
         try:
             load = self._load_for(candidate.split, stale)
         except RecipeError as error:
             return replace(candidate, refused=str(error.problems[0]))
-        self._spent_s += cost_s(load, candidate.model.step_s, self.steps)
+        self.spent_s += cost_s(load, candidate.model.step_s, self.steps)
         options = SimulateOptions(self.steps)
         return replace(candidate, prediction=simulate(load, self._ways.device, self._ways.lengths, options))
+
+
+class _Search:
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+
+    def run(self) -> SplitSearch:
+        trials, rule = self._trials, self._trials.rule
+        known, bound = trials.known, trials.here.settings.max_staleness
+        trials.simulate(rule.present)
+        while (chosen := self._next()) is not None:
+            trials.simulate(chosen.split)
+        fitting = [one for one in known.values() if one.prediction and rule.used(one.split) <= rule.devices]
+        best = min(fitting, key=_quickness, default=known[rule.present])
+        others = [] if bound is None else [self._at(stale) for stale in range(bound + 1, 3)]
+        return SplitSearch(rule, list(known.values()), known[rule.present], best, bound, trials.steps, others)
+
+    def _next(self) -> Candidate | None:
+        """The split to simulate next: the best by the corrected formula.
+
+        Those next to the best so far are among them whatever the formula says.
+        """
+        trials, known = self._trials, self._trials.known
+        done = [one for one in known.values() if one.prediction]
+        best, order = min(done, key=_quickness), list(known)
+        place = order.index(best.split)
+        beside = order[max(0, place - 1) : place + 2]
+        left = [one for one in known.values() if not (one.prediction or one.refused)]
+        promising = [one for one in left if one.split in beside or trials.estimate(one) <= MARGIN * best.step_s]
+        found = min(promising, key=lambda one: (trials.estimate(one), one.split), default=None)
+        if found is None or len(done) >= MOST:
+            return None
+        next_s = cost_s(trials.sized(found.split, trials.here), trials.estimate(found), trials.steps)
+        return found if len(done) < LEAST or trials.spent_s + next_s <= BUDGET_S else None
+
+    def _at(self, stale: int) -> StalenessChoice:
+        """A larger bound of staleness, with what the formula says is its best split."""
+        trials, here = self._trials, self._trials.here
+        load = replace(here, settings=replace(here.settings, max_staleness=stale))
+        allowed = [trials.modelled(split, load) for split, one in trials.known.items() if not one.refused]
+        return StalenessChoice(stale, trials.simulated(min(allowed, key=_quickness), stale))
 
 
 def _quickness(one: Candidate) -> tuple[float, PoolSplit]:
     return one.step_s, one.split
 
 
-def search(
-    rule: SplitRule,
-    load_for: LoadFor,
-    ways: SimulateWays,
-    *,
-    steps: int | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-) -> SplitSearch:
-    """Order all splits by the formula, simulate the promising ones, and then what more staleness would bring.
-
-    `steps`: training steps that count in each; None: 8, or fewer where they would take long. `load_for` raises
-    RecipeError for a split that the recipe cannot have.
-    """
-    return _Search(rule, load_for, ways, steps, tell).run()
+def search(trials: Trials) -> SplitSearch:
+    """Order all splits by the formula, simulate the promising ones, and then what more staleness would bring."""
+    return _Search(trials).run()
 
 
 class Limit(NamedTuple):

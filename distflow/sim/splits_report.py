@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from distflow.sim.costs import CostedSplit
 from distflow.sim.predict import LEFT_OUT
 from distflow.sim.report import SimulateWays, shown_seconds
 from distflow.sim.splits import Candidate, SplitSearch, StalenessChoice, limit_of
@@ -96,7 +98,37 @@ def _staleness(found: SplitSearch, other: StalenessChoice) -> str:
     return f"with {words}: {took}, if the algorithm bears older samples"
 
 
-def data(found: SplitSearch) -> dict[str, Any]:
+def above_costs() -> list[str]:
+    """The lines before the table of costs."""
+    return ["", "the cheapest split of each site alone, by what a million trained response tokens cost:", ""]
+
+
+def cost_table(found: SplitSearch, costs: Sequence[CostedSplit]) -> list[list[str]]:
+    """Columns that begin with their heads: the cheapest split of each site."""
+    rule = found.rule
+    rows = [
+        ["site", "slots", rule.generating_pool, rule.training_pool, "used", "an hour", "step s", "a million tokens"]
+    ]
+    for one in costs:
+        counts = [len(one.site.prices), *one.candidate.split, one.devices]
+        figures = [f"{one.hourly:.2f}", f"{one.candidate.step_s:.2f}", f"{one.per_million:.4g}"]
+        rows.append([one.site.name or "(none)", *map(str, counts), *figures])
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def below_costs(found: SplitSearch, costs: Sequence[CostedSplit]) -> list[str]:
+    """The lines after it: what to type for the cheapest of all."""
+    best = costs[0]
+    where = f" with --include {'@'.join(best.site.hosts)}" if len(costs) > 1 else ""
+    longer = best.candidate.step_s / found.proposed.step_s
+    return [
+        "",
+        f"cheapest: {' '.join(found.rule.words(best.candidate.split))}{where}",
+        f"its training steps are {longer:.1f} times as long as those of the best split above",
+    ]
+
+
+def data(found: SplitSearch, costs: Sequence[CostedSplit] = ()) -> dict[str, Any]:
     """For programs."""
     rule = found.rule
     return {
@@ -111,6 +143,16 @@ def data(found: SplitSearch) -> dict[str, Any]:
         "candidates": [_candidate(found, one) for one in found.candidates],
         "more_staleness": [
             {"max_staleness": other.staleness, **_candidate(found, other.candidate)} for other in found.others
+        ],
+        "costs": [
+            {
+                "site": one.site.name,
+                "hosts": list(one.site.hosts),
+                "hourly": one.hourly,
+                "per_million_tokens": one.per_million,
+                **_candidate(found, one.candidate),
+            }
+            for one in costs
         ],
         "not_simulated": list(LEFT_OUT),
     }

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from distflow.config.load import LoadedRecipe
     from distflow.flow.lanes import Whereabouts
     from distflow.flow.plan import Plan
+    from distflow.launch.deploy.hostfile import Host
     from distflow.launch.deploy.placement import WorkerPlacement
+    from distflow.sim.costs import SiteOffer
     from distflow.sim.predict import Load
     from distflow.sim.splits import PoolSplit
 
@@ -144,29 +146,67 @@ def _optimize(
     from distflow.flow.recipe_check import plan_recipe
     from distflow.launch.commands.simulate import ways_of
     from distflow.sim import splits, splits_report
+    from distflow.sim.costs import cheapest
     from distflow.sim.predict import load_of
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
     ways = ways_of(given, timeline=False)
-    rule = splits.split_rule(plan, ways.device, given["devices"])
+    there = () if hosts is None else _read_hosts(hosts)
+    offers = _offers(there)
+    rule = splits.split_rule(plan, ways.device, given["devices"] or sum(len(host.slots) for host in there) or None)
 
     def load_for(split: PoolSplit, stale: int | None) -> Load:
         bound = () if stale is None else (f"layout.max_staleness={stale}",)
         _, other = plan_recipe(recipe, (*overrides, *rule.words(split), *bound), need_files=False)
         return load_of(other, prompt_tokens=ways.prompt_tokens)
 
-    found = splits.search(rule, load_for, ways, steps=given["steps"], tell=lambda line: click.echo(line, err=True))
+    trials = splits.Trials(rule, load_for, ways, given["steps"], lambda line: click.echo(line, err=True))
+    found = splits.search(trials)
+    costs = cheapest(trials, offers)
     if as_json:
         import json
 
-        click.echo(json.dumps(splits_report.data(found), indent=1))
+        click.echo(json.dumps(splits_report.data(found, costs), indent=1))
         return 0
     from distflow.launch.commands.metrics import print_columns
 
     click.echo("\n".join(splits_report.above(found, ways)))
     print_columns(splits_report.table(found))
     click.echo("\n".join(splits_report.below(found)))
+    if costs:
+        click.echo("\n".join(splits_report.above_costs()))
+        print_columns(splits_report.cost_table(found, costs))
+        click.echo("\n".join(splits_report.below_costs(found, costs)))
     return 0
+
+
+def _read_hosts(path: Path) -> tuple[Host, ...]:
+    from distflow.launch.deploy.hostfile import read_hosts
+
+    return read_hosts(path)
+
+
+def _offers(hosts: Sequence[Host]) -> list[SiteOffer]:
+    """The devices of each site with their prices; none where the file names no prices. Raises HostsError."""
+    from distflow.errors import Problem
+    from distflow.launch.deploy.hostfile import HostsError
+    from distflow.sim.costs import SiteOffer
+
+    without = [host for host in hosts if host.cost is None]
+    if without and len(without) < len(hosts):
+        hint = "give each host its price, cost=2.5 for a slot and hour, or none of them"
+        raise HostsError([Problem(host.where, host.name, "has no cost=, and others have", hint) for host in without])
+    if without:
+        return []
+    sites = {host.site: [other for other in hosts if other.site == host.site] for host in hosts}
+    return [
+        SiteOffer(
+            name,
+            tuple(host.name for host in there),
+            tuple(sorted(host.cost for host in there for _ in host.slots if host.cost is not None)),
+        )
+        for name, there in sites.items()
+    ]
 
 
 def _show(plan: Plan, placement: WorkerPlacement | None) -> None:

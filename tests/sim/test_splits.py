@@ -22,6 +22,7 @@ from distflow.sim.splits import (
     PoolSplit,
     SplitRule,
     SplitSearch,
+    Trials,
     cost_s,
     limit_of,
     search,
@@ -49,7 +50,8 @@ def found(*words: str, devices: int | None = None, steps: int = 2) -> SplitSearc
         _, other = plan_recipe("quickstart", [*RECIPE, *words, *rule.words(split), *more], need_files=False)
         return load_of(other)
 
-    return search(rule, load_for, SimulateWays(DEVICE, LENGTHS, "", None, steps, False), steps=steps)
+    ways = SimulateWays(DEVICE, LENGTHS, "", None, steps, False)
+    return search(Trials(rule, load_for, ways, steps, lambda line: None))
 
 
 def rule(devices: int, *, engine: int = 1, trainer: int = 1, most: int = 8, least: int = 1) -> SplitRule:
@@ -174,6 +176,45 @@ def test_the_same_figures_come_as_data_and_again() -> None:
     assert once["present"]["workers"] == {"rollout": 2, "trainer": 1}
     assert once["best"]["overrides"] == ["layout.pools.rollout.count=2", "layout.pools.trainer.count=1"]
     assert {tuple(one["workers"].values()) for one in once["candidates"]} == {(1, 2), (2, 1)}
+
+
+HOSTS = """
+gpu-1 slots=2 site=frankfurt cost=3.5
+gpu-2 slots=2 site=frankfurt cost=1
+gpu-3 slots=4 site=oslo cost=2
+cpu-1 slots=1 site=nowhere cost=0.01
+"""
+
+
+def test_the_cheapest_split_of_each_site_takes_its_cheapest_devices(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(HOSTS)
+    told = json.loads(invoke("--hosts", str(hosts), "--json"))
+    assert told["devices"] == 9
+    costs = {one["site"]: one for one in told["costs"]}
+    assert set(costs) == {"frankfurt", "oslo"}, "one device is too few for a split"
+    assert [one["per_million_tokens"] for one in told["costs"]] == sorted(
+        one["per_million_tokens"] for one in costs.values()
+    )
+    for one in costs.values():
+        assert one["per_million_tokens"] == pytest.approx(1e6 * one["hourly"] / (3600 * one["tokens_s"]))
+    assert costs["oslo"]["hourly"] == 2 * costs["oslo"]["devices"]
+    prices = [1, 1, 3.5, 3.5]
+    assert costs["frankfurt"]["hourly"] == sum(prices[: costs["frankfurt"]["devices"]])
+    shown = invoke("--hosts", str(hosts))
+    assert "the cheapest split of each site alone" in shown
+    assert "with --include gpu-1@gpu-2" in shown
+
+
+def test_prices_are_given_for_all_hosts_or_for_none(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("gpu-1 slots=2 cost=3.5\ngpu-2 slots=2\n")
+    done = CliRunner().invoke(group, ["plan", "quickstart", *RECIPE, "--optimize", "--hosts", str(hosts)])
+    assert "gpu-2" in str(done.exception)
+    assert "has no cost=, and others have" in str(done.exception)
+    hosts.write_text("gpu-1 slots=2\ngpu-2 slots=2\n")
+    told = json.loads(invoke("--hosts", str(hosts), "--json"))
+    assert (told["devices"], told["costs"]) == (4, [])
 
 
 @pytest.mark.parametrize(
