@@ -194,7 +194,7 @@ class Autoscaler:
             return None
         change = fmean(step.load.change(self.count, wanted) for step in last)
         why = f"workers wait {fmean(step.load.idle for step in last):.0%} of the time and use "
-        why += f"{fmean(step.load.slots for step in last):.0%} of their slots else"
+        why += f"{fmean(step.load.slots for step in last):.0%} of their slots while they decode"
         return self._try(wanted, change, last, f"{why}: steps should become {change:.0%} longer at most")
 
     def _try(self, wanted: int, change: float, last: Sequence[StepSeen], why: str) -> ScaleDecision:
