@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,6 +24,7 @@ from msgspec import structs
 
 from distflow.comm.collective import interface_of
 from distflow.comm.kept_process import KeptProcess
+from distflow.comm.traffic import NIXL, Traffic
 from distflow.errors import ProtocolError
 from distflow.log import logger
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, intact_chunks
@@ -80,6 +82,11 @@ class NixlSetting:
     title: str
     output: Path
     """Takes what NIXL and UCX print."""
+
+
+def one_sided_reads(setting: NixlSetting | None, traffic: Traffic) -> OneSidedReads | None:
+    """A reader's side, which counts as one lane of `traffic`; None without a setting."""
+    return None if setting is None else OneSidedReads(setting, partial(traffic.count, NIXL, 1))
 
 
 def net_devices(address: str, known: Path = Path("/sys/class/net")) -> str:

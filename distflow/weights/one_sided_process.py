@@ -37,8 +37,11 @@ from distflow.weights.one_sided_messages import (
 )
 from distflow.weights.segment_file import open_own
 
-DEVICES = "UCX_NET_DEVICES"
-"""The environment variable that says which network devices UCX uses, and listens on; one that is set counts."""
+DEVICES, TRANSPORTS = "UCX_NET_DEVICES", "UCX_TLS"
+"""The environment variables that say which network devices UCX uses, and listens on, and which transports. Where they
+are set, that counts."""
+NO_SHARED_MEMORY = "^sm"
+"""Readers are on other hosts. UCX would open sockets for it that every user of the machine can send to."""
 PROGRESS_US = 1000
 """The longest sleep of NIXL's own thread. The default of its public interface keeps a core busy all the time."""
 LOOK_S = 0.0005
@@ -49,6 +52,7 @@ _ORDERS = msgspec.json.Decoder(Order)
 def run(devices: str, reports: str) -> int:
     """The process, until its standard input ends; returns the exit code."""
     os.environ.setdefault(DEVICES, devices)
+    os.environ.setdefault(TRANSPORTS, NO_SHARED_MEMORY)
     child = _Child(int(reports))
     try:
         child.run()
