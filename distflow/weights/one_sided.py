@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -107,6 +108,11 @@ class NixlProcess:
         self._process = KeptProcess(ENTRY, [net_devices(setting.address)], setting.title, setting.output)
         self._ready = False
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self._process.ended
+
     def await_ready(self, given_up: Callable[[], bool]) -> None:
         """Wait until NIXL is there."""
         if not self._ready:
@@ -133,7 +139,7 @@ class NixlProcess:
         for answer in found:
             if isinstance(answer, Failed):
                 raise ConnectionError(answer.why)
-        if not found and self._process.ended:
+        if not found and self.ended:
             raise ConnectionError(f"the process with NIXL has ended with exit code {self._process.code}")
         if ready and not found:
             # Half a line, or the end of the process of which its keeper is to tell.
@@ -143,7 +149,7 @@ class NixlProcess:
     def end(self) -> bool:
         """Kill it; whether it is known to have ended."""
         self._process.close()
-        return self._process.ended
+        return self.ended
 
     def _await(self, kind: type[T], limit_s: float, given_up: Callable[[], bool]) -> T:
         deadline = time.monotonic() + limit_s
@@ -178,6 +184,11 @@ class ExposedMemory:
             self._end()
 
     def _of(self, manifest: Manifest) -> RemoteMemory | None:
+        if self._process is not None and self._process.ended:
+            # A reader that hangs up in the middle may have made UCX abort it.
+            log.warning("the process from which others read weights by NIXL has ended; another one is started")
+            self._pauses.note(well=False)
+            self._end()
         if self._process is None and not self._pauses.over():
             return None
         size = HEADER_BYTES + manifest.size
@@ -231,7 +242,7 @@ class OneSidedReads:
             return []
         right: list[int] = []
         try:
-            process = self._process = self._process or NixlProcess(self._setting)
+            process = self._running()
             process.await_ready(given_up)
             order = Attach(str(segment.path), HEADER_BYTES + manifest.size, HEADER_BYTES, manifest.memory)
             process.ask_for(order, Attached, ANSWER_S + manifest.size / REGISTERED_BYTES_S, given_up)
@@ -240,7 +251,7 @@ class OneSidedReads:
                 arrived(chunk)
             process.ask_for(Detach(), Detached, ANSWER_S, given_up)
         except (OSError, ProtocolError) as error:
-            log.warning("%s by NIXL: %s", manifest.title, error)
+            log.log(INFO if given_up() else WARNING, "%s by NIXL: %s", manifest.title, error)
             self._give_up(manifest, segment)
         except BaseException:
             self._give_up(manifest, segment)
@@ -253,6 +264,12 @@ class OneSidedReads:
         if self._process is not None:
             self._process.end()
             self._process = None
+
+    def _running(self) -> NixlProcess:
+        if self._process is not None and self._process.ended:
+            self.close()
+        self._process = self._process or NixlProcess(self._setting)
+        return self._process
 
     def _pieces(
         self, process: NixlProcess, manifest: Manifest, segment: LandingSegment, given_up: Callable[[], bool]
@@ -271,10 +288,8 @@ class OneSidedReads:
                 if len(right) < len(chunks):
                     reads.stop()
                 yield from right
-            if given_up():
-                raise TimeoutError("given up")
-            if reads.still_s(time.monotonic()) > STILL_S:
-                raise TimeoutError(f"nothing has come for {STILL_S:.0f} s")
+                _check(reads, given_up)
+            _check(reads, given_up)
 
     def _give_up(self, manifest: Manifest, segment: LandingSegment) -> None:
         process, self._process = self._process, None
@@ -295,6 +310,13 @@ class OneSidedReads:
         else:
             self._parts += 1
             log.info("%s: %d of %d chunks came by NIXL", manifest.title, len(right), manifest.chunks)
+
+
+def _check(reads: PieceReads, given_up: Callable[[], bool]) -> None:
+    if given_up():
+        raise TimeoutError("given up")
+    if reads.still_s(time.monotonic()) > STILL_S:
+        raise TimeoutError(f"nothing has come for {STILL_S:g} s")
 
 
 def _ask(process: NixlProcess, reads: PieceReads) -> None:

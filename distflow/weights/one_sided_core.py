@@ -59,7 +59,7 @@ class PieceReads:
 
 
 class Pauses:
-    """After 1, 2, 3, … failures in a row, so many versions go without another try: 1, 2, 4, … up to MOST_PAUSE.
+    """After 2, 3, 4, … failures in a row so many versions go without another try: 1, 2, 4, … up to MOST_PAUSE.
 
     They come by the swarm then, which keeps a version that is read: so there is progress even where versions are
     overwritten faster than one can be read.
@@ -79,4 +79,4 @@ class Pauses:
     def note(self, *, well: bool) -> None:
         """How a try ended."""
         self._failures = 0 if well else self._failures + 1
-        self._left = 0 if well else min(1 << (self._failures - 1), MOST_PAUSE)
+        self._left = 0 if well else min((1 << self._failures) // 4, MOST_PAUSE)

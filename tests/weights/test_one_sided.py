@@ -1,12 +1,10 @@
-"""Versions that another host reads from the publisher's memory with NIXL: `make nixl-venv`, and by its Python."""
+"""Versions that another host reads in the publisher's memory, with NIXL where it is installed, and with a stand-in."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,18 @@ import pytest
 
 from distflow.errors import ChecksumError, Overtaken
 from distflow.flow.sizes import PINNED, PUBLISHED
-from distflow.weights import one_sided_core
+from distflow.weights import one_sided, one_sided_core
 from distflow.weights.manifest import Manifest
 from distflow.weights.one_sided import ExposedMemory, NixlProcess, NixlSetting, OneSidedReads
 from distflow.weights.swarm_reader import SwarmReader
-from tests.polling import WAIT_S, eventually
-from tests.weights.swarm_kit import Host, flip, holds, left_of, new_tag, weights
+from tests.polling import WAIT_S
+from tests.weights.swarm_kit import Host, flip, holds, left_of, new_tag
 
-pytestmark = pytest.mark.skipif(
+NO_NIXL = pytest.mark.skipif(
     importlib.util.find_spec("nixl_cu12") is None,
     reason="needs NIXL: `make nixl-venv`, then .venv-nixl/bin/python -m pytest",
 )
+STANDIN = "tests.weights.nixl_standin:run"
 SIZE = 8_000_000
 """Values of 4 bytes: 31 chunks."""
 
@@ -98,8 +97,10 @@ def child_of(end: ExposedMemory | OneSidedReads) -> psutil.Process:
     return child
 
 
-@pytest.fixture
-def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+@pytest.fixture(params=["stand-in", pytest.param("nixl", marks=NO_NIXL)])
+def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    if request.param == "stand-in":
+        monkeypatch.setattr(one_sided, "ENTRY", STANDIN)
     monkeypatch.setattr(one_sided_core, "PIECE_CHUNKS", 1)
     with closing(Pair(tmp_path)) as made:
         yield made
@@ -118,9 +119,85 @@ def test_versions_come_by_reads_alone(pair: Pair) -> None:
 def test_what_a_killed_process_of_the_publisher_leaves_comes_by_the_swarm(pair: Pair) -> None:
     assert pair.brings(pair.host.publish(0))
     pair.reads.at_chunk = (3, child_of(pair.exposed).kill)
-    manifest = pair.host.publish(1)
-    assert pair.brings(manifest)
+    assert pair.brings(pair.host.publish(1))
     assert pair.told == (1, 1)
-    assert pair.sent > 0
-    # It is started again, and versions are read again after one that is not.
-    assert pair.host.publish(2).memory is None or True
+    assert 0 < pair.sent < SIZE * 4
+    sent = pair.sent
+    assert pair.brings(pair.host.publish(2)), "by another process"
+    assert pair.told == (2, 1)
+    assert pair.sent == sent
+
+
+def test_what_a_killed_process_of_the_reader_leaves_comes_by_the_swarm(pair: Pair) -> None:
+    assert pair.brings(pair.host.publish(0))
+    pair.reads.at_chunk = (3, lambda: child_of(pair.reads).kill())
+    assert pair.brings(pair.host.publish(1))
+    assert pair.told == (1, 1)
+    assert 0 < pair.sent < SIZE * 4
+    assert pair.brings(pair.host.publish(2)), "by another process"
+    assert pair.told == (2, 1)
+
+
+def test_a_read_that_stands_still_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_sided, "STILL_S", 0.5)
+    assert pair.brings(pair.host.publish(0))
+    stopped = child_of(pair.exposed)
+    pair.reads.at_chunk = (3, stopped.suspend)
+    assert pair.brings(pair.host.publish(1))
+    assert pair.told == (1, 1)
+    stopped.resume()
+    assert pair.brings(pair.host.publish(2))
+    assert pair.told == (2, 1)
+
+
+def test_a_version_that_is_overwritten_meanwhile_is_not_used(pair: Pair) -> None:
+    versions = [pair.host.publish(0)]
+    assert pair.brings(versions[0])
+
+    def overwrite() -> None:
+        versions.extend(pair.host.publish(number) for number in range(2, 2 + PUBLISHED + PINNED))
+
+    pair.reads.at_chunk = (3, overwrite)
+    with pytest.raises(Overtaken):
+        pair.brings(pair.host.publish(1))
+    assert pair.told == (1, 1)
+    assert pair.brings(versions[-1])
+
+
+def test_a_flipped_bit_is_refused(pair: Pair) -> None:
+    assert pair.brings(pair.host.publish(0))
+    places = []
+    publish = pair.host.publisher.publish
+
+    def noting(*arguments: Any) -> Manifest:
+        places.append(publish(*arguments))
+        return places[-1]
+
+    pair.host.publisher.publish = noting  # type: ignore[method-assign]
+    manifest = pair.host.publish(1)
+    flip(places[-1], 7)
+    with pytest.raises(ChecksumError, match="chunk 7"):
+        pair.brings(manifest)
+    assert pair.told == (1, 1)
+    flip(places[-1], 7)
+    assert pair.brings(manifest)
+
+
+def test_a_reader_that_is_closed_in_the_middle_leaves_nothing(pair: Pair) -> None:
+    assert pair.brings(pair.host.publish(0))
+    process = child_of(pair.reads)
+    pair.reads.at_chunk = (3, pair.reader._closed.set)
+    manifest = pair.host.publish(1)
+    with suppress(Overtaken):
+        pair.reader.fetch(manifest)
+    assert pair.told == (1, 1)
+    assert not process.is_running()
+
+
+def test_where_nixl_does_not_start_versions_come_by_the_swarm(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(one_sided, "ENTRY", "no.such.module:run")
+        assert [pair.brings(pair.host.publish(number)) for number in range(3)] == [True] * 3
+    assert pair.told == (0, 2), "after two failures a version is not tried"
+    assert pair.brings(pair.host.publish(3))
+    assert pair.told == (1, 2)
