@@ -8,4 +8,4 @@ below=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 # Not a path alone: the project itself is installed by a .pth file there.
 echo "import site; site.addsitedir('$below')" > "$own/below.pth"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps 'nixl-cu12>=1.5'
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps 'nixl-cu12>=1.5,<2'

@@ -146,8 +146,10 @@ def test_a_read_that_stands_still_is_given_up(pair: Pair, monkeypatch: pytest.Mo
     assert pair.brings(pair.host.publish(1))
     assert pair.told == (1, 1)
     stopped.resume()
+    # UCX may abort that process, as late as when the next version is announced.
     assert pair.brings(pair.host.publish(2))
-    assert pair.told == (2, 1)
+    assert pair.brings(pair.host.publish(3))
+    assert pair.told in ((2, 1), (3, 1))
 
 
 def test_a_version_that_is_overwritten_meanwhile_is_not_used(pair: Pair) -> None:
