@@ -65,7 +65,26 @@ class StandIn:
         return True
 
 
+class WithCards(StandIn):
+    """RDMA cards take no memory that is mapped for reading alone."""
+
+    def register(self, address: int, size: int) -> int:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if line.startswith(f"{address:x}-") and "w" not in line.split()[1]:
+                raise ConnectionError("Bad address")
+        return super().register(address, size)
+
+
 def run(devices: str, reports: str) -> int:
     """As `one_sided_process.run`."""
-    one_sided_process._Agent = StandIn  # type: ignore[assignment,misc]
+    return _run(StandIn, devices, reports)
+
+
+def run_with_cards(devices: str, reports: str) -> int:
+    """The same where there are RDMA cards."""
+    return _run(WithCards, devices, reports)
+
+
+def _run(agent: type[StandIn], devices: str, reports: str) -> int:
+    one_sided_process._Agent = agent  # type: ignore[assignment,misc]
     return one_sided_process.run(devices, reports)

@@ -116,6 +116,13 @@ def test_versions_come_by_reads_alone(pair: Pair) -> None:
     assert pair.sent == 0
 
 
+def test_segments_are_mapped_writable_where_cards_demand_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_sided, "ENTRY", f"{STANDIN}_with_cards")
+    with closing(Pair(tmp_path)) as pair:
+        assert pair.brings(pair.host.publish(0))
+        assert pair.told == (1, 0)
+
+
 def test_what_a_killed_process_of_the_publisher_leaves_comes_by_the_swarm(pair: Pair) -> None:
     assert pair.brings(pair.host.publish(0))
     pair.reads.at_chunk = (3, child_of(pair.exposed).kill)
@@ -126,6 +133,18 @@ def test_what_a_killed_process_of_the_publisher_leaves_comes_by_the_swarm(pair: 
     assert pair.brings(pair.host.publish(2)), "by another process"
     assert pair.told == (2, 1)
     assert pair.sent == sent
+
+
+def test_a_publisher_whose_process_is_another_one_is_read_again(pair: Pair) -> None:
+    """Whether it has died between two versions, or its worker was started again."""
+    assert pair.brings(pair.host.publish(0))
+    for number in (1, 2):
+        process = child_of(pair.exposed)
+        process.kill()
+        process.wait()
+        assert pair.brings(pair.host.publish(2 * number - 1))
+        assert pair.brings(pair.host.publish(2 * number))
+    assert pair.told[0] >= 3
 
 
 def test_what_a_killed_process_of_the_reader_leaves_comes_by_the_swarm(pair: Pair) -> None:
