@@ -20,7 +20,7 @@ from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.exchange.store_channel import SampleStore
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, rows_bytes
-from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, model_folders
+from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, device_of, model_folders
 from distflow.runtime.calls import Calls
 from distflow.runtime.disk import VAL_ROLLOUTS, Disk
 from distflow.runtime.dumps import build_dumps
@@ -110,10 +110,10 @@ def validates(base: Base, tokenizer: Tokenizer) -> Validation | None:
 def reads(base: Base) -> dict[str, WeightInbox]:
     """The reader's ends of the weights, by model: from this process, from this host's memory or from the network."""
     stage = partial(far_reader, base)
+    shown, device = partial(base.node.board.shown, peers=()), device_of(base.setting.plan, base.setting.me)
     readers: dict[str, WeightReader] = {}
     for model in base.setting.me.generates:
-        shm = ShmReader(partial(base.node.board.shown, peers=())) if base.hosts.publishes_here(model) else None
-        near = base.links.get(model, shm)
+        near = base.links.get(model) or (ShmReader(shown, device) if base.hosts.publishes_here(model) else None)
         readers[model] = stage() if near is None else InPlace(near)
     val = base.setting.plan.val if base.setting.only_validates else None
     return build_inboxes(base.node, readers, stage, base.shards, () if val is None else val.versions)
@@ -122,8 +122,8 @@ def reads(base: Base) -> dict[str, WeightInbox]:
 def far_reader(base: Base) -> Stage:
     """A reader of weights from the network."""
     tag, limit_s = run_tag(base.setting.run_dir, base.hosts.here), base.setting.recipe.limits.no_progress_s
-    reads = one_sided_reads(base.hosts.nixl, base.node.endpoint.traffic)
-    reader = SwarmReader(tag, base.hosts.address or LOOPBACK, limit_s, base.setting.document.site, reads)
+    nixl = one_sided_reads(base.hosts.nixl, base.node.endpoint.traffic)
+    reader = SwarmReader(tag, base.hosts.address or LOOPBACK, limit_s, base.setting.document.site, nixl)
     base.node.told["weights"].append(reader.told)
     return Stage(reader, base.node.board.wake)
 
