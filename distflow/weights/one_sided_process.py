@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 import select
 import sys
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ _ORDERS = msgspec.json.Decoder(Order)
 
 def run(devices: str, reports: str) -> int:
     """The process, until its standard input ends; returns the exit code."""
+    # Where UCX aborts, a file of all mapped weights would be left.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.setdefault(DEVICES, devices)
     os.environ.setdefault(TRANSPORTS, NO_SHARED_MEMORY)
     child = _Child(int(reports))
