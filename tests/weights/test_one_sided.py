@@ -102,6 +102,9 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     if request.param == "stand-in":
         monkeypatch.setattr(one_sided, "ENTRY", STANDIN)
     monkeypatch.setattr(one_sided_core, "PIECE_CHUNKS", 1)
+    for limit in ("START_S", "ANSWER_S", "STILL_S"):
+        # Whatever else runs here.
+        monkeypatch.setattr(one_sided, limit, 60.0)
     with closing(Pair(tmp_path)) as made:
         yield made
 
@@ -158,11 +161,12 @@ def test_what_a_killed_process_of_the_reader_leaves_comes_by_the_swarm(pair: Pai
 
 
 def test_a_read_that_stands_still_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_sided, "STILL_S", 0.5)
     assert pair.brings(pair.host.publish(0))
     stopped = child_of(pair.exposed)
     pair.reads.at_chunk = (3, stopped.suspend)
-    assert pair.brings(pair.host.publish(1))
+    with monkeypatch.context() as impatient:
+        impatient.setattr(one_sided, "STILL_S", 1.0)
+        assert pair.brings(pair.host.publish(1))
     assert pair.told == (1, 1)
     stopped.resume()
     # UCX may abort that process, as late as when the next version is announced.
