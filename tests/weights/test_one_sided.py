@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +161,33 @@ def test_what_a_killed_process_of_the_reader_leaves_comes_by_the_swarm(pair: Pai
     assert 0 < pair.sent < SIZE * 4
     assert pair.brings(pair.host.publish(2)), "by another process"
     assert pair.told == (2, 1)
+
+
+def dying_reader(entry: str, tag: str, folder: Path, wire: Any, begun: Connection) -> None:
+    """A worker that says when it has read something, and would never be done."""
+    one_sided.ENTRY, one_sided_core.PIECE_CHUNKS, one_sided.STILL_S = entry, 1, 60.0
+    reads = Reads(NixlSetting("127.0.0.1", "test neighbour", folder / "neighbour.log"))
+
+    def say() -> None:
+        begun.send("reading")
+        signal.pause()
+
+    reads.at_chunk = (3, say)
+    SwarmReader(tag, "127.0.0.1", WAIT_S, one_sided=reads).fetch(Manifest.from_wire(wire))
+
+
+def test_a_neighbour_takes_over_from_a_reader_that_is_killed(pair: Pair, tmp_path: Path) -> None:
+    manifest = pair.host.publish(0)
+    context = multiprocessing.get_context("spawn")
+    begun, end = context.Pipe()
+    setting = (one_sided.ENTRY, pair.tag, tmp_path, manifest.to_wire(), end)
+    neighbour = context.Process(target=dying_reader, args=setting, daemon=True)
+    neighbour.start()
+    assert begun.poll(60.0)
+    neighbour.kill()
+    neighbour.join()
+    assert pair.brings(manifest)
+    assert pair.told == (1, 0)
 
 
 def test_a_read_that_stands_still_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
