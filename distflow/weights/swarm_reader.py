@@ -11,6 +11,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
@@ -209,7 +210,9 @@ class SwarmReader:
                     there = self._arrived(held, segment)
                     self.chunks += len(there)
                 if len(there) < manifest.chunks:
-                    client.fetch(manifest, _data(segment, manifest), arrived, rules, there)
+                    client.fetch(
+                        manifest, _data(segment, manifest), arrived, partial(server.expect, held), rules, there
+                    )
             except BaseException:
                 server.forget(held)
                 segments.abandon(segment)

@@ -115,9 +115,14 @@ def flip(manifest: Manifest, chunk: int) -> None:
 
 
 class Proxy:
-    """A link that can be cut: then nothing goes through; with `reset`, connections end too."""
+    """A link that can be cut: then nothing goes through; with `reset`, connections end too.
 
-    def __init__(self, place: str) -> None:
+    `rate`: bytes a second that all its connections share.
+    """
+
+    def __init__(self, place: str, rate: float = float("inf")) -> None:
+        self._rate = rate
+        self._turn = threading.Lock()
         self._place = SwarmPlace.parse(place)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open = threading.Event()
@@ -166,4 +171,6 @@ class Proxy:
                 self.seen += data
                 # Slow enough that a test can cut the link in the middle.
                 time.sleep(0.002)
+                with self._turn:
+                    time.sleep(len(data) / self._rate)
         self._hang_up([source, target])
