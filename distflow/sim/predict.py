@@ -272,7 +272,7 @@ def _read(load: Load, network: LeaseNetwork, warm: int, last: int, took_s: float
         staleness={lag: n / lags.total() for lag, n in sorted(lags.items())},
         produced=record.produced,
         trained=sum(record.tokens.values()),
-        messages_group=traffic.count / (load.prompts * steps),
+        messages_group=(end.messages - begin.messages) / (load.prompts * count),
         bytes_step=links,
         busiest=_named(load, busiest),
         busiest_messages_s=traffic.messages[busiest] / network.now,
