@@ -19,6 +19,7 @@ from distflow.config.schema import Schedule
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Message, Result
 from distflow.flow.memory import group_bytes
+from distflow.sim.account import OTHERS, UPDATE
 from distflow.sim.fluid_engine import FluidEngine, FluidSample
 from distflow.sim.latency import DeviceLatency, load
 from distflow.sim.lengths import Lengths, Lognormal
@@ -61,16 +62,25 @@ def load_for(rollouts: int, replicas: int, prompts: int, staleness: int | None, 
 
 # -- scale
 def scale(counts: Sequence[int]) -> None:
-    """A constant share of work for each worker: 9 groups of 8 a step; 8 rollouts a replica, which has 8 devices."""
-    print("| workers | step s | efficiency | messages a group | busiest, messages/s | seconds of a core |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    """A constant share of work for each worker: 9 groups of 8 a step; 8 rollouts a replica, which has 8 devices.
+
+    Efficiency is by tokens trained on in a second by each worker: lengths are random, so the work of a step is,
+    and few workers take more steps to tell the mean. The longest sample is cut off at the same length everywhere.
+    """
+    print(
+        "| workers | steps | step s | efficiency | replicas wait for others | updates | messages a group | busiest, "
+        "messages/s | seconds of a core |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    )
     first = 0.0
     for count in counts:
-        found = _scaled(count, None)
-        first = first or found.step_s
+        steps = max(STEPS, 512 // count)
+        found = _scaled(count, None, steps)
+        rate, trains = found.tokens_s / count, found.pools[1].shares
+        first = first or rate
         print(
-            f"| {count} + {count // 8} | {found.step_s:.2f} | {first / found.step_s:.1%} | "
-            f"{found.messages_group:.1f} | {found.busiest_messages_s:.1f} | {found.took_s:.0f} |",
+            f"| {count} + {count // 8} | {steps} | {found.step_s:.2f} | {rate / first:.1%} | {trains[OTHERS]:.1%} | "
+            f"{trains[UPDATE]:.1%} | {found.messages_group:.1f} | {found.busiest_messages_s:.1f} | "
+            f"{found.took_s:.0f} |",
             flush=True,
         )
 
@@ -95,12 +105,12 @@ def coordinator_s(message: Message) -> float:
     return SAMPLES * COORDINATOR_SAMPLE_S if isinstance(message, Result) else 0.0
 
 
-def _scaled(count: int, way: Callable[[Message], float] | None) -> Prediction:
+def _scaled(count: int, way: Callable[[Message], float] | None, steps: int = STEPS) -> Prediction:
     lengths, longest = LENGTHS["short"]
     work = load_for(count, max(1, count // 8), 9 * count, 2, longest)
     device = load(DEVICE)
     train = replace(device.train, token_s=device.train.token_s / 8, pair_s=device.train.pair_s / 8)
-    return simulate(work, replace(device, train=train), lengths, SimulateOptions(steps=STEPS, hub_s=way))
+    return simulate(work, replace(device, train=train), lengths, SimulateOptions(steps=steps, hub_s=way))
 
 
 # -- tails
