@@ -6,8 +6,9 @@ on (StreamRL, arXiv:2504.15930, approximates this by two quantiles of the length
 
 Of more groups than it has slots, S, the longest begin first, and the others take turns in the slots that these leave:
 the k longest run from the beginning to the end, all others are done after h = Σ_{j>k} L_j / (S − k) tokens of each
-slot, where k is the least for which L_{k+1} ≤ h (McNaughton, 1959). So T = h τ(S) + Σ_{j≤k} (L_j − max(L_{j+1}, h)) τ(j),
-which for n ≤ S is the above.
+slot, where k is the least for which L_{k+1} ≤ h (McNaughton, 1959). So
+
+    T = h τ(S) + Σ_{j≤k} (L_j − max(L_{j+1}, h)) τ(j),      which for n ≤ S is the above.
 
 So a split pays where decoding together costs: long contexts, for which τ grows with each sample, and a tail that takes
 about as long as all the rest. Where τ hardly grows, or there are many waves, all workers are needed for the rest.
