@@ -38,7 +38,7 @@ from distflow.sim.scenario import Crash, Scenario
 from distflow.sim.workload import DeviceWorkload, Job
 
 LEFT_OUT = (
-    "validation, reward and environment time, calls of other pools",
+    "validation, reward time, tokens of environments, calls of other pools",
     "rounds of a divided model (each replica computes by itself)",
     "links that are shared: every version takes bytes / link_bytes_s to each host",
     "the cache of keys and values that a preempted sample loses",

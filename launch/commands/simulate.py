@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -59,6 +60,15 @@ def _load_options(command: Command) -> Command:
             metavar="N",
             help="Tokens of a prompt.  [default: half of the longest]",
         ),
+        click.option(
+            "--turn-tokens", type=click.IntRange(min=1), metavar="N", help="Tokens of a turn: then its environment."
+        ),
+        click.option(
+            "--turn-s",
+            type=click.FloatRange(min=0.0),
+            metavar="S",
+            help="Seconds for which a worker computes the environment after each turn.",
+        ),
         click.option("--steps", type=click.IntRange(1, 1000), default=8, show_default=True, help="Steps that count."),
     ):
         command = option(command)
@@ -113,12 +123,16 @@ def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> in
 
 
 def _ways(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
+    from distflow.sim.fluid_engine import Turns
     from distflow.sim.latency import load
     from distflow.sim.lengths import Lognormal, read_trace
     from distflow.sim.report import SimulateWays
 
     device = load(given["device"])
-    about = (given["prompt_tokens"], given["steps"], timeline)
+    if (given["turn_tokens"] is None) != (given["turn_s"] is None):
+        raise UserError("--turn-tokens and --turn-s: a turn has both — give both, or none")
+    turns = Turns(given["turn_tokens"] or 0, given["turn_s"] or 0.0)
+    about = (given["prompt_tokens"], given["steps"], timeline, turns)
     if given["trace"] is not None:
         if given["lengths"] is not None:
             raise UserError("--trace: has all lengths itself — leave out --lengths")
@@ -166,6 +180,7 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
     load = load_of(plan, prompt_tokens=ways.prompt_tokens)
+    load = replace(load, job=replace(load.job, turns=ways.turns))
     prediction = simulate(load, ways.device, ways.lengths, SimulateOptions(steps=ways.steps, timeline=ways.timeline))
     moments = LengthMoments.of(ways.lengths, load.job.response_tokens)
     step = schedule_of(load, ways.device)
