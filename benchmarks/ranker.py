@@ -5,9 +5,9 @@
 
 The prompts are a mix of reasoning-gym tasks. Prompts come in steps of `STEP`, in a shuffled order; each is predicted
 before the lengths of its step are learned, as an owner does. The figure is the recall of the longest 20% of each step:
-beside an oracle that knows the mean length of all of a prompt's samples, those that are to be predicted among them, so
-that no prediction reaches it; beside the same without them; and beside the length of the prompt alone. A second pass predicts
-the same prompts again, with other samples.
+beside an oracle that knows the mean length of all samples of a prompt, of those that are to be predicted, too, so that
+no prediction need reach it; beside the same without these; and beside the length of the prompt alone. A second pass
+predicts the same prompts again, with other samples.
 """
 
 from __future__ import annotations
