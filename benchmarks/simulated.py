@@ -20,7 +20,7 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Message, Result
 from distflow.flow.memory import group_bytes
 from distflow.sim.account import FIRST, LATER, LEASES, OTHERS, TRAIN, UPDATE, WEIGHTS
-from distflow.sim.fluid_engine import ONE_TURN, FluidEngine, FluidSample, Turns
+from distflow.sim.fluid_engine import ONE_TURN, FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DeviceLatency, load
 from distflow.sim.lengths import Lengths, Lognormal
 from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate
@@ -38,7 +38,7 @@ LENGTHS: dict[str, tuple[Lengths, int]] = {
     "heavy": (Lognormal(900, 1.1, 0.6), 16_384),
     "agentic": (Lognormal(1_500, 1.4, 0.8), 32_768),
 }
-TURNS = {"agentic": Turns(512, 0.02)}
+TURNS = {"agentic": SampleTurns(512, 0.02)}
 """Tokens of a turn, and the seconds for which its worker computes the environment: a file read, a test that is run."""
 DRIVER_SAMPLE_S = 0.95 / 4_096
 """verl's driver: 0.6 to 1.3 s for 4,096 samples of 1,024 tokens, which grow with the bytes."""
@@ -48,7 +48,7 @@ COORDINATOR_SAMPLE_S = 1e-3
 
 
 def load_for(
-    rollouts: int, replicas: int, prompts: int, staleness: int | None, longest: int, turns: Turns = ONE_TURN
+    rollouts: int, replicas: int, prompts: int, staleness: int | None, longest: int, turns: SampleTurns = ONE_TURN
 ) -> Load:
     """A split layout with pull leases and streaming, and nothing besides."""
     settings = LeaseSettings(

@@ -39,7 +39,7 @@ from distflow.exchange.messages import (
     Report,
     Result,
 )
-from distflow.exchange.owner_links import FIRST, AskState, AskWalk, Held, Home, Link, Links, surviving
+from distflow.exchange.owner_links import FIRST, AskState, AskWalk, Held, Home, Link, OwnerLinks, surviving
 from distflow.types import SampleOutput, Scores, Version
 
 
@@ -70,7 +70,7 @@ class HolderCore:
         self._idle = self._told_idle = False
         self._leaving = False
         self._reports, self._report_due = 0, 0.0
-        self._links = Links(owners, term)
+        self._links = OwnerLinks(owners, term)
         self._granted: dict[int, Lease] = {}
         self._cancelled: list[int] = []
         self._acked: list[int] = []
@@ -164,7 +164,7 @@ class HolderCore:
         kept = surviving(self._links, begins, loaded)
         for link in self._links:
             self._release(link, [position for position in link.held if position not in kept])
-        self._links = Links(owners, term)
+        self._links = OwnerLinks(owners, term)
         self._walk.settle(self._home.among(owners))
         for position, one in kept.items():
             one.go_on(term, now)

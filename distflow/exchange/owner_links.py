@@ -284,7 +284,7 @@ class Link:
         self.back_again = 0.0
 
 
-class Links:
+class OwnerLinks:
     """All owners, in order. What is asked for with every event does not grow with their number."""
 
     def __init__(self, owners: Sequence[str], term: int) -> None:

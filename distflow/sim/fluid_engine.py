@@ -6,7 +6,7 @@ while b samples with C tokens of context run, n steps take
     n · (max(floor_s, b · sample_s) + C · context_s) + n²/2 · b · context_s      seconds, times `slow`
 
 since each step adds b tokens of context. A sample's `rate` is its tokens a step: 1, or what a test gives it. Samples of
-several `Turns` ask their environment in between, which the worker computes while nothing is decoded.
+several `SampleTurns` ask their environment in between, which the worker computes while nothing is decoded.
 
 Example: FluidEngine(64, DecodeLatency(0.01, 1e-4)), 200 samples of 100 tokens: 64 run, the first end after 1 s.
 """
@@ -28,7 +28,7 @@ _EXACT = 1e-9
 Tokens = tuple[int, ...]
 
 
-class Turns(NamedTuple):
+class SampleTurns(NamedTuple):
     """After every so many tokens of a sample its environment takes the worker so many seconds; 0 tokens: never."""
 
     tokens: int = 0
@@ -39,7 +39,7 @@ class Turns(NamedTuple):
         return min(length, (tokens // self.tokens + 1) * self.tokens) if self.tokens else length
 
 
-ONE_TURN = Turns()
+ONE_TURN = SampleTurns()
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +85,7 @@ class FluidEngine:
     slow: float = 1.0
     """Factor on all times."""
     mark: int | None = None
-    turns: Turns = ONE_TURN
+    turns: SampleTurns = ONE_TURN
     produced: int = 0
     """Tokens made of samples that have left."""
     busy_s: float = 0.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.sim.fluid_engine import ONE_TURN, Turns
+from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.lengths import Lengths
 from distflow.sim.predict import LEFT_OUT, PoolUse, Prediction
@@ -40,7 +40,7 @@ class SimulateWays:
     prompt_tokens: int | None
     steps: int
     timeline: bool
-    turns: Turns = ONE_TURN
+    turns: SampleTurns = ONE_TURN
 
 
 @dataclass(frozen=True, slots=True)

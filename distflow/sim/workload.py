@@ -15,7 +15,7 @@ from distflow.data.randomness import length_draws
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.flow.memory import group_bytes
-from distflow.sim.fluid_engine import ONE_TURN, Turns
+from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import FORWARD, DecodeLatency, DeviceLatency
 from distflow.sim.lengths import Lengths
 from distflow.types import Uid
@@ -42,7 +42,7 @@ class Workload(Protocol):
         """From the moment when all replicas are done to the next training step: optimizer, and publishing."""
 
     @property
-    def turns(self) -> Turns:
+    def turns(self) -> SampleTurns:
         """Of each sample."""
 
     def prompt(self, position: int) -> LeasePrompt:
@@ -92,7 +92,7 @@ class FixedWorkload:
     swap_s: float = 0.0
     prefill_s: float = 0.0
     end_s: float = 0.5
-    turns: Turns = ONE_TURN
+    turns: SampleTurns = ONE_TURN
 
     def prompt(self, position: int) -> LeasePrompt:
         """One of 1 … 4 tokens."""
@@ -147,7 +147,7 @@ class Job:
     """Forward passes besides, as for old or reference log-probs, on the devices that train."""
     colocated: bool = False
     """Weights are handed over in place."""
-    turns: Turns = ONE_TURN
+    turns: SampleTurns = ONE_TURN
     """Of a sample with an environment."""
 
 
@@ -164,7 +164,7 @@ class DeviceWorkload:
     prefill_s: float = field(init=False)
     end_s: float = field(init=False)
     transfer_s: float = field(init=False)
-    turns: Turns = field(init=False)
+    turns: SampleTurns = field(init=False)
     """From publishing to when an engine can take a version."""
     _kinds: dict[int, int] = field(default_factory=dict)
     _lengths: dict[int, tuple[int, ...]] = field(default_factory=dict)

@@ -123,7 +123,7 @@ def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> in
 
 
 def _ways(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
-    from distflow.sim.fluid_engine import Turns
+    from distflow.sim.fluid_engine import SampleTurns
     from distflow.sim.latency import load
     from distflow.sim.lengths import Lognormal, read_trace
     from distflow.sim.report import SimulateWays
@@ -131,7 +131,7 @@ def _ways(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
     device = load(given["device"])
     if (given["turn_tokens"] is None) != (given["turn_s"] is None):
         raise UserError("--turn-tokens and --turn-s: a turn has both — give both, or none")
-    turns = Turns(given["turn_tokens"] or 0, given["turn_s"] or 0.0)
+    turns = SampleTurns(given["turn_tokens"] or 0, given["turn_s"] or 0.0)
     about = (given["prompt_tokens"], given["steps"], timeline, turns)
     if given["trace"] is not None:
         if given["lengths"] is not None:

@@ -16,7 +16,7 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.flow.memory import group_bytes
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group, run
-from distflow.sim.fluid_engine import FluidEngine, FluidSample, Turns
+from distflow.sim.fluid_engine import FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DecodeLatency, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, read_trace
 from distflow.sim.predict import Load, SimulateOptions, load_of, simulate
@@ -73,7 +73,7 @@ def test_samples_that_run_together_take_the_time_of_their_steps() -> None:
 
 
 def test_between_two_turns_the_engine_waits_for_the_environment() -> None:
-    engine = FluidEngine(2, DecodeLatency(1.0, 0.0), turns=Turns(4, 0.5))
+    engine = FluidEngine(2, DecodeLatency(1.0, 0.0), turns=SampleTurns(4, 0.5))
     engine.add([sample(0, 10), sample(1, 4)])
     ended, at = {}, 0.0
     while (end := engine.next_end()) is not None:
