@@ -55,7 +55,7 @@ EVERY = 16
 """Results after which the regression is solved anew when a length is predicted; of few results each counts."""
 NEWEST = 0.5
 """Weight of a prompt's newest length beside its earlier ones."""
-PRIOR = 2.0
+PRIOR = 1.0
 """Weight of the regression beside lengths of the prompt itself, each of which counts as 1."""
 LONGEST = 0.2
 """Share of the groups whose recall is the figure of merit."""
