@@ -157,11 +157,12 @@ def _backend(plan: Plan, worker: WorkerPlan, device: str) -> Backend:
 
 
 def _median(seconds: Callable[[], float]) -> float:
-    """Of some repetitions, fewer of what takes long, after one that warms up."""
+    """Of some repetitions, fewer of what takes long, after one that warms up (fresh memory, kernels to be chosen)."""
+    seconds()
     found = [seconds()]
-    while len(found) <= REPEATS and sum(found) < LONG_S:
+    while len(found) < REPEATS and sum(found) < LONG_S:
         found.append(seconds())
-    return statistics.median(found[1:] or found)
+    return statistics.median(found)
 
 
 def _now() -> float:

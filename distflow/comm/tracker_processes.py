@@ -29,6 +29,8 @@ RETRY_S = (5.0, 15.0, 60.0, 300.0)
 """How long to wait before it is started again, when it has failed so many times in a row."""
 TICK_S, FLUSH_S = 0.5, 60.0
 """How often they are looked after; how long they may take at the end of a run that nobody stops."""
+BOOT_S = 60.0
+"""How long its process may take until it first calls the tracker: it imports our code, maybe on a busy machine."""
 WRONG = 2
 """Exit code of a tracker that cannot work whenever it is started."""
 log = logger(__name__)
@@ -56,6 +58,8 @@ class _Watched:
     """What it does, in words; empty: it waits for rows."""
     since: float = 0.0
     """When it began that."""
+    limit_s: float = 0.0
+    """How long that may take."""
     rows: int = 0
     """Rows that are lost if it fails in that."""
     behind: int = 0
@@ -131,8 +135,9 @@ class TrackerProcesses:
             self._hear(one, json.loads(line), now)
         if one.process.ended:
             self._ended(one, one.process, now)
-        elif one.busy and now - one.since >= one.start.timeout_s:
-            one.why = f"{one.busy} took longer than timeout_s={one.start.timeout_s:g}"
+        elif one.busy and now - one.since >= one.limit_s:
+            limit = f"timeout_s={one.limit_s:g}" if one.limit_s == one.start.timeout_s else f"{one.limit_s:g} s"
+            one.why = f"{one.busy} took longer than {limit}"
             one.process.kill()
             # It is not done with its helpers yet: that it has ended is seen later.
             one.since = now
@@ -145,6 +150,7 @@ class TrackerProcesses:
         elif now >= one.retry_at:
             start = one.start
             one.busy, one.since, one.rows, one.why = "its start", now, 0, ""
+            one.limit_s = max(BOOT_S, start.timeout_s)
             try:
                 one.process = KeptProcess(start.entry, [str(start.start)], start.title, start.output)
             except OSError as error:
@@ -153,6 +159,7 @@ class TrackerProcesses:
 
     def _hear(self, one: _Watched, report: dict[str, Any], now: float) -> None:
         one.behind = report.get("behind", one.behind)
+        one.limit_s = one.start.timeout_s
         one.busy, one.since, one.rows = report.get("busy", ""), now, report.get("rows", 0)
         if "why" in report:
             one.why = report["why"]

@@ -257,8 +257,14 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     outside = Outside(inbound.core, store, plan, written, lambda: node.board.current is not None)
     node.told["outside"].append(outside.told)
     node.on_tick(store.tick)
-    node.on_close(store.close)
+    node.on_close(partial(_close, store, node))
     return Owned(inbound, store)
+
+
+def _close(store: SampleStore, node: Node) -> None:
+    # The endpoint still hears clients meanwhile, on its own thread.
+    with node.board.condition:
+        store.close()
 
 
 def _go_on(store: SampleStore, setting: Setting, node: Node) -> None:

@@ -20,7 +20,7 @@ from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.exchange.store_channel import SampleStore
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, rows_bytes
-from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, model_folders
+from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, device_of, model_folders
 from distflow.runtime.calls import Calls
 from distflow.runtime.disk import VAL_ROLLOUTS, Disk
 from distflow.runtime.dumps import build_dumps
@@ -109,10 +109,10 @@ def validates(base: Base, tokenizer: Tokenizer) -> Validation | None:
 def reads(base: Base) -> dict[str, WeightInbox]:
     """The reader's ends of the weights, by model: from this process, from this host's memory or from the network."""
     stage = partial(far_reader, base)
+    shown, device = partial(base.node.board.shown, peers=()), device_of(base.setting.plan, base.setting.me)
     readers: dict[str, WeightReader] = {}
     for model in base.setting.me.generates:
-        shm = ShmReader(partial(base.node.board.shown, peers=())) if base.hosts.publishes_here(model) else None
-        near = base.links.get(model, shm)
+        near = base.links.get(model) or (ShmReader(shown, device) if base.hosts.publishes_here(model) else None)
         readers[model] = stage() if near is None else InPlace(near)
     val = base.setting.plan.val if base.setting.only_validates else None
     return build_inboxes(base.node, readers, stage, base.shards, () if val is None else val.versions)

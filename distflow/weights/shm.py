@@ -25,6 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -35,6 +36,7 @@ from distflow.errors import ChecksumError, Overtaken, ProtocolError
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.types import Version
 from distflow.weights.manifest import FP8, Manifest, TensorEntry, checksums, verify
+from distflow.weights.page_lock import PageLock
 from distflow.weights.segment_file import SEGMENTS, map_shared, no_room, open_own, reserve, write
 from distflow.weights.transport import NamedTensors
 
@@ -58,6 +60,7 @@ RESERVE_BYTES = 1 << 30
 # Torch has no tensors that are read-only, and says so about the first view of such memory.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
+_HOST = torch.device("cpu")
 _DTYPES = {str(one): one for one in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
 
 
@@ -68,6 +71,8 @@ class _Slot:
     path: Path
     memory: mmap.mmap
     views: list[Tensor]
+    locked: PageLock | None
+    """For the GPU that the tensors come from."""
 
 
 def segment_prefix(run: str) -> str:
@@ -102,6 +107,8 @@ class ShmPublisher:
         self._entries: tuple[TensorEntry, ...] = ()
         self._size = 0
         self._turn = 0
+        self._gpu: torch.device | None = None
+        """Where the tensors come from, if that is one."""
 
     def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
         """Copy the tensors; what is returned has no checksums yet. Raises UserError if shared memory is too small.
@@ -160,18 +167,18 @@ class ShmPublisher:
 
     def _lay_out(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write the first version into the first segment, which grows as needed: its size is known only at the end."""
-        entries, at, path = [], 0, self._paths[0]
+        entries, at, path, on_host = [], 0, self._paths[0], _OnHost()
         with _segment(path) as handle:
             write(handle, path, 0, HEADER.pack(-1, 0).ljust(HEADER_BYTES, b"\0"))
             for name, tensor in tensors:
-                data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                data = on_host(tensor)
                 entries.append(TensorEntry(name, str(tensor.dtype), tuple(tensor.shape), at, len(data)))
                 write(handle, path, HEADER_BYTES + at, data)
                 # No holes: where memory runs out later, touching one would kill this process.
                 write(handle, path, HEADER_BYTES + at + len(data), bytes(-len(data) % ALIGN))
                 at += len(data) + (-len(data) % ALIGN)
                 del tensor, data  # before the next one is gathered
-        self._entries, self._size = tuple(entries), at
+        self._entries, self._size, self._gpu = tuple(entries), at, on_host.gpu
         free = os.statvfs(SEGMENTS)
         if free.f_bavail * free.f_frsize < (len(self._paths) - 1) * (HEADER_BYTES + at):
             # Said now, and not when the thread finds it out, which is looked at with the next version.
@@ -190,17 +197,37 @@ class ShmPublisher:
 
     def _open_slot(self, path: Path) -> _Slot:
         memory = map_shared(path)
-        return _Slot(path, memory, [view for _, view in tensor_views(memory, self._entries, HEADER_BYTES)])
+        locked = None if self._gpu is None else PageLock(memory, self._gpu, writable=True)
+        return _Slot(path, memory, [view for _, view in tensor_views(memory, self._entries, HEADER_BYTES)], locked)
+
+
+class _OnHost:
+    """The bytes of tensors, one after another; those of a GPU's are good until the next one is asked for."""
+
+    def __init__(self) -> None:
+        self.gpu: torch.device | None = None
+        """Where some came from."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, tensor: Tensor) -> memoryview:
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if flat.is_cuda:
+            self.gpu = flat.device
+            if len(self._buffer) < len(flat):
+                # Copies into memory that is new to the system take seven times as long.
+                self._buffer = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
+            flat = self._buffer[: len(flat)].copy_(flat)
+        return flat.numpy().data
 
 
 class AnnouncedSegment:
     """A publisher's segment as a reader has it open. Closed with the last reference.
 
     Opening it raises ProtocolError for another path, ChecksumError if it is too small. If it is gone, its publisher has
-    ended, and the next one announces other weights: Overtaken.
+    ended, and the next one announces other weights: Overtaken. `device`: where an engine of this process copies it to.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, device: torch.device = _HOST) -> None:
         path = Path(manifest.place)
         if path.parent != SEGMENTS or not path.name.startswith("distflow-"):
             raise ProtocolError(f"{manifest.title}: {path} is not a shared segment of a run")
@@ -218,6 +245,10 @@ class AnnouncedSegment:
             raise ChecksumError(
                 f"{manifest.title}: {path} is smaller than the announced {manifest.size} bytes"
             ) from error
+        # Where the engine is in a process of its own, this one uses no GPU, and is to take none of its memory.
+        cuda: Any = torch.cuda
+        copied = device.type == "cuda" and cuda.is_initialized()
+        self.locked = PageLock(self.memory, device, writable=False) if copied else None
 
     def __del__(self) -> None:
         if hasattr(self, "memory"):
@@ -261,11 +292,14 @@ def _note(manifest: Manifest) -> bytes:
 class ShmReader:
     """Maps segments as they are announced. `begin_term` may be called on another thread, even during a `fetch`.
 
-    `shown` is entered with the name of a wait while it lasts.
+    `shown` is entered with the name of a wait while it lasts. `device`: where this process copies versions to.
     """
 
-    def __init__(self, shown: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
+    def __init__(
+        self, shown: Callable[[str], AbstractContextManager[object]] = nullcontext, device: str = "cpu"
+    ) -> None:
         self._shown = shown
+        self._device = torch.device(device)
         self._open: dict[str, AnnouncedSegment] = {}
         self._term: int | None = None
         self._lock = threading.Lock()
@@ -277,7 +311,7 @@ class ShmReader:
         with self._lock:
             segment = self._open.get(manifest.place)
             if segment is None and manifest.version.term == self._term:
-                segment = self._open[manifest.place] = AnnouncedSegment(manifest)
+                segment = self._open[manifest.place] = AnnouncedSegment(manifest, self._device)
         if segment is None or not segment.holds(manifest):
             raise Overtaken(f"{manifest.title}: overwritten by a newer version")
         note = _note(manifest)

@@ -287,6 +287,7 @@ def follow(start_file: str, reports: str) -> int:
 
     made = False
     try:
+        tell({"busy": "its construction"})
         following = Following(msgspec.json.decode(Path(start_file).read_bytes(), type=Start), tell)
         made = True
         tell({"done": True})

@@ -73,6 +73,8 @@ def tracker(start: str, reports: str) -> int:
         file.write("life\n")
     plan = json.loads(Path(start).read_text())
     what = plan[min(life, len(plan) - 1)]
+    if what == "begins late":
+        time.sleep(3)
     if what == "refuses":
         tell(reports, why="no such option")
         return 2

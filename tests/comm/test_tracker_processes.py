@@ -75,6 +75,27 @@ def test_one_that_crashes_or_hangs_is_started_again_and_told_once(
     assert helpers_of(tmp_path) == []
 
 
+def test_the_time_that_its_process_needs_to_begin_is_not_a_call_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = Trackers(tmp_path, 1.0, late=["begins late"], hanging=["hangs", "works"])
+    eventually(lambda: "hanging works again" in caplog.text, "a call that hangs, and a new start")
+    time.sleep(3.5)
+    trackers.processes.close(20.0)
+    assert trackers.lives("late") == 1
+    assert trackers.counts == {"trackers/hanging/failures": 1, "trackers/hanging/dropped": 1}
+
+
+def test_one_whose_process_never_begins_is_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_processes, "BOOT_S", 1.5)
+    trackers = Trackers(tmp_path, 1.0, late=["begins late", "works"])
+    eventually(lambda: "late works again" in caplog.text, "its second life")
+    trackers.processes.close(20.0)
+    assert "late: its start took longer than 1.5 s" in caplog.text
+
+
 def test_one_that_refuses_its_options_is_not_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trackers = Trackers(tmp_path, 20.0, wrong=["refuses"], good=["raises"])
     eventually(lambda: "wrong: no such option" in caplog.text and "works again" in caplog.text, "both")

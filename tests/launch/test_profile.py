@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -37,23 +38,34 @@ def test_the_quickstart_is_measured(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "off by" in capsys.readouterr().out
 
 
-def test_a_device_whose_times_are_known_is_found(tmp_path: Path) -> None:
+def test_what_a_device_takes_is_measured(tmp_path: Path) -> None:
+    """On a busy machine a wait may end late, and the next one early: one of three attempts is undisturbed.
+
+    Fits are tested in tests/sim/test_fitting.py.
+    """
     (tmp_path / "device.yaml").write_text(DEVICE)
     options = f"{{device: '{tmp_path}/device.yaml', time_scale: 0.5}}"
-    path = tmp_path / "mine.yaml"
     chosen = [
         f"layout.pools.rollout.engine={EMULATED}:EmulatedEngine",
         f"layout.pools.rollout.engine_options={options}",
     ]
     chosen += [f"{BACKEND}={EMULATED}:EmulatedBackend"]
     chosen += [f"{BACKEND}_options={options}"]
-    assert run(["profile", "quickstart", *SMALL, *chosen, "-o", str(path)]) == 0
-    found = latency.load(str(path))
-    # Waits are never shorter than they are said to be; a busy machine makes them longer.
-    assert found.decode.seconds(4) >= 0.04 * 0.9
-    assert found.train.seconds([16]) >= (0.02 + 16 * 0.002) / 2 * 0.9
-    assert found.weights.publish_s >= 0.06 / 2 * 0.9
-    assert found.train.apply_s >= 0.1 / 2 * 0.9
+    plan = plan_recipe("quickstart", [*SMALL, *chosen])[1]
+    shares: dict[str, float] = {}
+    for _ in range(3):
+        found = measure(plan, print)
+        assert {step.samples for step in found.decode} == {1, 2, 4}
+        shares = {
+            "decode": median(step.seconds / (max(0.04, 0.02 * step.samples) / 2) for step in found.decode),
+            "train": median(batch.seconds / ((0.02 + 0.002 * sum(batch.lengths)) / 2) for batch in found.train),
+            "publish": found.weights.publish_s / (0.06 / 2),
+            "swap": found.weights.swap_s / (0.08 / 2),
+            "apply": found.apply_s / (0.1 / 2),
+        }
+        if all(0.9 <= share <= 2.0 for share in shares.values()):
+            return
+    pytest.fail(f"measured, of what was said: {shares}")
 
 
 def test_a_file_that_no_device_could_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
