@@ -25,7 +25,7 @@ from distflow.sim.latency import DeviceLatency, load
 from distflow.sim.lengths import Lengths, Lognormal
 from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate
 from distflow.sim.schedule_of import schedule_of
-from distflow.sim.theory import LengthMoments, ideal_s
+from distflow.sim.theory import LengthMoments, ideal_s, work_s
 from distflow.sim.workload import DeviceWorkload, Job
 
 DEVICE = "h100-qwen2.5-7b"
@@ -206,16 +206,18 @@ def bound_of(work: Load, device: DeviceLatency, moments: LengthMoments) -> tuple
     """
     plan = schedule_of(work, device)
     count = plan.prompts * plan.samples
-    trains = plan.passes * count * device.train.seconds([moments.mean + plan.prompt_tokens]) / plan.replicas
-    context = plan.prompt_tokens + moments.mean / 2
+    trains, makes = work_s(plan, device, moments)
     turns = work.job.turns
-    stops = turns.seconds * (moments.mean / turns.tokens - 0.5) if turns.tokens else 0.0
-    token_s = device.decode.seconds(plan.slots, context) / plan.slots
-    makes = count * (moments.mean * token_s + max(0.0, stops)) / plan.engines
+    if turns.tokens:
+        makes += count * turns.seconds * max(0.0, moments.mean / turns.tokens - 0.5)
     longest = moments.quantile(1.0 - 1.0 / (1.78 * count))
     decode_s = longest * device.decode.seconds(1, plan.prompt_tokens + longest / 2)
     lasts = decode_s + plan.transfer_s + device.weights.swap_s
-    parts = {"training": trains + plan.update_s, "generation": makes, "longest": lasts / (1 + plan.staleness)}
+    parts = {
+        "training": trains / plan.replicas + plan.update_s,
+        "generation": makes / plan.engines,
+        "longest": lasts / (1 + plan.staleness),
+    }
     what = max(parts, key=lambda part: parts[part])
     return parts[what], what
 
