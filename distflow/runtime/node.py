@@ -38,6 +38,7 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
+from distflow.weights.one_sided import NixlSetting
 
 Handler = Callable[[Message], None]
 AGENT_POOL = "agent"
@@ -312,6 +313,15 @@ class Hosts:
         """Where to listen for other hosts; None if there are none."""
         keys = self.keys
         return None if self.address is None or keys is None else NetworkListener(self.address, keys)
+
+    @property
+    def nixl(self) -> NixlSetting | None:
+        """For a process with NIXL; None where there are no other hosts, or the recipe asks for none."""
+        if self.address is None or self._setting.recipe.weights.link != "nixl":
+            return None
+        name = self._setting.me.name
+        title = f"distflow {self._run_dir.name} {name} weights"
+        return NixlSetting(self.address, title, self._run_dir / "nixl" / f"{name.file_stem}.log")
 
     def _endpoint(self, name: str, incarnation: int, most_bytes: int) -> Endpoint:
         """The endpoint of a worker, which sends to others on its host through shared memory."""

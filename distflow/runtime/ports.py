@@ -45,6 +45,7 @@ from distflow.runtime.weight_publisher import Announcer, Publishing, ShardLinks,
 from distflow.types import LeaseKind, Version, WorkerName
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
+from distflow.weights.one_sided import one_sided_reads
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import ShmReader
@@ -121,7 +122,8 @@ def reads(base: Base) -> dict[str, WeightInbox]:
 def far_reader(base: Base) -> Stage:
     """A reader of weights from the network."""
     tag, limit_s = run_tag(base.setting.run_dir, base.hosts.here), base.setting.recipe.limits.no_progress_s
-    reader = SwarmReader(tag, base.hosts.address or LOOPBACK, limit_s, base.setting.document.site)
+    nixl = one_sided_reads(base.hosts.nixl, base.node.endpoint.traffic)
+    reader = SwarmReader(tag, base.hosts.address or LOOPBACK, limit_s, base.setting.document.site, nixl)
     base.node.told["weights"].append(reader.told)
     return Stage(reader, base.node.board.wake)
 
@@ -279,8 +281,7 @@ def trains(
     base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, publishing: Publishing, steps: StepRunner
 ) -> Training:
     """The training side over the samples that arrive here."""
-    setting = base.setting
-    limits = TrainingLimits.of(setting.plan)
+    setting, limits = base.setting, TrainingLimits.of(base.setting.plan)
     _introduce(base, replicas, held)
     dealing = _deal_rule(base, limits, held, setting.plan.primary)
     parts = TrainingParts(
@@ -323,8 +324,7 @@ def trains_further(
     base: Base, ends: FurtherEnds, replicas: Replicas, held: HeldModels, steps: StepRunner, publishing: Publishing
 ) -> FurtherTraining:
     """The training side over rows that owners send."""
-    setting = base.setting
-    limits = TrainingLimits.of(setting.plan)
+    setting, limits = base.setting, TrainingLimits.of(base.setting.plan)
     _introduce(base, replicas, held)
     parts = FurtherParts(
         rows=ends.rows,

@@ -36,6 +36,7 @@ from distflow.weights.announcing import Announcing
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.client_requests import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights, WaitingClients
 from distflow.weights.manifest import Manifest
+from distflow.weights.one_sided import ExposedMemory
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.rounded_publisher import RoundedPublisher
 from distflow.weights.segment_file import memory_name
@@ -71,7 +72,7 @@ class Announcer:
         self._server: SwarmServer | None = None
         tag = run_tag(setting.run_dir, hosts.here)
         if hosts.address is not None:
-            self._server = _server_for(setting, model, hosts.address, tag, node.board.fault)
+            self._server = _server_for(setting, model, hosts, tag, node.board.fault)
             node.told["weights"].append(self._server.told)
         pinned = None if self._server is None else self._server.pinned
         shown = partial(node.board.shown, peers=())
@@ -181,19 +182,21 @@ class Announcer:
 
 
 def _server_for(
-    setting: Setting, model: str, address: str, tag: str, on_fault: Callable[[BaseException], None]
+    setting: Setting, model: str, hosts: Hosts, tag: str, on_fault: Callable[[BaseException], None]
 ) -> SwarmServer:
     """What serves a model to other hosts, encoded and encrypted as the recipe says."""
     recipe = setting.plan.recipe
     encoding, dtype = recipe.weights.encoding, recipe.models[model].dtype
+    assert hosts.address is not None, "there are other hosts"
     rounding = None
     if encoding == "fp8" or (encoding == "bf16" and dtype in WIDER):
         rounding = RoundedPublisher(tag, encoding)
     return SwarmServer(
-        address,
+        hosts.address,
         encrypted=recipe.security.encrypt == "all",
         keyframe_every=1 if encoding == "full" else recipe.weights.keyframe_every,
         rounding=rounding,
+        exposed=None if hosts.nixl is None else ExposedMemory(hosts.nixl),
         on_fault=on_fault,
     )
 

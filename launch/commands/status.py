@@ -152,9 +152,11 @@ def _prompts(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _weights(row: dict[str, Any]) -> str:
     """What a worker has sent of weights to readers on other hosts, and fetched from there; empty if nothing."""
     found = row.get("weights", [])
-    fetched, sent = (sum(one.get(name, 0) for one in found) for name in ("fetched_bytes", "sent_bytes"))
+    counted = ("fetched_bytes", "read_bytes", "sent_bytes")
+    fetched, read, sent = (sum(one.get(name, 0) for one in found) for name in counted)
     readers = sum(one["readers"] for one in found)
-    told = [f"has fetched {fetched / 1e6:.1f} MB"] if fetched else []
+    by_nixl = f", {read / 1e6:.1f} MB of that by NIXL" if read else ""
+    told = [f"has fetched {fetched / 1e6:.1f} MB{by_nixl}"] if fetched else []
     told += [f"has sent {sent / 1e6:.1f} MB ({readers} connected)"] if sent or readers else []
     return " and ".join(told)
 

@@ -15,6 +15,7 @@ import torch
 
 from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.one_sided import ExposedMemory
 from distflow.weights.rounded_publisher import RoundedPublisher
 from distflow.weights.rounding import Rounding
 from distflow.weights.segment_file import SEGMENTS
@@ -77,12 +78,18 @@ class Host:
         size: int = 1_000_000,
         keyframe_every: int = 1,
         to: Rounding | None = None,
+        exposed: ExposedMemory | None = None,
         on_fault: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.term, self.size, self.tag = term, size, new_tag()
         rounding = None if to is None else RoundedPublisher(self.tag, to)
         self.server = SwarmServer(
-            "127.0.0.1", encrypted=encrypted, keyframe_every=keyframe_every, rounding=rounding, on_fault=on_fault
+            "127.0.0.1",
+            encrypted=encrypted,
+            keyframe_every=keyframe_every,
+            rounding=rounding,
+            exposed=exposed,
+            on_fault=on_fault,
         )
         self.publisher = SummingPublisher(self.tag, "policy", term, self.server.pinned)
 
