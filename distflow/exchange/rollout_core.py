@@ -134,6 +134,10 @@ class RolloutCore:
             self._over_in = self._holder.term
         return not over
 
+    def slots_used(self, free_slots: int) -> float:
+        """The share of the engine's slots that are in use."""
+        return 1.0 - max(0, free_slots) / self._slots if self._slots else 0.0
+
     # -- before a decode step
     def turn(
         self, free_slots: int, running_on: Version | None, loaded: Version | None, newer: bool, now: float

@@ -296,7 +296,8 @@ def _pools(load: Load, begin: Totals, end: Totals) -> tuple[PoolUse, ...]:
     generating = _shares(begin.generating, end.generating, load.rollouts * seconds, (DECODE, LEASES, WEIGHTS, TRAINS))
     stalled = (end.stalled_s - begin.stalled_s) / (load.rollouts * seconds)
     generating["stalled"] = stalled
-    generating[DECODE] -= stalled
+    # It may take new weights while it has nothing to decode.
+    generating[DECODE] = max(0.0, generating[DECODE] - stalled)
     slots = (end.slot_s - begin.slot_s) / (load.rollouts * load.slots * seconds)
     training = _shares(begin.training, end.training, load.replicas * seconds, (TRAIN, FIRST, LATER, OTHERS, UPDATE))
     return (

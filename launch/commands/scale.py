@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,21 +20,28 @@ from msgspec import structs
 
 from distflow.comm.addresses import place_of
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
+from distflow.data.metrics_merge import MetricsReader
 from distflow.errors import DistflowError, Problem, UserError
-from distflow.flow.plan import Plan
 from distflow.launch.agent.scaling import plan_documents
 from distflow.launch.deploy.fan_out import Fleet, SshWays
 from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunContents, description_in, key_of, tar
 from distflow.launch.deploy.host_checks import link_problems
 from distflow.launch.deploy.hostfile import Host, read_hosts
 from distflow.launch.deploy.job_environment import forwarded
+from distflow.launch.deploy.monitor import Monitor
 from distflow.launch.deploy.multi_host import SHIP_S, HostsRequest, begin_agents, nonce_in, preflight, start_agents
-from distflow.launch.deploy.placement import WorkerPlacement, WorkerSlot
+from distflow.launch.deploy.placement import WorkerPlacement, likely_slots
 from distflow.launch.deploy.ssh import Transport
+from distflow.launch.observe.progress import RunStatus
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
 from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_files
 from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name, read_record
+from distflow.sim.autoscale import Autoscaler, AutoscaleRule, ScaleDecision, StepSeen, check_pool
+from distflow.types import WorkerName
 
+AUTO = "auto"
+BEHIND = 5
+"""Training steps before the present one that are looked at, too, where the command begins."""
 ANSWER_S = 10.0
 """The agent plans the new workers before it answers."""
 REACH_S = 30.0
@@ -44,7 +50,7 @@ POLL_S = 0.1
 
 @click.command()
 @click.argument("run")
-@click.argument("change", metavar="POOL=N")
+@click.argument("change", metavar="POOL=N|auto")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Place new workers on these hosts only.")
 @click.option("--ssh-config", type=click.Path(path_type=Path), metavar="FILE", help="Configuration file for ssh.")
@@ -54,25 +60,40 @@ POLL_S = 0.1
 )
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable on new hosts.")
 @click.option("--ship-code", is_flag=True, help="Copy this machine's distflow to new hosts.")
-def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
+@click.option("--min", "least", type=click.IntRange(min=1), metavar="A", help="Of auto: the fewest workers.  [1]")
+@click.option(
+    "--max", "most", type=click.IntRange(min=1), metavar="B", help="Of auto: the most workers.  [twice the present]"
+)
+def command(run: str, change: str, runs_dir: Path, least: int | None, most: int | None, **given: Any) -> int | None:
     """Set the number of workers of POOL to N. New ones join; those with the highest numbers hand back their work and
     leave.
 
-    Hosts of FILE that are not in the run yet join it first.
+    Hosts of FILE that are not in the run yet join it first. With POOL=auto the command stays, and adds and removes
+    workers of a pool that generates by what the run measures, until it ends; Ctrl-C leaves the run as it is.
     """
     pool, count = _parse(change)
     record = read_record(find_run(run, runs_dir))
     if record.over:
         raise UserError(f"scale: {record.name} is over ({record.state}) — only a running run can be scaled")
+    if count is None:
+        if given["hosts"] is not None:
+            raise UserError("scale --hosts: only with a number, as in rollout=3 — add hosts first, then use auto")
+        _refuse_without_hosts(given)
+        return _scale_by_itself(record, pool, least, most)
+    if least is not None or most is not None:
+        raise UserError(f"--min, --max: only with {pool}=auto")
+    _set(record, pool, count, given)
+    return None
+
+
+def _set(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> None:
     slots = _slots_for(record, pool, count, given)
     body = {"pool": pool, "count": count, "slots": {str(number): free for number, free in slots.items()}}
     answer = _ask(record, "scale", body)
     if answer["was"] == answer["now"]:
         click.echo(f"{pool} has {count} workers already")
         return
-    does = "joining" if answer["now"] > answer["was"] else "leaving when they have handed back their work"
-    names = [f"{name} on {host}" if host else name for name, host in answer["hosts"].items()]
-    click.echo(f"{pool}: {answer['was']} → {answer['now']}; {does}: {', '.join(names)}")
+    click.echo(_changed(pool, answer))
 
 
 def _slots_for(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> Mapping[int, int]:
@@ -96,11 +117,126 @@ def _refuse_without_hosts(given: Mapping[str, Any]) -> None:
         raise UserError(f"{', '.join(useless)}: only for hosts that join — name them with --hosts FILE")
 
 
-def _parse(change: str) -> tuple[str, int]:
+def _parse(change: str) -> tuple[str, int | None]:
+    """The pool, and how many workers; None: as many as the run shows to be good."""
     pool, equals, count = change.partition("=")
+    if pool and equals and count == AUTO:
+        return pool, None
     if not (pool and equals and count.lstrip("-").isdecimal()):
-        raise UserError(f"{change!r}: expected POOL=N, for example rollout=3")
+        raise UserError(f"{change!r}: expected POOL=N or POOL={AUTO}, for example rollout=3")
     return pool, int(count)
+
+
+def _scale_by_itself(record: RunRecord, pool: str, least: int | None, most: int | None) -> int:
+    """Scale until the run is over; returns its exit code."""
+    present = _check_auto(record, pool)
+    rule = AutoscaleRule(least or 1, 2 * present if most is None else most)
+    if rule.most < rule.least:
+        raise UserError(f"scale {pool}={AUTO}: --min {rule.least} is more than --max {rule.most}")
+    click.echo(
+        f"{record.name}: {pool} has {present} workers, and will have {rule.least} to {rule.most}; Ctrl-C leaves it"
+    )
+    try:
+        ended = Monitor(record.path, _AutoDisplay(record, pool, Autoscaler(rule, present))).only_look()
+    except KeyboardInterrupt:
+        click.echo(f"no longer scaling; {record.name} continues with the workers that it has")
+        return 0
+    click.echo(f"{record.name}: {ended.state}")
+    return 0 if ended.exit_code is None else ended.exit_code
+
+
+def _check_auto(record: RunRecord, pool: str) -> int:
+    """How many workers the pool has now; raises UserError for one that cannot be scaled by what the run measures."""
+    present = len(_names(record, pool))
+    # The agent refuses a pool that there is not, and one that trains; else nothing changes.
+    _ask(record, "scale", {"pool": pool, "count": max(1, present), "slots": {}})
+    check_pool(plan_documents(record.path, pool, present), pool)
+    return present
+
+
+def _names(record: RunRecord, pool: str) -> list[str]:
+    return [entry.name for entry in record.workers if WorkerName.parse(entry.name).pool == pool]
+
+
+class _AutoDisplay:
+    """Looks at each training step that the monitor shows, and scales the pool."""
+
+    def __init__(self, record: RunRecord, pool: str, scaler: Autoscaler) -> None:
+        self._record, self._pool, self._scaler = record, pool, scaler
+        self._reader = MetricsReader(record.path)
+        self._done = self._decided = 0
+        """The last training step that was looked at, and the one after which the last change was decided."""
+        self._since: float | None = None
+        """When it was decided; None: the pool is as it is to be."""
+
+    def __enter__(self) -> None:
+        self._do(self._scaler.begin())
+
+    def __exit__(self, *raised: object) -> None:
+        """The run goes on."""
+
+    def show(self, status: RunStatus) -> None:
+        """Look at the training steps that are whole: all before the last one."""
+        if status.record.state != "running" or not status.step:
+            return
+        self._record = status.record
+        self._reader.read()
+        self._done = max(self._done, status.step - 1 - BEHIND)
+        while self._done < status.step - 1:
+            self._done += 1
+            if self._all_there():
+                self._look(self._done)
+
+    def say(self, text: str) -> None:
+        """Other news of the run."""
+        click.echo(text)
+
+    def finish(self, status: RunStatus) -> None:
+        """The run is over."""
+
+    def _all_there(self) -> bool:
+        """Whether the workers are those that are to be there, and all have generated since the last change."""
+        names, term, now = _names(self._record, self._pool), self._record.term, time.monotonic()
+        if len(names) != self._scaler.count:
+            if self._since is None or now - self._since > self._record.no_progress_s:
+                click.echo(f"step {self._done}: {self._pool} has {len(names)} workers, not {self._scaler.count}")
+                self._scaler.found(len(names))
+                self._decided, self._since = self._done, None
+            return False
+        if self._reader.last_step([WorkerName.parse(name).file_stem for name in names], term) <= self._decided:
+            return False
+        self._since = None
+        return True
+
+    def _look(self, step: int) -> None:
+        seen = StepSeen.of(self._reader.step(step))
+        if seen is None:
+            return
+        decision = self._scaler.see(seen)
+        if self._scaler.kept:
+            click.echo(f"step {step}: {self._pool} stays at {self._scaler.count}: {self._scaler.kept}")
+        self._do(decision)
+
+    def _do(self, decision: ScaleDecision | None) -> None:
+        if decision is None:
+            return
+        body = {"pool": self._pool, "count": decision.count, "slots": {}}
+        try:
+            answer = _ask(self._record, "scale", body)
+        except UserError as error:
+            # Of the places for workers, or since the run is ending.
+            click.echo(f"step {self._done}: {self._pool}={decision.count} was refused: {error}")
+            self._scaler.refused(len(_names(self._record, self._pool)))
+            return
+        self._decided, self._since = self._done, time.monotonic()
+        click.echo(f"step {self._done}: {decision.why}")
+        click.echo(f"  {_changed(self._pool, answer)}")
+
+
+def _changed(pool: str, answer: Mapping[str, Any]) -> str:
+    does = "joining" if answer["now"] > answer["was"] else "leaving when they have handed back their work"
+    names = [f"{name} on {host}" if host else name for name, host in answer["hosts"].items()]
+    return f"{pool}: {answer['was']} → {answer['now']}; {does}: {', '.join(names)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +303,7 @@ class _Addition:
         self._here = here
         self._hosts = {len(here) + n: host for n, host in enumerate(further)}
         plan = plan_documents(record.path, wanted.pool, wanted.count)
-        placement = WorkerPlacement((*map(_as_host, here), *further), _places(plan, wanted, self._hosts, was))
+        placement = WorkerPlacement((*map(_as_host, here), *further), likely_slots(plan, wanted.pool, self._hosts, was))
         self._request = HostsRequest(
             RunContents(_loaded(record.path), plan, Beginning(term=record.term), record.path, placement),
             resume=False,
@@ -256,20 +392,6 @@ def _loaded(run_dir: Path) -> LoadedRecipe:
 def _as_host(entry: HostEntry) -> Host:
     """A host of the run, in the form of a hosts file entry."""
     return Host(entry.name, (), FILE_NAME, address=entry.address)
-
-
-def _places(plan: Plan, wanted: _HostsToAdd, hosts: Mapping[int, Host], was: int) -> dict[str, WorkerSlot]:
-    """Likely placement of the new workers, to estimate what the new hosts need; the agents decide in the end."""
-    new = [str(w.name) for w in plan.workers if w.name.pool == wanted.pool][was:]
-    load = Counter(dict.fromkeys(hosts, 0))
-    places = {}
-    for name in new:
-        free = [n for n, host in hosts.items() if load[n] < len(host.slots)]
-        if free:
-            number = min(free, key=lambda n: (load[n], n))
-            places[name] = WorkerSlot(number, hosts[number].slots[load[number]])
-            load[number] += 1
-    return places
 
 
 def _tcp_address(address: str) -> tuple[str, int]:
