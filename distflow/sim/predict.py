@@ -38,7 +38,7 @@ from distflow.sim.scenario import Crash, Scenario
 from distflow.sim.workload import DeviceWorkload, Job
 
 LEFT_OUT = (
-    "validation, reward and environment time, calls of other pools",
+    "validation, reward time, tokens of environments, calls of other pools",
     "rounds of a divided model (each replica computes by itself)",
     "links that are shared: every version takes bytes / link_bytes_s to each host",
     "the cache of keys and values that a preempted sample loses",
@@ -272,7 +272,7 @@ def _read(load: Load, network: LeaseNetwork, warm: int, last: int, took_s: float
         staleness={lag: n / lags.total() for lag, n in sorted(lags.items())},
         produced=record.produced,
         trained=sum(record.tokens.values()),
-        messages_group=traffic.count / (load.prompts * steps),
+        messages_group=(end.messages - begin.messages) / (load.prompts * count),
         bytes_step=links,
         busiest=_named(load, busiest),
         busiest_messages_s=traffic.messages[busiest] / network.now,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.lengths import Lengths
 from distflow.sim.predict import LEFT_OUT, PoolUse, Prediction
@@ -15,7 +16,7 @@ STATES: Mapping[str, str] = {
     "decode": "generates",
     "leases": "waits for leases: all that max_staleness or memory allows is leased",
     "weights": "waits for newer weights, which its leases need",
-    "stalled": "computes prompts, or takes new weights",
+    "stalled": "computes prompts or environments, or takes new weights",
     "trains": "trains (colocated)",
     "train": "trains",
     "first": "waits for the first samples of the step",
@@ -39,6 +40,7 @@ class SimulateWays:
     prompt_tokens: int | None
     steps: int
     timeline: bool
+    turns: SampleTurns = ONE_TURN
 
 
 @dataclass(frozen=True, slots=True)

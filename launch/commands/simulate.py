@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +16,7 @@ from distflow.launch.commands.plan import load_options
 from distflow.launch.commands.sweep import values_of
 
 if TYPE_CHECKING:
+    from distflow.sim.fluid_engine import SampleTurns
     from distflow.sim.predict import Prediction
     from distflow.sim.report import Simulated, SimulateWays
 
@@ -36,10 +38,20 @@ def _output_options(command: Command) -> Command:
     return command
 
 
+def _turn_options(command: Command) -> Command:
+    """How samples of several turns go on."""
+    tokens, seconds = click.IntRange(min=1), click.FloatRange(min=0.0)
+    command = click.option("--turn-s", type=seconds, metavar="S", help="Seconds of its environment after each turn.")(
+        command
+    )
+    return click.option("--turn-tokens", type=tokens, metavar="N", help="Tokens of each turn of a sample.")(command)
+
+
 @click.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE[,VALUE…]]…")
 @load_options(8)
+@_turn_options
 @_output_options
 @click.option(
     "--faults", type=click.IntRange(min=1), metavar="N", help="Instead: run N random faults through its cores."
@@ -53,7 +65,8 @@ def command(recipe: str, overrides: tuple[str, ...], faults: int | None, seed: i
     if faults is not None:
         return _search(recipe, overrides, faults, seed)
     outputs = {name: given.pop(name) for name in ("as_json", "output", "plot")}
-    ways = ways_of(given, timeline=outputs["output"] is not None)
+    turns = _turns(given.pop("turn_tokens"), given.pop("turn_s"))
+    ways = replace(ways_of(given, timeline=outputs["output"] is not None), turns=turns)
     if outputs["plot"] is not None:
         from distflow.launch.commands.plot import check_output
 
@@ -100,6 +113,14 @@ def ways_of(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
     return SimulateWays(device, Lognormal(**values), f"lognormal lengths, {shown}", *about)
 
 
+def _turns(tokens: int | None, seconds: float | None) -> SampleTurns:
+    from distflow.sim.fluid_engine import SampleTurns
+
+    if (tokens is None) != (seconds is None):
+        raise UserError("--turn-tokens and --turn-s: a turn has both — give both, or none")
+    return SampleTurns(tokens or 0, seconds or 0.0)
+
+
 def distribution(text: str) -> dict[str, float]:
     """median=…,sigma=…,prompt_share=…, each with a default. Raises UserError."""
     values = dict(DISTRIBUTION)
@@ -138,6 +159,7 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
     load = load_of(plan, prompt_tokens=ways.prompt_tokens)
+    load = replace(load, job=replace(load.job, turns=ways.turns))
     prediction = simulate(load, ways.device, ways.lengths, SimulateOptions(steps=ways.steps, timeline=ways.timeline))
     moments = LengthMoments.of(ways.lengths, load.job.response_tokens)
     step = schedule_of(load, ways.device)
