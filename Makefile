@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CON
 
 apt = { apt-get install -y -qq $(1) || { apt-get update -qq && apt-get install -y -qq $(1); }; } >/dev/null 2>&1
 
-.PHONY: help venv smollm2-venv test-venv vllm-venv trackers-venv demo test test-all lint bench pictures smollm2 peers-venv clean
+.PHONY: help venv smollm2-venv test-venv vllm-venv trackers-venv nixl-venv demo test test-all lint bench pictures smollm2 peers-venv clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +59,12 @@ trackers-venv: .venv-trackers/.done  ## .venv-trackers: the test venv, and the p
 	requirements/install_trackers.sh $(BIN)/python .venv-trackers
 	@touch $@
 
+nixl-venv: .venv-nixl/.done  ## .venv-nixl: the test venv, and NIXL for `weights.link: nixl`
+
+.venv-nixl/.done: requirements/install_nixl.sh $(VENV)/.test
+	requirements/install_nixl.sh $(BIN)/python .venv-nixl
+	@touch $@
+
 demo: venv  ## install, then train a tiny model by GRPO on this machine: a little over a minute
 	@$(BIN)/distflow launch quickstart
 
@@ -74,10 +80,11 @@ lint: test-venv  ## ruff and mypy
 test: lint  ## what CI runs
 	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=10 -m "not long"
 
-test-all: lint vllm-venv trackers-venv  ## the long tests too, and those of vLLM and of trackers by their own Pythons
+test-all: lint vllm-venv trackers-venv nixl-venv  ## the long tests too, and those of vLLM, trackers and NIXL by their own Pythons
 	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=10
 	@.venv-vllm/bin/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_parts.py
 	@.venv-trackers/bin/python -m pytest tests/e2e/test_tracker_packages.py tests/e2e/test_object_store.py
+	@.venv-nixl/bin/python -m pytest tests/weights/test_one_sided.py tests/hosts/test_nixl_on_hosts.py
 
 bench: test-venv  ## the figures of benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks
@@ -94,7 +101,7 @@ smollm2: smollm2-venv  ## write the real SmolLM2-135M-Instruct to models/smollm2
 	@$(BIN)/python -m distflow.workers.smollm2 models/smollm2-135m
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .venv-vllm .venv-trackers .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-trackers .venv-nixl .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
 PEERS_TORCH = $(shell grep '^torch==' $(CONSTRAINTS))
 

@@ -5,8 +5,9 @@
 
 The prompts are a mix of reasoning-gym tasks. Prompts come in steps of `STEP`, in a shuffled order; each is predicted
 before the lengths of its step are learned, as an owner does. The figure is the recall of the longest 20% of each step:
-beside an oracle that knows each prompt's mean length, and beside the length of the prompt alone. A second pass predicts
-the same prompts again, with other samples.
+beside an oracle that knows the mean length of all samples of a prompt, of those that are to be predicted, too, so that
+no prediction need reach it; beside the same without these; and beside the length of the prompt alone. A second pass
+predicts the same prompts again, with other samples.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Recorded(NamedTuple):
     prompt_ids: list[tuple[int, ...]]
     lengths: np.ndarray
     """[prompt, sample], in tokens."""
+    means: np.ndarray | None = None
+    """[prompt], of the distribution that they were drawn from, up to their order; None: unknown."""
 
 
 def record(minutes: float) -> None:
@@ -143,19 +146,24 @@ def synthetic(prompts: int = 960, samples: int = 8, share: float = 0.6, sigma: f
         tuple(int(token) for token in (*range(20_000 + 8 * task, 20_008 + 8 * task), *rng.integers(0, 20_000, size)))
         for task, size in zip(tasks.tolist(), sizes.tolist(), strict=True)
     ]
-    return Recorded([str(task) for task in tasks], ids, np.maximum(1, np.exp(logs)).astype(int))
+    return Recorded([str(task) for task in tasks], ids, np.maximum(1, np.exp(logs)).astype(int), of_prompt)
 
 
 def judge(what: str, data: Recorded, seeds: int) -> None:
     """Print recalls and costs."""
     half = data.lengths.shape[1] // 2
-    names = ("first pass, held out", "second pass", "oracle", "length of the prompt")
+    blind = "mean of the others" if data.means is None else "mean of the distribution"
+    names = ("first pass, held out", "second pass", "oracle", blind, "length of the prompt")
     found: dict[str, list[float]] = {name: [] for name in names}
     costs: dict[str, list[float]] = {"predict": [], "learn": []}
     for seed in range(seeds):
         order = list(range(len(data.prompt_ids)))
         ranker = LengthRanker()
-        for name, samples in (("first pass, held out", slice(half)), ("second pass", slice(half, None))):
+        for name, samples, others in (
+            ("first pass, held out", slice(half), slice(half, None)),
+            ("second pass", slice(half, None), slice(half)),
+        ):
+            known = data.lengths[:, others].mean(axis=1) if data.means is None else data.means
             random.Random(f"{seed}/{name}").shuffle(order)
             groups = data.lengths[:, samples].mean(axis=1)
             steps = [order[at : at + STEP] for at in range(0, len(order) - STEP + 1, STEP)]
@@ -168,6 +176,7 @@ def judge(what: str, data: Recorded, seeds: int) -> None:
                 if name == "second pass" or 2 * number >= len(steps):
                     found[name].append(recall(predicted, true))
                     found["oracle"].append(recall([float(data.lengths[prompt].mean()) for prompt in step], true))
+                    found[blind].append(recall([float(known[prompt]) for prompt in step], true))
                     found["length of the prompt"].append(recall([len(data.prompt_ids[p]) for p in step], true))
                 costs["predict"].append((then - began) / len(step))
                 began = time.process_time()

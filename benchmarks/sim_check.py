@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.emulated import BASE, ROOT, options
 from distflow.flow.recipe_check import plan_recipe
 from distflow.sim.emulation import EmulatedEngineOptions
-from distflow.sim.predict import Options, predict
+from distflow.sim.predict import SimulateOptions, predict
 from distflow.sim.scenario import Crash
 
 DEVICE = "h100-qwen2.5-7b"
@@ -155,7 +155,7 @@ def simulated(configuration: Configuration, killed_s: float) -> Figures:
         replace(latency, weights=weights),
         chosen.distribution(),
         prompt_tokens=4,
-        options=Options(
+        options=SimulateOptions(
             steps=STEPS,
             slowness={0: configuration.slow},
             crashes=[Crash(0, at, restart_s=5.0 / SCALE)] if configuration.killed_at else [],

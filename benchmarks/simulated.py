@@ -19,23 +19,27 @@ from distflow.config.schema import Schedule
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Message, Result
 from distflow.flow.memory import group_bytes
-from distflow.sim.fluid_engine import FluidEngine, FluidSample
+from distflow.sim.account import FIRST, LATER, LEASES, OTHERS, TRAIN, UPDATE, WEIGHTS
+from distflow.sim.fluid_engine import ONE_TURN, FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DeviceLatency, load
 from distflow.sim.lengths import Lengths, Lognormal
 from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate
 from distflow.sim.schedule_of import schedule_of
-from distflow.sim.theory import LengthMoments, ideal_s
+from distflow.sim.theory import LengthMoments, ideal_s, work_s
 from distflow.sim.workload import DeviceWorkload, Job
 
 DEVICE = "h100-qwen2.5-7b"
 SAMPLES, PROMPT, BUDGET = 8, 200, 16_384
 STEPS = 4
 LENGTHS: dict[str, tuple[Lengths, int]] = {
-    # As measured of instruction models on short questions; of reasoning models; of agents, where a few tasks are long.
+    # As measured of instruction models on short questions; of reasoning models; of agents, where a few tasks are long
+    # and samples have turns.
     "short": (Lognormal(300, 0.6, 0.4), 2_048),
     "heavy": (Lognormal(900, 1.1, 0.6), 16_384),
     "agentic": (Lognormal(1_500, 1.4, 0.8), 32_768),
 }
+TURNS = {"agentic": SampleTurns(512, 0.02)}
+"""Tokens of a turn, and the seconds for which its worker computes the environment: a file read, a test that is run."""
 DRIVER_SAMPLE_S = 0.95 / 4_096
 """verl's driver: 0.6 to 1.3 s for 4,096 samples of 1,024 tokens, which grow with the bytes."""
 DRIVER_BYTE_S = DRIVER_SAMPLE_S / group_bytes(1, 0, 1_024)
@@ -43,7 +47,9 @@ COORDINATOR_SAMPLE_S = 1e-3
 """siiRL's data coordinator: 0.9 to 1.1 s for the metadata of 1,024 samples."""
 
 
-def load_for(rollouts: int, replicas: int, prompts: int, staleness: int | None, longest: int) -> Load:
+def load_for(
+    rollouts: int, replicas: int, prompts: int, staleness: int | None, longest: int, turns: SampleTurns = ONE_TURN
+) -> Load:
     """A split layout with pull leases and streaming, and nothing besides."""
     settings = LeaseSettings(
         ledgers=replicas,
@@ -55,22 +61,31 @@ def load_for(rollouts: int, replicas: int, prompts: int, staleness: int | None, 
         group_bytes=lambda prompt_tokens: group_bytes(SAMPLES, prompt_tokens, longest),
         max_prompt_tokens=PROMPT,
     )
-    job = Job(SAMPLES, PROMPT, longest, BUDGET)
+    job = Job(SAMPLES, PROMPT, longest, BUDGET, turns=turns)
     return Load(settings, rollouts, replicas, 64, job)
 
 
 # -- scale
 def scale(counts: Sequence[int]) -> None:
-    """A constant share of work for each worker: 9 groups of 8 a step; 8 rollouts a replica, which has 8 devices."""
-    print("| workers | step s | efficiency | messages a group | busiest, messages/s | seconds of a core |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    """A constant share of work for each worker: 9 groups of 8 a step; 8 rollouts a replica, which has 8 devices.
+
+    Efficiency is by tokens trained on in a second by each worker: lengths are random, so the work of a step is,
+    and few workers take more steps to tell the mean. The longest sample is cut off at the same length everywhere.
+    """
+    print(
+        "| workers | steps | step s | efficiency | replicas wait for others | updates | messages a group | busiest, "
+        "messages/s | seconds of a core |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    )
     first = 0.0
     for count in counts:
-        found = _scaled(count, None)
-        first = first or found.step_s
+        steps = max(STEPS, 512 // count)
+        found = _scaled(count, None, steps)
+        rate, trains = found.tokens_s / count, found.pools[1].shares
+        first = first or rate
         print(
-            f"| {count} + {count // 8} | {found.step_s:.2f} | {first / found.step_s:.1%} | "
-            f"{found.messages_group:.1f} | {found.busiest_messages_s:.1f} | {found.took_s:.0f} |",
+            f"| {count} + {count // 8} | {steps} | {found.step_s:.2f} | {rate / first:.1%} | {trains[OTHERS]:.1%} | "
+            f"{trains[UPDATE]:.1%} | {found.messages_group:.1f} | {found.busiest_messages_s:.1f} | "
+            f"{found.took_s:.0f} |",
             flush=True,
         )
 
@@ -95,12 +110,12 @@ def coordinator_s(message: Message) -> float:
     return SAMPLES * COORDINATOR_SAMPLE_S if isinstance(message, Result) else 0.0
 
 
-def _scaled(count: int, way: Callable[[Message], float] | None) -> Prediction:
+def _scaled(count: int, way: Callable[[Message], float] | None, steps: int = STEPS) -> Prediction:
     lengths, longest = LENGTHS["short"]
     work = load_for(count, max(1, count // 8), 9 * count, 2, longest)
     device = load(DEVICE)
     train = replace(device.train, token_s=device.train.token_s / 8, pair_s=device.train.pair_s / 8)
-    return simulate(work, replace(device, train=train), lengths, SimulateOptions(steps=STEPS, hub_s=way))
+    return simulate(work, replace(device, train=train), lengths, SimulateOptions(steps=steps, hub_s=way))
 
 
 # -- tails
@@ -109,58 +124,102 @@ class Rules:
     """One line of the table."""
 
     name: str
-    staleness: int | None = 0
+    staleness: int = 0
     streamed: bool = True
-    continued: bool = False
-    """Partial rollouts and hedging."""
+    schedule: Schedule = "fifo"
+    partial: bool = False
+    hedging: bool = False
+    rollouts: int = 16
+    """Of 32 devices; the others train."""
 
 
 LINES = (
     Rules("pull leases", streamed=False),
     Rules("and streaming"),
     Rules("and staleness 1", 1),
-    Rules("and staleness 2", 2),
-    Rules("and partial rollouts, hedging", 2, continued=True),
+    Rules("staleness 1, longest_first", 1, schedule="longest_first"),
+    Rules("staleness 1, skew_aware", 1, schedule="skew_aware"),
+    Rules("staleness 1, partial rollouts", 1, partial=True),
+    Rules("staleness 1, partial rollouts, hedging", 1, partial=True, hedging=True),
+    Rules("staleness 2", 2),
+    Rules("staleness 4", 4),
+    Rules("staleness 8", 8),
+    Rules("staleness 8, 14 rollouts + 18 trainers", 8, rollouts=14),
+    Rules("staleness 8, 12 rollouts + 20 trainers", 8, rollouts=12),
 )
-ROLLOUTS, REPLICAS, PROMPTS = 16, 16, 288
+DEVICES, PROMPTS = 32, 288
 SEEDS = range(3)
 SCHEDULES: tuple[Schedule, ...] = ("fifo", "longest_first", "skew_aware")
 
 
 def tails(names: Sequence[str]) -> None:
-    """One rule more in each line; 32 devices."""
+    """One rule more, or another one, in each line; 32 devices. What each pool does with its time stands beside it."""
     device = load(DEVICE)
     for name in names:
         lengths, longest = LENGTHS[name]
-        work = load_for(ROLLOUTS, REPLICAS, PROMPTS, 0, longest)
+        work = load_for(DEVICES // 2, DEVICES // 2, PROMPTS, 0, longest, TURNS.get(name, ONE_TURN))
         moments = LengthMoments.of(lengths, longest)
-        bound = ideal_s(schedule_of(work, device), device, moments)
+        ideal = ideal_s(schedule_of(work, device), device, moments)
         static = static_s(work, device, lengths)
-        print(f"\n{name}: ideal {bound:.1f} s\n")
-        print("| rules | step s | speed-up | ideal / step | never trained on |\n| --- | --- | --- | --- | --- |")
-        print(f"| static assignment, synchronous | {static:.1f} | 1.00 | {bound / static:.0%} | 0 |", flush=True)
+        print(f"\n{name}: ideal {ideal:.1f} s, static assignment, synchronous {static:.1f} s\n")
+        columns = ("rules", "step s", "speed-up", "ideal / step", "bound of this layout, s", "bound / step")
+        rollouts = ("slots used", "rollouts: stand still", "wait for leases", "for weights")
+        trainers = ("trainers: train", "wait for samples", "for others", "update", "never trained on")
+        print(f"| {' | '.join(columns + rollouts + trainers)} |\n|{' --- |' * 15}", flush=True)
         for rules in LINES:
-            one = replace(
-                work,
-                settings=replace(
-                    work.settings,
-                    max_staleness=rules.staleness,
-                    partial_rollouts=rules.continued,
-                    hedging=rules.continued,
-                ),
-                streamed=rules.streamed,
-                stealing=rules.streamed,
-                dealing=not rules.streamed,
-            )
+            one = ruled(work, rules)
             found = simulate(one, device, lengths, SimulateOptions(steps=STEPS))
-            lost = found.never_trained / found.produced
-            print(
-                f"| {rules.name} | {found.step_s:.1f} | {static / found.step_s:.2f} | {bound / found.step_s:.0%} | "
-                f"{lost:.1%} |",
-                flush=True,
-            )
+            bound, what = bound_of(one, device, moments)
+            make, train = found.pools
+            cells = [rules.name, f"{found.step_s:.1f}", f"{static / found.step_s:.2f}", f"{ideal / found.step_s:.0%}"]
+            cells += [f"{bound:.1f} ({what})", f"{bound / found.step_s:.0%}", f"{make.slots_used or 0.0:.0%}"]
+            cells += [f"{make.shares[state]:.0%}" for state in ("stalled", LEASES, WEIGHTS)]
+            cells += [f"{train.shares[TRAIN]:.0%}", f"{train.shares[FIRST] + train.shares[LATER]:.0%}"]
+            cells += [f"{train.shares[state]:.0%}" for state in (OTHERS, UPDATE)]
+            print(f"| {' | '.join([*cells, f'{found.never_trained / found.produced:.1%}'])} |", flush=True)
         for line in filter_late(work, device, lengths):
             print(line, flush=True)
+
+
+def ruled(work: Load, rules: Rules) -> Load:
+    """The same work by these rules."""
+    replicas = DEVICES - rules.rollouts
+    ledgers = replicas if PROMPTS % replicas == 0 else PROMPTS
+    settings = replace(
+        work.settings,
+        ledgers=ledgers,
+        groups_per_ledger=PROMPTS // ledgers,
+        max_staleness=rules.staleness,
+        schedule=rules.schedule,
+        partial_rollouts=rules.partial,
+        hedging=rules.hedging,
+    )
+    work = replace(work, rollouts=rules.rollouts, replicas=replicas)
+    return replace(
+        work, settings=settings, streamed=rules.streamed, stealing=rules.streamed, dealing=not rules.streamed
+    )
+
+
+def bound_of(work: Load, device: DeviceLatency, moments: LengthMoments) -> tuple[float, str]:
+    """What no policy can beat with these devices in this layout, and what it is: the work of either pool at its best,
+    or the longest sample, which at most 1 + staleness steps can share.
+    """
+    plan = schedule_of(work, device)
+    count = plan.prompts * plan.samples
+    trains, makes = work_s(plan, device, moments)
+    turns = work.job.turns
+    if turns.tokens:
+        makes += count * turns.seconds * max(0.0, moments.mean / turns.tokens - 0.5)
+    longest = moments.quantile(1.0 - 1.0 / (1.78 * count))
+    decode_s = longest * device.decode.seconds(1, plan.prompt_tokens + longest / 2)
+    lasts = decode_s + plan.transfer_s + device.weights.swap_s
+    parts = {
+        "training": trains / plan.replicas + plan.update_s,
+        "generation": makes / plan.engines,
+        "longest": lasts / (1 + plan.staleness),
+    }
+    what = max(parts, key=lambda part: parts[part])
+    return parts[what], what
 
 
 def schedules(names: Sequence[str]) -> None:
@@ -205,7 +264,7 @@ def static_s(work: Load, device: DeviceLatency, lengths: Lengths) -> float:
 
 
 def _alone_s(workload: DeviceWorkload, positions: Sequence[int], slots: int) -> float:
-    engine = FluidEngine(slots, workload.device.decode)
+    engine = FluidEngine(slots, workload.device.decode, turns=workload.turns)
     engine.add(
         FluidSample(position, number, length, PROMPT)
         for position in positions
@@ -221,12 +280,13 @@ def _alone_s(workload: DeviceWorkload, positions: Sequence[int], slots: int) -> 
 def filter_late(work: Load, device: DeviceLatency, lengths: Lengths) -> Iterator[str]:
     """Without a gate: groups are trained on as they arrive, and what is older than the bound would be thrown away."""
     settings = replace(
-        work.settings, max_staleness=None, memory_bytes=3 * PROMPTS // REPLICAS * work.settings.group_bytes(PROMPT)
+        work.settings, max_staleness=None, memory_bytes=3 * PROMPTS // work.replicas * work.settings.group_bytes(PROMPT)
     )
     found = simulate(replace(work, settings=settings), device, lengths, SimulateOptions(steps=STEPS))
-    for bound in (1, 2):
+    yield f"\nNo gate: {found.step_s:.1f} s a step; of the groups, a filter behind it would throw away"
+    for bound in (0, 1, 2, 4, 8):
         late = sum(share for lag, share in found.staleness.items() if lag > bound)
-        yield f"| no gate, filtered late at {bound} | {found.step_s:.1f}, unfiltered | | | {late:.1%} of the groups |"
+        yield f"    {late:.1%} at staleness {bound}"
 
 
 def main(words: Sequence[str]) -> None:

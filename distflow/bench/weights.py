@@ -1,12 +1,13 @@
 """`distflow bench weights`: versions of a model to readers on the publisher's host, and to readers on other hosts.
 
-Within the host three readers at once check a version and copy it into parameters of their own; the limit is one copy of
-the model in memory. To other hosts (processes that share no memory with the publisher, over loopback) a version goes by
-the swarm, plain and encrypted; the limit is one bare socket into the same kind of buffer. `uplink_ratio_N` is what the
-publisher itself sends to N hosts that fetch at the same time, in models. By the collective link SENDERS trainers send
-their parts to TAKERS readers, each of which wants other parts, over Gloo; the model crosses once. What the step of an
-optimizer has changed in a model of as many bytes in bfloat16 crosses in turn with all of it (`delta_full_s`), digests
-included.
+Within the host three readers at once check a version and copy it into parameters of their own; the limit is one copy
+of the model in memory. To other hosts (processes that share no memory with the publisher, over loopback) a version
+goes by the swarm, plain and encrypted; the limit is one bare socket into the same kind of buffer. `uplink_ratio_N` is
+what the publisher itself sends to N hosts that fetch at the same time, in models. By the collective link SENDERS
+trainers send their parts to TAKERS readers, each of which wants other parts, over Gloo; the model crosses once. Where
+NIXL is installed, another host reads the version in the publisher's memory (without RDMA cards UCX takes TCP). What
+the step of an optimizer has changed in a model of as many bytes in bfloat16 crosses in turn with all of it
+(`delta_full_s`), digests included.
 """
 
 from __future__ import annotations
@@ -162,6 +163,8 @@ def measure(megabytes: int, repetitions: int) -> Measurement:
             "raw": links.raw,
         }
         contestants |= {kind: partial(links.swarm, kind, 1) for kind in ("plain", "encrypted")}
+        if weights_workers.ONE_SIDED in weights_workers.kinds():
+            contestants["nixl"] = partial(links.swarm, weights_workers.ONE_SIDED, 1)
         contestants |= {"collective": links.collective, "step": links.step}
         contestants |= {f"crowd {hosts}": partial(links.swarm, "crowd", hosts) for hosts in UPLINKS}
         found = take_turns(contestants, repetitions, WARM_UPS)
@@ -184,6 +187,11 @@ def measure(megabytes: int, repetitions: int) -> Measurement:
     for hosts in UPLINKS:
         measurement.tell(f"uplink_ratio_{hosts}", found[f"crowd {hosts}"], of="uplink")
     measurement.tell("one_among_12_gb_s", found["crowd 1"], of="gb_s")
+    if "nixl" in found:
+        measurement.tell("nixl_gb_s", found["nixl"], of="gb_s")
+        figures["nixl_of_raw_tcp"] = figures["nixl_gb_s"] / figures["raw_tcp_gb_s"]
+        # What did not come by reads.
+        measurement.tell("nixl_by_swarm_ratio", found["nixl"], of="uplink")
     measurement.tell("collective_gb_s", found["collective"], of="gb_s")
     figures["collective_of_raw_tcp"] = figures["collective_gb_s"] / figures["raw_tcp_gb_s"]
     measurement.tell("collective_cpu_s_per_gb", found["collective"], of="cpu_s_per_gb")

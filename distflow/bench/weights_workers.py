@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -14,8 +16,11 @@ from typing import Any
 
 import torch
 
+from distflow.comm.traffic import Traffic
+from distflow.config.plugins import LIBRARIES, NIXL
 from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.one_sided import ExposedMemory, NixlSetting, one_sided_reads
 from distflow.weights.segment_file import SEGMENTS
 from distflow.weights.shm import ShmPublisher, ShmReader
 from distflow.weights.swarm_reader import SwarmReader
@@ -27,6 +32,8 @@ TIMEOUT_S = 60.0
 MODEL = "policy"
 KINDS = ("plain", "encrypted", "crowd")
 """Swarms: the first two have one host; in the last one all that were ever asked to fetch are connected."""
+ONE_SIDED = "nixl"
+"""A swarm whose versions are read by NIXL first, where that is installed."""
 TENSORS = 16
 
 
@@ -36,6 +43,21 @@ class WeightsSetting:
 
     tag: str
     nbytes: int
+
+
+def kinds() -> tuple[str, ...]:
+    """The swarms that there can be here."""
+    installed = importlib.util.find_spec(LIBRARIES[NIXL].module) is not None
+    return (*KINDS, ONE_SIDED) if installed else KINDS
+
+
+def _nixl(kind: str) -> NixlSetting | None:
+    return NixlSetting(LOOPBACK, "distflow bench weights", Path(os.devnull)) if kind == ONE_SIDED else None
+
+
+def _server(kind: str) -> SwarmServer:
+    nixl = _nixl(kind)
+    return SwarmServer(LOOPBACK, encrypted=kind == "encrypted", exposed=None if nixl is None else ExposedMemory(nixl))
 
 
 def obey(pipe: Connection, orders: Mapping[str, Callable[[Any], Any]]) -> None:
@@ -48,7 +70,7 @@ def obey(pipe: Connection, orders: Mapping[str, Callable[[Any], Any]]) -> None:
 
 def publish(name: str, pipe: Connection, setting: WeightsSetting) -> None:
     """The publisher, and the far end of a bare socket."""
-    servers = {kind: SwarmServer(LOOPBACK, encrypted=kind == "encrypted") for kind in KINDS}
+    servers = {kind: _server(kind) for kind in kinds()}
     publisher = ShmPublisher(f"{setting.tag}-{name}", MODEL, 0, servers["crowd"].pinned)
     weights = [(f"layer.{n}", torch.randn(setting.nbytes // TENSORS // 4)) for n in range(TENSORS)]
     data = memoryview(bytearray(setting.nbytes))
@@ -113,7 +135,13 @@ def read_here(name: str, pipe: Connection, setting: WeightsSetting) -> None:
 
 def read_afar(name: str, pipe: Connection, setting: WeightsSetting) -> None:
     """A reader on a host of its own."""
-    readers = {kind: SwarmReader(f"{setting.tag}-{name}-{kind}", LOOPBACK, TIMEOUT_S) for kind in KINDS}
+    traffic = Traffic()
+    readers = {
+        kind: SwarmReader(
+            f"{setting.tag}-{name}-{kind}", LOOPBACK, TIMEOUT_S, one_sided=one_sided_reads(_nixl(kind), traffic)
+        )
+        for kind in kinds()
+    }
     with open(SEGMENTS / f"distflow-{setting.tag}-{name}-raw", "w+b") as file:
         Path(file.name).unlink()
         file.truncate(setting.nbytes)

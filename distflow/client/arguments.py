@@ -30,6 +30,13 @@ def check_consumer(name: str) -> None:
         raise UserError(f"consumer: expected a name of 1 to {MOST_CHARACTERS} characters, got {str(name)[:80]!r}")
 
 
+def check_site(site: str, sites: Sequence[str]) -> None:
+    """Raise UserError unless a host of the run stands at this site; "": at none."""
+    if site and site not in sites:
+        there = ", ".join(sorted({one for one in sites if one})) or "none: its hosts file names no sites"
+        raise UserError(f"site: expected one of the run's sites ({there}), got {str(site)[:80]!r}")
+
+
 def check_seconds(what: str, value: float | None) -> None:
     """Raise UserError unless this is a number of seconds, or None."""
     if value is None:

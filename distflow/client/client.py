@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 from msgspec import structs
 
-from distflow.client.arguments import check_consumer, check_request, check_seconds
+from distflow.client.arguments import check_consumer, check_request, check_seconds, check_site
 from distflow.client.attached_run import CHECK_EVERY_S, AttachedRun, HasPath
 from distflow.client.feeding import FeedCall, Feeding
 from distflow.client.reading import REPEAT_S, AnswerBody, ConsumerReading, OwnerAnswer, Part
@@ -133,10 +133,15 @@ class Client:
         """No further prompts come, though the recipe says so: passes over those that are there follow."""
         self._feeding.end()
 
-    def subscribe_weights(self, model: str = "policy") -> WeightSubscription:
-        """The newest version of a model, and each one after it; nobody waits for this client."""
+    def subscribe_weights(self, model: str = "policy", *, site: str = "") -> WeightSubscription:
+        """The newest version of a model, and each one after it; nobody waits for this client.
+
+        `site`: where this program runs, as the hosts file names it: it takes from hosts there what they have. Raises
+        UserError if no host of the run stands there.
+        """
         record = self._run.record
-        found = WeightSubscription(model, self._name, record.trainers, self._ask_all, record.no_progress_s)
+        check_site(site, [host.site for host in record.hosts])
+        found = WeightSubscription(model, self._name, record.trainers, self._ask_all, record.no_progress_s, site)
         self._subscriptions.append(found)
         return found
 

@@ -72,15 +72,23 @@ class WeightSubscription:
     """Iterate over it for each new version of a model, or `take` one. Versions that nobody takes are passed over.
 
     On a host with a training worker they are read where that has published them, elsewhere over the network: what has
-    changed since the version before, where that is less. `no_progress_s`: as `SwarmReader` has it.
+    changed since the version before, where that is less. `no_progress_s`, `site`: as `SwarmReader` has them.
     """
 
-    def __init__(self, model: str, client: str, workers: Sequence[str], ask_all: AskAll, no_progress_s: float) -> None:
+    def __init__(
+        self,
+        model: str,
+        client: str,
+        workers: Sequence[str],
+        ask_all: AskAll,
+        no_progress_s: float,
+        site: str = "",
+    ) -> None:
         self._model, self._client = model, client
         self._workers = workers
         self._ask_all = ask_all
         self._near = ShmReader()
-        self._far = SwarmReader(None, None, no_progress_s)
+        self._far = SwarmReader(None, None, no_progress_s, site)
         self._publisher: Publisher | None = None
         self._had: Version | None = None
 

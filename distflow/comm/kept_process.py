@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import select
 import signal
@@ -31,6 +32,8 @@ OUTPUT_BYTES = 1 << 20
 """Of what the child prints, so much is kept; the rest is dropped."""
 END_S = 5.0
 """How long killed processes may take to end, before the keeper leaves them to others."""
+TELL_S = 1.0
+"""How long the child may take to read what it is told."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CHUNK = 1 << 16
 _BOOT = (
@@ -40,7 +43,7 @@ _BOOT = (
 
 
 class KeptProcess:
-    """A child that runs `module:function` with arguments; its methods do not block.
+    """A child that runs `module:function` with arguments; its methods do not block, but for `tell` and `close`.
 
     The function also gets, as its last argument, the descriptor of a pipe that `read` reads. Its standard input ends
     when `finish` is called.
@@ -81,6 +84,25 @@ class KeptProcess:
                 self._received += chunk
         *lines, self._received = self._received.split(b"\n")
         return lines
+
+    def tell(self, data: bytes, limit_s: float = TELL_S) -> bool:
+        """Write to the child's standard input; whether it has taken all of that in time."""
+        assert self._keeper.stdin is not None, "a pipe"
+        into, deadline = self._keeper.stdin.fileno(), time.monotonic() + limit_s
+        os.set_blocking(into, False)
+        room = select.poll()
+        room.register(into, select.POLLOUT)
+        while data and room.poll(max(0, math.ceil((deadline - time.monotonic()) * 1000))):
+            try:
+                data = data[os.write(into, data) :]
+            except BlockingIOError:
+                # Room for less than what is written in one piece.
+                time.sleep(0.001)
+            except BrokenPipeError:
+                return False
+            if time.monotonic() > deadline:
+                break
+        return not data
 
     def finish(self) -> None:
         """End the child's standard input, which tells it to finish."""

@@ -11,13 +11,14 @@ receives one of them, finds the digest equal, answers `welcome`, and both report
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 
 from distflow.comm.addresses import Address
+from distflow.comm.beat_order import BeatOrder
 from distflow.data.decoding import MOST, Form, Name, Site, Whole, read
 from distflow.errors import RecipeMismatch
 
@@ -145,7 +146,9 @@ class _Refused(Form, frozen=True):
 class Membership:
     """The peers of one worker. `alive(pid, started)` says whether a process of this machine still runs.
 
-    `read_facts`: decoder of the facts that peers report.
+    `read_facts`: decoder of the facts that peers report. `close(name)`: whether a peer gets every heartbeat, however
+    many peers there are (`beat_order.py`). `minor`: facts that change all the time: for them alone no peer's turn comes
+    earlier.
     """
 
     def __init__(
@@ -154,6 +157,8 @@ class Membership:
         peers: Iterable[str],
         alive: Callable[[int, float], bool],
         read_facts: Callable[[Facts], Facts] = dict,
+        close: Callable[[str], bool] = lambda name: False,
+        minor: Collection[str] = (),
     ) -> None:
         self.me = me
         self.address: str | None = None
@@ -162,10 +167,12 @@ class Membership:
         """Facts about this worker, sent from the first hello on."""
         self.peers = {name: Member() for name in peers}
         self.news = 0
-        """Increases whenever the facts of a peer change."""
+        """Increases whenever a peer says that it has made progress, or other facts than before."""
         self._alive = alive
         self._read_facts = read_facts
         self._beat_at = -1e9
+        self._order = BeatOrder(me.name, close)
+        self._minor = frozenset(minor)
 
     def present(self, name: str) -> bool:
         """Whether a peer is present now."""
@@ -230,6 +237,7 @@ class Membership:
         if peer.incarnation != incarnation or peer.state != "present":
             return False
         peer.heard_at = now
+        self._order.heard(sender)
         return True
 
     def tick(self, now: float, progress: int, facts: Mapping[str, Any]) -> tuple[list[MemberMessage], list[Event]]:
@@ -241,7 +249,9 @@ class Membership:
         if now - self._beat_at >= BEAT_EVERY_S:
             self._beat_at = now
             body = {"progress": progress, "facts": dict(facts)}
-            out += [MemberMessage(n, "beat", body) for n, p in self.peers.items() if p.state == "present"]
+            present = [name for name, peer in self.peers.items() if peer.state == "present"]
+            news = {name: fact for name, fact in facts.items() if name not in self._minor}
+            out += [MemberMessage(name, "beat", body) for name in self._order.next(present, news)]
             for name, peer in self.peers.items():
                 silent = peer.state == "present" and now - peer.heard_at > SILENCE_S
                 here = peer.host == self.me.host
@@ -307,7 +317,7 @@ class Membership:
             return [MemberMessage(sender, "hello", self._card())], []
         beat = read(body, _Beat, "beat")
         facts = self._read_facts(beat.facts)
-        self.news += facts != peer.facts
+        self.news += (beat.progress, facts) != (peer.progress, peer.facts)
         peer.progress, peer.facts, peer.heard_at = beat.progress, facts, now
         return [], []
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-INPROC, SHM, ZMQ, ZSTD, GLOO = "inproc", "shm", "zmq", "zstd", "gloo"
+INPROC, SHM, ZMQ, ZSTD, GLOO, NIXL = "inproc", "shm", "zmq", "zstd", "gloo", "nixl"
 """The lanes: to oneself, nothing is encoded; through shared memory; over the sockets; over them to another site,
-compressed; weights in parts, over Gloo's."""
+compressed; weights in parts, over Gloo's; weights that are read at their publisher, counted by the reader."""
 _COUNTING = threading.Lock()
 
 
@@ -32,7 +32,7 @@ class Traffic:
     refused: int = 0
     """Connections refused because of their key, by us or by a peer."""
     lanes: dict[str, LaneTraffic] = field(
-        default_factory=lambda: {lane: LaneTraffic() for lane in (INPROC, SHM, ZMQ, ZSTD, GLOO)}
+        default_factory=lambda: {lane: LaneTraffic() for lane in (INPROC, SHM, ZMQ, ZSTD, GLOO, NIXL)}
     )
 
     def count_dropped(self, messages: int) -> None:

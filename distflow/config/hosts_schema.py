@@ -12,9 +12,10 @@ from distflow.config.section import Section
 class WeightsConfig(Section):
     """Weights on their way to engines in other processes."""
 
-    link: Literal["auto", "collective"] = "auto"
+    link: Literal["auto", "collective", "nixl"] = "auto"
     """auto: shared memory within a host, chunks from host to host; collective: several training workers of a model send
-    each its own part of a version to all engines, over Gloo, and what does not come so comes as with auto
+    each its own part of a version to all engines, over Gloo; nixl: other hosts read a version from the publisher's
+    memory, one-sided, with NIXL over UCX (RDMA where there is); what does not come so comes as with auto
     (docs/many-hosts.md)."""
     encoding: Literal["auto", "full", "delta", "bf16", "fp8"] = "auto"
     """full: all bytes of each version; delta: only what has changed since the version that a host has, which gives the

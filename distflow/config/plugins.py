@@ -47,7 +47,7 @@ OPTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class PluginLibrary:
-    """Another project's library that an engine or backend needs."""
+    """Another project's library that an engine, backend or the like needs."""
 
     module: str
     install: str
@@ -62,6 +62,8 @@ class PluginLibrary:
     """Whether a worker can have only one such engine, and so generate with only one model."""
 
 
+NIXL = "link:nixl"
+"""What `weights.link: nixl` needs."""
 LIBRARIES: Mapping[str, PluginLibrary] = {
     ENGINES["sglang"]: PluginLibrary(
         "sglang",
@@ -84,14 +86,15 @@ LIBRARIES: Mapping[str, PluginLibrary] = {
     TRACKERS["trackio"]: PluginLibrary("trackio", "{python} -m pip install 'trackio>=0.20'"),
     TRACKERS["mlflow"]: PluginLibrary("mlflow", "{python} -m pip install 'mlflow-skinny>=2.18' sqlalchemy alembic"),
     TRACKERS["swanlab"]: PluginLibrary("swanlab", "{python} -m pip install 'swanlab>=0.6'"),
+    NIXL: PluginLibrary("nixl_cu12", "{python} -m pip install --no-deps 'nixl-cu12>=1.5,<2'", opens_ports="NIXL (UCX)"),
     "copy_to:s3": PluginLibrary("s3fs", "{python} -m pip install s3fs"),
     "copy_to:gs": PluginLibrary("gcsfs", "{python} -m pip install gcsfs"),
     "copy_to:abfs": PluginLibrary("adlfs", "{python} -m pip install adlfs"),
     "lora": PluginLibrary("peft", "{python} -m pip install 'peft>=0.17'"),
     "adamw_8bit": PluginLibrary("bitsandbytes", "{python} -m pip install 'bitsandbytes>=0.45'"),
 }
-"""The libraries of engines, backends, trackers, stores, optimizers and adapters that need one: all that is to be known
-of it before it is imported."""
+"""The libraries of engines, backends, trackers, stores, links, optimizers and adapters that need one: all that is to be
+known of it before it is imported."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
 MODEL_CONFIG = "distflow.workers.models:load_config"

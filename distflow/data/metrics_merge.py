@@ -14,6 +14,7 @@ from pathlib import Path
 
 from distflow.data.files import whole_lines
 from distflow.data.metric_sums import EXPLAINED, SUM_SUFFIX, WEIGHT_SUFFIX, explained_variance
+from distflow.data.rollout_count import ONE_MORE, one_more_rollout
 from distflow.types import VAL, VAL_LOSS
 
 SUMMED = ("_per_s", "/throughput", "/count", "/timeouts", "/errors", "/dropped")
@@ -123,10 +124,13 @@ def _validated_once(lines: list[Line]) -> list[Line]:
 
 
 def merge_step(lines: list[Line]) -> dict[str, float]:
-    """Merge the lines of one step; weights are used and left out."""
+    """Merge the lines of one step; weights are used and left out. Adds what only all workers together tell."""
     beside = (WEIGHT_SUFFIX, SUM_SUFFIX, *EXPLAINED)
     names = dict.fromkeys(name for line in lines for name in line if not _is_beside(name, line, beside))
-    return {name: _merge(name, [line for line in lines if name in line]) for name in names}
+    merged = {name: _merge(name, [line for line in lines if name in line]) for name in names}
+    # Of one step: a window over several has no times.
+    one_more = one_more_rollout(merged, lines) if TRAINED in merged else None
+    return merged if one_more is None else merged | {ONE_MORE: one_more}
 
 
 def _is_beside(name: str, line: Line, suffixes: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Facts: what a worker says about itself to all its peers, in its hello and with every heartbeat.
+"""Facts: what a worker says about itself to all its peers, in its hello and with every heartbeat to them.
 
 Example: critic/0 says {"serves": (0, 7), "load": 640}; trainer/0, once training has restarted, {"owners":
 ["trainer/0"], "term": 1, "begins": [(1, 4)]}.
@@ -24,6 +24,8 @@ OWNERS, TERM, BEGINS = "owners", "term", "begins"
 """Facts of an owner once training has restarted: all owners, their term, and where all terms began."""
 JUDGED, JUDGED_BY_ALL = "judged", "judged_by_all"
 """The facts in which a worker says its own counts, and an owner the sums, by step (`tally.py`)."""
+CHANGING = frozenset({LOAD, JUDGED, JUDGED_BY_ALL})
+"""Those that change all the time."""
 WHAT = "facts of a worker"
 
 _ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]

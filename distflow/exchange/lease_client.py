@@ -39,7 +39,7 @@ from distflow.exchange.messages import (
     Report,
     Result,
 )
-from distflow.exchange.owner_links import FIRST, AskState, AskWalk, Held, Home, Link, surviving
+from distflow.exchange.owner_links import FIRST, AskState, AskWalk, Held, Home, Link, OwnerLinks, surviving
 from distflow.types import SampleOutput, Scores, Version
 
 
@@ -65,13 +65,12 @@ class HolderCore:
             raise UserError(f"{len(owners)} owners share {settings.ledgers} ledgers: set batch.ledgers ≥ {len(owners)}")
         self.name, self.incarnation = name, incarnation
         self._settings, self._home = settings, home
-        self._links = [Link(owner, term) for owner in owners]
-        self._number_of = {owner: number for number, owner in enumerate(owners)}
         self._walk = AskWalk(home.among(owners), settings, random.Random(f"{seed}/{name}/{incarnation}"))
         self._wanted = 0
         self._idle = self._told_idle = False
         self._leaving = False
         self._reports, self._report_due = 0, 0.0
+        self._links = OwnerLinks(owners, term)
         self._granted: dict[int, Lease] = {}
         self._cancelled: list[int] = []
         self._acked: list[int] = []
@@ -126,7 +125,7 @@ class HolderCore:
         held.due = now + held.wait
         if dropped:
             # The owner leases another group instead.
-            self._walk.prefer(self._number_of[link.name], now)
+            self._walk.prefer(self._links.numbers[link.name], now)
         return [Outgoing(link.name, held.result)]
 
     def not_sent(self, positions: Iterable[int]) -> None:
@@ -151,7 +150,7 @@ class HolderCore:
 
     def owner_left(self, owner: str) -> None:
         """An owner has left the run: treat it as finished even if its Finished was lost."""
-        self._on_finished(self._links[self._number_of[owner]])
+        self._on_finished(self._links[self._links.numbers[owner]])
 
     def begin_term(
         self, term: int, owners: Sequence[str], begins: Mapping[int, int], loaded: Version | None, now: float
@@ -165,23 +164,22 @@ class HolderCore:
         kept = surviving(self._links, begins, loaded)
         for link in self._links:
             self._release(link, [position for position in link.held if position not in kept])
-        self._links = [Link(owner, term) for owner in owners]
-        self._number_of = {owner: number for number, owner in enumerate(owners)}
+        self._links = OwnerLinks(owners, term)
         self._walk.settle(self._home.among(owners))
         for position, one in kept.items():
             one.go_on(term, now)
-            self._link_of(position).held[position] = one
+            self._links.hold(self._link_of(position), position, one)
         return [message for owner in owners for message in self.offer(owner)]
 
     def offer(self, owner: str) -> list[Outgoing]:
         """Report the groups begun of an owner's positions: the first message to an owner of a new term."""
-        link = next((link for link in self._links if link.name == owner and link.held), None)
+        link = self._links.holding.get(owner)
         return [] if link is None else [self._progress(link, finished_too=True)]
 
     @property
     def owners(self) -> tuple[str, ...]:
         """The owners, in order."""
-        return tuple(self._number_of)
+        return tuple(self._links.numbers)
 
     @property
     def term(self) -> int:
@@ -193,9 +191,9 @@ class HolderCore:
         """Process an owner's message. Raises ProtocolError for one that no owner can send."""
         if isinstance(message, HolderMessage):
             raise ProtocolError(f"holder {self.name} got {type(message).__name__}, which only holders send")
-        if message.owner not in self._number_of:
+        if message.owner not in self._links.numbers:
             raise ProtocolError(f"holder {self.name} got {type(message).__name__} from unknown owner {message.owner!r}")
-        link = self._links[self._number_of[message.owner]]
+        link = self._links[self._links.numbers[message.owner]]
         if not self._is_current(link, message):
             return []
         match message:
@@ -217,15 +215,15 @@ class HolderCore:
     def tick(self, now: float) -> list[Outgoing]:
         """Repeat unanswered messages and send progress reports. Call it a few times per `resend_s`."""
         out: list[Outgoing] = []
-        # Of many owners only those count that have granted something.
-        for link in [link for link in self._links if link.held]:
+        for link in self._links.holding.values():
             out += [Outgoing(link.name, result) for result in link.results_due(now, self._settings.park_limit_s)]
         if self._walk.due(now):
             out += self._ask_again(now)
         out += self._hand_back_again(now)
         if now >= self._report_due:
             self._report_due = now + self._settings.report_s
-            out += [self._progress(link) for link in self._links if self._reports_to(link)]
+            links = self._links if self._settings.announce_closed else self._links.holding.values()
+            out += [self._progress(link) for link in links if not self._is_silent(link)]
         return out
 
     # -- read by the worker
@@ -247,11 +245,11 @@ class HolderCore:
 
     def held(self) -> list[int]:
         """All positions held, finished ones until they are acknowledged."""
-        return [position for link in self._links for position in link.held]
+        return [position for link in self._links.holding.values() for position in link.held]
 
     def unfinished(self) -> list[int]:
         """Positions that are still to be generated."""
-        return [position for link in self._links for position in link.unfinished()]
+        return [position for link in self._links.holding.values() for position in link.unfinished()]
 
     def closed(self, step: int) -> bool:
         """Whether every owner has closed this training step (`announce_closed`) or has no more work."""
@@ -278,19 +276,19 @@ class HolderCore:
     @property
     def run_finished(self) -> bool:
         """Whether all owners have said Finished."""
-        return all(link.finished for link in self._links)
+        return not self._links.open
 
     # -- answers of owners
     def _is_current(self, link: Link, message: OwnerMessage) -> bool:
         if message.term > link.term:
             # The owner restarted from a checkpoint: its earlier leases are void.
             self._release(link, tuple(link.held))
-            link.begin(message.term)
+            self._links.begin(link, message.term)
         addressed = isinstance(message, Closed | Finished) or message.incarnation == self.incarnation
         return addressed and message.term == link.term
 
     def _on_grant(self, link: Link, grant: Grant) -> list[Outgoing]:
-        if self._walk.is_answer(self._number_of[link.name], grant.ask):
+        if self._walk.is_answer(self._links.numbers[link.name], grant.ask):
             self._walk.end()
         if not link.first_time(grant.number):
             # The owner does not know yet that the grant arrived: report it.
@@ -309,27 +307,26 @@ class HolderCore:
                     continue
                 # Begun before this term, on weights that are too old now.
                 self._release(link, [lease.position])
-            link.held[lease.position] = Held(lease)
+            self._links.hold(link, lease.position, Held(lease))
             self._granted[lease.position] = lease
         return []
 
     def _on_refuse(self, link: Link, refuse: Refuse, now: float) -> list[Outgoing]:
-        owners = self._open_owners()
-        if not self._walk.is_answer(self._number_of[link.name], refuse.ask) or not owners:
+        if not self._walk.is_answer(self._links.numbers[link.name], refuse.ask) or not self._links.open:
             return []
-        return [self._ask()] if self._walk.refused(refuse.parked, owners, now) else []
+        return [self._ask()] if self._walk.refused(refuse.parked, self._links.open, now) else []
 
     def _on_finished(self, link: Link) -> list[Outgoing]:
-        link.finished = True
+        self._links.finish(link)
         self._release(link, tuple(link.held))
-        if self._walk.owner == self._number_of[link.name]:
+        if self._walk.owner == self._links.numbers[link.name]:
             self._walk.end()
         return [self._bye(link)]
 
     def _release(self, link: Link, positions: Sequence[int]) -> None:
         """These positions are settled or cancelled by their owner."""
         for position in positions:
-            held = link.held.pop(position, None)
+            held = self._links.release(link, position)
             if held is None:
                 continue
             if held.result is not None:
@@ -361,16 +358,15 @@ class HolderCore:
 
     def _hand_back_again(self, now: float) -> list[Outgoing]:
         out = []
-        for link in self._links if self._leaving else ():
+        for link in self._links.holding.values() if self._leaving else ():
             if link.back_due(now):
                 link.back_again, pieces = now + self._settings.resend_s, link.hand_back(self._settings.message_bytes)
                 out.append(Outgoing(link.name, HandBack(self._report(link, set(link.back)), link.back, pieces)))
         return out
 
-    def _reports_to(self, link: Link) -> bool:
+    def _is_silent(self, link: Link) -> bool:
         # A report without the leases that are handed back must not precede their tokens.
-        silent = link.finished or (self._leaving and bool(link.unfinished()))
-        return not silent and (bool(link.held) or self._settings.announce_closed)
+        return link.finished or (self._leaving and bool(link.unfinished()))
 
     def _progress(self, link: Link, *, finished_too: bool = False) -> Outgoing:
         running = link.running(finished_too=finished_too)
@@ -387,10 +383,7 @@ class HolderCore:
     # -- details
     def _askable(self) -> list[int]:
         """Whom to ask for what is wanted; nobody if nothing is."""
-        return self._open_owners() if self._wanted and not self._leaving else []
-
-    def _open_owners(self) -> list[int]:
-        return [number for number, link in enumerate(self._links) if not link.finished]
+        return self._links.open if self._wanted and not self._leaving else []
 
     def _link_of(self, position: int) -> Link:
         return self._links[self._settings.owner_of(position, len(self._links))]

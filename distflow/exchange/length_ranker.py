@@ -1,10 +1,11 @@
 """Predicts how long the responses to a prompt are, from those that an owner has seen: only their order is used.
 
-A prompt that was seen before is predicted from its own lengths, any other by ridge regression of the logarithm of the
-length on the prompt's length and on those of its tokens and pairs of tokens that several prompts have, but not nearly
-all: they tell what kind of task it is. Results count less and less, since the policy changes. Everything is bounded:
-the regression by `WIDTH`, counts by `COUNTED`, remembered prompts by `PAST`, tokens looked at by `LOOKED_AT`. No clock,
-no randomness: equal results in equal order give equal predictions.
+Ridge regression of the logarithm of the length on the prompt's length and on those of its tokens and pairs of tokens
+that several prompts have, but not nearly all: they tell what kind of task it is. A prompt that was seen before is
+predicted from its own lengths, too, shrunk towards the regression, which at first knows more than they tell. Results
+count less and less, since the policy changes. Everything is bounded: the regression by `WIDTH` and `TELLING`, counts
+by `COUNTED`, remembered prompts by `PAST`, tokens looked at by `LOOKED_AT`. No clock, no randomness: equal results in
+equal order give equal predictions.
 
 Nothing of it goes into checkpoints. It decides the order of leases and never which positions are trained on, one
 training step of results teaches it again, and a change of the owners would have to merge what they know.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +26,18 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 Hashes = NDArray[np.intp]
 
-WIDTH = 128
+
+class Features(NamedTuple):
+    """Those that a prompt has, of `WIDTH`."""
+
+    at: Hashes
+    values: Vector
+
+
+WIDTH = 256
 """Features: a constant, the length of the prompt, and hashed pairs of and single tokens."""
+TELLING = 32
+"""Most hashed features of a prompt: those of the smallest hashes, which prompts that are alike have in common."""
 COUNTED = 1 << 18
 """Hashes of tokens and pairs for which it counts the prompts that have them."""
 FEWEST, LEAST, MOST = 3, 0.01, 0.9
@@ -34,7 +46,9 @@ LOOKED_AT = 256
 """Most tokens of a prompt that are looked at: half of them at its beginning, half at its end."""
 PAST = 1 << 16
 """Most prompts whose own lengths are remembered."""
-RIDGE = 0.3
+RIDGE = 2.0
+ROUNDS = 6
+"""Of conjugate gradients, from the former weights on: what is learned changes little from one time to the next."""
 FORGET = 0.999
 """Weight of everything known, with each further result."""
 EVERY = 16
@@ -47,6 +61,9 @@ LONGEST = 0.2
 """Share of the groups whose recall is the figure of merit."""
 _FIXED = 2
 _MOST = 20.0
+_EXACT = 1e-12
+_RIDGES = np.full(WIDTH, RIDGE)
+_RIDGES[0] = 0.01  # Of the constant: lengths are not drawn towards 1.
 _MULTIPLIERS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))
 
 
@@ -73,7 +90,8 @@ class LengthRanker:
         if self._unsolved >= min(EVERY, 1 + self.learned // EVERY):
             self._solve()
         past = self._past.get(prompt)
-        guess = min(_MOST, float(self._weights @ self._features(prompt_ids, hashes(prompt_ids))))
+        at, values = self._features(prompt_ids, hashes(prompt_ids))
+        guess = min(_MOST, float(self._weights[at] @ values))
         if past is None:
             return math.exp(guess)
         mean, count = past
@@ -86,32 +104,51 @@ class LengthRanker:
         self._remember(prompt, length)
         found = hashes(prompt_ids)
         self._having[found] += 1.0
-        x = self._features(prompt_ids, found)
-        self._squares += np.outer(x, x)
-        self._products += x * length
+        at, values = self._features(prompt_ids, found)
+        self._squares[at[:, None], at] += values[:, None] * values
+        self._products[at] += values * length
         self._unsolved += 1
 
     def _solve(self) -> None:
+        """Conjugate gradients (Hestenes and Stiefel, 1952); einsum starts no threads, as a solver of LAPACK does."""
         kept = FORGET**self._unsolved
         self._squares *= kept
         self._products *= kept
-        self._weights[:] = np.linalg.solve(self._squares + RIDGE * np.eye(WIDTH), self._products)
         self._unsolved = 0
+        weights = self._weights
+        rest = self._products - self._times(weights)
+        along, size = rest, float(rest @ rest)
+        for _ in range(ROUNDS):
+            if size < _EXACT:
+                break
+            product = self._times(along)
+            step = size / float(along @ product)
+            weights += step * along
+            rest = rest - step * product
+            before, size = size, float(rest @ rest)
+            along = rest + size / before * along
 
-    def _features(self, prompt_ids: Sequence[int], found: Hashes) -> Vector:
-        """[WIDTH]: a constant, the logarithm of the prompt's length, then what tells the task, hashed again with signs
+    def _times(self, vector: Vector) -> Vector:
+        """The ridge regression's matrix times a vector."""
+        product: Vector = np.einsum("ij,j->i", self._squares, vector)
+        return product + _RIDGES * vector
+
+    def _features(self, prompt_ids: Sequence[int], found: Hashes) -> Features:
+        """A constant, the logarithm of the prompt's length, then what tells the task, hashed again with signs
         (Weinberger and others, Feature Hashing, arXiv:0902.2206), each by the logarithm of how rare it is, of norm 1.
         """
-        x = np.zeros(WIDTH)
-        x[0], x[1] = 1.0, math.log1p(len(prompt_ids)) / 4.0
         having = self._having[found]
         telling = (having >= max(FEWEST, LEAST * self.learned)) & (having <= MOST * self.learned)
-        kept = found[telling]
-        rarity = np.log((1.0 + self.learned) / having[telling])
-        signs = 1.0 - 2.0 * (kept >> 17 & 1)
-        hashed = np.bincount(kept % (WIDTH - _FIXED), signs * rarity, WIDTH - _FIXED)
-        x[_FIXED:] = hashed / max(1.0, math.sqrt(hashed @ hashed))
-        return x
+        first = np.flatnonzero(telling)[:TELLING]
+        kept = found[first]
+        rarity = np.log((1.0 + self.learned) / having[first])
+        x = np.zeros(WIDTH)
+        x[0], x[1] = 1.0, math.log1p(len(prompt_ids)) / 4.0
+        x[_FIXED + kept % (WIDTH - _FIXED)] = (
+            (1.0 - 2.0 * (kept >> 17 & 1)) * rarity / max(1.0, math.sqrt(rarity @ rarity))
+        )
+        at = np.flatnonzero(x)
+        return Features(at, x[at])
 
     def _remember(self, prompt: int, length: float) -> None:
         mean, count = self._past.pop(prompt, (length, 0))

@@ -11,6 +11,7 @@ message. A grant ends the walk.
 from __future__ import annotations
 
 import random
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -117,7 +118,7 @@ class AskWalk:
 
     def go_on(self, owners: Sequence[int], now: float) -> bool:
         """The ask is due: move it to another owner (True) or repeat it."""
-        lonely = list(owners) == [self.owner]
+        lonely = len(owners) == 1 and owners[0] == self.owner
         self._unanswered += not self.parked
         if not lonely and (self.parked or self._unanswered >= _UNANSWERED_LIMIT):
             self.move(owners, now)
@@ -281,6 +282,51 @@ class Link:
             if position in self.held:
                 self.held[position].sent.clear()
         self.back_again = 0.0
+
+
+class OwnerLinks:
+    """All owners, in order. What is asked for with every event does not grow with their number."""
+
+    def __init__(self, owners: Sequence[str], term: int) -> None:
+        self.numbers = {owner: number for number, owner in enumerate(owners)}
+        self.holding: dict[str, Link] = {}
+        """Those whose leases it holds: of many a few."""
+        self.open = list(range(len(owners)))
+        """Numbers of those that have not finished."""
+        self._links = [Link(owner, term) for owner in owners]
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(self._links)
+
+    def __getitem__(self, number: int) -> Link:
+        return self._links[number]
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def finish(self, link: Link) -> None:
+        """It has no more work."""
+        if not link.finished:
+            self.open.remove(self.numbers[link.name])
+        link.finished = True
+
+    def begin(self, link: Link, term: int) -> None:
+        """It has begun again."""
+        if link.finished:
+            insort(self.open, self.numbers[link.name])
+        link.begin(term)
+
+    def hold(self, link: Link, position: int, held: Held) -> None:
+        """It has this lease."""
+        link.held[position] = held
+        self.holding[link.name] = link
+
+    def release(self, link: Link, position: int) -> Held | None:
+        """It has this lease no more; returns it if it had it."""
+        held = link.held.pop(position, None)
+        if not link.held:
+            self.holding.pop(link.name, None)
+        return held
 
 
 def surviving(links: Iterable[Link], begins: Mapping[int, int], loaded: Version | None) -> dict[int, Held]:

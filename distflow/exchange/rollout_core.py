@@ -122,8 +122,8 @@ class RolloutCore:
     def over(self) -> bool:
         """Whether generation is over for now."""
         if self._until is None:
-            finished = all(holder.run_finished for holder in self._holders)
-            return self._draining or finished or self._over_in is not None
+            ended = self._draining or self._over_in is not None
+            return ended or all([holder.run_finished for holder in self._holders])
         closed = self._only_validates or self._holder.run_finished or self._holder.closed(self._until)
         return closed and self._validated(self._until)
 
@@ -133,6 +133,10 @@ class RolloutCore:
         if over and self._until is None and self._over_in is None:
             self._over_in = self._holder.term
         return not over
+
+    def slots_used(self, free_slots: int) -> float:
+        """The share of the engine's slots that are in use."""
+        return 1.0 - max(0, free_slots) / self._slots if self._slots else 0.0
 
     # -- before a decode step
     def turn(
@@ -292,8 +296,10 @@ class RolloutCore:
         """Those whose groups start now."""
         return [self._validating] if self._only_validates else self._queues
 
-    def _samples(self, leases: Iterable[Lease]) -> int:
+    def _samples(self, leases: Collection[Lease]) -> int:
         """How many samples these groups have."""
+        if self._validation is None:
+            return len(leases) * self._settings.samples_per_prompt
         return sum(self.holder_of(lease.position).settings.samples_per_prompt for lease in leases)
 
     def _produced(self, outputs: Sequence[SampleOutput]) -> None:

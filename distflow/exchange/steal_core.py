@@ -4,11 +4,11 @@ The ledgers stay with their owners, and so does the window: only groups that the
 handed over. The sums of a step are global, so who computes them changes nothing but the time. A replica becomes a
 *requester* once everything it owns for the step is taken; it is a possible *holder* all the time.
 
-A transfer: the requester *probes* two random peers → each answers with its *backlog* (consumable groups that it has not
-begun) → the requester *asks* the peer with the larger one → that holder *hands over* groups with their rows, and sends
-them again until they are either *kept* or *returned*. A peer without a backlog remembers the probe and answers once it
-has one. At most one transfer is under way from one replica to another, and a holder is not *settled* until all its
-transfers have been answered.
+A transfer: the requester *probes* a few random peers → each answers with its *backlog* (consumable groups that it has
+not begun) → the requester *asks* the peer with the largest one → that holder *hands over* groups with their rows, and
+sends them again until they are either *kept* or *returned*. Where none of them has a backlog, others are probed, too, a
+few at a time. A peer without a backlog remembers the probe and answers once it has one. At most one transfer is under
+way from one replica to another, and a holder is not *settled* until all its transfers have been answered.
 
 No group is lost or computed twice, even if messages are lost, duplicated, delayed or reordered:
 1. An ask is answered once: by groups or by a refusal. If it is repeated, it gets the same answer again.
@@ -33,7 +33,9 @@ from distflow.errors import ProtocolError
 
 PROBE, BACKLOG, ASK, GROUPS = "steal.probe", "steal.backlog", "steal.ask", "steal.groups"
 KEPT, RETURNED = "steal.kept", "steal.returned"
-PROBED = 2
+PROBED = 4
+MOST_PROBED = 16
+"""Peers that a search probes, a few at a time, before it waits for one that finds something to hand over."""
 REPEAT_S = 1.0
 """Seconds before a probe, an ask or groups without an answer are sent again."""
 
@@ -239,11 +241,23 @@ class StealCore:
             search.holder = ""  # others were faster; it reports again once it has a backlog
         search.backlogs[holder] = groups
         known = {name: count for name, count in search.backlogs.items() if count is not None}
-        if len(known) < len(search.backlogs) or not any(known.values()):
+        if len(known) < len(search.backlogs):
             return []
+        if not any(known.values()):
+            return self._probe_more(search, now)
         search.holder, search.since = max(known, key=lambda name: known[name]), now
         self.number += 1
         return [Send(search.holder, ASK, {"step": self.step, "number": self.number})]
+
+    def _probe_more(self, search: _Search, now: float) -> list[Send]:
+        """None of the peers probed has anything: look at others, too."""
+        if len(search.backlogs) >= MOST_PROBED:
+            return []
+        others = [peer for peer in self.peers if peer not in search.backlogs]
+        probed = self.rng.sample(others, min(PROBED, len(others)))
+        search.backlogs.update(dict.fromkeys(probed))
+        search.since = now
+        return [Send(peer, PROBE, {"step": self.step}) for peer in probed]
 
     def _on_ask(self, requester: str, number: int, now: float) -> list[Send]:
         handed = self._handed.get(requester)

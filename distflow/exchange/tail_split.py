@@ -1,27 +1,34 @@
-"""When it pays to give the longest groups to workers of their own, by the exact completion formula.
+"""When it pays to give the longest groups to workers of their own, by a completion formula.
 
 An engine that holds samples of lengths L_1 ≥ … ≥ L_n and decodes a token of each of b samples in τ(b) seconds is done
 after T = Σ_j L_j (τ(j) − τ(j−1)), τ(0) = 0: it decodes all n for L_n tokens, then n − 1 for L_{n−1} − L_n more, and so
 on (StreamRL, arXiv:2504.15930, approximates this by two quantiles of the lengths, which can choose a split that hurts).
-With more groups than slots the rest waits, and all of them together decode no faster than a full engine: there τ grows
-in proportion.
 
-Example: 1 long group of 1,000 tokens and 30 of 100 on 4 workers, τ(b) = 1 + b: 8 groups together take 2,700 s; alone
-the long one takes 2,000 s, and the 10 others of each worker 1,100 s.
+Of more groups than it has slots, S, the longest begin first, and the others take turns in the slots that these leave:
+the k longest run from the beginning to the end, all others are done after h = Σ_{j>k} L_j / (S − k) tokens of each
+slot, where k is the least for which L_{k+1} ≤ h (McNaughton, 1959). So
+
+    T = h τ(S) + Σ_{j≤k} (L_j − max(L_{j+1}, h)) τ(j),      which for n ≤ S is the above.
+
+So a split pays where decoding together costs: long contexts, for which τ grows with each sample, and a tail that takes
+about as long as all the rest. Where τ hardly grows, or there are many waves, all workers are needed for the rest.
+
+Example: 1 long group of 1,000 tokens and 31 of 100 on 4 workers of 8 slots, τ(b) = 1 + b: 8 groups together take
+2,700 s; alone the long one takes 2,000 s, and the 31 others of three workers 1,238 s.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-TokenTime = Callable[[int], float]
-"""τ(b): seconds for a token of each of b groups that are decoded together; τ(0) = 0."""
+Lengths = NDArray[np.float64]
 
 LEAST_GAIN = 0.05
 """Share of the time that a split has to save, by the formula: lengths are predictions."""
@@ -44,7 +51,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeLine:
-    """τ(b) = base_s + b · group_s for up to `slots` groups, and in proportion to b beyond."""
+    """τ(b) = base_s + b · group_s, for up to `slots` groups at once."""
 
     base_s: float
     group_s: float
@@ -52,54 +59,59 @@ class DecodeLine:
 
     def __call__(self, groups: int) -> float:
         """Seconds for a token of each of so many groups."""
-        if groups <= 0:
-            return 0.0
-        within = self.base_s + min(groups, self.slots) * self.group_s
-        return within * max(1.0, groups / self.slots)
+        return self.base_s + groups * self.group_s if groups > 0 else 0.0
 
 
-def completion_s(lengths: Sequence[float], token_s: TokenTime) -> float:
-    """T = Σ_j L_j (τ(j) − τ(j−1)) of an engine that holds groups of these lengths, in any order."""
-    return _completion(sorted(lengths, reverse=True), _steps(token_s, len(lengths)))
+def completion_s(lengths: Sequence[float], line: DecodeLine) -> float:
+    """T of an engine that gets groups of these lengths, in any order."""
+    return _completion(np.sort(np.asarray(lengths, float))[::-1], _paces(line))
 
 
-def best_split(lengths: Sequence[float], workers: int, token_s: TokenTime) -> Split | None:
+def best_split(lengths: Sequence[float], workers: int, line: DecodeLine) -> Split | None:
     """The split of these groups over equal workers that is done first; None if dealing them evenly is hardly slower.
 
     For each number of workers of the tail, the time of the tail grows with the number of its groups and that of the
     others falls, so the best number is where they meet.
     """
-    ordered = sorted(lengths, reverse=True)
-    steps = _steps(token_s, len(ordered))
-    together = _dealt(ordered, workers, steps)
+    ordered = np.sort(np.asarray(lengths, float))[::-1]
+    paces = _paces(line)
+    together = _dealt(ordered, workers, paces)
     best: Split | None = None
     for tail in range(1, workers):
         least, most = 1, len(ordered) - 1
         while least < most:
             groups = (least + most) // 2
-            if _dealt(ordered[:groups], tail, steps) < _dealt(ordered[groups:], workers - tail, steps):
+            if _dealt(ordered[:groups], tail, paces) < _dealt(ordered[groups:], workers - tail, paces):
                 least = groups + 1
             else:
                 most = groups
         for groups in {max(1, least - 1), least} if len(ordered) > 1 else ():
-            parts = _dealt(ordered[:groups], tail, steps), _dealt(ordered[groups:], workers - tail, steps)
+            parts = _dealt(ordered[:groups], tail, paces), _dealt(ordered[groups:], workers - tail, paces)
             if best is None or max(parts) < best.seconds:
                 best = Split(tail, groups, max(parts), together)
     return best if best is not None and best.seconds < (1.0 - LEAST_GAIN) * together else None
 
 
-def _dealt(ordered: Sequence[float], workers: int, steps: np.ndarray) -> float:
+def _dealt(ordered: Lengths, workers: int, paces: Lengths) -> float:
     """The first worker gets the longest of each round, so that it is the last to be done."""
-    return _completion(ordered[::workers], steps)
+    return _completion(ordered[::workers], paces)
 
 
-def _completion(ordered: Sequence[float], steps: np.ndarray) -> float:
-    return float(np.dot(ordered, steps[: len(ordered)]))
+def _completion(ordered: Lengths, paces: Lengths) -> float:
+    slots = len(paces) - 1
+    first = ordered[:slots]
+    left = ordered.sum() - np.cumsum(first) + first
+    free = slots - np.arange(len(first))
+    shared = np.flatnonzero(first * free <= left)
+    long = int(shared[0]) if len(shared) else len(first)
+    level = float(left[long] / free[long]) if len(shared) else 0.0
+    drained = first[:long] - np.append(first[1:long], level)[:long]
+    return level * float(paces[slots]) + float(drained @ paces[1 : long + 1])
 
 
-def _steps(token_s: TokenTime, count: int) -> np.ndarray:
-    """τ(j) − τ(j−1), j = 1 … count."""
-    return np.diff([token_s(groups) for groups in range(count + 1)])
+def _paces(line: DecodeLine) -> Lengths:
+    """τ(b), b = 0 … S."""
+    return np.array([line(groups) for groups in range(line.slots + 1)])
 
 
 class DecodeTimes:

@@ -25,7 +25,7 @@ from distflow.flow.memory import (
     engine_width,
     group_bytes,
     kept_cache,
-    parts_bytes,
+    link_bytes,
     rows_bytes,
     staged_bytes,
 )
@@ -124,7 +124,7 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = A
     samples = _samples(plan, worker)
     moved = models + kept_cache(plan, worker, engine["kv"]) if worker.offload and on_gpu else 0
     staged = sum(staged_bytes(worker, sizes[name]) for name in worker.generates)
-    beside = parts_bytes(plan, worker, sizes) + _copied(plan, worker, sizes)
+    beside = link_bytes(plan, worker, sizes) + _copied(plan, worker, sizes)
     return Estimate(
         worker=str(worker.name),
         weights=held["weights"],

@@ -13,11 +13,12 @@ from typing import Literal
 from distflow.flow.edges import Edge
 from distflow.flow.plan import Plan
 
-LaneName = Literal["inproc", "shm", "zmq", "zstd", "tcp", "gloo"]
+LaneName = Literal["inproc", "shm", "zmq", "zstd", "tcp", "gloo", "nixl"]
 """inproc: one process, nothing is encoded; shm: one host, what is large lies in shared memory; zmq: between hosts;
 zstd: between hosts of different sites, compressed; tcp: chunks of weights for a host without a worker that trains the
 model, whose workers then share them by shm; gloo: weights from each that trains them, its part (`weights.link:
-collective`); what does not come so takes the other lanes."""
+collective`); nixl: such a host reads them in the publisher's memory (`weights.link: nixl`); what does not come so takes
+the other lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ def lanes_of(plan: Plan, edge: Edge, where: Whereabouts = ONE_HOST) -> tuple[Lan
             "tcp": any(where.host(name) not in sources_on for name in readers),
             "gloo": edge.target in parts_readers(plan, str(edge.model)),
         }
+        found["nixl"] = found["tcp"] and plan.recipe.weights.link == "nixl"
     else:
         apart = [(a, b) for a in sources_on for b in targets_on if a != b]
         found = {
@@ -74,6 +76,13 @@ def parts_readers(plan: Plan, model: str) -> tuple[str, ...]:
         return ()
     edges = (edge for edge in plan.edges if edge.kind == "weights" and edge.model == model)
     return tuple(edge.target for edge in edges if edge.source != edge.target and not plan.pool(edge.target).validates)
+
+
+def nixl_pools(plan: Plan, model: str) -> tuple[str, ...]:
+    """The pools whose workers have a process with NIXL if they are on several hosts: the model's home, then readers."""
+    edges = [edge for edge in plan.edges if edge.kind == "weights" and edge.model == model]
+    reading = tuple(edge.target for edge in edges if edge.source != edge.target)
+    return (plan.home_of(model).name, *reading) if plan.recipe.weights.link == "nixl" and reading else ()
 
 
 def _by_host(names: tuple[str, ...], where: Whereabouts) -> dict[int, set[str]]:

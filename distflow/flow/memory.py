@@ -14,7 +14,7 @@ from distflow.errors import Problems
 from distflow.flow.edges import SAMPLES, Edge
 from distflow.flow.gpus import width
 from distflow.flow.graph import generate_settings
-from distflow.flow.lanes import parts_readers
+from distflow.flow.lanes import nixl_pools, parts_readers
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import PARTS_KEPT, ModelSize
 from distflow.flow.step import ROOM, reserved_tokens, response_tokens
@@ -38,6 +38,8 @@ STEPS_OF_ROWS = 3
 """Training steps whose rows a home may hold: the one that it trains on, and two that owners may be ahead."""
 
 GIB = 1 << 30
+NIXL_PROCESS = 128 * MIB
+"""The process with NIXL, and the one that keeps it: 90 MB without RDMA cards."""
 ASSUMED_GPU = 80 * GIB
 """Assumed memory of a GPU that is not visible where the plan is made."""
 
@@ -221,8 +223,9 @@ def staged_bytes(worker: WorkerPlan, size: ModelSize) -> int:
     return 0 if gpu_share(worker) is None else size.weights + size.adapted * size.dtype_bytes
 
 
-def parts_bytes(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> int:
-    """What `weights.link: collective` takes: of its own part of a model at a trainer, of all of it at a reader."""
+def link_bytes(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> int:
+    """What `weights.link` takes: with collective of a trainer's own part of a model, and of all of it at a reader; with
+    nixl of its processes."""
     found = 0
     for model in plan.generating:
         readers, home = parts_readers(plan, model), plan.home_of(model)
@@ -230,6 +233,7 @@ def parts_bytes(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) 
             found += PARTS_KEPT * sizes[model].published // home.count
         elif worker.name.pool in readers:
             found += sizes[model].published
+        found += NIXL_PROCESS * (worker.name.pool in nixl_pools(plan, model))
     return found
 
 

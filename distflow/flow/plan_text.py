@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.config.plugins import LIBRARIES
+from distflow.config.plugins import LIBRARIES, NIXL
 from distflow.flow.graph_text import edge_lines, lane_text, model_lines, pool_lines, waits_of
-from distflow.flow.lanes import ONE_HOST, Whereabouts, parts_readers
+from distflow.flow.lanes import ONE_HOST, Whereabouts, nixl_pools, parts_readers
 from distflow.flow.memory import MIB, STEPS_OF_ROWS, rows_bytes, step_bytes
 from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
@@ -213,6 +213,8 @@ def library_ports(plan: Plan) -> list[Library]:
     ]
     reading = dict.fromkeys(pool for model in plan.generating for pool in parts_readers(plan, model))
     found += [Library("Gloo", plan.pool(pool).members, local=False) for pool in reading]
+    nixl = dict.fromkeys(pool for model in plan.generating for pool in nixl_pools(plan, model))
+    found += [Library(LIBRARIES[NIXL].opens_ports, plan.pool(pool).members, local=False) for pool in nixl]
     for engine, library in LIBRARIES.items():
         having = tuple(str(worker.name) for worker in plan.workers if worker.engine == engine)
         if library.opens_ports and having:
@@ -229,9 +231,14 @@ def _encoding(plan: Plan) -> str:
     return f"{rounded}only what has changed, every {given.keyframe_every} versions all"
 
 
-def _in_parts(plan: Plan) -> Iterator[str]:
-    """Weights of which each training worker sends its part (`weights.link`)."""
+def _by_other_links(plan: Plan) -> Iterator[str]:
+    """Weights of which each training worker sends its part, or that others read (`weights.link`)."""
     for model in plan.generating:
+        if read := nixl_pools(plan, model)[1:]:
+            yield (
+                f"weights of {model}: other hosts of {' and '.join(read)} read them in the publisher's memory "
+                "in the clear, unauthenticated, by NIXL; what does not come so takes the other lanes"
+            )
         pools = parts_readers(plan, model)
         if pools:
             home = ", ".join(plan.home_of(model).members)
@@ -250,7 +257,7 @@ def network_lines(plan: Plan) -> list[str]:
     everything = plan.recipe.security.encrypt == "all"
     weights = "encrypted" if everything else "in the clear, checked by digests (security.encrypt: all encrypts them)"
     lines.append(f"between hosts: control messages and samples encrypted; weights {weights}; {_encoding(plan)}")
-    lines += _in_parts(plan)
+    lines += _by_other_links(plan)
     if any(pool.homes and pool.count > 1 for pool in plan.pools):
         lines.append("between hosts: gradients in the clear, unauthenticated; keep training hosts in a private network")
     return lines

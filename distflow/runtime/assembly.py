@@ -136,6 +136,11 @@ class Setting:
         serves = any(plan.serves(one) for one in (pool, self.me.name.pool))
         return train or linked or (serves and owns)
 
+    def is_close(self, name: str) -> bool:
+        """Whether a peer is to hear of this worker with every heartbeat: one of the two answers calls of the other."""
+        calls = [*self.me.port("asks"), *self.me.port("answers")]
+        return any(port.peer == WorkerName.parse(name).pool for port in calls)
+
 
 def device_of(plan: Plan, worker: WorkerPlan) -> str:
     """The device of a worker of this host: for `auto` and `cuda` the next GPU after those of the workers before it.

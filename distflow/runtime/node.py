@@ -29,7 +29,7 @@ from distflow.comm.message import Message
 from distflow.comm.processes import process_alive, resident_mb, started_at
 from distflow.data.decoding import Form, Name, read
 from distflow.errors import ProtocolError, RecipeMismatch
-from distflow.exchange.facts import read_facts
+from distflow.exchange.facts import CHANGING, read_facts
 from distflow.exchange.store_channel import refusal
 from distflow.flow.digest import digest_parts
 from distflow.flow.memory import frame_bytes
@@ -38,6 +38,7 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
+from distflow.weights.one_sided import NixlSetting
 
 Handler = Callable[[Message], None]
 AGENT_POOL = "agent"
@@ -67,7 +68,7 @@ class Node:
         self._checkpoint_sources: list[Callable[[], int]] = []
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
         self.counts: Callable[[], Mapping[str, float]] = dict
-        """Counters of this worker by metric name: shown by `status`, and sent to peers with each heartbeat."""
+        """Counters of this worker by metric name, for the status."""
         self.told: defaultdict[str, list[Callable[[], list[dict[str, Any]]]]] = defaultdict(list)
         """What else `status` shows of this worker, by key."""
         self.lacks: Callable[[], str] = str  # What ledgers here wait for from outside the run; "": nothing.
@@ -217,8 +218,7 @@ class Node:
     def _tick(self) -> None:
         now = time.monotonic()
         with self.board.condition:
-            facts = {**self.facts, "counts": dict(self.counts())}
-            self._apply(*self.membership.tick(now, self.progress, facts))
+            self._apply(*self.membership.tick(now, self.progress, self.facts))
             for handler in self._ticks:
                 handler(now)
 
@@ -313,6 +313,15 @@ class Hosts:
         keys = self.keys
         return None if self.address is None or keys is None else NetworkListener(self.address, keys)
 
+    @property
+    def nixl(self) -> NixlSetting | None:
+        """For a process with NIXL; None where there are no other hosts, or the recipe asks for none."""
+        if self.address is None or self._setting.recipe.weights.link != "nixl":
+            return None
+        name = self._setting.me.name
+        title = f"distflow {self._run_dir.name} {name} weights"
+        return NixlSetting(self.address, title, self._run_dir / "nixl" / f"{name.file_stem}.log")
+
     def _endpoint(self, name: str, incarnation: int, most_bytes: int) -> Endpoint:
         """The endpoint of a worker, which sends to others on its host through shared memory."""
         about, listener = (name, incarnation, self.roster), self.listener
@@ -333,7 +342,7 @@ class Hosts:
         endpoint = self._endpoint(name, incarnation, frame_bytes(setting.plan))
         digests = setting.plan.digest, digest_parts(setting.plan)
         me = identity(name, incarnation, *digests, document.host, document.site)
-        membership = Membership(me, setting.peers, process_alive, read_facts)
+        membership = Membership(me, setting.peers, process_alive, read_facts, setting.is_close, CHANGING)
         endpoint.afar = membership.afar
         return Node(endpoint, membership, board)
 

@@ -272,8 +272,7 @@ def trains(
     base: Base, ends: OwnerEnds, replicas: Replicas, held: HeldModels, publishing: Publishing, steps: StepRunner
 ) -> Training:
     """The training side over the samples that arrive here."""
-    setting = base.setting
-    limits = TrainingLimits.of(setting.plan)
+    setting, limits = base.setting, TrainingLimits.of(base.setting.plan)
     _introduce(base, replicas, held)
     dealing = _deal_rule(base, limits, held, setting.plan.primary)
     parts = TrainingParts(
@@ -316,8 +315,7 @@ def trains_further(
     base: Base, ends: FurtherEnds, replicas: Replicas, held: HeldModels, steps: StepRunner, publishing: Publishing
 ) -> FurtherTraining:
     """The training side over rows that owners send."""
-    setting = base.setting
-    limits = TrainingLimits.of(setting.plan)
+    setting, limits = base.setting, TrainingLimits.of(base.setting.plan)
     _introduce(base, replicas, held)
     parts = FurtherParts(
         rows=ends.rows,

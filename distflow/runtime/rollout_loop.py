@@ -168,8 +168,10 @@ class RolloutLoop:
 
     def decode(self) -> list[FinishedGroup]:
         """One decode step; returns the groups that are now whole. Reports progress and free room to the owners."""
+        used, began = self._core.slots_used(self._engine.free_slots), time.perf_counter()
         with self._metrics.timed("timing_s/gen"):
             outputs = self._engine.poll()
+        self._metrics.mean("perf/slots_share", used, time.perf_counter() - began)
         further, done = self._samples.take(outputs)
         if further:
             # Before anything new starts: a slot that a turn has left is for the next turn.

@@ -37,6 +37,7 @@ from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.client_requests import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights, WaitingClients
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
+from distflow.weights.one_sided import ExposedMemory, one_sided_reads
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.rounded_publisher import RoundedPublisher
@@ -74,7 +75,7 @@ class Announcer:
         self._server: SwarmServer | None = None
         tag = run_tag(setting.run_dir, hosts.here)
         if hosts.address is not None:
-            self._server = _server_for(setting, model, hosts.address, tag, node.board.fault)
+            self._server = _server_for(setting, model, hosts, tag, node.board.fault)
             node.told["weights"].append(self._server.told)
         pinned = None if self._server is None else self._server.pinned
         shown = partial(node.board.shown, peers=())
@@ -184,19 +185,21 @@ class Announcer:
 
 
 def _server_for(
-    setting: Setting, model: str, address: str, tag: str, on_fault: Callable[[BaseException], None]
+    setting: Setting, model: str, hosts: Hosts, tag: str, on_fault: Callable[[BaseException], None]
 ) -> SwarmServer:
     """What serves a model to other hosts, encoded and encrypted as the recipe says."""
     recipe = setting.plan.recipe
     encoding, dtype = recipe.weights.encoding, recipe.models[model].dtype
+    assert hosts.address is not None, "there are other hosts"
     rounding = None
     if encoding == "fp8" or (encoding == "bf16" and dtype in WIDER):
         rounding = RoundedPublisher(tag, encoding)
     return SwarmServer(
-        address,
+        hosts.address,
         encrypted=recipe.security.encrypt == "all",
         keyframe_every=1 if encoding == "full" else recipe.weights.keyframe_every,
         rounding=rounding,
+        exposed=None if hosts.nixl is None else ExposedMemory(hosts.nixl),
         on_fault=on_fault,
     )
 
@@ -352,7 +355,8 @@ def build_reader(setting: Setting, node: Node, hosts: Hosts, *, near: bool) -> W
     if near:
         return InPlace(ShmReader(partial(node.board.shown, peers=()), device_of(setting.plan, setting.me)))
     limit_s = setting.recipe.limits.no_progress_s
-    about = (run_tag(setting.run_dir, hosts.here), hosts.address or LOOPBACK, limit_s, setting.document.site)
+    nixl = one_sided_reads(hosts.nixl, node.endpoint.traffic)
+    about = (run_tag(setting.run_dir, hosts.here), hosts.address or LOOPBACK, limit_s, setting.document.site, nixl)
     reader = SwarmReader(*about)
     node.told["weights"].append(reader.told)
     return Stage(reader, node.board.wake)

@@ -5,7 +5,8 @@ while b samples with C tokens of context run, n steps take
 
     n · (max(floor_s, b · sample_s) + C · context_s) + n²/2 · b · context_s      seconds, times `slow`
 
-since each step adds b tokens of context. A sample's `rate` is its tokens a step: 1, or what a test gives it.
+since each step adds b tokens of context. A sample's `rate` is its tokens a step: 1, or what a test gives it. Samples of
+several `SampleTurns` ask their environment in between, which the worker computes while nothing is decoded.
 
 Example: FluidEngine(64, DecodeLatency(0.01, 1e-4)), 200 samples of 100 tokens: 64 run, the first end after 1 s.
 """
@@ -18,13 +19,27 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import cast
+from typing import NamedTuple, cast
 
 from distflow.sim.latency import DecodeLatency
 from distflow.types import BegunSample, FinishReason, SampleOutput, Span, Version
 
 _EXACT = 1e-9
 Tokens = tuple[int, ...]
+
+
+class SampleTurns(NamedTuple):
+    """After every so many tokens of a sample its environment takes the worker so many seconds; 0 tokens: never."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def end(self, tokens: int, length: int) -> int:
+        """Tokens of a sample of this length when the turn ends in which it has `tokens`."""
+        return min(length, (tokens // self.tokens + 1) * self.tokens) if self.tokens else length
+
+
+ONE_TURN = SampleTurns()
 
 
 @dataclass(slots=True, eq=False)
@@ -47,15 +62,12 @@ class FluidSample:
     """The engine's clock when it started."""
     first: int = 0
     """Which of the engine's versions it started under; −1: it waits."""
+    turn_end: int = 0
+    """Its tokens when its present turn ends."""
 
     def __post_init__(self) -> None:
         self.had = 0 if self.begun is None else len(self.begun.token_ids)
         self.first = -1
-
-    @property
-    def steps(self) -> float:
-        """Decode steps that it takes from where it is begun."""
-        return (self.length - self.had) / self.rate
 
     def tokens(self, clock: float) -> int:
         """Its tokens when the engine's clock shows `clock`."""
@@ -73,6 +85,7 @@ class FluidEngine:
     slow: float = 1.0
     """Factor on all times."""
     mark: int | None = None
+    turns: SampleTurns = ONE_TURN
     produced: int = 0
     """Tokens made of samples that have left."""
     busy_s: float = 0.0
@@ -80,7 +93,7 @@ class FluidEngine:
     slot_s: float = 0.0
     """Seconds in which it decoded, times the samples that ran."""
     stalled_s: float = 0.0
-    """Seconds in which it computed prompts or changed weights."""
+    """Seconds in which it computed prompts or an environment, or changed weights."""
     context: float = 0.0
     """Tokens of context of all that run."""
     paused: bool = False
@@ -160,8 +173,10 @@ class FluidEngine:
         ended = []
         limit = self._clock + _EXACT * max(1.0, self._clock)
         while self._heap and (self._heap[0][0] <= limit or self._heap[0][1] not in self._live):
-            _, number, sample = heapq.heappop(self._heap)
-            if number in self._live:
+            clock, number, sample = heapq.heappop(self._heap)
+            if number in self._live and sample.turn_end < sample.length:
+                self._next_turn(now, clock, number, sample)
+            elif number in self._live:
                 ended.append(self._output(sample, sample.length))
                 self._remove(number, sample, sample.length)
         self._fill()
@@ -210,7 +225,13 @@ class FluidEngine:
             self.context += sample.prompt + sample.had
             self._groups[sample.position][sample.number] = number
             self._live[number] = sample
-            heapq.heappush(self._heap, (self._clock + sample.steps, number, sample))
+            sample.turn_end = self.turns.end(sample.had, sample.length)
+            heapq.heappush(self._heap, (self._clock + (sample.turn_end - sample.had) / sample.rate, number, sample))
+
+    def _next_turn(self, now: float, clock: float, number: int, sample: FluidSample) -> None:
+        self.stall(now, self.turns.seconds)
+        ended, sample.turn_end = sample.turn_end, self.turns.end(sample.turn_end, sample.length)
+        heapq.heappush(self._heap, (clock + (sample.turn_end - ended) / sample.rate, number, sample))
 
     def _remove(self, number: int, sample: FluidSample, tokens: int) -> None:
         del self._live[number]

@@ -95,6 +95,15 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceCount:
+    """How many devices (GPUs) the figures are of."""
+
+    engine: Annotated[int, msgspec.Meta(ge=1)] = 1
+    trainer: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Of a training worker."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceLatency:
     """A kind of device with a model of some size: the content of a data file."""
 
@@ -106,6 +115,7 @@ class DeviceLatency:
     train: TrainLatency
     weights: WeightLatency
     memory: DeviceMemory | None = None
+    gpus: DeviceCount = DeviceCount()
 
 
 def names() -> list[str]:

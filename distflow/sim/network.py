@@ -303,6 +303,8 @@ class LeaseNetwork:
     def _over(self) -> bool:
         if not self._owners_finished:
             return False
+        if not self.scenario.audited:
+            return True  # That all workers hear of it would be R · N messages which tell nothing of a step.
         left = self._unfinished
         while left and (not left[-1].alive or left[-1].holder.run_finished):
             left.pop()

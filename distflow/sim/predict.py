@@ -38,7 +38,7 @@ from distflow.sim.scenario import Crash, Scenario
 from distflow.sim.workload import DeviceWorkload, Job
 
 LEFT_OUT = (
-    "validation, reward and environment time, calls of other pools",
+    "validation, reward time, tokens of environments, calls of other pools",
     "rounds of a divided model (each replica computes by itself)",
     "links that are shared: every version takes bytes / link_bytes_s to each host",
     "the cache of keys and values that a preempted sample loses",
@@ -272,7 +272,7 @@ def _read(load: Load, network: LeaseNetwork, warm: int, last: int, took_s: float
         staleness={lag: n / lags.total() for lag, n in sorted(lags.items())},
         produced=record.produced,
         trained=sum(record.tokens.values()),
-        messages_group=traffic.count / (load.prompts * steps),
+        messages_group=(end.messages - begin.messages) / (load.prompts * count),
         bytes_step=links,
         busiest=_named(load, busiest),
         busiest_messages_s=traffic.messages[busiest] / network.now,
@@ -296,7 +296,8 @@ def _pools(load: Load, begin: Totals, end: Totals) -> tuple[PoolUse, ...]:
     generating = _shares(begin.generating, end.generating, load.rollouts * seconds, (DECODE, LEASES, WEIGHTS, TRAINS))
     stalled = (end.stalled_s - begin.stalled_s) / (load.rollouts * seconds)
     generating["stalled"] = stalled
-    generating[DECODE] -= stalled
+    # It may take new weights while it has nothing to decode.
+    generating[DECODE] = max(0.0, generating[DECODE] - stalled)
     slots = (end.slot_s - begin.slot_s) / (load.rollouts * load.slots * seconds)
     training = _shares(begin.training, end.training, load.replicas * seconds, (TRAIN, FIRST, LATER, OTHERS, UPDATE))
     return (

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.lengths import Lengths
 from distflow.sim.predict import LEFT_OUT, PoolUse, Prediction
@@ -15,7 +16,7 @@ STATES: Mapping[str, str] = {
     "decode": "generates",
     "leases": "waits for leases: all that max_staleness or memory allows is leased",
     "weights": "waits for newer weights, which its leases need",
-    "stalled": "computes prompts, or takes new weights",
+    "stalled": "computes prompts or environments, or takes new weights",
     "trains": "trains (colocated)",
     "train": "trains",
     "first": "waits for the first samples of the step",
@@ -39,6 +40,7 @@ class SimulateWays:
     prompt_tokens: int | None
     steps: int
     timeline: bool
+    turns: SampleTurns = ONE_TURN
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,11 @@ def page(found: Simulated, ways: SimulateWays) -> list[str]:
     lines = [
         f"simulated on {ways.device.device}, {ways.device.model}; {ways.shown}",
         "",
-        f"training step      {_seconds(one.step_s)}   ({len(one.steps)} steps, {_seconds(min(one.steps))} to "
-        f"{_seconds(max(one.steps))})",
-        f"  schedule model   {_seconds(model.step_s)}   training alone {_seconds(model.train_s)}, "
-        f"decoding alone {_seconds(model.rate_s)}, longest sample {_seconds(model.critical_s)}",
-        f"  ideal            {_seconds(found.ideal_s)}   all work over all devices, as if each could do either: "
+        f"training step      {shown_seconds(one.step_s)}   ({len(one.steps)} steps, {shown_seconds(min(one.steps))} to "
+        f"{shown_seconds(max(one.steps))})",
+        f"  schedule model   {shown_seconds(model.step_s)}   training alone {shown_seconds(model.train_s)}, "
+        f"decoding alone {shown_seconds(model.rate_s)}, longest sample {shown_seconds(model.critical_s)}",
+        f"  ideal            {shown_seconds(found.ideal_s)}   all work over all devices, as if each could do either: "
         f"{found.ideal_s / one.step_s:.0%} of the step",
         *_theory(found),
         f"samples            {one.samples_s:,.1f} a second, {one.tokens_s:,.0f} response tokens a second",
@@ -92,8 +94,9 @@ def _theory(found: Simulated) -> list[str]:
     if theory is None:
         return []
     return [
-        f"  asynchrony       × {theory.factor:.2f} in theory, long tails apart: {_seconds(theory.sync_s)} with both "
-        f"models on all devices, {_seconds(theory.async_s)} with {theory.training_share:.0%} of them for training"
+        f"  asynchrony       × {theory.factor:.2f} in theory, long tails apart: {shown_seconds(theory.sync_s)} with "
+        f"both models on all devices, {shown_seconds(theory.async_s)} with {theory.training_share:.0%} of them for "
+        "training"
     ]
 
 
@@ -166,7 +169,8 @@ def _slots(pool: PoolUse) -> str:
     return "" if pool.slots_used is None else f", slots in use {pool.slots_used:.1%}"
 
 
-def _seconds(value: float) -> str:
+def shown_seconds(value: float) -> str:
+    """`4.21 s`, `84.2 s`."""
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
 
 

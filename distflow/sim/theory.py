@@ -153,11 +153,20 @@ def schedule(plan: Schedule, device: DeviceLatency, moments: LengthMoments) -> S
 
 def ideal_s(plan: Schedule, device: DeviceLatency, moments: LengthMoments) -> float:
     """All work of a step over all devices, as if each could do either, at full slots: no layout is faster."""
-    count = plan.prompts * plan.samples
-    train_s = plan.passes * count * device.train.seconds([moments.mean + plan.prompt_tokens])
-    pace = device.decode.seconds(plan.slots, plan.prompt_tokens + moments.mean / 2) / plan.slots
     devices = plan.replicas if plan.colocated else plan.engines + plan.replicas
-    return (train_s + count * moments.mean * pace) / devices
+    return sum(work_s(plan, device, moments)) / devices
+
+
+def work_s(plan: Schedule, device: DeviceLatency, moments: LengthMoments) -> tuple[float, float]:
+    """Seconds of one device for the training of a step without its optimizer, and for the generation at full slots.
+
+    Long samples count more than by their number: a token has E[L²]/(2·E[L]) tokens of response before it, in the mean.
+    """
+    count, squared = plan.prompts * plan.samples, 1.0 + moments.cv**2
+    pairs_s = device.train.pair_s * moments.mean**2 * moments.cv**2
+    train_s = plan.passes * count * (device.train.seconds([moments.mean + plan.prompt_tokens]) + pairs_s)
+    pace = device.decode.seconds(plan.slots, plan.prompt_tokens + moments.mean * squared / 2) / plan.slots
+    return train_s, count * moments.mean * pace
 
 
 def _imbalance(plan: Schedule, moments: LengthMoments) -> float:

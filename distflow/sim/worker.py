@@ -127,7 +127,7 @@ class SimulatedWorker:
         scenario = self.network.scenario
         decode, slow = self.network.workload.decode(self.number)
         mark = 100 * self.number + self.incarnation if scenario.audited else None
-        engine = FluidEngine(scenario.slots, decode, slow, mark)
+        engine = FluidEngine(scenario.slots, decode, slow, mark, self.network.workload.turns)
         engine.advance(self.network.now)
         return engine
 

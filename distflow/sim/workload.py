@@ -15,6 +15,7 @@ from distflow.data.randomness import length_draws
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.flow.memory import group_bytes
+from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import FORWARD, DecodeLatency, DeviceLatency
 from distflow.sim.lengths import Lengths
 from distflow.types import Uid
@@ -39,6 +40,10 @@ class Workload(Protocol):
     @property
     def end_s(self) -> float:
         """From the moment when all replicas are done to the next training step: optimizer, and publishing."""
+
+    @property
+    def turns(self) -> SampleTurns:
+        """Of each sample."""
 
     def prompt(self, position: int) -> LeasePrompt:
         """The prompt."""
@@ -87,6 +92,7 @@ class FixedWorkload:
     swap_s: float = 0.0
     prefill_s: float = 0.0
     end_s: float = 0.5
+    turns: SampleTurns = ONE_TURN
 
     def prompt(self, position: int) -> LeasePrompt:
         """One of 1 … 4 tokens."""
@@ -141,6 +147,8 @@ class Job:
     """Forward passes besides, as for old or reference log-probs, on the devices that train."""
     colocated: bool = False
     """Weights are handed over in place."""
+    turns: SampleTurns = ONE_TURN
+    """Of a sample with an environment."""
 
 
 @dataclass(slots=True)
@@ -156,13 +164,14 @@ class DeviceWorkload:
     prefill_s: float = field(init=False)
     end_s: float = field(init=False)
     transfer_s: float = field(init=False)
+    turns: SampleTurns = field(init=False)
     """From publishing to when an engine can take a version."""
     _kinds: dict[int, int] = field(default_factory=dict)
     _lengths: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         weights, job = self.device.weights, self.job
-        self.swap_s = weights.swap_s
+        self.swap_s, self.turns = weights.swap_s, job.turns
         self.prefill_s = self.device.decode.prefill_s
         self.end_s = self.device.train.apply_s * job.updates + (0.0 if job.colocated else weights.publish_s)
         self.transfer_s = 0.0 if job.colocated else weights.bytes / weights.link_bytes_s

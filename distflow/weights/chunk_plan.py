@@ -5,6 +5,8 @@ so. Thus it sends the model about once to each site, however many read there. Wh
 reader of its site was given, or that does not come, asks the publisher for it. A reader that passes nothing on is dealt
 nothing, so that nobody waits for it: it asks for chunks by number, the publisher or the readers that were given them.
 
+What was dealt to a reader is said before it comes, so that it is not asked for once more meanwhile.
+
 Example, two readers of four chunks: A is dealt 0 and 1, B 2 and 3; A then hears that B has 2 and asks B for it, and so
 on. If B is lost before A has 3, A asks the publisher, which sees that B is gone and gives 3 to A.
 """
@@ -36,7 +38,7 @@ class _Source:
     """Whether it is to the publisher, which has all chunks and deals them."""
     asked: set[int] = field(default_factory=set)
     deals: int = 0
-    """Chunks that were asked for without saying which, and have not come."""
+    """Chunks that were asked for without saying which; the publisher has not said either."""
     has: set[int] = field(default_factory=set)
     queue: deque[int] = field(default_factory=deque)
     """What it has and was not asked for, in the order heard of; may contain what came from elsewhere since."""
@@ -107,8 +109,16 @@ class ChunkPlan:
         source.has.update(new)
         source.queue.extend(new)
 
+    def given(self, link: int, chunks: Iterable[int]) -> None:
+        """The publisher has dealt these, which come next: nobody else is asked for them."""
+        source = self._sources[link]
+        dealt = [chunk for chunk in chunks if chunk < self.count]
+        source.deals = max(0, source.deals - len(dealt))
+        source.asked.update(self._open.intersection(dealt))
+        self._open.difference_update(dealt)
+
     def all_dealt(self, link: int) -> None:
-        """The publisher has nothing left to deal; what was asked for and has not come by now will not come."""
+        """The publisher has nothing left to deal; of what was asked for no more will be given than has been."""
         self._sources[link].deals = 0
         self._all_dealt = True
 
@@ -149,19 +159,7 @@ class ChunkPlan:
 
     def begin(self, link: int, chunk: int) -> bool:
         """The bytes of a chunk begin to arrive; returns whether they are to be kept, checked, and reported."""
-        source = self._sources.get(link)
-        if source is None:
-            return False
-        if chunk in source.asked:
-            return True
-        if not source.deals:
-            return False
-        source.deals -= 1
-        if chunk not in self._open:
-            return False
-        self._open.remove(chunk)
-        source.asked.add(chunk)
-        return True
+        return link in self._sources and chunk in self._sources[link].asked
 
     def right(self, link: int, chunk: int) -> None:
         """A chunk arrived with the right bytes."""
@@ -211,6 +209,8 @@ class _Dealt:
 
     next: int = 0
     given: dict[int, str] = field(default_factory=dict)
+    referred: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """By chunk, the readers that were sent to whom it was given last."""
 
 
 class ChunkDealer:
@@ -245,14 +245,22 @@ class ChunkDealer:
         dealt.next = self._count
 
     def gives(self, reader: str, site: str, chunk: int, present: Set[str], *, again: bool) -> bool:
-        """Whether a reader gets this chunk: not if another one of its site, that is `present`, was given it, unless
-        `again`."""
-        given = self._sites[site].given
-        holder = given.get(chunk)
-        if again or holder is None or holder == reader or holder not in present:
-            if reader:
-                given[chunk] = reader
+        """Whether a reader gets this chunk: not if another one of its site, that is `present`, was given it.
+
+        With `again` it gets it all the same if it has been referred to that one before. So of several that wait for one
+        that stands still the first gets the chunk, and the others get it there. One that passes nothing on waits for
+        the readers of its site, if they are `present`, also for what is still to be given to them.
+        """
+        dealt = self._sites[site]
+        holder = dealt.given.get(chunk)
+        if not reader:
+            return again or not (present if site and holder is None else holder in present)
+        doubts = again and reader in dealt.referred[chunk]
+        if doubts or holder is None or holder == reader or holder not in present:
+            dealt.given[chunk] = reader
+            dealt.referred.pop(chunk, None)
             return True
+        dealt.referred[chunk].add(reader)
         return False
 
 

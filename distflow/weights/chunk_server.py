@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,6 +32,7 @@ from distflow.weights.swarm import (
     Says,
     Secret,
     SwarmPlace,
+    packed,
     read_ask,
     read_opening,
     seal_nonce,
@@ -126,6 +126,11 @@ class ChunkServer:
         """There is something new: connections tell their readers."""
         for connection in list(self._connections):
             connection.wake()
+
+    def expect(self, held: HeldVersion, counts: Mapping[str, int]) -> None:
+        """More of a version is on its way to here: `counts` are the bytes that readers have received, by address."""
+        held.coming = counts
+        self.tell()
 
     def seals(self, secret: Secret) -> bool:
         """Whether what is sent to holders of this secret is encrypted."""
@@ -228,6 +233,7 @@ class _Connection:
         self._sealed = 0
         self._follows: ChunkAsk | None = None
         self._told = 0
+        self._told_coming: Mapping[str, int] = {}
         self._peers: set[str] = set()
         self.threads = [
             threading.Thread(target=target, name=f"swarm-{name}", daemon=True)
@@ -307,7 +313,7 @@ class _Connection:
     def _answer(self, ask: ChunkAsk) -> None:
         held = self._server.find(ask)
         if ask.what == "follow":
-            self._follows, self._told = ask, 0
+            self._follows, self._told, self._told_coming = ask, 0, {}
         elif ask.what == "deal":
             self._deal(ask, held)
         elif ask.what == "made":
@@ -324,6 +330,8 @@ class _Connection:
             return
         with self._server.lock:
             chunks = held.dealer.deal(self.reader, self.site, ask.count)
+        if chunks:
+            self._frame(Says.GIVEN, ask, 0, packed(chunks))
         for chunk in chunks:
             self._chunk(ask, held, chunk)
         if len(chunks) < ask.count:
@@ -375,7 +383,10 @@ class _Connection:
             return
         while new := held.order[self._told : self._told + MOST_TOLD]:
             self._told += len(new)
-            self._frame(Says.HAVE, ask, 0, struct.pack(f"<{len(new)}I", *new))
+            self._frame(Says.HAVE, ask, 0, packed(new))
+        if held.coming != self._told_coming:
+            self._told_coming = held.coming
+            self._frame(Says.COMING, ask, 0, msgspec.msgpack.encode(self._told_coming))
 
     def _frame(self, says: Says, ask: ChunkAsk | None, chunk: int = 0, payload: bytes = b"") -> None:
         content = Content(0, 0) if ask is None else ask.content

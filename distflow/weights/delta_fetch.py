@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class DeltaFetch:
 
         self._server.hold(memory.held)
         try:
-            client.fetch(manifest, memory.data, arrived, rules)
+            client.fetch(manifest, memory.data, arrived, partial(self._server.expect, memory.held), rules)
         except BaseException:
             self._server.forget(memory.held)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
@@ -21,6 +22,8 @@ class HeldVersion:
         self.dealer = dealer
         self.order: list[int] = []
         """The chunks that have been fetched, in the order in which they came."""
+        self.coming: Mapping[str, int] = {}
+        """Bytes that the reader here has received while it fetched this, and what it was told of others, by address."""
         self.whole = dealer is not None
         self.over = False
         """Whether it is served no more: what a fetch that was given up has got is written over."""

@@ -6,7 +6,8 @@ Readers agree by locks on files, which the kernel releases when a process ends, 
 - `…-swarm-turn`: held by the reader that fetches. The file says how far it is, for those who wait.
 - `…-swarm-t<term>-<n>`, a segment: held exclusively while it is written, shared by each reader that uses it. One that
   nobody holds is written next, unless it is the newest whole one, which is kept for readers on other hosts. There are
-  FETCHED of them, unless a reader does not let go of an older one.
+  FETCHED of them, unless a reader does not let go of an older one. A process that reads into it by NIXL
+  (`one_sided_process.py`) holds a record lock on it besides.
 
 A segment begins like a publisher's, with its version, or term −1 until all of its chunks have arrived and been checked.
 """
@@ -75,6 +76,16 @@ class SharedSegment:
     def lock(self, how: int) -> bool:
         """Lock it, or change the lock; returns whether that was possible at once."""
         return _locked(self.handle, how)
+
+    @property
+    def read_into(self) -> bool:
+        """Whether a process reads into it by NIXL: the lock of that is of another kind, and outlives the worker."""
+        try:
+            fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return True
+        fcntl.lockf(self.handle, fcntl.LOCK_UN)
+        return False
 
     def __del__(self) -> None:
         os.close(self.handle)
@@ -151,8 +162,11 @@ class HostSegments:
         for segment in sorted(self._segments(), key=lambda segment: segment.version.term >= 0):
             if segment.path.name.startswith(f"{self._stem}-t{term}-") and len(segment.memory) == size:
                 if (segment.version != newest or newest is None) and segment.lock(fcntl.LOCK_EX):
-                    segment.mark(Version(-1, 0))
-                    return segment
+                    if not segment.read_into:
+                        segment.mark(Version(-1, 0))
+                        return segment
+                    # By the process of a reader that was just killed.
+                    self.let_go(segment)
                 used += 1
             elif segment.version < manifest.version:
                 segment.path.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from distflow.data.decoding import MOST, Form, FromMinusOne, Row, Whole, read, s
 from distflow.errors import ChecksumError, ProtocolError
 from distflow.types import Version
 from distflow.weights.canary import Canary
+from distflow.weights.one_sided_messages import RemoteMemory
 from distflow.weights.swarm import Content, SwarmPlace
 
 CHUNK_BYTES = 1 << 20
@@ -59,8 +60,8 @@ class Manifest(Form, frozen=True):
     publisher that has just copied a version has none of these yet.
 
     Where the bytes cross a network that others may write to, `digests` take the place of the checksums: DIGEST_BYTES
-    for each chunk, one after the other. There, `deltas` lead to this version, each from the version before it. With a
-    `base` the bytes themselves are those of a delta.
+    for each chunk, one after the other. There, `deltas` lead to this version, each from the version before it, and
+    `memory` is where readers with NIXL read it. With a `base` the bytes themselves are those of a delta.
     """
 
     model: str
@@ -73,6 +74,7 @@ class Manifest(Form, frozen=True):
     canary: Canary | None = None
     deltas: tuple[Delta, ...] = ()
     base: FromMinusOne = -1
+    memory: RemoteMemory | None = None
 
     @property
     def title(self) -> str:
@@ -191,14 +193,15 @@ def digests(chunks: Sequence[memoryview]) -> bytes:
         return b"".join(pool.map(digest, chunks))
 
 
-def intact_chunks(manifest: Manifest, data: memoryview) -> list[int]:
-    """The chunks that have the announced digests, found on several threads."""
+def intact_chunks(manifest: Manifest, data: memoryview, among: range | None = None) -> list[int]:
+    """The chunks, all or those `among`, that have the announced digests, found on several threads."""
 
     def right(chunk: int) -> bool:
         return digest(data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) == manifest.digest_of(chunk)
 
+    asked = range(manifest.chunks) if among is None else among
     with ThreadPoolExecutor(coding_threads()) as pool:
-        return [chunk for chunk, found in enumerate(pool.map(right, range(manifest.chunks))) if found]
+        return [chunk for chunk, found in zip(asked, pool.map(right, asked), strict=True) if found]
 
 
 def checksums(data: memoryview) -> tuple[int, ...]:

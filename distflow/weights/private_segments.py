@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,9 @@ class NotServing:
 
     def tell(self) -> None:
         """There is nobody to tell."""
+
+    def expect(self, held: HeldVersion, counts: Mapping[str, int]) -> None:
+        """Nobody waits for it."""
 
     def told(self) -> dict[str, Any]:
         """For the status."""

@@ -12,6 +12,7 @@ A reader sends an `Opening`, then any number of `ChunkAsk`s, each with its lengt
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Literal, NamedTuple
@@ -24,7 +25,7 @@ from distflow.comm.message import unpack
 from distflow.data.decoding import FromMinusOne, Row, Site, Whole, read, shown
 from distflow.errors import ProtocolError
 
-GREETING = b"distflow weights 2\n"
+GREETING = b"distflow weights 3\n"
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 SEAL_BYTES = 16
@@ -96,11 +97,15 @@ class Says(IntEnum):
     ELSEWHERE = 3
     """This chunk was given to another reader, from whom it can be had."""
     DEALT = 4
-    """All chunks have been given out; those that were asked for and not sent will not come."""
+    """All chunks have been given out; those that were asked for and not given will not come."""
     HAVE = 5
     """Payload: chunks that the holder has got, 4 bytes each."""
     PEERS = 6
     """Payload: msgpack list of the addresses of readers that serve what they have fetched."""
+    GIVEN = 7
+    """Payload: chunks that a deal has given to this reader, 4 bytes each; they come next."""
+    COMING = 8
+    """Payload: msgpack map of addresses of readers to how many bytes they have received."""
 
 
 class Opening(Row, frozen=True):
@@ -155,8 +160,18 @@ def read_peers(data: bytes | memoryview) -> tuple[str, ...]:
     return read(unpack(data, "a list of readers"), tuple[Address, ...], "list of readers")
 
 
+def read_counts(data: bytes | memoryview) -> dict[str, int]:
+    """The readers in a COMING frame, and their bytes; raises ProtocolError."""
+    return read(unpack(data, "what readers have received"), dict[Address, Whole], "bytes of readers")
+
+
+def packed(chunks: Sequence[int]) -> bytes:
+    """The payload of a HAVE or GIVEN frame."""
+    return struct.pack(f"<{len(chunks)}I", *chunks)
+
+
 def read_indices(data: bytes | memoryview) -> tuple[int, ...]:
-    """The chunks in a HAVE frame; raises ProtocolError."""
+    """The chunks in a HAVE or GIVEN frame; raises ProtocolError."""
     if len(data) % LENGTH.size:
         raise ProtocolError(f"malformed list of chunks: {len(data)} bytes, expected {LENGTH.size} for each")
     return struct.unpack(f"<{len(data) // LENGTH.size}I", data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from distflow.comm.curve import KEY_HINT
@@ -13,19 +13,13 @@ from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolE
 from distflow.log import logger
 from distflow.weights.chunk_plan import ChunkPlan, ring_peers
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads
+from distflow.weights.patience import Patience
 from distflow.weights.swarm import ChunkAsk, Content, Opening, Says, SwarmPlace
 from distflow.weights.swarm_link import Landing, SwarmLink
 from distflow.weights.swarm_socket import Refused
 
 CONNECTIONS = 4
 """At least, to the publisher, and to all other readers together: each has a thread that receives and hashes."""
-RETRY_S = 2.0
-"""After this long without a byte on a connection that owes chunks, it is replaced; without a chunk from anyone, the
-publisher is asked for what it gave to others."""
-SLOW_FACTOR = 4.0
-"""On slow links: the same after this many times as long as the last chunk took."""
-MISSING_S = 0.3
-"""After this long without a chunk, the publisher is asked for those that no present reader was given."""
 RECONNECT_S = 0.2
 BAN_S = 10.0
 """After wrong chunks a reader is asked nothing for this long, the next time for twice as long, and so on: they may have
@@ -55,10 +49,7 @@ class _Job:
     memory: memoryview
     arrived: Callable[[int], None]
     plan: ChunkPlan
-    last: float
-    """When a chunk came last."""
-    patience_s: float
-    urge_at: float
+    patience: Patience
     error: Exception | None = None
 
 
@@ -91,7 +82,11 @@ class SwarmClient:
         self._condition = threading.Condition()
         self._links: dict[int, SwarmLink] = {}
         self._numbers = itertools.count()
+        self._connecting: list[str] = []
+        """Readers that are being connected to, on threads: one that stands still does not even answer."""
         self._peers: tuple[str, ...] = ()
+        self._received = 0
+        """Bytes of chunks that came on connections that are over."""
         self._trouble: dict[str, _Trouble] = {}
         self._refused = False
         self._job: _Job | None = None
@@ -102,32 +97,32 @@ class SwarmClient:
         manifest: Manifest,
         memory: memoryview,
         arrived: Callable[[int], None],
+        coming: Callable[[Mapping[str, int]], None],
         rules: FetchRules,
         there: Collection[int] = (),
     ) -> None:
         """Fill `memory` with the version; `arrived` is called for each chunk that is there and right, but for those
-        that are `there` before.
+        that are `there` before, and `coming` for what to tell readers that wait for chunks that are on their way here.
 
         Raises Overtaken, ChecksumError, NoProgressError; nothing is written to `memory` any more then.
         """
-        now = time.monotonic()
         start = hash(self._own) % max(manifest.chunks, 1)
         plan = ChunkPlan(manifest.chunks, start=start, there=there, deals=self._own != "")
-        job = _Job(manifest, memory, arrived, plan, now, RETRY_S, now + MISSING_S)
         with self._condition:
+            job = _Job(manifest, memory, arrived, plan, Patience(self._own, self._count(), time.monotonic()))
             self._job = job
             # A fetch that ended early has hung up itself: only connections that fail wait before the next attempt.
             self._trouble.pop(self.place.address, None)
             links = list(self._links.values())
         try:
             for link in links:
-                self._join(job, link)
+                self._join(link)
             while not plan.done:
                 self._connect(job)
                 with self._condition:
                     self._condition.wait_for(lambda: plan.done or job.error is not None, TICK_S)
                 if not plan.done:
-                    self._look_after(job, rules)
+                    self._look_after(job, coming, rules)
         finally:
             with self._condition:
                 self._job = None
@@ -143,7 +138,8 @@ class SwarmClient:
 
     def close(self) -> None:
         """Hang up everywhere."""
-        self._closed = True
+        with self._condition:
+            self._closed = True
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -162,7 +158,7 @@ class SwarmClient:
         """Make the connections that are missing."""
         now = time.monotonic()
         with self._condition:
-            there = [link.address for link in self._links.values()]
+            there = [*self._connecting, *(link.address for link in self._links.values())]
             good = [peer for peer in self._peers if peer != self._own and self._usable(peer, now)]
         peers = ring_peers(self._own, good)
         most = max(CONNECTIONS, coding_threads())
@@ -171,13 +167,27 @@ class SwarmClient:
             for _ in range(wanted - there.count(address)):
                 if job.plan.done or self._closed or not self._usable(address, now):
                     break
-                self._connect_to(job, address)
+                if address == self.place.address:
+                    self._connect_to(address)
+                else:
+                    with self._condition:
+                        self._connecting.append(address)
+                    threading.Thread(
+                        target=self._connect_apart, args=(address,), name="swarm-meet", daemon=True
+                    ).start()
+
+    def _connect_apart(self, address: str) -> None:
+        try:
+            self._connect_to(address)
+        finally:
+            with self._condition:
+                self._connecting.remove(address)
 
     def _usable(self, address: str, now: float) -> bool:
         trouble = self._trouble.get(address)
         return trouble is None or now >= trouble.retry_at
 
-    def _connect_to(self, job: _Job, address: str) -> None:
+    def _connect_to(self, address: str) -> None:
         try:
             link = SwarmLink(next(self._numbers), address, self.place, self._opening, self)
         except OSError as error:
@@ -187,14 +197,21 @@ class SwarmClient:
                 log.warning("%s refused the connection for weight transfer — %s", address, KEY_HINT)
             self._trouble.setdefault(address, _Trouble()).retry_at = time.monotonic() + RECONNECT_S
             return
-        self._join(job, link)
+        self._join(link)
 
-    def _join(self, job: _Job, link: SwarmLink) -> None:
+    def _join(self, link: SwarmLink) -> None:
+        """Use a connection for the fetch under way, or keep it for the next."""
         with self._condition:
-            if link.over:
+            if self._closed:
+                link.close()
+            if link.over or self._closed:
                 return
+            job = self._job
             self._links[link.number] = link
-            job.plan.join(link.number, seed=link.seed)
+            if job is not None:
+                job.plan.join(link.number, seed=link.seed)
+        if job is None:
+            return
         if not link.seed:
             link.ask(ChunkAsk("follow", job.manifest.model, *job.manifest.version, base=job.manifest.base))
         self._pump(job, [link])
@@ -214,15 +231,25 @@ class SwarmClient:
             links = list(self._links.values())
         self._pump(job, links)
 
-    def _look_after(self, job: _Job, rules: FetchRules) -> None:
-        """Raise if waiting longer is pointless; replace connections that are stuck; ask elsewhere."""
-        title, now = job.manifest.title, time.monotonic()
-        silence = now - job.last
+    def _count(self) -> int:
+        """Bytes of chunks received so far; with the lock."""
+        return self._received + sum(link.received for link in self._links.values())
+
+    def _look_after(self, job: _Job, coming: Callable[[Mapping[str, int]], None], rules: FetchRules) -> None:
+        """Raise if waiting longer is pointless; replace connections that are stuck; ask elsewhere; tell others."""
+        title, now, patience = job.manifest.title, time.monotonic(), job.patience
+        with self._condition:
+            patience.received(self._count(), now)
+            told = patience.tells(now)
+            owing = [link for link in self._links.values() if job.plan.waits_for(link.number)]
+        if told is not None and self._own:
+            coming(told)
+        silence = patience.silence_s(now)
         if job.error is not None:
             raise job.error
         if rules.closed():
             raise Overtaken(f"{title}: the reader was closed")
-        if silence > RETRY_S and rules.superseded():
+        if patience.stalled(now) and rules.superseded():
             raise Overtaken(f"{title}: no chunk from {self.place.address}, and there is a newer version")
         if silence > rules.no_progress_s:
             why = KEY_HINT if self._refused else "is that host up and its port reachable?"
@@ -230,18 +257,15 @@ class SwarmClient:
                 f"{title} from {self.place.address}: no chunk for {silence:.0f} s, "
                 f"{job.plan.arrived} of {job.plan.count} arrived — {why}"
             )
-        with self._condition:
-            owing = [link for link in self._links.values() if job.plan.waits_for(link.number)]
         for link in owing:
-            if now - max(link.heard_at, job.last) > job.patience_s:
+            if now - max(link.heard_at, patience.moved_at) > patience.wait_s:
                 log.info("%s: nothing comes from %s, connecting anew", title, link.address)
                 link.close()
-        if now >= job.urge_at:
-            with self._condition:
-                again = silence > job.patience_s
-                job.plan.urge(again=again)
-                job.urge_at = now + (job.patience_s if again else MISSING_S)
-                job.patience_s *= 2 if again else 1
+        with self._condition:
+            urge = patience.urges(now)
+            if urge is not None:
+                job.plan.urge(again=urge == "again")
+        if urge is not None:
             self._pump_all(job)
 
     # -- on the connections' threads
@@ -252,10 +276,12 @@ class SwarmClient:
             job = self._job
             if job is None or content != job.manifest.content or not job.plan.begin(link.number, chunk):
                 return None
+            trouble = self._trouble.get(link.address)
         start = chunk * CHUNK_BYTES
         if size != min(CHUNK_BYTES, job.manifest.size - start):
             raise ProtocolError(f"chunk {chunk} of {job.manifest.title} in {size} bytes")
-        return Landing(job.memory[start : start + size], job.manifest.digest_of(chunk))
+        trusted = trouble is None or not trouble.banned
+        return Landing(job.memory[start : start + size], job.manifest.digest_of(chunk), trusted)
 
     def landed(self, link: SwarmLink, content: Content, chunk: int, *, right: bool) -> None:
         """A chunk has arrived."""
@@ -264,9 +290,6 @@ class SwarmClient:
             if job is None or job.error is not None or content != job.manifest.content:
                 return
             if right:
-                now = time.monotonic()
-                job.patience_s = max(RETRY_S, SLOW_FACTOR * (now - job.last))
-                job.last, job.urge_at = now, now + MISSING_S
                 job.plan.right(link.number, chunk)
                 job.arrived(chunk)
                 if job.plan.done:
@@ -299,6 +322,9 @@ class SwarmClient:
                 return
             if says is Says.HAVE:
                 job.plan.offers(link.number, chunks)
+            elif says is Says.GIVEN:
+                job.plan.given(link.number, chunks)
+                return
             elif says is Says.DEALT:
                 job.plan.all_dealt(link.number)
             elif says is Says.GONE and link.seed:
@@ -308,16 +334,29 @@ class SwarmClient:
                 job.plan.refused(link.number, chunk, gone=says is Says.GONE)
         self._pump(job, [link])
 
+    def coming(self, content: Content, counts: Mapping[str, int]) -> None:
+        """Another reader says who has received how much."""
+        with self._condition:
+            if self._job is not None and content == self._job.manifest.content:
+                self._job.patience.heard(counts, time.monotonic())
+
     def met(self, peers: tuple[str, ...]) -> None:
         """The publisher says which readers there are."""
         with self._condition:
-            self._peers = peers
+            gone, self._peers = not set(self._peers) <= set(peers), peers
+            job = self._job
+            if gone and job is not None:
+                # What they were given, and nobody else has, the publisher gives to whoever asks.
+                job.plan.urge(again=False)
+        if gone and job is not None:
+            self._pump_all(job)
 
     def lost(self, link: SwarmLink) -> None:
         """A connection is over."""
         with self._condition:
             link.over = True
-            self._links.pop(link.number, None)
+            if self._links.pop(link.number, None) is not None:
+                self._received += link.received
             trouble = self._trouble.setdefault(link.address, _Trouble())
             trouble.retry_at = max(trouble.retry_at, time.monotonic() + RECONNECT_S)
             job = self._job

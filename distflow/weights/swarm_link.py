@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from distflow.log import logger
 from distflow.weights.manifest import CHUNK_BYTES, digest
 from distflow.weights.swarm import (
     FRAME,
+    MOST_AT_ONCE,
     MOST_TOLD,
     SEAL_BYTES,
     ChunkAsk,
@@ -25,14 +27,15 @@ from distflow.weights.swarm import (
     Secret,
     SwarmPlace,
     pack,
+    read_counts,
     read_indices,
     read_peers,
     seal_nonce,
 )
 from distflow.weights.swarm_socket import connect, hang_up, receive_for
 
-STEP_S = 0.5
-"""How often a waiting thread notes that nothing comes."""
+STEP_S = 0.1
+"""How often the thread that receives a chunk notes how much of it has come."""
 MOST_PAYLOAD = {
     Says.CHUNK: CHUNK_BYTES + SEAL_BYTES,
     Says.GONE: 0,
@@ -40,6 +43,8 @@ MOST_PAYLOAD = {
     Says.DEALT: 0,
     Says.HAVE: 4 * MOST_TOLD,
     Says.PEERS: 1 << 20,
+    Says.GIVEN: 4 * MOST_AT_ONCE,
+    Says.COMING: 1 << 20,
 }
 
 log = logger(__name__)
@@ -51,6 +56,8 @@ class Landing:
 
     data: memoryview
     digest: bytes
+    trusted: bool
+    """Whether it counts from its first byte on, or only once it is right: its sender has sent wrong ones."""
 
 
 class Receiver(Protocol):
@@ -66,6 +73,10 @@ class Receiver(Protocol):
 
     def heard(self, link: SwarmLink, says: Says, content: Content, chunk: int, chunks: tuple[int, ...]) -> None:
         """Anything about chunks but their bytes."""
+        ...
+
+    def coming(self, content: Content, counts: Mapping[str, int]) -> None:
+        """Bytes that readers have received while they fetched this, by their addresses."""
         ...
 
     def met(self, peers: tuple[str, ...]) -> None:
@@ -86,6 +97,8 @@ class SwarmLink:
         self.seed = address == place.address
         self.heard_at = time.monotonic()
         """When bytes came last."""
+        self.received = 0
+        """Bytes of chunks that somebody here wanted, and of those that are on their way; without wrong ones."""
         secret = Secret(place.token)
         self.over = False
         """Set by the receiver, under its lock, when the connection is lost."""
@@ -95,7 +108,7 @@ class SwarmLink:
         self._receiver = receiver
         self._sending = threading.Lock()
         self._spare: memoryview | None = None
-        receive_for(self._socket, STEP_S)
+        receive_for(self._socket, 0)
         self._socket.sendall(pack(own))
         self.thread = threading.Thread(target=self._run, name="swarm-fetch", daemon=True)
         self.thread.start()
@@ -145,6 +158,8 @@ class SwarmLink:
         self._receive(body)
         if says is Says.PEERS:
             self._receiver.met(read_peers(body))
+        elif says is Says.COMING:
+            self._receiver.coming(content, read_counts(body))
         else:
             self._receiver.heard(self, says, content, chunk, read_indices(body))
 
@@ -156,14 +171,15 @@ class SwarmLink:
         if landing is None:
             self._receive(self._scratch(size))
             return
-        if self._seal is None:
-            self._receive(landing.data)
-            right = True
-        else:
-            sealed = self._scratch(size)
-            self._receive(sealed)
-            right = self._unseal(self._seal, seal_nonce(number), sealed, header, landing.data)
-        self._receiver.landed(self, content, chunk, right=right and digest(landing.data) == landing.digest)
+        into = landing.data if self._seal is None else self._scratch(size)
+        receive_for(self._socket, STEP_S)
+        self._receive(into, counts=landing.trusted)
+        receive_for(self._socket, 0)
+        right = self._seal is None or self._unseal(self._seal, seal_nonce(number), into, header, landing.data)
+        right = right and digest(landing.data) == landing.digest
+        if right != landing.trusted:
+            self.received += size if right else -size
+        self._receiver.landed(self, content, chunk, right=right)
 
     def _unseal(self, seal: AESGCM, nonce: bytes, sealed: memoryview, header: bytes, into: memoryview) -> bool:
         try:
@@ -177,8 +193,8 @@ class SwarmLink:
             self._spare = memoryview(bytearray(CHUNK_BYTES + SEAL_BYTES))
         return self._spare[:size]
 
-    def _receive(self, into: memoryview) -> None:
-        """Fill `into`, however long it takes; `heard_at` says since when nothing has come."""
+    def _receive(self, into: memoryview, *, counts: bool = False) -> None:
+        """Fill `into`, however long it takes; `heard_at` says since when nothing has come. `counts`: as `received`."""
         at = 0
         while at < len(into):
             try:
@@ -188,3 +204,4 @@ class SwarmLink:
             if not found:
                 raise ConnectionResetError("the other end hung up")
             at, self.heard_at = at + found, time.monotonic()
+            self.received += found if counts else 0

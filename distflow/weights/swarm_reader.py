@@ -2,7 +2,7 @@
 
 A version for which the host has an older one may be made of that, by what has changed (`delta_fetch.py`). What a reader
 has fetched or made it serves to readers on other hosts. A reader outside the run does the same in memory of its own,
-and serves nobody.
+and serves nobody. With `weights.link: nixl` it first reads it from the publisher's memory (`one_sided.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
@@ -20,6 +21,7 @@ from distflow.weights.delta_fetch import DeltaFetch, make
 from distflow.weights.held_version import HeldVersion
 from distflow.weights.host_segments import HostSegments, SharedSegment
 from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, intact_chunks
+from distflow.weights.one_sided import OneSidedReads, StillWritten
 from distflow.weights.private_segments import NotServing, PrivateSegments
 from distflow.weights.rounding import restored
 from distflow.weights.shm import HEADER_BYTES, tensor_views
@@ -50,7 +52,14 @@ class SwarmReader:
     from.
     """
 
-    def __init__(self, tag: str | None, host: str | None, no_progress_s: float, site: str = "") -> None:
+    def __init__(
+        self,
+        tag: str | None,
+        host: str | None,
+        no_progress_s: float,
+        site: str = "",
+        one_sided: OneSidedReads | None = None,
+    ) -> None:
         self.chunks = 0
         """Chunks received so far, here or by a neighbour: the progress that a wait for weights looks at."""
         self.fetched = 0
@@ -58,6 +67,7 @@ class SwarmReader:
         self._tag = tag
         self._host = host
         self._site = site
+        self._one_sided = one_sided
         self._no_progress_s = no_progress_s
         self._segments: Segments | None = None
         self._server: Server | None = None
@@ -74,7 +84,8 @@ class SwarmReader:
     def told(self) -> list[dict[str, Any]]:
         """What was fetched here, and sent to how many other readers, for the status."""
         server = self._server
-        return [] if server is None else [{**server.told(), "fetched_bytes": self.fetched * CHUNK_BYTES}]
+        read = {} if self._one_sided is None else self._one_sided.told()
+        return [] if server is None else [{**server.told(), "fetched_bytes": self.fetched * CHUNK_BYTES, **read}]
 
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
         """Views of the announced version, in memory that others may need for newer ones: `hold` it before use.
@@ -115,6 +126,8 @@ class SwarmReader:
         """Release everything; a `fetch` under way raises Overtaken shortly after."""
         self._closed.set()
         with self._fetching:
+            if self._one_sided is not None:
+                self._one_sided.close()
             if self._client is not None:
                 self._client.close()
             if self._server is not None:
@@ -134,13 +147,9 @@ class SwarmReader:
             if newest is not None and newest > manifest.version:
                 raise Overtaken(f"{manifest.title}: this host has a newer version")
             if segments.begin():
-                try:
-                    further = time.monotonic() - last > IN_USE_S
-                    memory = segments.find(manifest) or self._fetch(segments, manifest, place, rules, further)
-                    if memory is not None:
-                        return memory
-                finally:
-                    segments.end()
+                memory = self._in_turn(segments, manifest, place, rules, time.monotonic() - last > IN_USE_S)
+                if memory is not None:
+                    return memory
             before, told, now = told, segments.told(), time.monotonic()
             if told != before:
                 last = now
@@ -155,6 +164,17 @@ class SwarmReader:
                     f"{now - last:.0f} s — is its process stopped? `distflow status` shows what each worker waits for"
                 )
             self._closed.wait(LOOK_S)
+
+    def _in_turn(
+        self, segments: Segments, manifest: Manifest, place: SwarmPlace, rules: FetchRules, further: bool
+    ) -> mmap.mmap | None:
+        try:
+            return segments.find(manifest) or self._fetch(segments, manifest, place, rules, further)
+        except StillWritten as error:
+            log.warning("%s; another segment is taken", error)
+            return None
+        finally:
+            segments.end()
 
     def _fetch(
         self, segments: Segments, manifest: Manifest, place: SwarmPlace, rules: FetchRules, further: bool
@@ -183,14 +203,16 @@ class SwarmReader:
                 server.tell()
 
             try:
-                there: list[int] = []
-                if base is not None:
+                there = self._read(manifest, segment, arrived, rules)
+                if base is not None and not there:
                     there = self._make(held, segment, base, came, rules)
                 if not there and tuple(interrupted) == tuple(manifest.version) and arrived_then:
                     there = self._arrived(held, segment)
                     self.chunks += len(there)
                 if len(there) < manifest.chunks:
-                    client.fetch(manifest, _data(segment, manifest), arrived, rules, there)
+                    client.fetch(
+                        manifest, _data(segment, manifest), arrived, partial(server.expect, held), rules, there
+                    )
             except BaseException:
                 server.forget(held)
                 segments.abandon(segment)
@@ -202,6 +224,12 @@ class SwarmReader:
         if there:
             client.tell_made(manifest)
         return memory
+
+    def _read(
+        self, manifest: Manifest, segment: SharedSegment, arrived: Callable[[int], None], rules: FetchRules
+    ) -> list[int]:
+        """Read what can be read at the publisher; returns the chunks that have come right."""
+        return [] if self._one_sided is None else self._one_sided.read(manifest, segment, arrived, rules.closed)
 
     def _arrived(self, held: HeldVersion, segment: SharedSegment) -> list[int]:
         """The chunks that are right of a fetch that was interrupted, here or at a neighbour that has died."""

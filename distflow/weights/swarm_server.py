@@ -20,6 +20,7 @@ from distflow.weights.chunk_server import ChunkServer, ServerTraffic
 from distflow.weights.delta_chain import DeltaChain
 from distflow.weights.held_version import HeldVersion
 from distflow.weights.manifest import Manifest, digests
+from distflow.weights.one_sided import ExposedMemory
 from distflow.weights.rounded_publisher import RoundedPublisher
 from distflow.weights.shm import AnnouncedSegment
 from distflow.weights.swarm import SwarmPlace
@@ -38,7 +39,8 @@ class SwarmServer:
     """Listens on `host` from the start, on threads of its own; `encrypted`: chunks are sealed.
 
     Versions are also served as what has changed since the one before, except every `keyframe_every`th (1: each). With
-    `rounding` they are rounded before. `on_fault` is called on a thread here with what it cannot go on after.
+    `rounding` they are rounded before, and with `exposed` readers may read them where they lie. `on_fault` is called on
+    a thread here with what it cannot go on after.
     Raises ProtocolError if it cannot listen.
     """
 
@@ -49,6 +51,7 @@ class SwarmServer:
         encrypted: bool = False,
         keyframe_every: int = 1,
         rounding: RoundedPublisher | None = None,
+        exposed: ExposedMemory | None = None,
         on_fault: Callable[[BaseException], None] = _tell,
     ) -> None:
         self._pin: tuple[Path, float] | None = None
@@ -58,6 +61,7 @@ class SwarmServer:
         self.place = SwarmPlace(self._server.address, secrets.token_bytes(16), encrypted)
         self._server.admit(self.place)
         self._rounding = rounding
+        self._exposed = exposed
         self._chain = DeltaChain(self._server, keyframe_every)
         # Where there is a newer one, hashing an older one would only delay it.
         self._announcing = Announcing("swarm-describe", self.describe, on_fault, only_newest=True)
@@ -82,6 +86,7 @@ class SwarmServer:
             manifest = self._rounding.publish(manifest, self.pinned)
         else:
             AnnouncedSegment(manifest)
+        memory = None if self._exposed is None else self._exposed.of(manifest)
         held = HeldVersion(manifest, Path(manifest.place), ChunkDealer(manifest.chunks))
         found = digests([held.bytes_of(chunk) for chunk in range(manifest.chunks)])
         if not held.intact:
@@ -95,7 +100,9 @@ class SwarmServer:
         for one in former:
             self._server.forget(one)
         self._server.hold(held)
-        return structs.replace(manifest, place=str(self.place), checksums=(), digests=found, deltas=deltas)
+        return structs.replace(
+            manifest, place=str(self.place), checksums=(), digests=found, deltas=deltas, memory=memory
+        )
 
     def offer(self, manifest: Manifest, announce: Callable[[Manifest], None]) -> None:
         """`describe` on a thread of its own, then call `announce` there; overwritten versions are skipped."""
@@ -109,6 +116,8 @@ class SwarmServer:
     def close(self) -> None:
         """End all threads and stop serving."""
         self._server.close()
+        if self._exposed is not None:
+            self._exposed.close()
         if self._announcing.close() and self._rounding is not None:
             self._rounding.close()
 

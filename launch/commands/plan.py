@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from distflow.errors import UserError
 
@@ -14,7 +16,49 @@ if TYPE_CHECKING:
     from distflow.config.load import LoadedRecipe
     from distflow.flow.lanes import Whereabouts
     from distflow.flow.plan import Plan
+    from distflow.launch.deploy.hostfile import Host
     from distflow.launch.deploy.placement import WorkerPlacement
+    from distflow.sim.costs import SiteOffer
+    from distflow.sim.predict import Load
+    from distflow.sim.splits import PoolSplit
+
+DEVICE = "h100-qwen2.5-7b"
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def load_options(steps: int | None) -> Callable[[Command], Command]:
+    """Options that say what to simulate a recipe on; `steps`: the default of --steps."""
+    file = click.Path(dir_okay=False, path_type=Path)
+    counted = click.IntRange(1, 1000)
+    options = (
+        click.option(
+            "--device",
+            default=DEVICE,
+            show_default=True,
+            metavar="NAME|FILE",
+            help="Latency model of device and model size: a shipped name, or a .yaml file.",
+        ),
+        click.option(
+            "--lengths",
+            metavar="KEY=VALUE,…",
+            help="Response lengths: median (tokens, 900), sigma (of the logarithm, 1.1), prompt_share (0.6).",
+        ),
+        click.option("--trace", type=file, metavar="FILE", help="Measured lengths: a line of them for each prompt."),
+        click.option(
+            "--prompt-tokens",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Tokens of a prompt.  [default: half of the longest]",
+        ),
+        click.option("--steps", type=counted, default=steps, show_default=True, help="Simulated steps that count."),
+    )
+
+    def add(command: Command) -> Command:
+        for option in options:
+            command = option(command)
+        return command
+
+    return add
 
 
 @click.command()
@@ -28,9 +72,39 @@ if TYPE_CHECKING:
 @click.option("--mermaid", is_flag=True, help="Print pools and edges as a Mermaid flowchart.")
 @click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw pools and edges into an SVG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def command(
+@click.option(
+    "--optimize", is_flag=True, help="Instead: propose how many workers generate and train, by simulating splits."
+)
+@click.option(
+    "--devices",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Of --optimize: devices to divide.  [default: those of the layout]",
+)
+@load_options(None)
+@click.pass_context
+def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], **given: Any) -> int:
+    """Show workers, steps, pools, edges, models and batch arithmetic of RECIPE (a shipped name or a file).
+
+    With --optimize, propose a split of its devices between generation and training; the options of `distflow simulate`
+    say what they are.
+    """
+    optimize = given.pop("optimize")
+    load = {name: given.pop(name) for name in ("devices", "device", "lengths", "trace", "prompt_tokens", "steps")}
+    pages = {name: given[name] for name in ("worker", "write", "mermaid", "svg")}
+    for name in pages if optimize else load:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option}: {'not together with' if optimize else 'only with'} --optimize — leave it out")
+    if optimize:
+        return _optimize(recipe, overrides, load, given["hosts"], as_json=given["as_json"])
+    return _show_plan(recipe, overrides, **given)
+
+
+def _show_plan(
     recipe: str,
-    overrides: tuple[str, ...],
+    overrides: Sequence[str],
+    *,
     worker: str | None,
     write: Path | None,
     hosts: Path | None,
@@ -38,7 +112,6 @@ def command(
     svg: Path | None,
     as_json: bool,
 ) -> int:
-    """Show workers, steps, pools, edges, models and batch arithmetic of RECIPE (a shipped name or a file)."""
     from distflow.flow.lanes import ONE_HOST
     from distflow.flow.recipe_check import plan_recipe
 
@@ -64,6 +137,76 @@ def command(
     elif write is None and svg is None:
         _show(plan, placement)
     return 0
+
+
+def _optimize(
+    recipe: str, overrides: Sequence[str], given: Mapping[str, Any], hosts: Path | None, *, as_json: bool
+) -> int:
+    """Propose a split of the devices between the pool that generates and the one that trains."""
+    from distflow.flow.recipe_check import plan_recipe
+    from distflow.launch.commands.simulate import ways_of
+    from distflow.sim import splits, splits_report
+    from distflow.sim.costs import cheapest
+    from distflow.sim.predict import load_of
+
+    _, plan = plan_recipe(recipe, overrides, need_files=False)
+    ways = ways_of(given, timeline=False)
+    there = () if hosts is None else _read_hosts(hosts)
+    offers = _offers(there)
+    rule = splits.split_rule(plan, ways.device, given["devices"] or sum(len(host.slots) for host in there) or None)
+
+    def load_for(split: PoolSplit, stale: int | None) -> Load:
+        bound = () if stale is None else (f"layout.max_staleness={stale}",)
+        _, other = plan_recipe(recipe, (*overrides, *rule.words(split), *bound), need_files=False)
+        return load_of(other, prompt_tokens=ways.prompt_tokens)
+
+    trials = splits.Trials(rule, load_for, ways, given["steps"], lambda line: click.echo(line, err=True))
+    found = splits.search(trials)
+    costs = cheapest(trials, offers)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(splits_report.data(found, costs), indent=1))
+        return 0
+    from distflow.launch.commands.metrics import print_columns
+
+    click.echo("\n".join(splits_report.above(found, ways)))
+    print_columns(splits_report.table(found))
+    click.echo("\n".join(splits_report.below(found)))
+    if costs:
+        click.echo("\n".join(splits_report.above_costs()))
+        print_columns(splits_report.cost_table(found, costs))
+        click.echo("\n".join(splits_report.below_costs(found, costs)))
+    return 0
+
+
+def _read_hosts(path: Path) -> tuple[Host, ...]:
+    from distflow.launch.deploy.hostfile import read_hosts
+
+    return read_hosts(path)
+
+
+def _offers(hosts: Sequence[Host]) -> list[SiteOffer]:
+    """The devices of each site with their prices; none where the file names no prices. Raises HostsError."""
+    from distflow.errors import Problem
+    from distflow.launch.deploy.hostfile import HostsError
+    from distflow.sim.costs import SiteOffer
+
+    without = [host for host in hosts if host.cost is None]
+    if without and len(without) < len(hosts):
+        hint = "give each host its price, cost=2.5 for a slot and hour, or none of them"
+        raise HostsError([Problem(host.where, host.name, "has no cost=, and others have", hint) for host in without])
+    if without:
+        return []
+    sites = {host.site: [other for other in hosts if other.site == host.site] for host in hosts}
+    return [
+        SiteOffer(
+            name,
+            tuple(host.name for host in there),
+            tuple(sorted(host.cost for host in there for _ in host.slots if host.cost is not None)),
+        )
+        for name, there in sites.items()
+    ]
 
 
 def _show(plan: Plan, placement: WorkerPlacement | None) -> None:

@@ -28,14 +28,18 @@ from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunCo
 from distflow.launch.deploy.host_checks import link_problems
 from distflow.launch.deploy.hostfile import Host, read_hosts
 from distflow.launch.deploy.job_environment import forwarded
+from distflow.launch.deploy.monitor import Monitor
 from distflow.launch.deploy.multi_host import SHIP_S, HostsRequest, begin_agents, nonce_in, preflight, start_agents
-from distflow.launch.deploy.placement import WorkerPlacement, WorkerSlot
+from distflow.launch.deploy.placement import WorkerPlacement, likely_slots
 from distflow.launch.deploy.ssh import Transport
+from distflow.launch.observe.progress import AutoscaleDisplay, names_in
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
 from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_files
 from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name, read_record
+from distflow.sim.autoscale import Autoscaler, AutoscaleRule, check_pool
 from distflow.types import WorkerName
 
+AUTO = "auto"
 ANSWER_S = 10.0
 """The agent plans the new workers before it answers."""
 REACH_S = 30.0
@@ -44,7 +48,7 @@ POLL_S = 0.1
 
 @click.command()
 @click.argument("run")
-@click.argument("change", metavar="[POOL=N]", required=False)
+@click.argument("change", metavar="[POOL=N|auto]", required=False)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option("--leave", multiple=True, metavar="HOST", help="Move all workers of this host to others.")
 @click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Place new workers on these hosts only.")
@@ -55,21 +59,42 @@ POLL_S = 0.1
 )
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable on new hosts.")
 @click.option("--ship-code", is_flag=True, help="Copy this machine's distflow to new hosts.")
-def command(run: str, change: str | None, leave: tuple[str, ...], runs_dir: Path, **given: Any) -> None:
+@click.option("--min", "least", type=click.IntRange(min=1), metavar="A", help="Of auto: the fewest workers.  [1]")
+@click.option(
+    "--max", "most", type=click.IntRange(min=1), metavar="B", help="Of auto: the most workers.  [twice the present]"
+)
+def command(
+    run: str,
+    change: str | None,
+    leave: tuple[str, ...],
+    runs_dir: Path,
+    least: int | None,
+    most: int | None,
+    **given: Any,
+) -> int | None:
     """Set the number of workers of POOL to N. New ones join; those with the highest numbers hand back their work and
     leave. A pool that trains saves after its training step, and goes on from there with its new number of workers.
 
     With --leave, other hosts get the workers of a host instead, so that it can be taken away. Hosts of FILE that are
-    not in the run yet join it first.
+    not in the run yet join it first. With POOL=auto the command stays, and adds and removes workers of a pool that
+    generates by what the run measures, until it ends; Ctrl-C leaves the run as it is.
     """
     record = read_record(find_run(run, runs_dir))
     if record.over:
         raise UserError(f"scale: {record.name} is over ({record.state}) — only a running run can be scaled")
+    if change is not None and not leave and change.endswith(f"={AUTO}"):
+        if given["hosts"] is not None:
+            raise UserError("scale --hosts: only with a number, as in rollout=3 — add hosts first, then use auto")
+        _refuse_without_hosts(given)
+        return _scale_by_itself(record, change.removesuffix(f"={AUTO}"), least, most)
     changes = _changes(record, change, leave)
+    if least is not None or most is not None:
+        raise UserError("--min, --max: only with POOL=auto")
     slots = _slots_for(record, changes, given)
     body = {"slots": {str(number): free for number, free in slots.items()}, "leaving": sorted(changes.leaving)}
     for pool, count in changes.counts.items():
-        click.echo(_told(pool, changes, _ask(record, "scale", {**body, "pool": pool, "count": count})))
+        click.echo(_told(pool, _ask(record, "scale", {**body, "pool": pool, "count": count})))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +127,7 @@ def _changes(record: RunRecord, change: str | None, leave: Sequence[str]) -> _Ch
     return _Changes({pool: counts[pool] for pool in moving}, leaving, moving)
 
 
-def _told(pool: str, changes: _Changes, answer: Mapping[str, Any]) -> str:
+def _told(pool: str, answer: Mapping[str, Any]) -> str:
     """What happens now, in words."""
     if not answer["hosts"]:
         return f"{pool} has {answer['now']} workers already"
@@ -139,8 +164,40 @@ def _refuse_without_hosts(given: Mapping[str, Any]) -> None:
 def _parse(change: str) -> tuple[str, int]:
     pool, equals, count = change.partition("=")
     if not (pool and equals and count.lstrip("-").isdecimal()):
-        raise UserError(f"{change!r}: expected POOL=N, for example rollout=3")
+        raise UserError(f"{change!r}: expected POOL=N or POOL={AUTO}, for example rollout=3")
     return pool, int(count)
+
+
+def _scale_by_itself(record: RunRecord, pool: str, least: int | None, most: int | None) -> int:
+    """Scale until the run is over; returns its exit code."""
+    present = _check_auto(record, pool)
+    rule = AutoscaleRule(least or 1, 2 * present if most is None else most)
+    if rule.most < rule.least:
+        raise UserError(f"scale {pool}={AUTO}: --min {rule.least} is more than --max {rule.most}")
+    click.echo(
+        f"{record.name}: {pool} has {present} workers, and will have {rule.least} to {rule.most}; Ctrl-C leaves it"
+    )
+
+    def scale(now: RunRecord, count: int) -> str:
+        return _told(pool, _ask(now, "scale", {"pool": pool, "count": count, "slots": {}}))
+
+    try:
+        ended = Monitor(record.path, AutoscaleDisplay(record, pool, Autoscaler(rule, present), scale)).only_look()
+    except KeyboardInterrupt:
+        click.echo(f"no longer scaling; {record.name} continues with the workers that it has")
+        return 0
+    click.echo(f"{record.name}: {ended.state}")
+    return 0 if ended.exit_code is None else ended.exit_code
+
+
+def _check_auto(record: RunRecord, pool: str) -> int:
+    """How many workers the pool has now; raises UserError for one that cannot be scaled by what the run measures."""
+    present = len(names_in(record, pool))
+    # The agent refuses a pool that there is not; else nothing changes.
+    if _ask(record, "scale", {"pool": pool, "count": max(1, present), "slots": {}})["trains"]:
+        raise UserError(f"scale {pool}={AUTO}: pool {pool!r} trains, too — give it a number")
+    check_pool(plan_resized(record.path, {pool: present}), pool)
+    return present
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +272,7 @@ class _Addition:
         until = {pool: count + moving.get(pool, 0) for pool, count in wanted.changes.counts.items()}
         plan = plan_resized(record.path, until, spanning=True)
         new = [f"{pool}/{index}" for pool in more for index in range(until[pool] - more[pool], until[pool])]
-        placement = WorkerPlacement((*map(_as_host, here), *further), _places(new, self._hosts))
+        placement = WorkerPlacement((*map(_as_host, here), *further), likely_slots(new, self._hosts))
         self._request = HostsRequest(
             RunContents(_loaded(record.path), plan, Beginning(term=record.term), record.path, placement),
             resume=False,
@@ -304,19 +361,6 @@ def _loaded(run_dir: Path) -> LoadedRecipe:
 def _as_host(entry: HostEntry) -> Host:
     """A host of the run, in the form of a hosts file entry."""
     return Host(entry.name, (), FILE_NAME, address=entry.address)
-
-
-def _places(new: Sequence[str], hosts: Mapping[int, Host]) -> dict[str, WorkerSlot]:
-    """Likely placement of the new workers, to estimate what the new hosts need; the agents decide in the end."""
-    load = Counter(dict.fromkeys(hosts, 0))
-    places = {}
-    for name in new:
-        free = [n for n, host in hosts.items() if load[n] < len(host.slots)]
-        if free:
-            number = min(free, key=lambda n: (load[n], n))
-            places[name] = WorkerSlot(number, hosts[number].slots[load[number]])
-            load[number] += 1
-    return places
 
 
 def _tcp_address(address: str) -> tuple[str, int]:

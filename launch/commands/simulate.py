@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from distflow.errors import UserError
+from distflow.launch.commands.plan import load_options
 from distflow.launch.commands.sweep import values_of
 
 if TYPE_CHECKING:
+    from distflow.sim.fluid_engine import SampleTurns
     from distflow.sim.predict import Prediction
     from distflow.sim.report import Simulated, SimulateWays
 
-DEVICE = "h100-qwen2.5-7b"
 MOST = 100
 """Simulations that one command makes."""
 DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
@@ -36,39 +38,20 @@ def _output_options(command: Command) -> Command:
     return command
 
 
-def _load_options(command: Command) -> Command:
-    """What to simulate it on."""
-    file = click.Path(dir_okay=False, path_type=Path)
-    for option in (
-        click.option(
-            "--device",
-            default=DEVICE,
-            show_default=True,
-            metavar="NAME|FILE",
-            help="Latency model of device and model size: a shipped name, or a .yaml file.",
-        ),
-        click.option(
-            "--lengths",
-            metavar="KEY=VALUE,…",
-            help="Response lengths: median (tokens, 900), sigma (of the logarithm, 1.1), prompt_share (0.6).",
-        ),
-        click.option("--trace", type=file, metavar="FILE", help="Measured lengths: a line of them for each prompt."),
-        click.option(
-            "--prompt-tokens",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Tokens of a prompt.  [default: half of the longest]",
-        ),
-        click.option("--steps", type=click.IntRange(1, 1000), default=8, show_default=True, help="Steps that count."),
-    ):
-        command = option(command)
-    return command
+def _turn_options(command: Command) -> Command:
+    """How samples of several turns go on."""
+    tokens, seconds = click.IntRange(min=1), click.FloatRange(min=0.0)
+    command = click.option("--turn-s", type=seconds, metavar="S", help="Seconds of its environment after each turn.")(
+        command
+    )
+    return click.option("--turn-tokens", type=tokens, metavar="N", help="Tokens of each turn of a sample.")(command)
 
 
 @click.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE[,VALUE…]]…")
-@_load_options
+@load_options(8)
+@_turn_options
 @_output_options
 @click.option(
     "--faults", type=click.IntRange(min=1), metavar="N", help="Instead: run N random faults through its cores."
@@ -82,7 +65,8 @@ def command(recipe: str, overrides: tuple[str, ...], faults: int | None, seed: i
     if faults is not None:
         return _search(recipe, overrides, faults, seed)
     outputs = {name: given.pop(name) for name in ("as_json", "output", "plot")}
-    ways = _ways(given, timeline=outputs["output"] is not None)
+    turns = _turns(given.pop("turn_tokens"), given.pop("turn_s"))
+    ways = replace(ways_of(given, timeline=outputs["output"] is not None), turns=turns)
     if outputs["plot"] is not None:
         from distflow.launch.commands.plot import check_output
 
@@ -112,7 +96,8 @@ def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> in
     return 1 if broken else 0
 
 
-def _ways(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
+def ways_of(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
+    """How to simulate, by the options `load_options`. Raises UserError."""
     from distflow.sim.latency import load
     from distflow.sim.lengths import Lognormal, read_trace
     from distflow.sim.report import SimulateWays
@@ -126,6 +111,14 @@ def _ways(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
     values = distribution(given["lengths"] or "")
     shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
     return SimulateWays(device, Lognormal(**values), f"lognormal lengths, {shown}", *about)
+
+
+def _turns(tokens: int | None, seconds: float | None) -> SampleTurns:
+    from distflow.sim.fluid_engine import SampleTurns
+
+    if (tokens is None) != (seconds is None):
+        raise UserError("--turn-tokens and --turn-s: a turn has both — give both, or none")
+    return SampleTurns(tokens or 0, seconds or 0.0)
 
 
 def distribution(text: str) -> dict[str, float]:
@@ -166,6 +159,7 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
     load = load_of(plan, prompt_tokens=ways.prompt_tokens)
+    load = replace(load, job=replace(load.job, turns=ways.turns))
     prediction = simulate(load, ways.device, ways.lengths, SimulateOptions(steps=ways.steps, timeline=ways.timeline))
     moments = LengthMoments.of(ways.lengths, load.job.response_tokens)
     step = schedule_of(load, ways.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ ANSWER_S = 2.0
 TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB", "sent by lane, MB")
 COUNTED = ("unread", "claimed", "missed", "kept_bytes")
 """Of a consumer, what adds up over the owners."""
+MEAN_OF = 10
+"""Training steps by which it is told what another number of generating workers would bring."""
 WIDTH = 200
 """Width of a table written to a pipe or a file."""
 
@@ -36,7 +38,8 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
         click.echo(json.dumps(seen.as_json()))
         return
     record = seen.record
-    for line in _headline(record):
+    steps = _steps(record)
+    for line in _headline(record, steps):
         click.echo(line)
     if seen.lost:
         click.echo(
@@ -45,7 +48,7 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
         )
     if not record.over:
         _print_table(seen.rows)
-        for line in _findings(record, seen.rows, seen.graph):
+        for line in (*_findings(record, seen.rows, seen.graph), *_other_count(record, steps)):
             click.echo(line)
 
 
@@ -152,9 +155,11 @@ def _prompts(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _weights(row: dict[str, Any]) -> str:
     """What a worker has sent of weights to readers on other hosts, and fetched from there; empty if nothing."""
     found = row.get("weights", [])
-    fetched, sent = (sum(one.get(name, 0) for one in found) for name in ("fetched_bytes", "sent_bytes"))
+    counted = ("fetched_bytes", "read_bytes", "sent_bytes")
+    fetched, read, sent = (sum(one.get(name, 0) for one in found) for name in counted)
     readers = sum(one["readers"] for one in found)
-    told = [f"has fetched {fetched / 1e6:.1f} MB"] if fetched else []
+    by_nixl = f", {read / 1e6:.1f} MB of that by NIXL" if read else ""
+    told = [f"has fetched {fetched / 1e6:.1f} MB{by_nixl}"] if fetched else []
     told += [f"has sent {sent / 1e6:.1f} MB ({readers} connected)"] if sent or readers else []
     return " and ".join(told)
 
@@ -176,11 +181,20 @@ def _steps(record: RunRecord) -> list[dict[str, float]]:
     return reader.merged()
 
 
-def _headline(record: RunRecord) -> Iterator[str]:
+def _other_count(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """What another number of generating workers would bring."""
+    from distflow.data.rollout_count import other_count
+    from distflow.types import WorkerName
+
+    makers = [WorkerName.parse(entry.name).pool for entry in record.workers if entry.generates and not entry.trains]
+    if len(set(makers)) == 1:
+        yield from other_count(steps[-MEAN_OF:], makers[0], len(makers), record.name)
+
+
+def _headline(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
     """Progress of the run, and why it failed if it did."""
     from distflow.launch.observe.run_summary import held_out, progress_of, root_cause
 
-    steps = _steps(record)
     progress = progress_of(record, steps)
     score = "" if progress.score is None else f", score {progress.score:.3f} (mean of the last {progress.scored})"
     yield f"{record.run_dir}: {progress}{score}"

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from distflow.config.plugins import LIBRARIES
+from distflow.config.plugins import LIBRARIES, NIXL
 from distflow.errors import Problem
+from distflow.flow.lanes import nixl_pools
 from distflow.flow.memory_fit import Capacity
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.trackers import trackers_of
@@ -378,9 +379,9 @@ def _libraries(plan: Plan, worker: WorkerPlan) -> Iterator[tuple[str, str]]:
         if name is not None and name in LIBRARIES:
             yield _key(plan, worker, kind), name
     homes = plan.pool(worker.name.pool).homes
-    for tracker in trackers_of(plan.recipe.run) if plan.primary in homes else ():
-        if tracker.call in LIBRARIES:
-            yield f"run.trackers.{tracker.name}", tracker.call
+    trackers = trackers_of(plan.recipe.run) if plan.primary in homes else ()
+    yield from ((f"run.trackers.{one.name}", one.call) for one in trackers if one.call in LIBRARIES)
+    yield from (("weights.link", NIXL) for model in plan.generating if worker.name.pool in nixl_pools(plan, model))
     place = f"copy_to:{(plan.recipe.run.copy_to or '').partition('://')[0]}"
     if homes and place in LIBRARIES:
         yield "run.copy_to", place

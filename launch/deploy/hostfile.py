@@ -2,7 +2,8 @@
 
 Our own additions to a line: `address=10.0.0.3` (what the other hosts connect to), `python=/path/to/python`,
 `dir=/path` (the folder of runs on that host), `site=frankfurt` (where it stands: what leaves a site is compressed, and
-weights enter it once). `user@gpu-1` logs in as that user; ports and keys belong in the ssh configuration.
+weights enter it once), `cost=2.5` (of a slot for an hour, in any currency, for `distflow plan --optimize`).
+`user@gpu-1` logs in as that user; ports and keys belong in the ssh configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from distflow.errors import Problem, UserError, did_you_mean
 
 _NAME = re.compile(r"(?:(?P<user>[A-Za-z0-9._-]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)")
 _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_WORDS = ("slots", "max_slots", "address", "python", "dir", "site")
+_COST = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+_WORDS = ("slots", "max_slots", "address", "python", "dir", "site", "cost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Host:
     """Folder of runs on that host; None: the same path as here."""
     site: str = ""
     """Where it stands: links between hosts of different sites are slow. Hosts without one stand together."""
+    cost: float | None = None
+    """Of each slot for an hour; None: not given."""
 
     @property
     def login(self) -> str:
@@ -138,11 +142,14 @@ def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | N
         problems.append(
             Problem(where, first, message, "write letters, digits, '.', '_' or '-', such as site=frankfurt")
         )
+    if "cost" in found and not _COST.fullmatch(found["cost"]):
+        message = f"cost={found['cost']} is not a price"
+        problems.append(Problem(where, first, message, "write that of a slot for an hour, such as cost=2.5"))
     if len(problems) > before:
         return None
     address, python, folder = (found.get(word) for word in ("address", "python", "dir"))
-    site = found.get("site", "")
-    return Host(name["host"], tuple(range(slots)), where, name["user"], address, python, folder, site)
+    site, cost = found.get("site", ""), float(found["cost"]) if "cost" in found else None
+    return Host(name["host"], tuple(range(slots)), where, name["user"], address, python, folder, site, cost)
 
 
 def _settings(words: Sequence[str], host: str, where: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:

@@ -24,6 +24,7 @@ FORWARDED = (
     "CUDA_*",
     "NCCL_*",
     "GLOO_*",
+    "UCX_*",
     "HF_HOME",
     "TORCH_*",
     "OMP_*",

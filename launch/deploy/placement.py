@@ -5,6 +5,7 @@ The estimates are rough: good enough to refuse what cannot work, no guarantee th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -87,6 +88,22 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     if problems := [*_gradient_problems(plan, placement), *_silence_problems(plan, len(hosts))]:
         raise HostsError(problems)
     return placement
+
+
+def likely_slots(new: Sequence[str], hosts: Mapping[int, Host]) -> dict[str, WorkerSlot]:
+    """Where new workers are likely to go, by number of the hosts that may take them.
+
+    An estimate of what the hosts need; the agents decide in the end.
+    """
+    load = Counter(dict.fromkeys(hosts, 0))
+    places = {}
+    for name in new:
+        free = [n for n, host in hosts.items() if load[n] < len(host.slots)]
+        if free:
+            number = min(free, key=lambda n: (load[n], n))
+            places[name] = WorkerSlot(number, hosts[number].slots[load[number]])
+            load[number] += 1
+    return places
 
 
 def begin_with(placement: WorkerPlacement, first: int) -> WorkerPlacement:

@@ -11,6 +11,9 @@ from typing import Any
 from distflow.comm.tracker_processes import COUNTS, DROPPED_ROWS
 from distflow.comm.tracker_processes import FAILURES as TRACKER_FAILURES
 from distflow.data.metrics_merge import MetricsReader
+from distflow.data.rollout_count import GENERATE, PHASE, SCORE, STALENESS
+from distflow.data.rollout_count import ROLLOUT_IDLE as ROLLOUT
+from distflow.data.rollout_count import TRAINER_IDLE as TRAINER
 from distflow.launch.run.record import ProcessId, RunRecord, agent_name
 from distflow.runtime.checkpoint.commit import COPIED, COPY_FAILED
 from distflow.runtime.disk import DROPPED, REFUSED
@@ -36,10 +39,6 @@ CLEAR = 0.1
 """Shares that differ by less than this are called equal."""
 DOMINATES = 0.6
 """A phase of a colocated worker that takes more than this share of a step is its bottleneck."""
-TRAINER, ROLLOUT = "perf/trainer_idle_share", "perf/rollout_idle_share"
-GENERATE, SCORE = "perf/generate_share", "perf/score_share"
-PHASE = "perf/generation_share"
-STALENESS = "staleness/max"
 SERVICE_IDLE = "perf/idle_share/"
 """And the name of a pool that only answers calls."""
 READ = (TRAINER, ROLLOUT, GENERATE, SCORE, PHASE, STALENESS, SERVICE_IDLE)

@@ -480,6 +480,8 @@ def test_what_is_no_name_and_a_closed_client_are_refused(tmp_path: Path, open_sh
     client = Client(tmp_path)
     with pytest.raises(UserError, match="consumer: expected a name of 1 to 64 characters, got '5'"):
         client.forget(5)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"site: expected one of the run's sites \(none: .*\), got 'oslo'"):
+        client.subscribe_weights(site="oslo")
     client.close()
     client.close()
     with pytest.raises(UserError, match="this client is closed"):

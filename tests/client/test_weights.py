@@ -16,7 +16,7 @@ from distflow.client import WeightSubscription
 from distflow.client import weights as weights_module
 from distflow.errors import ChecksumError, UserError
 from distflow.types import Version
-from distflow.weights import swarm_client
+from distflow.weights import patience
 from distflow.weights.client_requests import ASK_PUBLISHERS, ASK_WEIGHTS
 from distflow.weights.manifest import Manifest
 from distflow.weights.segment_file import SEGMENTS
@@ -162,7 +162,7 @@ def test_where_nothing_comes_what_is_newer_is_taken(
     distant: Publisher, newer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cannot be reached where it says that it is."""
-    monkeypatch.setattr(swarm_client, "RETRY_S", 0.2)
+    monkeypatch.setattr(patience, "RETRY_S", 0.2)
     lost = structs.replace(distant.publish(1), place="swarm:tcp://127.0.0.1:9#00")
     distant.replies = [lost, TimeoutError("no"), distant.publish(2) if newer else None]
     distant.replies.append(distant.publish(3) if newer else None)
@@ -174,7 +174,7 @@ def test_where_nothing_comes_what_is_newer_is_taken(
 def test_the_end_of_the_time_ends_a_fetch_to_which_nothing_comes(
     distant: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swarm_client, "RETRY_S", 0.2)
+    monkeypatch.setattr(patience, "RETRY_S", 0.2)
     distant.replies = [structs.replace(distant.publish(1), place="swarm:tcp://127.0.0.1:9#00")]
     distant.replies += [TimeoutError("no")] * 100
     with pytest.raises(TimeoutError, match="policy: waited"):

@@ -65,6 +65,16 @@ def finishes(reports: str) -> int:
     return 3
 
 
+def echoes(reports: str) -> int:
+    """Reports how much it has read, once there is a line's end, then reads no more."""
+    read = b""
+    while not read.endswith(b"\n"):
+        read += os.read(0, 1 << 16)
+    tell(reports, read=len(read))
+    time.sleep(600)
+    return 0
+
+
 def tracker(start: str, reports: str) -> int:
     """A tracker's process that does what its start file says, life by life; it notes each life in `lives`."""
     lives = Path(start).with_name("lives")

@@ -53,6 +53,18 @@ def test_all_of_it_ends_when_the_parent_is_killed(tmp_path: Path) -> None:
     eventually(lambda: not helpers_of(tmp_path), "the end of all of them")
 
 
+def test_what_it_is_told_arrives_whole_or_not_in_time(tmp_path: Path) -> None:
+    """A pipe has room for 64 KiB at most."""
+    process = start("echoes", folder=tmp_path)
+    assert process.tell(bytes(1_000_000) + b"\n", 20.0)
+    assert eventually(process.read, "its report") == [b'{"read": 1000001}']
+    assert not process.tell(bytes(1_000_000), 0.1)
+    process.kill()
+    eventually(lambda: process.ended, "its end")
+    assert not process.tell(b"\n")
+    process.close()
+
+
 def test_what_it_prints_is_bounded(tmp_path: Path) -> None:
     process = start("floods", folder=tmp_path)
     output = tmp_path / "output.log"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from contextlib import suppress
 
 import pytest
 
-from tests.e2e.runs import PACED, Launch, Run, check_trained_once, cli
+from distflow.launch.run.exit_status import STOPPED
+from tests.e2e.runs import PACED, SMALL, Launch, Run, check_trained_once, cli
+from tests.warm_start import WarmProcess
 
 STEPS = 120
 
@@ -127,3 +130,62 @@ def test_pools_that_train_otherwise(launch: Launch, layout: list[str], change: s
     assert [step for term in sorted(terms) for step in terms[term]] == list(range(1, steps + 1)), "none was repeated"
     check_trained_once(run, steps)
     assert run.leftovers() == []
+
+
+EMULATED = (
+    *SMALL,
+    "layout=async",
+    "layout.pools.rollout={count: 1, engine: 'distflow.testing.emulated:EmulatedEngine', slots: 16}",
+    "layout.pools.rollout.engine_options={device: h100-qwen2.5-7b, time_scale: 1.0, median: 30, sigma: 0.4}",
+    "layout.pools.trainer.backend=distflow.testing.emulated:EmulatedBackend",
+    "layout.pools.trainer.backend_options={device: h100-qwen2.5-7b, time_scale: 0.02, size: 1024}",
+    "flow.steps.sample.with.max_new_tokens=100",
+    "run.training_steps=400",
+)
+"""Generation takes all the time."""
+
+
+def test_workers_are_added_by_what_the_run_measures(launch: Launch) -> None:
+    run = launch("quickstart", *EMULATED)
+    run.until(lambda: run.steps_done() >= 1, "the first training step")
+    where = ["--runs-dir", str(run.folder.parent)]
+    scaling = WarmProcess("distflow.launch", ["scale", run.name, "rollout=auto", "--max", "3", *where])
+    try:
+        run.until(lambda: workers_of(run, 0) >= {"rollout/0", "rollout/1"}, "samples of a second worker")
+        told = cli("status", run.name, *where).stdout
+        assert "one more rollout would make training steps about" in told or "hardly shorter" in told
+        scaling.send_signal(signal.SIGINT)
+        said, _ = scaling.communicate(timeout=30.0)
+    finally:
+        if scaling.poll() is None:
+            scaling.kill()
+            scaling.wait()
+    assert scaling.returncode == 0, said
+    assert f"{run.name}: rollout has 1 workers, and will have 1 to 3" in said
+    assert re.search(
+        r"step \d+: training waits \d+% of the time for samples, and steps should become \d+% shorter", said
+    )
+    assert "rollout: 1 → 2; joining: rollout/1" in said
+    assert f"no longer scaling; {run.name} continues with the workers that it has" in said
+    done = run.steps_done()
+    run.until(lambda: run.steps_done() > done + 1, "further training steps")
+    assert cli("stop", run.name, *where).returncode == 0
+    assert run.wait() == STOPPED
+    assert run.leftovers() == []
+
+
+def test_pools_and_numbers_that_do_not_scale_by_themselves_are_refused(launch: Launch) -> None:
+    run = launch("quickstart", *EMULATED, "layout.pools.rollout.slots=8")
+    run.until(lambda: run.steps_done() >= 1, "the first training step")
+    for words, expected in (
+        (["trainer=auto"], "pool 'trainer' trains; only other pools are elastic (rollout)"),
+        (["critic=auto"], "there is no pool 'critic'; this run has rollout, trainer"),
+        (["rollout=auto", "--min", "3", "--max", "2"], "--min 3 is more than --max 2"),
+        (["rollout=2", "--max", "2"], "--min, --max: only with rollout=auto"),
+        (["rollout=some"], "expected POOL=N or POOL=auto"),
+        (["rollout=auto", "--ship-code"], "--ship-code: only for hosts that join"),
+    ):
+        done = cli("scale", run.name, *words, "--runs-dir", str(run.folder.parent))
+        assert done.returncode == 2
+        assert expected in done.stderr
+    assert [entry["name"] for entry in run.record()["workers"]] == ["rollout/0", "trainer/0"]

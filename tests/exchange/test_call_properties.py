@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.sim.scenario import Crash, Leave, Pause
+from distflow.testing import call_faults
+from distflow.testing.call_faults import calls_of, check_calls, judge_calls
 from distflow.testing.call_network import CallNetwork
-from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario, Cut, Withdrawal
+from distflow.testing.call_scenario import MIB, CallScenario, Cut, Withdrawal
 from tests.budget import within
 
 AT = st.floats(0.0, 20.0)
@@ -54,22 +59,20 @@ def scenarios(draw: st.DrawFn) -> CallScenario:
     )
 
 
-def check(scenario: CallScenario, record: CallRecord) -> None:
-    """Everything that was asked is answered once, but for what was cancelled."""
-    asked = {
-        (client, step, t, group)
-        for client in range(scenario.clients)
-        for step in (FROZEN, VERSIONED)
-        for t in range(scenario.steps)
-        for group in range(scenario.groups)
-    }
-    assert record.answers.keys() <= asked
-    assert set(record.answers.values()) <= {1}
-    assert len(record.answers) == len(asked) - record.cancelled
-
-
 @settings(max_examples=300, derandomize=True)
 @given(scenarios())
 @within(6, examples=300)
 def test_every_call_is_answered_once_whatever_happens(scenario: CallScenario) -> None:
-    check(scenario, CallNetwork(scenario).run())
+    check_calls(scenario, CallNetwork(scenario).run())
+
+
+def test_no_seed_of_the_search_for_faults_breaks_a_promise() -> None:
+    assert [judge_calls(seed) for seed in range(60)] == [None] * 60
+
+
+def test_the_search_tells_of_a_run_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf = replace(calls_of(0), loss=1.0, limit_s=100.0)
+    monkeypatch.setattr(call_faults, "calls_of", lambda seed: deaf)
+    found = judge_calls(0)
+    assert found is not None
+    assert found.what.startswith("no end by 100.0 s")

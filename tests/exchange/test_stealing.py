@@ -8,7 +8,7 @@ import time
 import pytest
 
 from distflow.errors import ProtocolError
-from distflow.exchange.steal_core import ASK, BACKLOG, GROUPS, KEPT, PROBE, RETURNED, Send, StealCore
+from distflow.exchange.steal_core import ASK, BACKLOG, GROUPS, KEPT, MOST_PROBED, PROBE, RETURNED, Send, StealCore
 
 BUDGET_S = 2.0
 SEEDS_AT_LEAST = 40
@@ -199,6 +199,20 @@ def test_the_larger_backlog_is_asked() -> None:
     assert core.handle(BACKLOG, "trainer/1", {"step": 5, "groups": 1}, 0.0) == []
     asked = core.handle(BACKLOG, "trainer/2", {"step": 5, "groups": 4}, 0.0)
     assert asked == [Send("trainer/2", ASK, {"step": 5, "number": 1})]
+
+
+def test_where_no_probed_peer_has_groups_others_are_probed_too() -> None:
+    peers = tuple(f"trainer/{number}" for number in range(1, 41))
+    core = make(peers=peers)
+    probed: list[str] = []
+    wave = core.search(0.0)
+    while wave:
+        assert {item.kind for item in wave} == {PROBE}
+        probed += [item.to for item in wave]
+        wave = [more for item in wave for more in core.handle(BACKLOG, item.to, {"step": 5, "groups": 0}, 0.0)]
+    assert len(probed) == len(set(probed)) == MOST_PROBED, "each once, and not all of many"
+    found = core.handle(BACKLOG, probed[-1], {"step": 5, "groups": 2}, 0.5)
+    assert found == [Send(probed[-1], ASK, {"step": 5, "number": 1})], "the last ones are heard, too"
 
 
 def test_a_refused_requester_is_told_of_a_backlog() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from distflow.data.micro_batches import split_rows
 from distflow.errors import RecipeError
 from distflow.flow.estimate import GPU_PROCESS, PROCESS, Estimate, estimate, micro_batch
-from distflow.flow.memory import MIB, rows_bytes
+from distflow.flow.memory import MIB, NIXL_PROCESS, rows_bytes
 from distflow.flow.memory_fit import Capacity, memory_data, memory_lines, placed
 from distflow.flow.plan import Plan
 from distflow.flow.plan_text import plan_data, render_page
@@ -439,6 +439,12 @@ def test_weights_that_come_in_parts_are_kept_where_they_leave_and_where_they_com
     # Two copies of half of it, and one of all.
     assert more == dict.fromkeys(("rollout/0", "rollout/1", "trainer/0", "trainer/1"), version)
     assert needs_here(plan).memory.warn - needs_here(without).memory.warn >= 4 * version
+
+
+def test_processes_with_nixl_are_counted() -> None:
+    without, plan = planned(), planned("weights.link=nixl")
+    more = [one(plan, number).host - one(without, number).host for number in range(len(plan.workers))]
+    assert more == [NIXL_PROCESS] * 3
 
 
 def test_a_critic_without_a_model_of_its_own_recomputes_as_the_policy_does() -> None:

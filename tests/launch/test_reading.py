@@ -55,12 +55,15 @@ def test_status_says_which_weights_go_between_hosts(going, capsys, monkeypatch):
     rows = run_client.worker_rows
     sent = {"chunks": 4, "sent_bytes": 4_000_000, "gone": 0, "refused": 0, "readers": 2}
     read = {**sent, "sent_bytes": 0, "readers": 0, "fetched_bytes": 3_000_000}
-    told = {"trainer/0": [sent, sent], "rollout/0": [read], "rollout/1": []}
+    told = {"trainer/0": [sent, sent], "rollout/0": [read], "rollout/1": [{**read, "read_bytes": 2_000_000}]}
     monkeypatch.setattr(
         run_client, "worker_rows", lambda *args: [{**row, "weights": told[row["name"]]} for row in rows(*args)]
     )
     assert distflow(["status", "fake-0", *runs_dir(going)]) == 0
-    line = "weights between hosts: rollout/0 has fetched 3.0 MB, trainer/0 has sent 8.0 MB (4 connected)"
+    line = (
+        "weights between hosts: rollout/0 has fetched 3.0 MB, rollout/1 has fetched 3.0 MB, 2.0 MB of that by NIXL, "
+        "trainer/0 has sent 8.0 MB (4 connected)"
+    )
     assert line in " ".join(capsys.readouterr().out.split())
 
 

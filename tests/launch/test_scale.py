@@ -114,8 +114,8 @@ REFUSED = {
     "reward=2": "there is no pool 'reward'; this run has rollout, trainer",
     "rollout=0": "rollout=0; expected 1 to 4096 workers",
     "rollout=-1": "rollout=-1; expected 1 to 4096 workers",
-    "rollout=many": "expected POOL=N, for example rollout=3",
-    "rollout": "expected POOL=N, for example rollout=3",
+    "rollout=many": "expected POOL=N or POOL=auto, for example rollout=3",
+    "rollout": "expected POOL=N or POOL=auto, for example rollout=3",
 }
 
 

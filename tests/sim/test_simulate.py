@@ -16,7 +16,7 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.flow.memory import group_bytes
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group, run
-from distflow.sim.fluid_engine import FluidEngine, FluidSample
+from distflow.sim.fluid_engine import FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DecodeLatency, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, read_trace
 from distflow.sim.predict import Load, SimulateOptions, load_of, simulate
@@ -70,6 +70,18 @@ def test_samples_that_run_together_take_the_time_of_their_steps() -> None:
     (last,) = engine.take_ended(12.5)
     assert [(span.version, span.start, span.end) for span in last.spans] == [(3, 0, 5), (4, 5, 10)]
     assert engine.produced == 15
+
+
+def test_between_two_turns_the_engine_waits_for_the_environment() -> None:
+    engine = FluidEngine(2, DecodeLatency(1.0, 0.0), turns=SampleTurns(4, 0.5))
+    engine.add([sample(0, 10), sample(1, 4)])
+    ended, at = {}, 0.0
+    while (end := engine.next_end()) is not None:
+        at = end
+        ended |= {out.position: at for out in engine.take_ended(at)}
+    # 0 has turns of 4, 4 and 2 tokens; 1 is over with its only one.
+    assert ended == {1: pytest.approx(4.0), 0: pytest.approx(11.0)}
+    assert (engine.stalled_s, engine.produced) == (pytest.approx(1.0), 14)
 
 
 def test_context_makes_each_step_longer_than_the_one_before() -> None:
@@ -160,6 +172,8 @@ def test_the_command_shows_causes_and_writes_a_timeline_and_a_picture(tmp_path: 
 
 def test_several_values_give_a_table_or_a_list() -> None:
     several = "layout.pools.rollout.count=1,4"
+    turns = json.loads(invoke("--json", "--turn-tokens", "1", "--turn-s", "0.5"))
+    assert turns["step_s"] > 2 * json.loads(invoke("--json"))["step_s"], "environments take their time"
     head, *rows = invoke(several).splitlines()
     assert head.split()[:3] == ["layout.pools.rollout.count", "step", "s"]
     assert [row.split()[0] for row in rows] == ["1", "4"]
@@ -176,6 +190,7 @@ def test_several_values_give_a_table_or_a_list() -> None:
         (["--device", "h100-qwen2.5-7"], r"latency model 'h100-qwen2.5-7': no such data file; did you mean"),
         (["batch.prompts=8,16", "-o", "x.json"], r"-o: a timeline is that of one simulation"),
         (["run.seed=" + ",".join(map(str, range(101)))], r"101 simulations: expected at most 100"),
+        (["--turn-tokens", "100"], r"--turn-tokens and --turn-s: a turn has both"),
         (["--plot", "x.txt"], r"--plot x.txt: unknown kind of picture"),
     ],
 )

@@ -15,6 +15,7 @@ import torch
 
 from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.one_sided import ExposedMemory
 from distflow.weights.rounded_publisher import RoundedPublisher
 from distflow.weights.rounding import Rounding
 from distflow.weights.segment_file import SEGMENTS
@@ -77,12 +78,18 @@ class Host:
         size: int = 1_000_000,
         keyframe_every: int = 1,
         to: Rounding | None = None,
+        exposed: ExposedMemory | None = None,
         on_fault: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.term, self.size, self.tag = term, size, new_tag()
         rounding = None if to is None else RoundedPublisher(self.tag, to)
         self.server = SwarmServer(
-            "127.0.0.1", encrypted=encrypted, keyframe_every=keyframe_every, rounding=rounding, on_fault=on_fault
+            "127.0.0.1",
+            encrypted=encrypted,
+            keyframe_every=keyframe_every,
+            rounding=rounding,
+            exposed=exposed,
+            on_fault=on_fault,
         )
         self.publisher = SummingPublisher(self.tag, "policy", term, self.server.pinned)
 
@@ -108,9 +115,14 @@ def flip(manifest: Manifest, chunk: int) -> None:
 
 
 class Proxy:
-    """A link that can be cut: then nothing goes through; with `reset`, connections end too."""
+    """A link that can be cut: then nothing goes through; with `reset`, connections end too.
 
-    def __init__(self, place: str) -> None:
+    `rate`: bytes a second that all its connections share.
+    """
+
+    def __init__(self, place: str, rate: float = float("inf")) -> None:
+        self._rate = rate
+        self._turn = threading.Lock()
         self._place = SwarmPlace.parse(place)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open = threading.Event()
@@ -159,4 +171,6 @@ class Proxy:
                 self.seen += data
                 # Slow enough that a test can cut the link in the middle.
                 time.sleep(0.002)
+                with self._turn:
+                    time.sleep(len(data) / self._rate)
         self._hang_up([source, target])

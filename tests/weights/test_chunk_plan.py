@@ -72,7 +72,9 @@ class Swarm:
         self.ask(number, reader, link)
 
     def deliver(self, reader: Reader, link: int, what: str, chunk: int) -> None:
-        if what == "dealt":
+        if what == "given":
+            reader.plan.given(link, [chunk])
+        elif what == "dealt":
             reader.plan.all_dealt(link)
         elif what != "chunk":
             reader.plan.refused(link, chunk, gone=what == "gone")
@@ -90,6 +92,7 @@ class Swarm:
             return
         if want.what == "deal":
             dealt = self.dealer.deal(str(number), self.site(number), want.deals)
+            line.extend(("given", chunk) for chunk in dealt)
             self.send(line, dealt)
             line.extend([("dealt", 0)] * (len(dealt) < want.deals))
         for chunk in want.chunks:
@@ -213,6 +216,16 @@ def test_what_goes_to_one_that_passes_nothing_on_is_dealt_to_others_all_the_same
     assert not dealer.gives("", "", 0, {"a"}, again=False), "it is had from that one"
 
 
+def test_one_that_passes_nothing_on_waits_for_the_readers_of_its_site() -> None:
+    dealer = ChunkDealer(2)
+    assert dealer.gives("", "far", 0, set(), again=False), "nobody else is there"
+    assert not dealer.gives("", "far", 0, {"a"}, again=False), "that one will be given it"
+    assert dealer.gives("", "far", 0, {"a"}, again=True), "it does not come"
+    assert dealer.deal("a", "far", 2) == [0, 1]
+    assert not dealer.gives("", "far", 1, {"a"}, again=False)
+    assert dealer.gives("", "far", 1, {"b"}, again=False)
+
+
 def test_a_chunk_that_is_no_longer_wanted_is_not_kept() -> None:
     plan = ChunkPlan(2, window=1)
     plan.join(SEED, seed=True)
@@ -221,10 +234,37 @@ def test_a_chunk_that_is_no_longer_wanted_is_not_kept() -> None:
     assert plan.next(SEED) == ("deal", (), 1)
     plan.offers(1, [0, 7])
     assert plan.next(1) == ("want", (0,), 0)
+    plan.given(SEED, [0])
     assert not plan.begin(SEED, 0), "it is on its way from elsewhere"
     assert plan.begin(1, 0)
     plan.right(1, 0)
     assert (plan.arrived, plan.done) == (1, False)
+
+
+def test_what_is_dealt_is_asked_for_nowhere_else_while_it_is_on_its_way() -> None:
+    plan = ChunkPlan(3, window=2)
+    for link in (SEED, 1, 2):
+        plan.join(link, seed=link != 2)
+    assert plan.next(SEED) == ("deal", (), 2)
+    plan.given(SEED, [0, 2])
+    assert plan.next(1) == ("deal", (), 2)
+    plan.all_dealt(1)
+    plan.offers(2, [1])
+    plan.urge(again=False)
+    assert plan.next(2) == ("want", (1,), 0)
+    assert plan.next(1) is None
+    plan.leave(SEED)
+    assert plan.next(1) == ("want", (0, 2), 0), "the connection is gone, and what was to come on it"
+
+
+def test_of_several_that_doubt_a_reader_one_gets_the_chunk() -> None:
+    dealer, present = ChunkDealer(1), {"a", "b", "c"}
+    assert dealer.deal("a", "", 1) == [0]
+    assert not dealer.gives("b", "", 0, present, again=True), "it has not been told to ask another one"
+    assert not dealer.gives("c", "", 0, present, again=False)
+    assert dealer.gives("b", "", 0, present, again=True)
+    assert not dealer.gives("c", "", 0, present, again=True), "the other one has it now"
+    assert dealer.gives("c", "", 0, present, again=True)
 
 
 def test_each_reader_fetches_from_log_r_others_and_everything_reaches_everyone() -> None:

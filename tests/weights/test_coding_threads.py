@@ -27,6 +27,6 @@ def test_a_reader_receives_on_as_many_connections(
     monkeypatch.setattr(swarm_client, "coding_threads", lambda: threads)
     client: Any = SwarmClient(SwarmPlace("tcp://127.0.0.1:1", bytes(16), False), Opening("tcp://127.0.0.1:2"))
     made: list[str] = []
-    monkeypatch.setattr(client, "_connect_to", lambda job, address: made.append(address))
+    monkeypatch.setattr(client, "_connect_to", made.append)
     client._connect(SimpleNamespace(plan=SimpleNamespace(done=False)))
     assert made == ["tcp://127.0.0.1:1"] * connections

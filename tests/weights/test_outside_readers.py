@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import Overtaken, UserError
-from distflow.weights import private_segments, swarm_client
+from distflow.weights import patience, private_segments, swarm_client
 from distflow.weights.manifest import CHUNK_BYTES
 from distflow.weights.private_segments import PrivateSegments
 from distflow.weights.swarm_reader import SwarmReader
@@ -23,8 +23,8 @@ CHUNKS = 23
 Cast = Callable[..., Actor]
 
 
-def outside(no_progress_s: float = WAIT_S) -> SwarmReader:
-    return SwarmReader(None, None, no_progress_s)
+def outside(no_progress_s: float = WAIT_S, site: str = "") -> SwarmReader:
+    return SwarmReader(None, None, no_progress_s, site)
 
 
 @pytest.fixture
@@ -57,6 +57,20 @@ def test_they_take_from_hosts_of_the_run_what_these_were_given(host: Host) -> No
         reader.close()
 
 
+def test_at_a_site_they_take_nothing_from_elsewhere_that_hosts_there_fetch(host: Host) -> None:
+    within, beyond, lost = new_reader(site="far"), outside(site="far"), outside()
+    for number in (1, 2, 3):
+        manifest, before = host.publish(number), host.server.traffic.sent_bytes
+        assert all(holds(found, number, SIZE) for found in fetch_together([within, beyond], manifest))
+        if number > 1:
+            assert host.server.traffic.sent_bytes - before == manifest.size
+    before = host.server.traffic.sent_bytes
+    assert holds(lost.fetch(manifest), 3, SIZE)
+    assert host.server.traffic.sent_bytes - before == manifest.size, "it has not said where it stands"
+    for reader in (within, beyond, lost):
+        reader.close()
+
+
 def test_one_that_is_killed_in_the_middle_costs_a_host_of_the_run_no_chunk(cast: Cast) -> None:
     publisher = cast(Publisher, new_tag(), 0, SIZE)
     lost, reader = cast(FarReader, None, SIZE), cast(FarReader, new_tag(), SIZE)
@@ -73,7 +87,7 @@ def test_one_that_is_killed_in_the_middle_costs_a_host_of_the_run_no_chunk(cast:
 
 
 def test_an_interrupted_fetch_goes_on_where_it_was(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swarm_client, "RETRY_S", 0.3)
+    monkeypatch.setattr(patience, "RETRY_S", 0.3)
     reader, manifest = outside(), host.publish(1)
     way = Proxy(manifest.place)
     through = type(manifest).from_wire({**manifest.to_wire(), "place": way.place})

@@ -17,7 +17,7 @@ from msgspec import structs
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.flow.sizes import PUBLISHED
 from distflow.types import Version
-from distflow.weights import chunk_server, swarm_client, swarm_socket
+from distflow.weights import chunk_server, patience, swarm_client, swarm_socket
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
 from distflow.weights.shm import HEADER_BYTES, AnnouncedSegment, ShmReader
 from distflow.weights.swarm import ChunkAsk, Opening, Secret, SwarmPlace, pack, read_ask, read_opening
@@ -221,7 +221,7 @@ def test_a_chunk_that_stays_wrong_ends_the_fetch(host: Host, reader: SwarmReader
 def test_a_link_that_is_cut_in_the_middle_heals(
     host: Host, reader: SwarmReader, reset: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swarm_client, "RETRY_S", 0.3)
+    monkeypatch.setattr(patience, "RETRY_S", 0.3)
     manifest = host.publish(4)
     proxy = Proxy(manifest.place)
     found: list[Any] = []
@@ -238,7 +238,7 @@ def test_a_link_that_is_cut_in_the_middle_heals(
 
 
 def test_a_server_that_is_gone_ends_the_fetch_with_what_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swarm_client, "RETRY_S", 0.2)
+    monkeypatch.setattr(patience, "RETRY_S", 0.2)
     host, reader = Host(), new_reader(no_progress_s=0.7)
     manifest = host.publish(1)
     host.close()

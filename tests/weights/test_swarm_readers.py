@@ -3,14 +3,16 @@
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from distflow.errors import UserError
 from distflow.flow.sizes import FETCHED
-from distflow.weights import host_segments, swarm_client
+from distflow.weights import host_segments, swarm_client, swarm_socket
 from distflow.weights.chunk_server import ChunkServer
 from distflow.weights.held_version import HeldVersion
 from distflow.weights.host_segments import HostSegments
@@ -18,8 +20,9 @@ from distflow.weights.manifest import CHUNK_BYTES, Manifest
 from distflow.weights.segment_file import SEGMENTS
 from distflow.weights.shm import HEADER_BYTES, segment_prefix
 from distflow.weights.swarm_reader import SwarmReader
+from distflow.weights.swarm_socket import address_of, listen
 from tests.polling import WAIT_S, eventually
-from tests.weights.swarm_kit import Host, holds, left_of, new_reader, new_tag, newest_memory
+from tests.weights.swarm_kit import Host, Proxy, holds, left_of, new_reader, new_tag, newest_memory
 
 SIZE = 6_000_000
 """Values of the largest tensor: 23 chunks."""
@@ -68,6 +71,18 @@ def test_a_version_enters_each_site_once(host: Host) -> None:
     assert host.server.traffic.sent_bytes == before, "its site has all of it"
     for reader in (*readers, late):
         reader.close()
+
+
+def test_a_version_crosses_a_slow_link_once_though_each_chunk_takes_longer_than_anybody_waits() -> None:
+    host, readers = Host(size=700_000), [new_reader(site="far") for _ in range(3)]
+    manifest = host.publish(1)
+    with closing(Proxy(manifest.place, rate=0.4 * CHUNK_BYTES)) as link:
+        found = fetch_together(readers, structs.replace(manifest, place=link.place))
+        assert all(holds(tensors, 1, 700_000) for tensors in found)
+        assert manifest.size < link.passed < 1.05 * manifest.size
+    assert host.server.traffic.sent_bytes == manifest.size
+    for each in (*readers, host):
+        each.close()
 
 
 def test_one_of_three_readers_on_a_host_fetches_and_the_others_map_it(host: Host) -> None:
@@ -206,6 +221,26 @@ def test_a_reader_that_was_wrong_is_asked_again_later(host: Host, monkeypatch: p
     assert host.server.traffic.chunks - before < manifest.chunks // 2
     for reader in (bad, late):
         reader.close()
+
+
+def test_a_neighbour_that_stands_still_holds_up_no_fetch(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system accepts connections for it, and nobody says anything on them."""
+    monkeypatch.setattr(swarm_socket, "HANDSHAKE_S", 2 * WAIT_S)
+    reader = new_reader()
+    reader.fetch(host.publish(1))
+    assert reader._client is not None
+    with listen("127.0.0.1") as mute:
+        reader._client.met((address_of(mute),))
+        done = threading.Event()
+        manifest = host.publish(2)
+        thread = threading.Thread(target=lambda: (reader.fetch(manifest), done.set()))
+        with monkeypatch.context() as still:
+            # The publisher does not know of it.
+            still.setattr(reader._client, "met", lambda peers: None)
+            thread.start()
+            assert done.wait(WAIT_S)
+        reader.close()
+    thread.join(WAIT_S)
 
 
 def test_a_fetch_that_was_given_up_is_served_no_more(host: Host) -> None:

@@ -1,0 +1,69 @@
+"""A long search for faults: scenarios by the thousand, of all kinds of layouts, and each seed that breaks a promise.
+
+    python -m benchmarks.faults leases --seed 0 --count 10000       # leases, stealing, dealing, terms, weights
+    python -m benchmarks.faults calls --seed 0 --count 10000        # calls of other pools
+
+A scenario follows from its seed. It takes some hundredths of a second of one core, so run it with `nice` and in the
+background. Every 500 scenarios it says how far it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+from distflow.config.schema import Schedule
+from distflow.sim.faults import Arithmetic, BrokenPromise, judge, scenario_of, variants
+from distflow.testing.call_faults import judge_calls
+
+EVERY, COLLECT = 500, 100
+
+
+def kinds() -> list[Arithmetic]:
+    """All layouts, under all schedules of leases that they allow."""
+    return [
+        replace(kind, schedule=schedule)
+        for schedule in get_args(Schedule)
+        for kind in variants()
+        if schedule == "fifo" or kind.staleness is not None
+    ]
+
+
+def judge_leases(seed: int) -> BrokenPromise | None:
+    """The scenario of a seed, of one kind after the other."""
+    every = kinds()
+    return judge(seed, scenario_of(every[seed % len(every)], seed))
+
+
+JUDGES: dict[str, Callable[[int], BrokenPromise | None]] = {"leases": judge_leases, "calls": judge_calls}
+
+
+def main() -> int:
+    """Search; 1 if a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=JUDGES)
+    parser.add_argument("--seed", type=int, default=0, help="the first")
+    parser.add_argument("--count", type=int, default=10_000)
+    args = parser.parse_args()
+    judged, broken, began = JUDGES[args.what], 0, time.monotonic()
+    # Looking for cycles again and again costs more than the cycles do.
+    gc.disable()
+    for number, seed in enumerate(range(args.seed, args.seed + args.count), start=1):
+        found = judged(seed)
+        if found is not None:
+            broken += 1
+            print(f"seed {seed}: {found.what}", flush=True)
+        if number % COLLECT == 0:
+            gc.collect()
+        if number % EVERY == 0 or number == args.count:
+            cpu, wall = time.process_time(), time.monotonic() - began
+            print(f"{number} scenarios, {broken} broke a promise; {cpu:.0f} s of a core, {wall:.0f} s", flush=True)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,178 @@
+"""What `distflow plan --optimize` prints: a table of splits with a verdict, or the figures as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distflow.sim.costs import CostedSplit
+from distflow.sim.predict import LEFT_OUT
+from distflow.sim.report import SimulateWays, shown_seconds
+from distflow.sim.splits import Candidate, SplitSearch, StalenessChoice, limit_of
+
+
+def table(found: SplitSearch) -> list[list[str]]:
+    """Columns that begin with their heads: the splits that were simulated."""
+    rule = found.rule
+    heads = ["", rule.generating_pool, rule.training_pool, "step s", "formula s"]
+    heads += [f"{rule.generating_pool} busy", "slots used", f"{rule.training_pool} busy", "limited by"]
+    rows = [heads]
+    for one in found.candidates:
+        if one.prediction is not None:
+            making, training = one.prediction.pools
+            slots = "" if making.slots_used is None else f"{making.slots_used:.0%}"
+            cells = [_mark(found, one), str(one.split.rollouts), str(one.split.trainers), f"{one.step_s:.2f}"]
+            cells += [f"{one.model.step_s:.2f}", f"{making.utilisation:.0%}", slots, f"{training.utilisation:.0%}"]
+            rows.append([*cells, limit_of(one).name])
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _mark(found: SplitSearch, one: Candidate) -> str:
+    marks = ["present"] if one is found.present else []
+    marks += ["best"] if one is found.best and found.worth_it else []
+    return ", ".join(marks)
+
+
+def above(found: SplitSearch, ways: SimulateWays) -> list[str]:
+    """The lines before the table."""
+    rule = found.rule
+    simulated = sum(one.prediction is not None for one in found.candidates)
+    each = ""
+    if (rule.engine, rule.trainer) != (1, 1):
+        each = f", {rule.engine} for a worker of {rule.generating_pool} and {rule.trainer} for one of "
+        each += rule.training_pool
+    if rule.used(rule.present) != rule.devices:
+        each += f" (the present layout has {rule.used(rule.present)})"
+    bound = "unbounded" if found.staleness is None else found.staleness
+    return [
+        f"simulated on {ways.device.device}, {ways.device.model}; {ways.shown}",
+        f"{rule.devices} devices between {rule.generating_pool} and {rule.training_pool}{each}; max_staleness {bound}; "
+        f"{simulated} of {len(found.candidates)} splits simulated, {found.steps} training steps of each",
+        "",
+    ]
+
+
+def below(found: SplitSearch) -> list[str]:
+    """The lines after the table: what to do, and why."""
+    limit = limit_of(found.present)
+    lines = ["", *_left(found), *_verdict(found)]
+    lines.append(f"what limits the present layout: {limit.name} — {limit.why}")
+    lines += [_staleness(found, other) for other in found.others if other.candidate.prediction is not None]
+    return [*lines, "", f"left out of simulations: {'; '.join(LEFT_OUT)}"]
+
+
+def _left(found: SplitSearch) -> list[str]:
+    """About the splits that were not simulated."""
+    lines = []
+    left = [one for one in found.candidates if one.prediction is None and not one.refused]
+    if left:
+        times = sorted({shown_seconds(end(one.model.step_s for one in left)) for end in (min, max)}, key=_number)
+        lines.append(f"not simulated: {len(left)}, by the formula {' to '.join(times)} a training step")
+    lines += [f"{one.split} is refused: {one.refused}" for one in found.candidates if one.refused]
+    if lines:
+        lines.append("")
+    return lines
+
+
+def _number(seconds: str) -> float:
+    return float(seconds.partition(" ")[0])
+
+
+def _verdict(found: SplitSearch) -> list[str]:
+    best, present = found.best, found.present
+    if not found.worth_it:
+        than = "" if best is present else f" ({best.split} is {found.gain:.1%} faster)"
+        return [f"keep the present layout: of {found.rule.devices} devices no other split is clearly faster{than}"]
+    words = " ".join(found.rule.words(best.split))
+    took, now = shown_seconds(best.step_s), shown_seconds(present.step_s)
+    return [f"best: {best.split}, {took} a training step in place of {now} ({-found.gain:+.0%}): {words}"]
+
+
+def _staleness(found: SplitSearch, other: StalenessChoice) -> str:
+    """What a larger bound would bring; whether samples may be that old is for the user to say."""
+    one = other.candidate
+    change = one.step_s / found.proposed.step_s - 1.0
+    counts = " ".join(found.rule.words(one.split)) if one.split != found.proposed.split else ""
+    words = f"layout.max_staleness={other.staleness}{' ' if counts else ''}{counts}"
+    took = f"{shown_seconds(one.step_s)} a training step ({change:+.0%})"
+    return f"with {words}: {took}, if the algorithm bears older samples"
+
+
+def above_costs() -> list[str]:
+    """The lines before the table of costs."""
+    return ["", "the cheapest split of each site alone, by what a million trained response tokens cost:", ""]
+
+
+def cost_table(found: SplitSearch, costs: Sequence[CostedSplit]) -> list[list[str]]:
+    """Columns that begin with their heads: the cheapest split of each site."""
+    rule = found.rule
+    rows = [
+        ["site", "slots", rule.generating_pool, rule.training_pool, "used", "an hour", "step s", "a million tokens"]
+    ]
+    for one in costs:
+        counts = [len(one.site.prices), *one.candidate.split, one.devices]
+        figures = [f"{one.hourly:.2f}", f"{one.candidate.step_s:.2f}", f"{one.per_million:.4g}"]
+        rows.append([one.site.name or "(none)", *map(str, counts), *figures])
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def below_costs(found: SplitSearch, costs: Sequence[CostedSplit]) -> list[str]:
+    """The lines after it: what to type for the cheapest of all."""
+    best = costs[0]
+    where = f" with --include {'@'.join(best.site.hosts)}" if len(costs) > 1 else ""
+    longer = best.candidate.step_s / found.proposed.step_s
+    return [
+        "",
+        f"cheapest: {' '.join(found.rule.words(best.candidate.split))}{where}",
+        f"its training steps are {longer:.1f} times as long as those of the best split above",
+    ]
+
+
+def data(found: SplitSearch, costs: Sequence[CostedSplit] = ()) -> dict[str, Any]:
+    """For programs."""
+    rule = found.rule
+    return {
+        "devices": rule.devices,
+        "devices_of": {rule.generating_pool: rule.engine, rule.training_pool: rule.trainer},
+        "max_staleness": found.staleness,
+        "steps": found.steps,
+        "present": _candidate(found, found.present),
+        "best": _candidate(found, found.best),
+        "gain": found.gain,
+        "limit": dict(zip(("name", "why"), limit_of(found.present), strict=True)),
+        "candidates": [_candidate(found, one) for one in found.candidates],
+        "more_staleness": [
+            {"max_staleness": other.staleness, **_candidate(found, other.candidate)} for other in found.others
+        ],
+        "costs": [
+            {
+                "site": one.site.name,
+                "hosts": list(one.site.hosts),
+                "hourly": one.hourly,
+                "per_million_tokens": one.per_million,
+                **_candidate(found, one.candidate),
+            }
+            for one in costs
+        ],
+        "not_simulated": list(LEFT_OUT),
+    }
+
+
+def _candidate(found: SplitSearch, one: Candidate) -> dict[str, Any]:
+    rule, prediction = found.rule, one.prediction
+    told: dict[str, Any] = {
+        "workers": {rule.generating_pool: one.split.rollouts, rule.training_pool: one.split.trainers},
+        "devices": rule.used(one.split),
+        "overrides": list(rule.words(one.split)),
+        "simulated": prediction is not None,
+        "step_s": one.step_s,
+        "model_s": one.model.step_s,
+    }
+    if one.refused:
+        told["refused"] = one.refused
+    if prediction is not None:
+        told["busy"] = {pool.name: pool.utilisation for pool in prediction.pools}
+        told["slots"] = prediction.pools[0].slots_used
+        told["tokens_s"] = prediction.tokens_s
+        told["limited_by"] = limit_of(one).name
+    return told
