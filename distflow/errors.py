@@ -151,6 +151,12 @@ class RunStopped(DistflowError):
     exit_code = 130
 
 
+class TermEnded(DistflowError):
+    """The training workers have saved and leave, so that others begin the next term; unwinds a worker's script."""
+
+    exit_code = ReplicaLost.exit_code
+
+
 class RunEnded(DistflowError):
     """The workers that own the samples have ended the run before its last training step; unwinds a worker's script."""
 

@@ -158,6 +158,11 @@ class WorkerName:
         return cls(pool, int(index))
 
 
+def in_pool(pool: str, names: Iterable[str]) -> list[str]:
+    """Those of these names, which may be of any form, that are of workers of a pool."""
+    return [name for name in names if name.rpartition("/")[0] == pool]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample one response. `top_p` 1.0 and `top_k` 0 switch these filters off; temperature 0 is greedy."""

@@ -13,8 +13,9 @@ import msgspec
 from distflow.data.decoding import MAX_NAME_CHARACTERS, Form, FromMinusOne, Row, Whole, read
 
 _EdgeName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
-Then = Literal["train", "stop", "end"]
-"""Train on the step, or drop what was accumulated for it: the run is stopped before it, or has reached its end."""
+Then = Literal["train", "stop", "end", "leave"]
+"""Train on the step, or drop what was accumulated for it: the run is stopped before it, or has reached its end, or all
+leave so that the next term begins."""
 
 
 class RowsSent(Form, frozen=True):

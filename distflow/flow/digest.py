@@ -22,7 +22,8 @@ def interface_digest(plan: Plan) -> Plan:
 def digest_parts(plan: Plan) -> dict[str, str]:
     """A hash of each thing that peers must agree on.
 
-    Not of the size of pools that do not train, of how anything travels between two workers, or a worker's own settings.
+    Not of the size of pools, which may change while the run goes on, of how anything travels between two workers, or a
+    worker's own settings.
     """
     recipe = plan.recipe
     run = {"seed": recipe.run.seed, "training_steps": recipe.run.training_steps}
@@ -32,7 +33,7 @@ def digest_parts(plan: Plan) -> dict[str, str]:
         "dtypes": {name: model.dtype for name, model in recipe.models.items()},
         "batch": dataclasses.asdict(plan.batch),
         "run": run,
-        "homes": {pool.name: [pool.homes, pool.members] for pool in plan.pools if pool.homes},
+        "homes": {pool.name: pool.homes for pool in plan.pools if pool.homes},
         "flow": [flow, {pool.name: pool.steps for pool in plan.pools}, plan.streamed],
         "models": {name: model.model_dump() for name, model in recipe.models.items()},
         "data": recipe.data.model_dump(),

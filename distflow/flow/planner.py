@@ -18,7 +18,7 @@ from distflow.flow.left_out import left_out_notes
 from distflow.flow.memory import later_bytes, rows_bytes, rows_memory_mb, sample_memory_mb
 from distflow.flow.model_roles import check_files
 from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan
-from distflow.flow.plan_checks import check_plan
+from distflow.flow.plan_checks import check_ledgers, check_plan
 from distflow.flow.plan_code import code_of, import_warnings
 from distflow.flow.reading import as_read
 from distflow.flow.sharding import divided_notes, divides_models
@@ -32,10 +32,11 @@ from distflow.types import WorkerName, prefixed, written
 REFILLS_PER_GROUP = 10
 
 
-def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = True) -> Plan:
+def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = True, spanning: bool = False) -> Plan:
     """Plan a recipe; raises RecipeError with all problems.
 
     `where` gives the `file:line` of a key. With `need_files=False` missing model folders and data files are only notes.
+    `spanning`: counts are of names, of which not all may have a worker (`flow/rescaling.py`).
     """
     where = where or (lambda key: "recipe")
     problems, missing = Problems(where), Problems(where)
@@ -49,6 +50,8 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     if structure is not None:
         recipe = as_read(recipe, structure)
         check_structure(structure, problems)
+        if not spanning:
+            check_ledgers(recipe, structure, problems)
         check_plan(recipe, structure, problems)
     if structure is None or problems:
         raise RecipeError(problems)

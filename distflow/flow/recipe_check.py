@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import yaml
 from pydantic import ValidationError
 
 from distflow.config.data_schema import DataConfig
-from distflow.config.load import Examined, LoadedRecipe, examine_recipe
+from distflow.config.load import Examined, LoadedRecipe, examine_recipe, recipe_from_mapping
 from distflow.config.paths import HUB_PREFIX, is_data_file
 from distflow.config.plugins import MODEL_CONFIG, VOCABULARY
 from distflow.config.schema import BatchConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
@@ -24,6 +25,7 @@ from distflow.flow.graph import read_steps
 from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
+from distflow.flow.rescaling import resized
 from distflow.flow.resolve import check_call, check_step, resolve
 from distflow.flow.step_declaration import read_declaration
 from distflow.flow.step_settings import functions_of
@@ -220,3 +222,17 @@ def _class_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
             if call is not None and call not in seen:
                 seen.add(call)
                 yield key, partial(_call, call, ("spec",), ())
+
+
+def plan_resized(run_dir: Path, counts: Mapping[str, int], *, spanning: bool = False) -> Plan:
+    """The plan of a run's recipe with these numbers of workers; raises RecipeError if it cannot be planned.
+
+    `spanning`: they are those of `rescaling.span`.
+    """
+    source = run_dir / "recipe.yaml"
+
+    def where(key: str) -> str:
+        return str(source)
+
+    recipe = recipe_from_mapping(resized(yaml.safe_load(source.read_text()), counts), where)
+    return make_plan(recipe, where, spanning=spanning)

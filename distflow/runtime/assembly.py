@@ -116,21 +116,25 @@ class Setting:
 
     @property
     def peers(self) -> list[str]:
-        """The workers of the plan that this one exchanges messages with."""
-        return [str(worker.name) for worker in self.plan.workers if self.is_peer(str(worker.name))]
+        """The workers of the plan that this one exchanges messages with; no training workers that left for good."""
+        left = set(self.plan.members) - set(self.members)
+        names = (str(worker.name) for worker in self.plan.workers)
+        return [name for name in names if name not in left and self.is_peer(name)]
 
     def is_peer(self, name: str) -> bool:
         """Whether a worker is a peer: at the other end of a port, a training worker for another, or, for a service, an
-        owner, by whose end it learns that there will be no more requests. Training workers that left for good are none.
+        owner, by whose end it learns that there will be no more requests. To workers that do not train, also a training
+        worker of a later term than theirs.
         """
         plan, me, pool = self.plan, str(self.me.name), WorkerName.parse(name).pool
         trains = any(one.name == pool and one.homes for one in plan.pools)
-        if name == me or (trains and name not in self.members):
+        if name == me or (trains and me in self.members and name not in self.members):
             return False
         train = {name, me} <= set(self.members)
         linked = pool != self.me.name.pool and any(port.peer == pool for port in self.me.ports)
+        owns = plan.home.name in (pool, self.me.name.pool)
         serves = any(plan.serves(one) for one in (pool, self.me.name.pool))
-        return train or linked or (serves and not {name, me}.isdisjoint(self.owners))
+        return train or linked or (serves and owns)
 
     def is_close(self, name: str) -> bool:
         """Whether a peer is to hear of this worker with every heartbeat: one of the two answers calls of the other."""

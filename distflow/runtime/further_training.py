@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch, group_ranges
 from distflow.data.micro_batches import minibatch_rows, with_agreed
-from distflow.errors import RunEnded, RunStopped
+from distflow.errors import RunEnded, RunStopped, TermEnded
 from distflow.exchange.dealing import DealRule, Offer, deal_step, ranks
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
@@ -119,7 +119,7 @@ class FurtherTraining:
     def receive(self, t: int) -> Iterator[Batch]:
         """The rows of step t that were dealt to this replica, at once.
 
-        Raises RunStopped if the owners stop before it, and RunEnded if they end the run there.
+        Raises RunStopped if the owners stop before it, RunEnded if they end the run there, and TermEnded if the term.
 
         Answers calls until all owners have closed the step: none of them needs the present version afterwards.
         """
@@ -135,6 +135,9 @@ class FurtherTraining:
             self._saving.end(Version(self._term, self._number))
             self.finished = True
             raise RunEnded("the training workers that own the samples have ended the run")
+        if received.then == "leave":
+            self._saving.try_now(Version(self._term, self._number), scored=True)
+            raise TermEnded(f"left after training step {self._number}, so that the next term begins")
         if received.then == "stop":
             raise RunStopped(self._board.stopping or "the training workers that own the samples were asked to stop")
         assert received.batch is not None, "there are rows to train on"

@@ -18,7 +18,7 @@ Around training step t:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from distflow.runtime.protocols import Backend, Engine, Measured
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.steps import by_kind
 from distflow.runtime.trajectories import Trajectories
-from distflow.types import DROP_REASON, LeaseKind, Version, lease_kind
+from distflow.types import DROP_REASON, LeaseKind, Version, in_pool, lease_kind
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
 
@@ -347,25 +347,25 @@ def build_outbound(
             log.warning("%s is lost (%s): waiting for its pool to restart", lost.name, lost.reason)
 
     node.on_lost(owner_lost)
-    _follow_terms(node, outbound, setting.owners, loaded, begun)
+    _follow_terms(node, outbound, setting.plan.home.name, loaded, begun)
     return outbound
 
 
 def _follow_terms(
     node: Node,
     outbound: OutboundSamples,
-    owners: Sequence[str],
+    home: str,
     loaded: Callable[[], Version | None],
     begun: Callable[[int, Mapping[int, int]], None],
 ) -> None:
-    """Follow the facts of training workers whose pool has restarted: they have been sent since the first hello."""
+    """Follow the facts of owners, of pool `home`, who may be others in each term: they come with the first hello."""
     core, peers = outbound.core, node.membership.peers
 
     def look(now: float) -> None:
-        for facts in [peers[name].facts for name in owners if name in peers and OWNERS in peers[name].facts]:
+        for facts in [peers[name].facts for name in in_pool(home, peers) if OWNERS in peers[name].facts]:
             known, term, names, begins = core.term, facts[TERM], list(facts[OWNERS]), dict(facts[BEGINS])
-            if not set(names) <= set(owners):
-                # They are not training workers of this run, so there is nothing to lease from them.
+            if not set(names) <= {*in_pool(home, peers), core.name} or len(names) > core.settings.ledgers:
+                # Not training workers of this run, or not known here yet.
                 continue
             if term > known:
                 # Before groups continue: from here on no version is loaded that does not survive.

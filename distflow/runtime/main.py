@@ -20,7 +20,7 @@ import torch
 from distflow import log
 from distflow.comm.addresses import ensure_socket_dir, leave_socket_dir
 from distflow.comm.processes import name_process
-from distflow.errors import DistflowError, RunStopped, StepError, UserError
+from distflow.errors import DistflowError, RunStopped, StepError, TermEnded, UserError
 from distflow.flow.document import WorkerDocument, read_worker_document
 from distflow.flow.file_import import scope_in
 from distflow.flow.planner import make_plan
@@ -45,8 +45,8 @@ each operation of torch. Python's own 5 ms are as long as a decode step of a sma
 def run_worker(document: Path, incarnation: int) -> int:
     """Run the worker described by `document`, for the `incarnation`th time from 0; returns its exit code.
 
-    0 done, 2 the user's recipe or plug-in, 3 failed for good, 130 stopped, 1 an internal error. A failure is also
-    written to `<run>/workers/<pool>-<i>.failure.json`.
+    0 done, 2 the user's recipe or plug-in, 3 failed for good, 130 stopped, 75 to be started again in another term, 1 an
+    internal error. A failure is also written to `<run>/workers/<pool>-<i>.failure.json`.
     """
     try:
         found = read_worker_document(document)
@@ -71,6 +71,9 @@ def run_worker(document: Path, incarnation: int) -> int:
     except RunStopped as stopped:
         log.logger(__name__).info("stopped: %s", stopped)
         return STOPPED
+    except TermEnded as ended:
+        log.logger(__name__).info("%s", ended)
+        return TermEnded.exit_code
     except Exception as error:
         # The top of a worker: whatever ended it is recorded, then reported by the exit code.
         return _report(error, run_dir / "workers" / f"{stem}.failure.json", found.worker)
@@ -92,7 +95,7 @@ def run_by_hand(document: Path, incarnation: int) -> int:
 
 
 def _setting(document: WorkerDocument) -> Setting:
-    plan = make_plan(document.recipe)
+    plan = make_plan(document.recipe, spanning=document.members is not None)
     me = plan.worker(WorkerName.parse(document.worker))
     resumed = None
     # Only training workers are part of a checkpoint; the others start afresh.

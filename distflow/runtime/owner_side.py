@@ -25,6 +25,7 @@ from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings, SourceUse
 from distflow.data.responses import Reading
 from distflow.errors import DistflowError, NoProgressError, Problem, RunStopped, UserError, did_you_mean
+from distflow.exchange import facts
 from distflow.exchange.feed_thread import FeedThread
 from distflow.exchange.kept_samples import KeptSamples
 from distflow.exchange.lease_lanes import Lanes
@@ -252,6 +253,8 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     _go_on(store, setting, node)
     for kind in STORE_KINDS:
         node.on_request(kind, lambda message: store.on_message(message, time.monotonic()))
+    begins = list(setting.begins.items())
+    node.facts |= {facts.OWNERS: list(setting.owners), facts.TERM: setting.document.term, facts.BEGINS: begins}
     node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))
     node.told["consumers"].append(lambda: [one._asdict() for one in store.consumers.counts()])
     outside = Outside(inbound.core, store, plan, written, lambda: node.board.current is not None)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
-from distflow.comm.addresses import run_tag
 from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import DealRule
 from distflow.exchange.intake_core import IntakeCall, IntakeRule
@@ -20,7 +18,7 @@ from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.exchange.store_channel import SampleStore
 from distflow.flow.edges import SAMPLES
 from distflow.flow.memory import MIB, rows_bytes
-from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, device_of, model_folders
+from distflow.runtime.assembly import Setting, Standing, build_trajectories, checkpoint_writer, model_folders
 from distflow.runtime.calls import Calls
 from distflow.runtime.disk import VAL_ROLLOUTS, Disk
 from distflow.runtime.dumps import build_dumps
@@ -41,15 +39,18 @@ from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.validation import Validation, val_settings
-from distflow.runtime.weight_publisher import Announcer, Publishing, ShardLinks, build_canaries, build_inboxes
+from distflow.runtime.weight_publisher import (
+    Announcer,
+    Publishing,
+    ShardLinks,
+    build_canaries,
+    build_inboxes,
+    build_reader,
+)
 from distflow.types import LeaseKind, Version, WorkerName
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
-from distflow.weights.one_sided import one_sided_reads
-from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.shm import ShmReader
-from distflow.weights.swarm_reader import LOOPBACK, SwarmReader
 from distflow.weights.transport import InprocLink, WeightPublisher, WeightReader
 
 
@@ -109,23 +110,13 @@ def validates(base: Base, tokenizer: Tokenizer) -> Validation | None:
 
 def reads(base: Base) -> dict[str, WeightInbox]:
     """The reader's ends of the weights, by model: from this process, from this host's memory or from the network."""
-    stage = partial(far_reader, base)
-    shown, device = partial(base.node.board.shown, peers=()), device_of(base.setting.plan, base.setting.me)
     readers: dict[str, WeightReader] = {}
     for model in base.setting.me.generates:
-        near = base.links.get(model) or (ShmReader(shown, device) if base.hosts.publishes_here(model) else None)
-        readers[model] = stage() if near is None else InPlace(near)
+        own = base.links.get(model)
+        near = base.hosts.publishes_here(model)
+        readers[model] = build_reader(base.setting, base.node, base.hosts, near=near) if own is None else InPlace(own)
     val = base.setting.plan.val if base.setting.only_validates else None
-    return build_inboxes(base.node, readers, stage, base.shards, () if val is None else val.versions)
-
-
-def far_reader(base: Base) -> Stage:
-    """A reader of weights from the network."""
-    tag, limit_s = run_tag(base.setting.run_dir, base.hosts.here), base.setting.recipe.limits.no_progress_s
-    nixl = one_sided_reads(base.hosts.nixl, base.node.endpoint.traffic)
-    reader = SwarmReader(tag, base.hosts.address or LOOPBACK, limit_s, base.setting.document.site, nixl)
-    base.node.told["weights"].append(reader.told)
-    return Stage(reader, base.node.board.wake)
+    return build_inboxes(base.setting, base.node, base.hosts, readers, base.shards, () if val is None else val.versions)
 
 
 class Outbound(NamedTuple):

@@ -49,6 +49,14 @@ class StepTally:
     judged: dict[Uid, Scores] = field(default_factory=dict)
     """What the samples of each group scored, if it matters for later prompts."""
 
+    def measure(self, metrics: MetricStore, seconds: float, workers: int, *, generated: bool) -> None:
+        """Record how fast the step was, with so many workers that this one exchanges messages with, itself included."""
+        if generated and self.tokens:
+            metrics.mean("perf/overlap_share", self.overlapped / self.tokens, self.tokens)
+        metrics.set("perf/samples_per_s", self.samples / seconds)
+        metrics.set("perf/tokens_per_s", self.tokens / seconds)
+        metrics.set("perf/throughput", self.tokens / seconds / workers)
+
 
 @dataclass(frozen=True, slots=True)
 class _Taken:

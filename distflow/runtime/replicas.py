@@ -23,7 +23,7 @@ from distflow.comm.message import Message
 from distflow.comm.store import ANSWERED, ASKED, Answer, Question, StoreCore
 from distflow.comm.traffic import GLOO
 from distflow.config.schema import LimitsConfig
-from distflow.data.decoding import read
+from distflow.data.decoding import Form, Whole, read
 from distflow.errors import ProtocolError, RunStopped
 from distflow.flow.lanes import parts_readers
 from distflow.runtime.assembly import Setting
@@ -43,8 +43,12 @@ STORE_S = 2 * FORM_S
 CLOSED = "the worker has left: the store of its process group is closed"
 
 
+class _EndTerm(Form, frozen=True):
+    term: Whole
+
+
 class Replicas(MemberGroup):
-    """This replica among `replicas` (all of its home, in order); `everyone`: those of all homes."""
+    """This replica among `replicas` (all of its home, in order) in a term; `everyone`: those of all homes."""
 
     def __init__(
         self,
@@ -54,7 +58,9 @@ class Replicas(MemberGroup):
         node: Node,
         limits: LimitsConfig,
         address: str,
+        term: int = 0,
     ) -> None:
+        self._term = term
         agreements = Agreements(node)
         super().__init__(WorkerName.parse(me).pool, me, replicas, agreements, limits)
         self.set = MemberGroup(EVERYONE, me, everyone, agreements, limits)
@@ -62,9 +68,17 @@ class Replicas(MemberGroup):
         self._address = address
         self._store = GroupStore(node, replicas, limits.no_progress_s)
         self._collective: Collective | None = None
+        self.asked_to_leave = False
+        """Whether a host agent wants this term to end after the training step, for another number of workers."""
+        node.on_agent("end_term", self._on_end_term)
         self.finishes_step = False
         """The present training step will be finished, whoever is asked to stop: its first update is taken, or other
         homes are told to train on it, or told it this one."""
+
+    def _on_end_term(self, message: Message) -> None:
+        # One that was sent to the worker before this one, at the same address, may still come.
+        if read(message.body, _EndTerm, message.kind).term == self._term:
+            self.asked_to_leave = True
 
     def connect(self, device: str, *, even_alone: bool = False) -> None:
         """Create the process group once all replicas of all homes are present; for a single one only with `even_alone`.
@@ -116,6 +130,14 @@ class Replicas(MemberGroup):
         """Leave the group."""
         if self._collective is not None:
             self._collective.close()
+
+
+def build_replicas(setting: Setting, node: Node) -> Replicas:
+    """This replica of its home."""
+    address, standing = setting.document.address or LOOPBACK, setting.standing
+    home = next(iter(standing.gradients.values()))
+    about = (node, setting.recipe.limits, address, setting.document.term)
+    return Replicas(str(setting.me.name), home, standing.members, *about)
 
 
 def _if_over(piece: PendingSum) -> bool | None:

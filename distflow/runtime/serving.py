@@ -43,7 +43,7 @@ from distflow.flow.plan import Plan, Port
 from distflow.runtime.further_generating import FurtherGenerating, wrong_prompts
 from distflow.runtime.metrics import REQUESTS, MetricStore
 from distflow.runtime.node import Node
-from distflow.types import Version, prefixed, written
+from distflow.types import Version, in_pool, prefixed, written
 
 REQUEST, WITHDRAWN = "call.request", "call.withdrawn"
 
@@ -81,7 +81,7 @@ class Answering:
         self._further: FurtherGenerating | None = None
         self._asked: dict[CallKey, _Asked] = {}
         """What the engine makes."""
-        self._term, self._owners = term, tuple(owners)
+        self._term, self._owners, self._home = term, tuple(owners), plan.home.name
         self._left: set[str] = set()
         """Peers that have left in order."""
         node.on(REQUEST, self._on_request)
@@ -363,9 +363,9 @@ class Answering:
         self._follow_term()
 
     def _follow_term(self) -> None:
-        """Learn of a later term from its owners: some of those before may be missing in it."""
+        """Learn of a later term from its owners, who may be others than before."""
         peers = self._node.membership.peers
-        for facts in [peers[name].facts for name in self._owners if name in peers and OWNERS in peers[name].facts]:
+        for facts in [peers[name].facts for name in in_pool(self._home, peers) if OWNERS in peers[name].facts]:
             if facts[TERM] > self._term:
                 self._term, self._owners = facts[TERM], tuple(facts[OWNERS])
                 if self._further is not None:

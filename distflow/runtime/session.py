@@ -10,11 +10,9 @@ from functools import partial
 
 import torch
 
-from distflow.comm.collective import LOOPBACK
 from distflow.comm.message import Message
 from distflow.comm.tracker_processes import FLUSH_S
-from distflow.errors import RunEnded, RunStopped, StepError
-from distflow.exchange.facts import BEGINS, OWNERS, TERM
+from distflow.errors import RunEnded, RunStopped, StepError, TermEnded
 from distflow.exchange.lease_lanes import Lanes
 from distflow.exchange.tally import Tallies
 from distflow.flow.edges import SAMPLES
@@ -44,7 +42,7 @@ from distflow.runtime.owner_side import Owned
 from distflow.runtime.ports import Base, HeldModels, Outbound
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Engine, Tokenizer
-from distflow.runtime.replicas import Replicas, build_shard_links
+from distflow.runtime.replicas import Replicas, build_replicas, build_shard_links
 from distflow.runtime.rows import InboundRows, OutboundRows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
@@ -52,7 +50,7 @@ from distflow.runtime.training import Training
 from distflow.runtime.validation import Validation
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.worker import Worker
-from distflow.types import Version, WorkerName
+from distflow.types import Version, in_pool
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
 
@@ -77,7 +75,7 @@ class Session:
         service = None if self._owns or self._leases else setting.me.name.pool
         self._metrics = MetricStore(build_trace(setting, incarnation, self._disk), service)
         self._disk.count = self._metrics.add
-        self._replicas = self._make_replicas() if self._trains else None
+        self._replicas = build_replicas(setting, self._node) if self._trains else None
         peak = PeakMemory(device_of(setting.plan, setting.me))
         self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, self._disk, peak.take)
         links = {name: InprocLink(name) for name in setting.me.generates if name in self._standing.gradients}
@@ -102,7 +100,7 @@ class Session:
         self._generating: Generating | None = None
         self._serving: Answering | None = None
         self._trackers = start_trackers(setting, self._metrics.add)
-        self._terminated = False
+        self._settled = self._terminated = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         """What SIGTERM does outside of this session."""
 
@@ -129,6 +127,12 @@ class Session:
             if self._replicas is not None:
                 self._replicas.leave()
             orderly = True
+        except TermEnded:
+            assert self._replicas is not None, "only who trains ends a term"
+            # Now: as soon as one has gone, the agents end the others.
+            self._settle(FLUSH_S)
+            self._replicas.leave()
+            raise
         except RunStopped:
             if self._training is not None:
                 self._training.save_now()
@@ -180,9 +184,6 @@ class Session:
         if outbound is not None and not self._owns:
             core = outbound.own.core
             self._owners = lambda: core.owners
-        if self._owns and setting.document.members is not None:
-            begins = list(setting.begins.items())
-            self._node.facts |= {OWNERS: list(setting.owners), TERM: setting.document.term, BEGINS: begins}
         if self._owns:
             self._rows_out = ports.sends(self._base)
         elif self._trains:
@@ -286,11 +287,6 @@ class Session:
             if self._standing.commits:
                 resumed.verify(self._board.raise_if_over)
 
-    def _make_replicas(self) -> Replicas:
-        address, limits = self._setting.document.address or LOOPBACK, self._setting.recipe.limits
-        replicas = next(iter(self._standing.gradients.values()))
-        return Replicas(self._name, replicas, self._standing.members, self._node, limits, address)
-
     def _go_on(self) -> None:
         """Raise what ends a wait inside the engine. A worker that trains stops only where all replicas do."""
         (self._board.raise_if_over if self._training is None else self._board.raise_fault)()
@@ -319,10 +315,11 @@ class Session:
         if not membership.peers:
             return
         sources = [edge.source for edge in self._setting.plan.edges if edge.name == SAMPLES]
-        generating = [name for name in membership.peers if WorkerName.parse(name).pool in sources]
-        generating = [name for name in generating if name not in self._setting.members]
 
         def met() -> bool | None:
+            # Those that the plan names may all have been replaced since by others, of whom the agent tells.
+            there = (name for source in sources for name in in_pool(source, membership.peers))
+            generating = [name for name in there if name not in self._setting.members]
             # A peer that has left again counts: an owner may have finished while the models were loaded here.
             needed = self._standing.members or self._owners()
             all_needed = all(membership.met(name) for name in needed if name != self._name)
@@ -332,7 +329,7 @@ class Session:
         self._board.until(
             met,
             name="first contact",
-            peers=tuple(membership.peers),
+            peers=lambda: tuple(membership.peers),
             limit_s=self._setting.recipe.limits.connect_s,
             limit="limits.connect_s",
             progress=lambda: sum(map(membership.met, membership.peers)),
@@ -373,6 +370,16 @@ class Session:
         elif self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
             self._writer.write(self._version.number + 1, self._version.term, self._metrics.drain())
 
+    def _settle(self, trackers_s: float) -> None:
+        """Finish what is saved and tracked, while this worker still answers: others wait by its progress."""
+        if self._settled:
+            return
+        self._settled = True
+        if self._training is not None:
+            self._training.finish_saving()
+        with self._board.shown("the trackers of the run", ()):
+            self._trackers.close(trackers_s)
+
     def _leave(self, *, orderly: bool) -> None:
         self._node.facts |= {"state": "finished"}
         if self._generating is not None:
@@ -381,12 +388,8 @@ class Session:
             self._write_metrics()
         for close in (*(one.close for one in self._further.values()), *(one.close for one in self._inboxes.values())):
             close()
-        if self._training is not None:
-            # While this worker still answers: others wait by its progress.
-            self._training.finish_saving()
-        with self._board.shown("the trackers of the run", ()):
-            hurry_s = self._setting.recipe.limits.drain_s / 4
-            self._trackers.close(FLUSH_S if orderly and self._board.stopping is None else hurry_s)
+        hurry_s = self._setting.recipe.limits.drain_s / 4
+        self._settle(FLUSH_S if orderly and self._board.stopping is None else hurry_s)
         self._node.close(orderly=orderly)
         if self._replicas is not None:
             self._replicas.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch
 from distflow.data.micro_batches import minibatch_rows
-from distflow.errors import NoProgressError, UserError
+from distflow.errors import NoProgressError, TermEnded, UserError
 from distflow.exchange.dealing import DealRule
 from distflow.exchange.rows_messages import Then
 from distflow.exchange.sample_channel import InboundSamples
@@ -100,11 +100,10 @@ class Training:
         """Whether all training steps are done."""
         self.receives = limits.receives
         """The edge on which it gets what it trains on, or the step that reads it from the data."""
-        self.complete_with = parts.intake.calls
-        """The steps whose fields samples have when they are received."""
+        self.complete_with = parts.intake.calls  # The steps whose fields samples have when they are received.
         self._dumped = -1
-        self._closed = True
-        """Whether the other homes know what to do with the rows of the open training step."""
+        self._closed = True  # Whether other homes know what to do with the rows of the open training step.
+        self._term_ends = False  # Whether all replicas leave after this training step, for the next term.
         self._recovery = parts.recovery
         self._goal = Goal(limits.run.stop_when, parts.metrics, self._validated)
         self._receiving = Receiving(
@@ -142,13 +141,16 @@ class Training:
         self._saving.prepare()
         self._measure()
         run = self._limits.run
-        for t in range(self._number, min(run.training_steps, run.stop_after or run.training_steps)):
+        last = min(run.training_steps, run.stop_after or run.training_steps)
+        for t in range(self._number, last):
             self._begin(t)
             yield t
             self._end(t)
             self._measure()
             if self._goal.reached:
                 break
+            if self._term_ends and t + 1 < last:
+                self._end_term()
         self.finished = True
 
     @property
@@ -294,8 +296,6 @@ class Training:
             self._parts.validation.close()
         self._parts.dumps.close()
 
-    # -- details
-
     def _measure(self) -> None:
         if self._parts.held_out is not None:
             self._parts.held_out.measure(self._number)
@@ -326,6 +326,7 @@ class Training:
             **self._updates.account(),
             "groups": self._parts.intake.core.groups,
             "stop": self._parts.replicas.stopping,
+            "leave": self._parts.replicas.asked_to_leave,
             "visits": self._receiving.visits(),
             "goal": self._goal.value(),
         }
@@ -340,6 +341,7 @@ class Training:
         parts.replicas.stop_together(facts)
         groups, expected = sum(int(fact["groups"]) for fact in facts), self._limits.batch.prompts
         assert groups == expected, f"training step {self._number}: {groups} groups were trained on, not {expected}"
+        self._term_ends = self._term_ends or any(fact["leave"] for fact in facts)
         self._receiving.learn(visit for fact in facts for visit in fact["visits"])
         if not self._closed:
             self._close("train")
@@ -370,11 +372,7 @@ class Training:
         if self._recovery is not None:
             self._recovery.note(metrics)
             self._recovery = None
-        if self.receives == SAMPLES and tally.tokens:
-            metrics.mean("perf/overlap_share", tally.overlapped / tally.tokens, tally.tokens)
-        metrics.set("perf/samples_per_s", tally.samples / seconds)
-        metrics.set("perf/tokens_per_s", tally.tokens / seconds)
-        metrics.set("perf/throughput", tally.tokens / seconds / (1 + len(self._node.membership.peers)))
+        tally.measure(metrics, seconds, 1 + len(self._node.membership.peers), generated=self.receives == SAMPLES)
         if self._goal.reached:
             if self._parts.rows:
                 self._close("end")
@@ -382,6 +380,16 @@ class Training:
         self._parts.writer.write(t + 1, self._term, metrics.drain())
         if self._parts.validation is not None:
             self._parts.validation.collect()
+
+    def _end_term(self) -> None:
+        """Save, and leave to begin again as other workers may; if nothing can be saved, go on as before."""
+        if self._parts.rows:
+            self._close("leave")
+        trouble = self._saving.try_now(Version(self._term, self._number), scored=True)
+        if trouble is None or self._parts.rows:
+            raise TermEnded(f"left after training step {self._number}, so that the next term begins")
+        log.error("training goes on in this term, since it could not be saved: %s", trouble)
+        self._term_ends = False
 
     def _dump(self) -> None:
         """Pass the samples of a trained step to the dumps, once."""

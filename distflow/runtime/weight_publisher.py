@@ -26,7 +26,7 @@ from distflow.data.decoding import read
 from distflow.errors import ProtocolError, UserError, WorkerFailed
 from distflow.exchange.facts import ANNOUNCED
 from distflow.flow.resolve import resolve
-from distflow.runtime.assembly import Setting
+from distflow.runtime.assembly import Setting, device_of
 from distflow.runtime.lockstep import LockstepModel
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Hosts, Node
@@ -35,14 +35,17 @@ from distflow.types import Version, WorkerName
 from distflow.weights.announcing import Announcing
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.client_requests import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights, WaitingClients
+from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
-from distflow.weights.one_sided import ExposedMemory
+from distflow.weights.one_sided import ExposedMemory, one_sided_reads
+from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.rounded_publisher import RoundedPublisher
 from distflow.weights.segment_file import memory_name
 from distflow.weights.shard_link import ShardLink
 from distflow.weights.shard_reader import ShardedReader
-from distflow.weights.shm import ShmPublisher
+from distflow.weights.shm import ShmPublisher, ShmReader
+from distflow.weights.swarm_reader import LOOPBACK, SwarmReader
 from distflow.weights.swarm_server import SwarmServer
 from distflow.weights.transport import WeightPublisher, WeightReader
 
@@ -347,21 +350,38 @@ def _by_parts(node: Node, reader: WeightReader, link: ShardLink, inbox: Callable
     return by_parts
 
 
+def build_reader(setting: Setting, node: Node, hosts: Hosts, *, near: bool) -> WeightReader:
+    """A reader of weights that are published on this host, or on another one."""
+    if near:
+        return InPlace(ShmReader(partial(node.board.shown, peers=()), device_of(setting.plan, setting.me)))
+    limit_s = setting.recipe.limits.no_progress_s
+    nixl = one_sided_reads(hosts.nixl, node.endpoint.traffic)
+    about = (run_tag(setting.run_dir, hosts.here), hosts.address or LOOPBACK, limit_s, setting.document.site, nixl)
+    reader = SwarmReader(*about)
+    node.told["weights"].append(reader.told)
+    return Stage(reader, node.board.wake)
+
+
 def build_inboxes(
+    setting: Setting,
     node: Node,
+    hosts: Hosts,
     readers: Mapping[str, WeightReader],
-    far: Callable[[], WeightReader],
     shards: ShardLinks,
     only: Sequence[int] = (),
 ) -> dict[str, WeightInbox]:
-    """Receive announcements of weights, by model. `far` makes a reader for weights from the network, `shards` bring
-    them in parts; `only`: the versions that are wanted, all if there are none.
+    """Receive announcements of weights, by model. `shards` bring them in parts, beside `readers`, which others replace
+    when training comes to this host or leaves it; `only`: the versions that are wanted, all if there are none.
     """
+
+    def other(manifest: Manifest) -> WeightReader:
+        return build_reader(setting, node, hosts, near=not manifest.digests)
+
     inboxes: dict[str, WeightInbox] = {}
     for model, reader in readers.items():
         if model in shards and not only:
             reader = _by_parts(node, reader, shards[model], partial(inboxes.__getitem__, model))
-        inboxes[model] = WeightInbox(reader, far, only)
+        inboxes[model] = WeightInbox(reader, other, only)
 
     def on_weights(message: Message) -> None:
         manifest = Manifest.from_wire(message.body)

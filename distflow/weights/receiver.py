@@ -18,16 +18,15 @@ log = logger(__name__)
 class WeightInbox:
     """The newest announcement of one model. `announce` and `newest` are called under the worker's lock.
 
-    If the publisher of this host is gone for good, weights come from another host over the network: `far` creates the
-    reader for them.
+    Training may move to this host or away from it: `other` then creates the reader of what is announced.
     With `only`, versions (rising) that alone are wanted, others are passed over, except where one of these was missed.
     """
 
     def __init__(
-        self, reader: WeightReader, far: Callable[[], WeightReader] | None = None, only: Sequence[int] = ()
+        self, reader: WeightReader, other: Callable[[Manifest], WeightReader] | None = None, only: Sequence[int] = ()
     ) -> None:
         self._reader = reader
-        self._far = far
+        self._other = other
         self._only = only
         self._former: list[WeightReader] = []
         """Replaced ones that may still be in use, and keep removed segments mapped until they are closed."""
@@ -71,9 +70,9 @@ class WeightInbox:
         known = self.newest or self.loaded
         if manifest.version.survives(self._begins) and (known is None or manifest.version > known):
             self._newest = manifest
-            if self._far is not None and not self._reader.reads(manifest):
+            if self._other is not None and not self._reader.reads(manifest):
                 self._former.append(self._reader)
-                self._reader = self._far()
+                self._reader = self._other(manifest)
             self._choose()
 
     def begin_term(self, term: int, begins: Mapping[int, int]) -> None:

@@ -90,7 +90,7 @@ class Agent:
         self._entry = self._peers.mesh.own.entry
         self._worker_group = WorkerGroup(record, host, entry, self._core, self._endpoint.send)
         self._scaling = Scaling(record, host, self._core)
-        self._terms = PoolRecovery(record, host, self._core)
+        self._terms = PoolRecovery(record, host, self._core, self._scaling)
         self._succession = Succession(record, host, journal, self._core, self._peers, self._terms)
         self._orphaned = OrphanedWorkers()
         self._files = FileServer(self._run_dir, lambda: [*self._core.lives, self._name])
@@ -250,7 +250,7 @@ class Agent:
         state, silent = self._recorder.record.state, sorted(mesh.silent())
         collecting = self._exit_barrier.collecting if self._exit_barrier is not None else None
         saved = sum(report.saved for report in mesh.reports.values())
-        about = {"hosts": sorted(mesh.reports), "saved": saved, "roster": cluster_view.network_roster(mesh)}
+        about = {"hosts": cluster_view.entries(mesh), "saved": saved, "roster": cluster_view.network_roster(mesh)}
         told = {"workers": workers, "state": state, "silent": silent, **about}
         return told if collecting is None else {**told, "collecting": collecting}
 
@@ -263,7 +263,7 @@ class Agent:
         if self._core.broken is not None:
             # Decisions are a function of the reports of all hosts, including ours.
             self._succession.publish(self._report())
-        self._worker_group.do(self._terms.act(mesh, now))
+        self._worker_group.do(self._terms.act(mesh, self._endpoint.know, now))
         for host in mesh.others:
             report = mesh.report(host)
             if report is not None:

@@ -32,7 +32,7 @@ from distflow.launch.agent.record_writer import Journal
 from distflow.launch.agent.remote_helper import try_all
 from distflow.launch.agent.restart_policy import Life, RestartPolicy, Tell
 from distflow.launch.cluster import cluster_view
-from distflow.launch.cluster.cluster_view import HEAD, awaited, unseen
+from distflow.launch.cluster.cluster_view import awaited, head_of, unseen
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostedWorker, HostReport
 from distflow.launch.observe.file_server import FileServer
@@ -271,11 +271,12 @@ class ExitBarrier:
         self._record = record
         self._orderly = orderly
         self._collector: threading.Thread | None = None
-        fetching = self._apart if host == HEAD else self._apart & {HEAD}
+        head = head_of(peers.mesh)
+        fetching = self._apart if host == head else self._apart & {head}
         self._deadline = now + END_S + (COLLECT_S if fetching else 0.0)
         self._files = files
         self._sync: FileSync | None = None
-        if host == HEAD and self._apart:
+        if host == head and self._apart:
             self._sync = FileSync(record, self._apart, COLLECT_S / 2)
             self._collector = threading.Thread(
                 target=self._sync.fetch, args=(COLLECTED,), kwargs={"final": True}, name="collector", daemon=True
@@ -310,7 +311,7 @@ class ExitBarrier:
         if self._sync is not None:
             return self._sync.progress_at
         mesh = self._peers.mesh
-        head = mesh.report(HEAD) if HEAD in self._apart - mesh.silent(SILENT_S) else None
+        head = mesh.report(head_of(mesh)) if head_of(mesh) in self._apart - mesh.silent(SILENT_S) else None
         return -math.inf if head is None or head.collected else self._files.asked_at
 
     def _unseen(self) -> str | None:

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import yaml
 
+from distflow.comm.addresses import worker_address
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
 from distflow.config.yamlfile import yaml_text
 from distflow.errors import DistflowError, UserError, WorkerFailed
-from distflow.launch.agent.restart_policy import Action, RestartPolicy
+from distflow.flow.rescaling import renewed
+from distflow.launch.agent.restart_policy import Action, RestartPolicy, Tell
+from distflow.launch.agent.scaling import NoGpuError, Scaling
+from distflow.launch.cluster.cluster_view import Rules, View, members_of, takes_up
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostReport, Successor, Term
-from distflow.launch.cluster.term_vote import Begin, Break, Found, Pool, Rules, Stop, View
+from distflow.launch.cluster.term_vote import Begin, Break, Found, Pool, Stop, is_to_end
 from distflow.launch.observe.file_client import CheckpointFetch, saved_here
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.process_table import sweep_term
@@ -35,6 +39,7 @@ from distflow.types import WorkerName
 
 ROOM_BYTES = 64 << 10
 """More than a term's file and the documents of a host's workers take."""
+ASK_S = 1.0
 PROBE_S = 1.0
 """How often to check whether a full disk has room again."""
 log = logger(__name__)
@@ -44,7 +49,16 @@ LONGEST_S = 2.0
 class PoolRecovery:
     """The part that one agent takes in it."""
 
-    def __init__(self, record: RunRecord, host: int, core: RestartPolicy) -> None:
+    def __init__(
+        self,
+        record: RunRecord,
+        host: int,
+        core: RestartPolicy,
+        scaling: Scaling,
+    ) -> None:
+        self._scaling = scaling
+        self._asked_at = float("-inf")
+        """When the training workers here were last asked to save and leave."""
         self._run_dir = record.path
         self._host = host
         self._core = core
@@ -75,7 +89,7 @@ class PoolRecovery:
     @property
     def members(self) -> Mapping[str, int]:
         """The training workers of the current term, with their hosts."""
-        return {name: self._hosts[name] for name in self._pool.term.members or self._hosts}
+        return members_of(self._pool.term.begun, self._hosts)
 
     @property
     def present(self) -> Term:
@@ -88,8 +102,8 @@ class PoolRecovery:
         """Whether the report is from a part of the pool that was cut off and gave up, while the rest went on."""
         return report.term.broken and report.term.number < self._pool.term.number
 
-    def act(self, mesh: Gossip, now: float) -> list[Action]:
-        """Do this host's part. The mesh already has our report of `present`."""
+    def act(self, mesh: Gossip, know: Callable[[str, str], object], now: float) -> list[Action]:
+        """Do this host's part. The mesh already has our report of `present`. `know` gets addresses of new workers."""
         core = self._core
         if core.winding_up or not core.renews:
             return []
@@ -100,17 +114,20 @@ class PoolRecovery:
             return core.fail(self._failure(self._unreadable), now)
 
         def lacks(term: Successor) -> str:
-            ours = any(self._hosts[name] == self._host for name in term.members)
+            ours = self._host in members_of(term, self._hosts).values()
             parts = self._fetch.lacks(term, terms, agents) if ours else ""
             if parts and self._fetch.no_room:
                 return self._room
             return self._lacks_room(now) or (parts and f"{self._host_name} to fetch {parts}")
 
-        move = self._pool.act(self._view(mesh, terms, now), alive=core.trains, lacks=lacks, now=now)
+        view = self._view(mesh, terms, now)
+        move = self._pool.act(view, alive=core.trains, lacks=lacks, now=now)
+        if move is None and core.broken is None and is_to_end(view, self._rules):
+            return self._ask_to_leave(now)
         if isinstance(move, Break):
             return core.break_up(move.reason)
         if isinstance(move, Begin):
-            begun = self._try_to_begin(move.term, now)
+            begun = self._try_to_begin(move.term, know, now)
             if isinstance(begun, list):
                 return begun
             move = begun
@@ -163,7 +180,15 @@ class PoolRecovery:
             answered = {host: self._liveness.answered_s(host, now) for host in mesh.others}
             unheard = {host: min(age, answered[host]) for host, age in unheard.items()}
             unseen = {host: min(age, answered[host]) for host, age in unseen.items()}
-        return View(self._host, self._hosts, names, terms, unheard, unseen)
+        return View(self._host, self._hosts, names, terms, unheard, unseen, self._scaling.training(mesh))
+
+    def _ask_to_leave(self, now: float) -> list[Action]:
+        """Ask the training workers here again and again: one may have been restarted, or be restarting."""
+        if now - self._asked_at < ASK_S:
+            return []
+        self._asked_at, self._core.asked_to_leave = now, True
+        ours = [name for name, host in self.members.items() if host == self._host]
+        return [Tell("end_term", {"term": self._pool.term.number}, name) for name in ours]
 
     def _quiet(self, mesh: Gossip, unseen: Mapping[int, float]) -> dict[int, tuple[str, ...]]:
         """Addresses of training workers, by host, where the agent has not confirmed for a while that it hears us."""
@@ -175,36 +200,45 @@ class PoolRecovery:
                 found[host] = (*found.get(host, ()), hosted.address)
         return found
 
-    def _try_to_begin(self, term: Successor, now: float) -> list[Action] | Stop | None:
+    def _try_to_begin(
+        self, term: Successor, know: Callable[[str, str], object], now: float
+    ) -> list[Action] | Stop | None:
         """Begin the term, or postpone it if the disk refuses; everything done so far is then repeated."""
         try:
             if not self._lacks_room(now):
-                return self._begin(term)
-        except WorkerFailed as error:
+                return self._begin(term, know)
+        except NoGpuError as error:
+            return self._pool.put_off(str(error), now)
+        except (UserError, WorkerFailed) as error:
             return Stop(str(error))
         except OSError as error:
             self._refused(error, now)
         return self._pool.put_off(self._room, now)
 
-    def _begin(self, term: Successor) -> list[Action]:
-        core = self._core
+    def _begin(self, term: Successor, know: Callable[[str, str], object]) -> list[Action]:
+        core, former = self._core, self._pool.term
+        joining, memory = self._scaling.joining(term, former), self._scaling.memory(term, former)
+        for entry in joining:
+            know(entry.name, worker_address(self._run_dir, entry.name, self._host))
         open_term(checkpoints_of(self._run_dir), term.number, term.step, term.members)
         for number in range(term.number):
             sweep_term(self._run_dir, self._host, number)
         forget_drafts(self._run_dir)
-        forget_dumps_of(self._run_dir, term.step, set(self._hosts) - set(term.members))
-        for name in core.lives:
-            self._rewrite(name, term)
+        forget_dumps_of(self._run_dir, term.step, {*self._hosts, *self.members} - set(term.members))
+        for name in {*core.lives, *(entry.name for entry in joining)}:
+            self._rewrite(name, term, memory)
         log.warning("%s", term)
         self._pool.began(term)
         self._culprits = frozenset(core.culprits)
         self._broken_at = None
-        return core.renew(term.number, term.members)
+        return core.renew(term.number, term.members, joining)
 
-    def _rewrite(self, name: str, term: Successor) -> None:
+    def _rewrite(self, name: str, term: Successor, memory: Mapping[str, int]) -> None:
         """Update the document that a worker reads at its next start; running ones are told by training workers."""
         path = self._run_dir / "workers" / f"{WorkerName.parse(name).file_stem}.yaml"
         document = yaml.safe_load(path.read_text())
+        if takes_up(term, self._pool.term):
+            document = renewed(document, members_of(term, self._hosts), memory)
         checkpoint = checkpoint_of(self._run_dir, term.step)
         document |= {"term": term.number, "members": list(term.members), "broken_at": self._broken_at}
         document["begins"] = [list(pair) for pair in term.begins]

@@ -28,6 +28,7 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkListener, agent_keys, key_file, read_keys
 from distflow.data.decoding import Form
 from distflow.launch.agent.restart_policy import Action, Life, RestartPolicy
+from distflow.launch.cluster.cluster_view import wanted
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostedWorker, HostReport, shortened
 from distflow.launch.run.exit_status import Exit
@@ -138,12 +139,15 @@ def compose(before: RunRecord, mesh: Gossip, state: RunState, pid: int) -> RunRe
     newest = max((report.term for report in mesh.reports.values()), key=lambda term: (term.number, not term.broken))
     waits = [r.term.waits for r in mesh.reports.values() if r.term.number == newest.number and r.term.waits]
     entries = {entry.name: entry for entry in before.workers}
-    marks = _unreported(before, mesh)
+    marks, silent, decided = _unreported(before, mesh), mesh.silent(), wanted(mesh)
     for host, report in mesh.reports.items():
         marks |= report.marks
         for name, hosted in report.workers.items():
             entries[name] = _entry(name, hosted, host)
-            if hosted.state == "left" or (hosted.trains and newest.members and name not in newest.members):
+            pool = decided.get(_parsed(name).pool) if host in silent else None
+            replaced = pool is not None and name not in pool.hosts
+            left = hosted.state == "left" or (hosted.trains and newest.members and name not in newest.members)
+            if left or (replaced and not hosted.trains):
                 del entries[name]
     return structs.replace(
         before,
@@ -154,7 +158,7 @@ def compose(before: RunRecord, mesh: Gossip, state: RunState, pid: int) -> RunRe
         pid=pid,
         workers=_ordered(before, entries),
         pids=marks,
-        silent=tuple(sorted(mesh.silent())),
+        silent=tuple(sorted(silent)),
         hosts=_hosts(before, mesh),
         roster=dict(_roster(before, mesh, entries)),
     )

@@ -24,7 +24,7 @@ from msgspec import structs
 from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cluster.cluster_view import Elsewhere
 from distflow.launch.cluster.host_report import Death, HostReport
-from distflow.launch.cluster.term_vote import ELSEWHERE
+from distflow.launch.cluster.term_vote import ELSEWHERE, SCALED
 from distflow.launch.run.exit_status import AGAIN, KNOWN_CODES, STOPPED, Exit, Outcome
 from distflow.launch.run.record import Failure, WorkerEntry
 
@@ -124,6 +124,8 @@ class RestartPolicy:
         """Number of the training workers' current term."""
         self.renews = renews
         """A killed training worker does not end the run."""
+        self.asked_to_leave = False
+        """Training workers were asked to save and leave, for the next term."""
         self._restarts = restarts
         self._drain_s = drain_s
         self._explain = explain
@@ -209,14 +211,16 @@ class RestartPolicy:
         lives = [life for life in self._living() if life.entry.trains]
         return [Signal(life.entry.name, life.pid, signal.SIGKILL) for life in lives if life.pid is not None]
 
-    def renew(self, term: int, members: Collection[str]) -> list[Action]:
-        """Restart the training workers of this host that are `members` of the new term; the former term is over.
+    def renew(self, term: int, members: Collection[str], joining: Sequence[WorkerEntry] = ()) -> list[Action]:
+        """Start the training workers of this host that are `members` of the new term; the former term is over.
 
-        The other training workers have left for good. Generating workers that had left because training was over are
-        needed again.
+        `joining`: those that were none before. The other training workers have left. Generating workers that had left
+        because training was over are needed again.
         """
-        self.broken, self.term = None, term
+        self.broken, self.term, self.asked_to_leave = None, term, False
         self.culprits.clear()
+        for entry in joining:
+            self.lives.setdefault(entry.name, Life(entry, state="ended", incarnation=-1)).entry = entry
         trainers = [life for life in self.lives.values() if life.entry.trains]
         for life in trainers:
             life.drained = life.entry.name not in members
@@ -312,7 +316,8 @@ class RestartPolicy:
             lost = Tell("lost", {"worker": name, "incarnation": life.incarnation, "reason": str(ending)})
             if self.broken is None and ending.code is None:
                 self.culprits.add(name)
-            return [lost, *self.break_up(f"{name} was ended by {ending}")]
+            leaves = ending.code == AGAIN and self.asked_to_leave
+            return [lost, *self.break_up(SCALED if leaves else f"{name} was ended by {ending}")]
         if ending.code == STOPPED and not life.told:
             return self.stop(f"{name} was stopped", now)
         if ending.code not in (None, 0, STOPPED):

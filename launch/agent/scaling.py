@@ -2,34 +2,37 @@
 
 Any agent may be asked. It decides on which host each worker of the pool is to run, and numbers the decision, which
 spreads with its report. The highest number wins, and every agent does its own part: it starts the workers that its host
-lacks and drains those that are no longer wanted. Only pools that do not train are elastic: the size of the training
-pool is part of the batch arithmetic.
+lacks and drains those that are no longer wanted. Who trains shares ledgers and sums with all others that do: the next
+term takes such a decision up as a whole (`cluster/term_vote.py`), and what is done here for it is to write documents.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import structs
 
 from distflow.comm.addresses import worker_address
+from distflow.comm.beats import HostNumber
 from distflow.data.decoding import Form, Whole, read
 from distflow.errors import UserError
 from distflow.launch.agent.restart_policy import Action, RestartPolicy
 from distflow.launch.cluster import cluster_view
+from distflow.launch.cluster.cluster_view import FreeGpus, members_of, takes_up
 from distflow.launch.cluster.gossip import Gossip, least_silence_s
-from distflow.launch.cluster.host_report import DesiredWorkers, HostedWorker, Term
+from distflow.launch.cluster.host_report import DesiredWorkers, Successor, Term
+from distflow.launch.run.folder import note_sizes, recipe_in
 from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name, sites_of
 from distflow.log import logger
 from distflow.types import MOST_WORKERS, WorkerName
 
 if TYPE_CHECKING:
-    from distflow.flow.plan import Plan, WorkerPlan
+    from distflow.flow.plan import WorkerPlan
 
 RETRY_S = 1.0
 log = logger(__name__)
@@ -44,6 +47,7 @@ class _Request(Form, frozen=True):
 
 class _Scale(_Request, frozen=True):
     slots: dict[Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,5}\Z")], Whole]
+    leaving: frozenset[HostNumber] = frozenset()
 
 
 class _Reserve(_Request, frozen=True):
@@ -58,6 +62,7 @@ class Scaling:
         self._host = host
         self._core = core
         self._trains = {_pool(entry.name): entry.trains for entry in record.workers}
+        self._trainers = {entry.name: entry.host for entry in record.workers if entry.trains}
         self._planned: dict[str, dict[str, int]] = {pool: {} for pool in self._trains}
         for entry in record.workers:
             self._planned[_pool(entry.name)][entry.name] = entry.host
@@ -68,6 +73,10 @@ class Scaling:
         self._reserved: tuple[int, float] | None = None
         """The number of hosts that there will be, and until when the reservation holds."""
 
+    def training(self, mesh: Gossip) -> dict[str, DesiredWorkers]:
+        """Those about pools that train."""
+        return {pool: decision for pool, decision in self.wanted(mesh).items() if self._trains[pool]}
+
     def wanted(self, mesh: Gossip) -> dict[str, DesiredWorkers]:
         """The last decision about each pool that was scaled, including our own."""
         found = cluster_view.wanted(mesh)
@@ -77,29 +86,28 @@ class Scaling:
         return found
 
     def ask(self, body: Mapping[str, Any], mesh: Gossip) -> dict[str, Any]:
-        """Decide on {"pool", "count", "slots"}; answers {"was", "now", "hosts": {new or leaving worker: host's name}}.
+        """Decide on {"pool", "count", "slots", "leaving"}; answers {"was", "now", "trains", "joining", "leaving",
+        "hosts": {new or leaving worker: host's name}}.
 
         `slots`: worker slots by host, for the only hosts that may take new workers; empty: any host, however full.
-        Raises UserError with the reason if it cannot be done.
+        `leaving`: hosts that are to have none. Raises UserError with the reason if it cannot be done.
         """
         request = read(body, _Scale, "scale")
         pool, count = request.pool, request.count
         before = self._present(pool, mesh)
         self._check(pool, count)
         slots = {int(host): number for host, number in request.slots.items()}
-        new = [name for name in (f"{pool}/{i}" for i in range(count)) if name not in before]
-        gpus = None
-        if new:
-            gpus = _Gpus(mesh, plan_documents(self._record.path, pool, count), new)
-            for name, host in self._coming(mesh):
-                gpus.hold(name, host)
-        after = self._placed(pool, count, before, mesh, slots, gpus)
+        after = self._placed(pool, count, before, mesh, slots, request.leaving)
+        if self._trains[pool]:
+            self._check_encryption(pool, after)
         changed = {name: host for name, host in {**before, **after}.items() if (name in before) != (name in after)}
         if changed:
             number = max((known.stamp[0] for known in self.wanted(mesh).values()), default=0) + 1
             self._decided[pool] = DesiredWorkers((number, self._host), after)
         names = {name: mesh.reports[host].entry.name if host in mesh.reports else "" for name, host in changed.items()}
-        return {"was": len(before), "now": count, "hosts": names}
+        joining, gone = ([name for name in changed if (name in before) == known] for known in (False, True))
+        told = {"joining": joining, "leaving": gone, "trains": self._trains[pool]}
+        return {"was": len(before), "now": count, "hosts": names, **told}
 
     def reserve(self, body: Mapping[str, Any], mesh: Gossip, now: float) -> dict[str, Any]:
         """Reserve numbers for {"hosts"} further hosts, to bring {"pool"} to {"count"} workers.
@@ -144,24 +152,52 @@ class Scaling:
         if self._core.winding_up:
             return actions
         for pool, decision in self.wanted(mesh).items():
+            if self._trains[pool]:
+                continue
             lives = self._core.lives
             ours = [name for name, host in decision.hosts.items() if host == self._host]
             new = [name for name in ours if name not in lives or lives[name].drained]
             if new:
-                for entry in self._prepared(pool, len(decision.hosts), new, mesh.own.term, now):
+                for entry in self._prepared(decision.hosts, new, mesh.own.term, now):
                     know(entry.name, worker_address(self._record.path, entry.name, self._host))
                     actions += self._core.grow(entry)
             for name in [name for name in lives if _pool(name) == pool and name not in decision.hosts]:
                 actions += self._core.shrink(name)
         return actions
 
-    def _prepared(self, pool: str, count: int, names: list[str], term: Term, now: float) -> list[WorkerEntry]:
+    def joining(self, term: Successor, before: Term) -> list[WorkerEntry]:
+        """Those that train here in a term and did not in the one `before`: their documents are written.
+
+        If it takes up a decision, the run's recipe says from now on how many there are. Raises OSError, and UserError
+        if one cannot be planned.
+        """
+        members, former = members_of(term, self._trainers), members_of(before.begun, self._trainers)
+        if takes_up(term, before) and members.keys() != former.keys():
+            note_sizes(self._record.path, members)
+        new = [name for name, host in members.items() if host == self._host and name not in former]
+        return self._write(members, new, Term(term.number, term)) if new else []
+
+    def memory(self, term: Successor, before: Term) -> dict[str, int]:
+        """MiB that each training worker must be able to reserve for samples, by pool, if the term takes up a decision.
+
+        A pool that shrinks is planned to be able to do so.
+        """
+        from distflow.flow.recipe_check import plan_resized
+        from distflow.flow.rescaling import sizes
+
+        if not takes_up(term, before) or self._record.on_failure == "shrink":
+            return {}
+        counts = sizes(members_of(term, self._trainers))
+        plan = plan_resized(self._record.path, counts)
+        return {pool: plan.worker(WorkerName(pool, 0)).sample_memory_mb for pool in counts}
+
+    def _prepared(self, pool: Mapping[str, int], names: list[str], term: Term, now: float) -> list[WorkerEntry]:
         """Workers that can be started; none while the disk refuses their documents."""
         if self._refused_at is not None and now - self._refused_at < RETRY_S:
             return []
         try:
-            entries = self._write(pool, count, names, term)
-        except (OSError, _NoGpuError) as error:
+            entries = self._write(pool, names, term)
+        except (OSError, NoGpuError) as error:
             if self._refused_at is None:
                 log.error("%s cannot be prepared yet: %s", ", ".join(names), error)
             self._refused_at = now
@@ -172,8 +208,13 @@ class Scaling:
     def _present(self, pool: str, mesh: Gossip) -> Mapping[str, int]:
         if pool not in self._trains:
             raise UserError(f"scale: there is no pool {pool!r}; this run has {', '.join(self._trains)}")
-        decided = self.wanted(mesh)
-        return decided[pool].hosts if pool in decided else self._planned[pool]
+        decided, begun = self.wanted(mesh).get(pool), mesh.own.term.begun
+        if not self._trains[pool]:
+            return self._planned[pool] if decided is None else decided.hosts
+        taken_up = () if begun is None else begun.scaled
+        if decided is not None and all((pool, *decided.stamp) > one for one in taken_up if one[0] == pool):
+            return decided.hosts
+        return {name: host for name, host in members_of(begun, self._trainers).items() if _pool(name) == pool}
 
     def _coming(self, mesh: Gossip) -> list[tuple[str, int]]:
         """Workers that were decided on and that their host has not reported yet, and their hosts."""
@@ -183,14 +224,32 @@ class Scaling:
     def _check(self, pool: str, count: int) -> None:
         if self._core.winding_up:
             raise UserError(f"scale: the run is {self._core.phase} and starts no more workers — scale the next run")
-        if self._trains[pool]:
-            elastic = [name for name, trains in self._trains.items() if not trains]
-            raise UserError(
-                f"scale: pool {pool!r} trains; only other pools are elastic ({', '.join(elastic) or 'none here'}) — "
-                f"stop the run, and continue with --resume layout.pools.{pool}.count={count}"
-            )
         if not 1 <= count <= MOST_WORKERS:
             raise UserError(f"scale: {pool}={count}; expected 1 to {MOST_WORKERS} workers")
+        if self._trains[pool]:
+            self._check_training(pool, count)
+
+    def _check_training(self, pool: str, count: int) -> None:
+        """Refuse what a pool that trains could not go on with. Raises UserError, also for what cannot be planned."""
+        from distflow.flow.recipe_check import plan_resized
+
+        cure = f"stop the run, and continue with --resume layout.pools.{pool}.count={count}"
+        if not self._core.renews:
+            raise UserError(f"scale: pool {pool!r} trains, and layout.on_failure: stop allows no second term — {cure}")
+        if recipe_in(self._record.path).run.deterministic:
+            raise UserError(
+                f"scale: run.deterministic promises the same bits for one number of training workers only — {cure}"
+            )
+        plan_resized(self._record.path, {pool: count})
+
+    def _check_encryption(self, pool: str, after: Mapping[str, int]) -> None:
+        """Refuse `security.encrypt: all` where it cannot be guaranteed: gradients between hosts are not encrypted."""
+        security = recipe_in(self._record.path).security
+        if len(set(after.values())) > 1 and security.encrypt == "all" and not security.trusted_network:
+            raise UserError(
+                f"scale: security.encrypt: all does not encrypt gradients, which {', '.join(after)} would exchange "
+                f"over the network — keep pool {pool!r} on one host, by --hosts FILE or layout.pools.{pool}.hosts"
+            )
 
     def _placed(
         self,
@@ -199,40 +258,57 @@ class Scaling:
         before: Mapping[str, int],
         mesh: Gossip,
         slots: Mapping[int, int],
-        gpus: _Gpus | None,
+        leaving: Container[int] = (),
     ) -> dict[str, int]:
         """The host of each worker: present ones stay, new ones go where slot and GPU are free and the pool has fewest.
 
-        `gpus`: those that new workers take; None if there are none.
+        A name that was used on a host is used again there alone. Raises UserError if there is no room.
         """
+        stay = [name for name, host in before.items() if host not in leaving]
+        placed = {name: before[name] for name in sorted(stay, key=_index)[:count]}
+        if len(placed) == count:
+            return placed
+        hosts = [host for host in self._candidates(pool, mesh, slots) if host not in leaving]
+        taken = Counter(host for host in hosts for name in _living(mesh, host) if name not in before)
+        gpus = self._free_gpus(pool, count, before, mesh)
+        for name in (f"{pool}/{index}" for index in itertools.count()):
+            load = Counter(placed.values())
+            free = [host for host in hosts if not slots or load[host] + taken[host] < slots[host]]
+            if not free:
+                short = count - len(placed)
+                raise UserError(f"scale: not enough slots: {short} workers cannot be placed — add hosts or slots")
+            former = _former(name, mesh)
+            there = [host for host in free if former in (None, host)]
+            if name not in before and there:
+                placed[name] = gpus.take(name, sorted(there, key=lambda host: (load[host], host)))
+            if len(placed) == count:
+                break
+        return placed
+
+    def _candidates(self, pool: str, mesh: Gossip, slots: Mapping[int, int]) -> list[int]:
+        """Hosts that new workers may go to."""
         silent = mesh.silent()
         hosts = [
             host for host in sorted({self._host, *mesh.others}) if host not in silent and (host in slots or not slots)
         ]
         if not hosts:
             raise UserError(f"scale: none of the hosts {sorted(slots)} answers — see `distflow status`")
-        hosts = self._allowed(pool, hosts, mesh) if self._record.hosts and count > len(before) else hosts
-        placed = {f"{pool}/{i}": before[f"{pool}/{i}"] for i in range(count) if f"{pool}/{i}" in before}
-        taken = Counter(host for host in hosts for name in _living(mesh, host) if name not in before)
-        for name in (f"{pool}/{i}" for i in range(count)):
-            if name not in placed:
-                load = Counter(placed.values())
-                free = [host for host in hosts if not slots or load[host] + taken[host] < slots[host]]
-                if not free:
-                    short = count - len(placed)
-                    raise UserError(f"scale: not enough slots: {short} workers cannot be placed — add hosts or slots")
-                assert gpus is not None, "this worker is new"
-                placed[name] = gpus.take(name, sorted(free, key=lambda host: (load[host], host)))
-                if placed[name] in silent:
-                    agent = agent_name(placed[name])
-                    raise UserError(
-                        f"scale: {name} was on the host of {agent}, which does not answer — end its processes there"
-                    )
-        return placed
+        return self._allowed(pool, hosts, mesh) if self._record.hosts else hosts
+
+    def _free_gpus(self, pool: str, count: int, before: Mapping[str, int], mesh: Gossip) -> FreeGpus:
+        """GPUs that new workers of a pool may take."""
+        from distflow.flow.recipe_check import plan_resized
+
+        known = (name for report in mesh.reports.values() for name in report.workers)
+        leaving = {name for name in known if _pool(name) == pool and name not in before}
+        gpus = FreeGpus(mesh, plan_resized(self._record.path, {pool: count}), leaving)
+        for name, host in self._coming(mesh):
+            gpus.hold(name, host)
+        return gpus
 
     def _allowed(self, pool: str, hosts: list[int], mesh: Gossip) -> list[int]:
         """Those of the hosts that the recipe lets workers of this pool run on."""
-        patterns = plan_documents(self._record.path, pool, 1).recipe.layout.pools[pool].hosts
+        patterns = recipe_in(self._record.path).layout.pools[pool].hosts
         names = {host: mesh.reports[host].entry.name for host in hosts if host in mesh.reports}
         found = [host for host in hosts if not patterns or any(fnmatchcase(names.get(host, ""), p) for p in patterns)]
         if not found:
@@ -242,10 +318,11 @@ class Scaling:
             )
         return found
 
-    def _device(self, worker: WorkerPlan, given: Sequence[tuple[int, ...]]) -> str:
+    def _device(self, worker: WorkerPlan, given: Sequence[tuple[int, ...]], members: Container[str]) -> str:
         """The device of a new worker: GPUs of this host that nobody uses.
 
-        One that is still leaving keeps its GPUs and gets them again. `given`: GPUs of other new workers.
+        One that is still leaving keeps its GPUs and gets them again. `given`: GPUs of other new workers; `members`:
+        who trains in the term under way.
         """
         from distflow.flow.gpus import free_gpu, takes_free_gpu, width
 
@@ -254,21 +331,26 @@ class Scaling:
             return worker.device
         if name in lives and lives[name].state != "ended" and lives[name].entry.gpus:
             return f"cuda:{lives[name].entry.gpus[0]}"
-        held = [life.entry.gpus for life in lives.values() if life.standing != "left"]
+        there = [life for life in lives.values() if life.entry.name in members or not life.entry.trains]
+        held = [life.entry.gpus for life in there if life.standing != "left"]
         first = free_gpu(Counter(n for used in (*held, *given) for n in used), self._gpus, width(worker))
         if first is None:
-            raise _NoGpuError(f"no GPU here is free for {worker.name} yet")
+            raise NoGpuError(f"no GPU here is free for {worker.name} yet")
         return f"cuda:{first}"
 
-    def _write(self, pool: str, count: int, names: list[str], now: Term) -> list[WorkerEntry]:
+    def _write(self, pool: Mapping[str, int], names: list[str], term: Term) -> list[WorkerEntry]:
+        """Write the documents of new workers of a pool that is to have these ones in a term."""
         from distflow.config.load import recipe_to_mapping
         from distflow.config.yamlfile import yaml_text
         from distflow.flow.document import Place, worker_document
         from distflow.flow.gpus import gpus_on
+        from distflow.flow.recipe_check import plan_resized
+        from distflow.flow.rescaling import renewed, span
         from distflow.launch.run.folder import plugin_files, rewritten, shipped_names
 
         record, host = self._record, self._host
-        plan = plan_documents(record.path, pool, count)
+        members = members_of(term.begun, self._trainers)
+        plan = plan_resized(record.path, span([*members, *pool]), spanning=True)
         own = [*self._core.lives, *names, agent_name(host)]
         roster = {name: worker_address(record.path, name, host) for name in own}
         address = record.hosts[host].address if record.hosts else None
@@ -279,107 +361,34 @@ class Scaling:
         shipped = {file: path for file, copy in copies.items() if (path := record.path / copy).exists()}
         entries: list[WorkerEntry] = []
         for name in map(WorkerName.parse, names):
-            document = worker_document(plan, name, place, recipe_source=source, term=now.number)
-            document["members"] = list(now.members) or None
+            document = worker_document(plan, name, place, recipe_source=source, term=term.number)
+            document = renewed(document, members) | {"members": list(term.members) or None}
             planned = plan.worker(name)
-            device = document["settings"]["device"] = self._device(planned, [one.gpus for one in entries])
-            document["begins"] = [] if now.begun is None else [list(pair) for pair in now.begun.begins]
+            device = document["settings"]["device"] = self._device(planned, [one.gpus for one in entries], members)
+            document["begins"] = [] if term.begun is None else [list(pair) for pair in term.begun.begins]
             document = rewritten(document, shipped)
             (record.path / "workers" / f"{name.file_stem}.yaml").write_text(yaml_text(document))
             generates, used = plan.primary in planned.generates, gpus_on(planned, device)
-            entries.append(WorkerEntry(str(name), False, planned.threads, host, planned.python or "", generates, used))
+            trains, python = self._trains[name.pool], planned.python or ""
+            entries.append(WorkerEntry(str(name), trains, planned.threads, host, python, generates, used))
         return entries
 
 
-class _NoGpuError(UserError):
+class NoGpuError(UserError):
     """There is no free GPU yet."""
-
-
-class _Gpus:
-    """The GPUs of the hosts: each of the `new` workers takes some that no worker of the run uses."""
-
-    def __init__(self, mesh: Gossip, plan: Plan, new: Sequence[str]) -> None:
-        self._mesh, self._plan = mesh, plan
-        workers = {host: report.workers.items() for host, report in mesh.reports.items()}
-        self._users = {
-            host: Counter(n for name, hosted in there if _holds(name, hosted, new) for n in hosted.gpus)
-            for host, there in workers.items()
-        }
-
-    def take(self, name: str, hosts: Sequence[int]) -> int:
-        """Choose one of these hosts, the best one first; or the one where a worker of this name has run before.
-
-        Raises UserError if none has a free GPU.
-        """
-        from distflow.flow.gpus import width
-
-        former = _former(name, self._mesh)
-        candidates = hosts if former is None else [former]
-        found = next((host for host in candidates if self.hold(name, host)), None)
-        if found is None:
-            raise UserError(f"scale: {self._refusal(name, candidates, width(self._worker(name)))}")
-        return found
-
-    def hold(self, name: str, host: int) -> bool:
-        """Hold what a worker will take of a host; whether there is enough."""
-        from distflow.flow.gpus import free_gpu, takes_free_gpu, width
-
-        worker, count = self._worker(name), self._count(host)
-        if not takes_free_gpu(worker, count):
-            return True
-        first = free_gpu(self._users[host], count, width(worker))
-        if first is not None:
-            self._users[host].update(range(first, first + width(worker)))
-        return first is not None
-
-    def _worker(self, name: str) -> WorkerPlan:
-        """As planned; for a pool whose own scaling is not in this plan, its first worker."""
-        pool = [worker for worker in self._plan.workers if worker.name.pool == _pool(name)]
-        return next((worker for worker in pool if str(worker.name) == name), pool[0])
-
-    def _count(self, host: int) -> int:
-        return self._mesh.reports[host].entry.gpus if host in self._mesh.reports else 0
-
-    def _refusal(self, name: str, hosts: Sequence[int], wide: int) -> str:
-        pool, named = _pool(name), [self._mesh.reports[host].entry.name for host in hosts]
-        where = f"{', '.join(named)} {'has' if len(named) == 1 else 'have'}" if all(named) else "this machine has"
-        needed = f"{wide} consecutive GPUs" if wide > 1 else "a GPU"
-        further = "add a host with --hosts, " if all(named) else ""
-        return (
-            f"{name} needs {needed} that no other worker uses, and of {sum(map(self._count, hosts))} GPUs {where} "
-            f"none to spare — scale another pool down, {further}or let it share one: stop the run, and continue with "
-            f"--resume layout.pools.{pool}.count=… layout.pools.{pool}.device=cuda:N"
-        )
-
-
-def plan_documents(run_dir: Path, pool: str, count: int) -> Plan:
-    """The plan of a run's recipe with `count` workers in one pool; raises RecipeError if it cannot be planned."""
-    # Imported late: an agent is light, and few runs are ever scaled.
-    import yaml
-
-    from distflow.config.load import recipe_from_mapping
-    from distflow.flow.planner import make_plan
-
-    source = run_dir / "recipe.yaml"
-    recipe = recipe_from_mapping(yaml.safe_load(source.read_text()), lambda key: str(source))
-    layout = recipe.layout
-    pools = {**layout.pools, pool: layout.pools[pool].model_copy(update={"count": count})}
-    recipe = recipe.model_copy(update={"layout": layout.model_copy(update={"pools": pools})})
-    return make_plan(recipe, lambda key: str(source))
 
 
 def _pool(name: str) -> str:
     return WorkerName.parse(name).pool
 
 
+def _index(name: str) -> int:
+    return WorkerName.parse(name).index
+
+
 def _living(mesh: Gossip, host: int) -> list[str]:
     report = mesh.report(host)
     return [] if report is None else [name for name, hosted in report.workers.items() if hosted.living]
-
-
-def _holds(name: str, hosted: HostedWorker, new: Sequence[str]) -> bool:
-    """Whether a worker keeps its GPUs: one that has ended may be restarted, one that leaves may return to them."""
-    return hosted.state != "left" and name not in new
 
 
 def _former(name: str, mesh: Gossip) -> int | None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec import structs
+
+from distflow.errors import UserError
 from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import DesiredWorkers, HostReport
+from distflow.launch.cluster.host_report import DesiredWorkers, HostReport, Successor, Term
 from distflow.launch.run.exit_status import STOPPED, Exit, Outcome
 from distflow.launch.run.record import Failure, agent_name
+from distflow.types import WorkerName
 
-HEAD = 0
-"""The host whose run folder gets a copy of all files, if the hosts do not share one."""
+if TYPE_CHECKING:
+    from distflow.flow.plan import Plan, WorkerPlan
+
+LEAST_MARGIN_S = 3.0
 T = TypeVar("T")
 
 
@@ -26,6 +33,114 @@ class Elsewhere:
     """A training worker runs there, or will. Those of silent hosts count, since their end was not reported."""
     saved: int = 0
     """Bytes of checkpoints that workers there have read or written since the run is ending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Settings of the recipe."""
+
+    shrinks: bool
+    """layout.on_failure: shrink: the pool goes on without members that cannot return."""
+    silence_s: float
+    """limits.host_silence_s"""
+    restarts: int
+    """limits.restarts"""
+
+    @property
+    def margin_s(self) -> float:
+        """The time that a cut-off host has to end its workers before others go on without it."""
+        return max(LEAST_MARGIN_S, self.silence_s / 4)
+
+    @property
+    def gone_s(self) -> float:
+        """A host that has been silent for so long counts as gone."""
+        return self.silence_s + self.margin_s
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the agent of `host` knows at one moment."""
+
+    host: int
+    hosts: Mapping[str, int]
+    """The training workers that the run began with, and their hosts."""
+    names: Mapping[int, str]
+    """Names of the hosts, for messages."""
+    terms: Mapping[int, Term]
+    """As last reported by the hosts, including our own."""
+    unheard_s: Mapping[int, float]
+    """Seconds since any host that we hear has heard from a host."""
+    unseen_s: Mapping[int, float]
+    """Seconds since our last message that a host has confirmed."""
+    wanted: Mapping[str, DesiredWorkers] = field(default_factory=dict)
+    """What `distflow scale` has decided last about pools that train."""
+
+    @property
+    def own(self) -> Term:
+        """Our own term."""
+        return self.terms[self.host]
+
+    @property
+    def members(self) -> Mapping[str, int]:
+        """The members of the current term, and their hosts."""
+        return members_of(self.own.begun, self.hosts)
+
+    @property
+    def member_hosts(self) -> frozenset[int]:
+        """Hosts with a member."""
+        return frozenset(self.members.values())
+
+    def weight(self, hosts: frozenset[int]) -> int:
+        """How many members these hosts have."""
+        return sum(host in hosts for host in self.members.values())
+
+    def majority(self, hosts: frozenset[int]) -> bool:
+        """Whether these hosts have more than half of the members."""
+        return 2 * self.weight(hosts) > len(self.members)
+
+    def there(self) -> frozenset[int]:
+        """Hosts whose agents have reported the end of their members."""
+        found = {host: self.terms.get(host) for host in self.member_hosts}
+        return frozenset(h for h, term in found.items() if term and term.number == self.own.number and term.ended)
+
+    def gone(self, rules: Rules) -> frozenset[int]:
+        """Hosts that have been silent for too long and have not reported the end of their members."""
+        away = self.member_hosts - self.there() - {self.host}
+        return frozenset(host for host in away if self.unheard_s.get(host, 0.0) >= rules.gone_s)
+
+    def cut_off(self, rules: Rules) -> bool:
+        """Whether the others may be about to go on without our host."""
+        if self.host not in self.member_hosts:
+            return False
+        near = {host for host in self.member_hosts if self.unseen_s.get(host, 0.0) < rules.silence_s}
+        return not self.majority(frozenset({*near, self.host}))
+
+    def unreachable(self, hosts: Iterable[int], rules: Rules) -> frozenset[int]:
+        """Those of these hosts that nobody could tell to start a worker now."""
+        silent = (h for h in hosts if h not in self.terms or self.unheard_s.get(h, 0.0) >= rules.silence_s)
+        return frozenset(silent) - {self.host}
+
+    def named(self, hosts: frozenset[int]) -> str:
+        """Names of hosts, for messages."""
+        return ", ".join(self.names.get(host) or f"host {host}" for host in sorted(hosts))
+
+
+def members_of(term: Successor | None, first: Mapping[str, int]) -> Mapping[str, int]:
+    """The training workers of a term, with their hosts. `first`: those that the run began with."""
+    if term is None or not term.members:
+        return first
+    return dict(zip(term.members, term.hosts or [first[name] for name in term.members], strict=True))
+
+
+def takes_up(term: Successor, before: Term) -> bool:
+    """Whether a term takes up a decision of `distflow scale` that the one before did not know."""
+    return term.scaled != (() if before.begun is None else before.begun.scaled)
+
+
+def head_of(mesh: Gossip) -> int:
+    """The host whose run folder gets a copy of all files, if the hosts do not share one: the first that is heard."""
+    silent = mesh.silent()
+    return min(host for host in (mesh.host, *mesh.others) if host not in silent)
 
 
 def elsewhere(mesh: Gossip, trainers: Mapping[str, int]) -> Elsewhere:
@@ -82,6 +197,11 @@ def network_roster(mesh: Gossip, *, leaving_out: int | None = None) -> dict[str,
             found[agent_name(host)] = report.entry.agent
             found |= {name: hosted.address for name, hosted in report.workers.items() if hosted.state != "left"}
     return found
+
+
+def entries(mesh: Gossip) -> dict[str, dict[str, Any]]:
+    """All hosts that have reported, by number, as plain data."""
+    return {str(host): structs.asdict(report.entry) for host, report in sorted(mesh.reports.items())}
 
 
 def orphaned(mesh: Gossip, silent: Collection[int]) -> Iterator[tuple[str, int]]:
@@ -166,8 +286,67 @@ def _awaited_of(mesh: Gossip, host: int, apart: Collection[int], *, writes: bool
         return "to end and clean up its part"
     if not mesh.seen_by(host):
         return "to learn that this host is cleaned up"
-    if host == HEAD and host in apart and not report.collected:
+    if host == head_of(mesh) and host in apart and not report.collected:
         return "to fetch the last files"
     if writes and host not in apart:
         return "to exit before the end is written to run.json"
     return None
+
+
+class FreeGpus:
+    """The GPUs of the hosts: new workers take those that no worker of the run uses.
+
+    `leaving`: workers that give theirs up. One that has ended keeps them, since it may be restarted.
+    """
+
+    def __init__(self, mesh: Gossip, plan: Plan, leaving: Container[str]) -> None:
+        self._mesh, self._plan = mesh, plan
+        self._users = {
+            host: Counter(
+                number
+                for name, hosted in report.workers.items()
+                if hosted.state != "left" and name not in leaving
+                for number in hosted.gpus
+            )
+            for host, report in mesh.reports.items()
+        }
+
+    def take(self, name: str, hosts: Sequence[int]) -> int:
+        """Choose one of these hosts, the best one first. Raises UserError if none has a free GPU."""
+        from distflow.flow.gpus import width
+
+        found = next((host for host in hosts if self.hold(name, host)), None)
+        if found is None:
+            raise UserError(f"scale: {self._refusal(name, hosts, width(self._worker(name)))}")
+        return found
+
+    def hold(self, name: str, host: int) -> bool:
+        """Hold what a worker will take of a host; whether there is enough."""
+        from distflow.flow.gpus import free_gpu, takes_free_gpu, width
+
+        worker, count = self._worker(name), self._count(host)
+        if not takes_free_gpu(worker, count):
+            return True
+        first = free_gpu(self._users[host], count, width(worker))
+        if first is not None:
+            self._users[host].update(range(first, first + width(worker)))
+        return first is not None
+
+    def _worker(self, name: str) -> WorkerPlan:
+        """As planned; for a pool whose own scaling is not in this plan, its first worker."""
+        pool = [worker for worker in self._plan.workers if worker.name.pool == WorkerName.parse(name).pool]
+        return next((worker for worker in pool if str(worker.name) == name), pool[0])
+
+    def _count(self, host: int) -> int:
+        return self._mesh.reports[host].entry.gpus if host in self._mesh.reports else 0
+
+    def _refusal(self, name: str, hosts: Sequence[int], wide: int) -> str:
+        pool, named = WorkerName.parse(name).pool, [self._mesh.reports[host].entry.name for host in hosts]
+        where = f"{', '.join(named)} {'has' if len(named) == 1 else 'have'}" if all(named) else "this machine has"
+        needed = f"{wide} consecutive GPUs" if wide > 1 else "a GPU"
+        further = "add a host with --hosts, " if all(named) else ""
+        return (
+            f"{name} needs {needed} that no other worker uses, and of {sum(map(self._count, hosts))} GPUs {where} "
+            f"none to spare — scale another pool down, {further}or let it share one: stop the run, and continue with "
+            f"--resume layout.pools.{pool}.count=… layout.pools.{pool}.device=cuda:N"
+        )

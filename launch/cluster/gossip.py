@@ -127,10 +127,16 @@ class Gossip:
         return frozenset(host for host in may_be if self.unheard_s(host) >= limit)
 
     def is_outnumbered(self) -> bool:
-        """Whether more than half of the hosts that have not exited are silent."""
+        """Whether more than half of the hosts that have not exited are silent; those whose workers have all left or
+        ended, as far as was heard, cannot go on without us and do not count."""
         silent = self.silent()
-        there = {host for host in self._pulses.others if not self._news.has_gone(host)} if silent else silent
+        there = {host for host in self._pulses.others if not self._is_done(host)} if silent else silent
         return 2 * len(silent & there) > len(there) + 1
+
+    def _is_done(self, host: int) -> bool:
+        report = self.report(host)
+        emptied = report is not None and bool(report.workers) and not report.living
+        return emptied or self._news.has_gone(host)
 
     def unheard_s(self, host: int) -> float:
         """Seconds since any agent that we hear has heard from a host, without the time in which we were not running.

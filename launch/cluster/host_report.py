@@ -100,7 +100,7 @@ class Successor(Form, frozen=True):
     Example:
 
         Successor(1, step=40, tries=1, members=("trainer/0", "trainer/1"), saved_by=0, begins=((1, 40),),
-                  reason="trainer/1 was killed by signal 9")
+                  reason="trainer/1 was killed by signal 9", hosts=(0, 1))
     """
 
     number: Whole
@@ -116,6 +116,10 @@ class Successor(Form, frozen=True):
     """Number and step of every term since the launch, this one last."""
     reason: str
     """Why the previous term is over."""
+    hosts: tuple[HostNumber, ...] = ()
+    """Of its members, in their order; empty: where they were when the run began."""
+    scaled: tuple[tuple[str, Whole, HostNumber], ...] = ()
+    """By pool, the stamp of the last decision of `distflow scale` that it takes up, be it to drop it."""
 
     def __str__(self) -> str:
         where = f"training step {self.step}" if self.step else "the beginning, since there is no checkpoint yet"

@@ -14,6 +14,11 @@ voted for it, and every other host that can be heard has voted. Any two majoriti
 has one vote, so a term has at most one successor, whatever messages are lost or late. (Paxos with one ballot; if the
 votes are split nevertheless, the pool stands still.) A term that has begun somewhere is adopted by all other hosts.
 
+**Other members.** `distflow scale` decides who is to train (`DesiredWorkers`). Agents then ask the training workers to
+save after a training step and leave, which breaks the pool; the next term takes the decision up (`aim_of`): it is part
+of the successor, so that either its members train or the former ones do, whoever dies meanwhile. Those of the term that
+ends vote, wherever the new ones are.
+
 **Time.** In addition, a minority ends its workers before a majority goes on. Every beat of an agent confirms the last
 pulse that it has heard from each host. Our host is *cut off* when pulses younger than `silence_s` are confirmed only by
 hosts that, together with our own, have no more than half of the members: then it ends its workers. Another host is
@@ -39,101 +44,22 @@ it and from the others' reports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from msgspec import structs
 
+from distflow.launch.cluster.cluster_view import Rules, View, members_of
 from distflow.launch.cluster.host_report import Choice, Saved, Successor, Term, choose
-from distflow.types import WorkerName
+from distflow.types import WorkerName, in_pool
 
-LEAST_MARGIN_S = 3.0
 ELSEWHERE = "a training worker on another host was killed"
+SCALED = "distflow scale"
+"""Why a term has ended whose training workers have saved and left."""
+BEFORE_ALL = (-1, -1)
+"""The stamp of a decision before any other."""
 Found = tuple[tuple[Saved, ...], tuple[str, ...]]
 """Checkpoints on our host, and its workers that cannot return."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Settings of the recipe."""
-
-    shrinks: bool
-    """layout.on_failure: shrink: the pool goes on without members that cannot return."""
-    silence_s: float
-    """limits.host_silence_s"""
-    restarts: int
-    """limits.restarts"""
-
-    @property
-    def margin_s(self) -> float:
-        """The time that a cut-off host has to end its workers before others go on without it."""
-        return max(LEAST_MARGIN_S, self.silence_s / 4)
-
-    @property
-    def gone_s(self) -> float:
-        """A host that has been silent for so long counts as gone."""
-        return self.silence_s + self.margin_s
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What the agent of `host` knows at one moment."""
-
-    host: int
-    hosts: Mapping[str, int]
-    """The training workers that the run began with, and their hosts."""
-    names: Mapping[int, str]
-    """Names of the hosts, for messages."""
-    terms: Mapping[int, Term]
-    """As last reported by the hosts, including our own."""
-    unheard_s: Mapping[int, float]
-    """Seconds since any host that we hear has heard from a host."""
-    unseen_s: Mapping[int, float]
-    """Seconds since our last message that a host has confirmed."""
-
-    @property
-    def own(self) -> Term:
-        """Our own term."""
-        return self.terms[self.host]
-
-    @property
-    def members(self) -> Mapping[str, int]:
-        """The members of the current term, and their hosts."""
-        return {name: self.hosts[name] for name in self.own.members or self.hosts}
-
-    @property
-    def member_hosts(self) -> frozenset[int]:
-        """Hosts with a member."""
-        return frozenset(self.members.values())
-
-    def weight(self, hosts: frozenset[int]) -> int:
-        """How many members these hosts have."""
-        return sum(host in hosts for host in self.members.values())
-
-    def majority(self, hosts: frozenset[int]) -> bool:
-        """Whether these hosts have more than half of the members."""
-        return 2 * self.weight(hosts) > len(self.members)
-
-    def there(self) -> frozenset[int]:
-        """Hosts whose agents have reported the end of their members."""
-        found = {host: self.terms.get(host) for host in self.member_hosts}
-        return frozenset(h for h, term in found.items() if term and term.number == self.own.number and term.ended)
-
-    def gone(self, rules: Rules) -> frozenset[int]:
-        """Hosts that have been silent for too long and have not reported the end of their members."""
-        away = self.member_hosts - self.there() - {self.host}
-        return frozenset(host for host in away if self.unheard_s.get(host, 0.0) >= rules.gone_s)
-
-    def cut_off(self, rules: Rules) -> bool:
-        """Whether the others may be about to go on without our host."""
-        if self.host not in self.member_hosts:
-            return False
-        near = {host for host in self.member_hosts if self.unseen_s.get(host, 0.0) < rules.silence_s}
-        return not self.majority(frozenset({*near, self.host}))
-
-    def named(self, hosts: frozenset[int]) -> str:
-        """Names of hosts, for messages."""
-        return ", ".join(self.names.get(host) or f"host {host}" for host in sorted(hosts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +93,61 @@ def ahead(view: View) -> Successor | None:
     return newest.begun if newest.number > view.own.number else None
 
 
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """Who is to train in the next term, unless they cannot come back."""
+
+    members: Mapping[str, int]
+    """By name, with their hosts."""
+    scaled: tuple[tuple[str, int, int], ...] = ()
+    """As `Successor.scaled`."""
+    told: tuple[str, ...] = ()
+    """What changes, or does not although it was asked for, and why: in words."""
+
+
+def aim_of(view: View, rules: Rules) -> Aim:
+    """The present members, with what `distflow scale` has decided since the term began.
+
+    A decision is taken up once, by the next term. One that needs a host which cannot be heard is dropped.
+    """
+    began = view.own.begun
+    members, told = dict(view.members), []
+    scaled = {} if began is None else {pool: (number, host) for pool, number, host in began.scaled}
+    for pool, decision in sorted(view.wanted.items()):
+        if decision.stamp <= scaled.get(pool, BEFORE_ALL):
+            continue
+        scaled[pool] = decision.stamp
+        before = in_pool(pool, members)
+        new = {name: host for name, host in decision.hosts.items() if name not in before}
+        if silent := view.unreachable(new.values(), rules):
+            told.append(f"pool {pool} stays as it is, since {view.named(silent)} cannot be heard")
+            continue
+        after = sorted(decision.hosts, key=lambda name: WorkerName.parse(name).index)
+        pools = dict.fromkeys(WorkerName.parse(name).pool for name in members)
+        hosts = {**members, **decision.hosts}
+        members = {name: hosts[name] for one in pools for name in (after if one == pool else in_pool(one, members))}
+        if set(before) != set(after):
+            told.append(f"pool {pool} goes from {len(before)} to {len(after)} training workers ({', '.join(after)})")
+    return Aim(members, tuple((pool, *stamp) for pool, stamp in sorted(scaled.items())), tuple(told))
+
+
+def is_to_end(view: View, rules: Rules) -> bool:
+    """Whether the present term is to end after a training step, since others are to train in the next one."""
+    return not view.own.broken and aim_of(view, rules).members.keys() != view.members.keys()
+
+
 def propose(view: View, rules: Rules) -> Successor | Standstill:
     """What should follow the current term, which has ended on our host."""
     there, gone = view.there(), view.gone(rules)
     away = view.member_hosts - there
     if late := away - gone:
         return Standstill(f"{view.named(late)} to end its training workers")
+    aim = aim_of(view, rules)
     names = ", ".join(name for name, host in view.members.items() if host in away)
-    if away and not rules.shrinks:
+    if needed := [name for name, host in aim.members.items() if host in away and not rules.shrinks]:
         return Standstill(
-            f"{view.named(away)} with {names}; with layout.on_failure: restart, training cannot continue without them"
+            f"{view.named(frozenset(map(aim.members.__getitem__, needed)))} with {', '.join(needed)}; with "
+            "layout.on_failure: restart, training cannot continue without them"
         )
     if away and not view.majority(there):
         return Standstill(
@@ -185,7 +156,7 @@ def propose(view: View, rules: Rules) -> Successor | Standstill:
         )
     terms = {host: view.terms[host] for host in sorted(there)}
     lost = {name for term in terms.values() for name in term.given_up if rules.shrinks}
-    left = tuple(name for name, host in view.members.items() if host in there and name not in lost)
+    left = {name: host for name, host in aim.members.items() if host not in away and name not in lost}
     if not left:
         return Standstill(f"{', '.join(view.members)} cannot come back, and no training worker is left", hopeless=True)
     if (without := _without_home(view, left, lost)) is not None:
@@ -193,14 +164,14 @@ def propose(view: View, rules: Rules) -> Successor | Standstill:
     choice = choose({host: term.checkpoints for host, term in terms.items()}, {h: view.names.get(h, "") for h in terms})
     if choice.step is None:
         return Standstill(choice.lacking, hopeless=True)
-    return _successor(view, rules, left, choice, terms)
+    return _successor(view, rules, aim, left, choice)
 
 
-def _without_home(view: View, left: tuple[str, ...], lost: set[str]) -> Standstill | None:
+def _without_home(view: View, left: Collection[str], lost: set[str]) -> Standstill | None:
     """What keeps a pool that trains a model from having a worker in the next term; None: each has one."""
     for home in sorted({WorkerName.parse(name).pool for name in view.hosts}):
-        members = [name for name in view.members if WorkerName.parse(name).pool == home]
-        if set(members) & set(left):
+        members = in_pool(home, view.members)
+        if in_pool(home, left):
             continue
         if set(members) <= lost:
             why = f"{', '.join(members)} cannot come back, and pool {home!r} has no other worker to train its models"
@@ -210,13 +181,13 @@ def _without_home(view: View, left: tuple[str, ...], lost: set[str]) -> Standsti
     return None
 
 
-def _successor(
-    view: View, rules: Rules, left: tuple[str, ...], choice: Choice, terms: Mapping[int, Term]
-) -> Successor | Standstill:
+def _successor(view: View, rules: Rules, aim: Aim, left: Mapping[str, int], choice: Choice) -> Successor | Standstill:
     own, began = view.own, view.own.begun
-    reason = next((term.reason for term in terms.values() if term.reason), ELSEWHERE)
-    missing = [name for name in view.members if name not in left]
-    again = choice.step == own.step and not missing
+    told = (view.terms[host].reason for host in sorted(view.there()))
+    reasons = [next((reason for reason in told if reason), ELSEWHERE)]
+    reason = "; ".join([*(reasons if reasons != [SCALED] else ()), *aim.told]) or SCALED
+    missing = [name for name in aim.members if name not in left]
+    again = choice.step == own.step and not missing and left.keys() == view.members.keys()
     tries = began.tries + 1 if again and began is not None else 1
     if tries > rules.restarts:
         since = f"the checkpoint of training step {own.step}" if own.step else "the beginning of the run"
@@ -232,7 +203,8 @@ def _successor(
     assert choice.step is not None, "a successor begins somewhere"
     number = own.number + 1
     begins = (*(began.begins if began is not None else ()), (number, choice.step))
-    return Successor(number, choice.step, tries, left, choice.term, begins, reason)
+    about = (number, choice.step, tries, tuple(left), choice.term, begins, reason)
+    return Successor(*about, hosts=tuple(left.values()), scaled=aim.scaled)
 
 
 def electable(view: View) -> Successor | None:
@@ -257,6 +229,9 @@ def elected(view: View, rules: Rules) -> Successor | None:
     for choice in {vote for vote in votes.values() if vote is not None}:
         agreed = frozenset(host for host, vote in votes.items() if vote == choice)
         undecided = {host for host in there - agreed if votes[host] is None}
+        # Hosts on which training begins have no say, but time to fetch what it begins from.
+        coming = set(members_of(choice, view.hosts).values()) - view.member_hosts
+        undecided |= {host for host in coming if host not in view.terms or view.terms[host].vote is None}
         waits = {host for host in undecided if view.unheard_s.get(host, 0.0) < rules.gone_s}
         if view.majority(agreed) and not waits:
             return choice
@@ -334,6 +309,8 @@ class Pool:
         found = propose(view, self._rules)
         if view.host in view.member_hosts:
             self._decide(view, found, lacks)
+        else:
+            self._get_ready(view, lacks)
         chosen = elected(self._seen(view), self._rules)
         if chosen is not None and (view.host not in view.member_hosts or self.term.vote == chosen):
             return Begin(chosen)
@@ -342,8 +319,10 @@ class Pool:
         return self._overdue(self._waits_in(view), now)
 
     def began(self, term: Successor) -> None:
-        """Our host has begun this term."""
-        self.term = Term(term.number, term)
+        """Our host has begun this term; others may still fetch from it what the term begins from."""
+        what = (term.step, term.saved_by)
+        kept = tuple(saved for saved in self.term.checkpoints if (saved.step, saved.term) == what)
+        self.term = Term(term.number, term, checkpoints=kept)
         self._still_since = None
 
     def put_off(self, what: str, now: float) -> Stop | None:
@@ -353,7 +332,7 @@ class Pool:
 
     def _follow(self, view: View, term: Successor, lacks: Callable[[Successor], str], now: float) -> Move | None:
         """Begin a term that has begun elsewhere."""
-        ours = any(view.hosts[name] == view.host for name in term.members)
+        ours = view.host in members_of(term, view.hosts).values()
         if ours and view.cut_off(self._rules):
             # What we know is old: the others may have gone on without us since.
             return None
@@ -369,6 +348,14 @@ class Pool:
             self.term = with_proposal(self.term, found)
         wanted = electable(self._seen(view))
         if wanted is not None:
+            what = lacks(wanted)
+            self.term = structs.replace(self.term, waits=what, vote=None if what else wanted)
+
+    def _get_ready(self, view: View, lacks: Callable[[Successor], str]) -> None:
+        """None of the members are ours: if some of the next term are, say when they can begin it."""
+        votes = (view.terms[host].vote for host in sorted(view.there()))
+        coming = (vote for vote in votes if vote and view.host in members_of(vote, view.hosts).values())
+        if self.term.vote is None and (wanted := next(coming, None)) is not None:
             what = lacks(wanted)
             self.term = structs.replace(self.term, waits=what, vote=None if what else wanted)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import shlex
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ from msgspec import structs
 
 from distflow.comm.addresses import place_of
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
-from distflow.data.metrics_merge import MetricsReader
-from distflow.errors import DistflowError, Problem, UserError
-from distflow.launch.agent.scaling import plan_documents
+from distflow.errors import DistflowError, Problem, UserError, did_you_mean
+from distflow.flow.recipe_check import plan_resized
 from distflow.launch.deploy.fan_out import Fleet, SshWays
 from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunContents, description_in, key_of, tar
 from distflow.launch.deploy.host_checks import link_problems
@@ -32,16 +32,14 @@ from distflow.launch.deploy.monitor import Monitor
 from distflow.launch.deploy.multi_host import SHIP_S, HostsRequest, begin_agents, nonce_in, preflight, start_agents
 from distflow.launch.deploy.placement import WorkerPlacement, likely_slots
 from distflow.launch.deploy.ssh import Transport
-from distflow.launch.observe.progress import RunStatus
+from distflow.launch.observe.progress import AutoscaleDisplay, names_in
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
 from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_files
 from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name, read_record
-from distflow.sim.autoscale import Autoscaler, AutoscaleRule, ScaleDecision, StepSeen, check_pool
+from distflow.sim.autoscale import Autoscaler, AutoscaleRule, check_pool
 from distflow.types import WorkerName
 
 AUTO = "auto"
-BEHIND = 5
-"""Training steps before the present one that are looked at, too, where the command begins."""
 ANSWER_S = 10.0
 """The agent plans the new workers before it answers."""
 REACH_S = 30.0
@@ -50,8 +48,9 @@ POLL_S = 0.1
 
 @click.command()
 @click.argument("run")
-@click.argument("change", metavar="POOL=N|auto")
+@click.argument("change", metavar="[POOL=N|auto]", required=False)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@click.option("--leave", multiple=True, metavar="HOST", help="Move all workers of this host to others.")
 @click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Place new workers on these hosts only.")
 @click.option("--ssh-config", type=click.Path(path_type=Path), metavar="FILE", help="Configuration file for ssh.")
 @click.option("--ssh-options", default="", metavar="WORDS", help="More arguments for the ssh command.")
@@ -64,45 +63,90 @@ POLL_S = 0.1
 @click.option(
     "--max", "most", type=click.IntRange(min=1), metavar="B", help="Of auto: the most workers.  [twice the present]"
 )
-def command(run: str, change: str, runs_dir: Path, least: int | None, most: int | None, **given: Any) -> int | None:
+def command(
+    run: str,
+    change: str | None,
+    leave: tuple[str, ...],
+    runs_dir: Path,
+    least: int | None,
+    most: int | None,
+    **given: Any,
+) -> int | None:
     """Set the number of workers of POOL to N. New ones join; those with the highest numbers hand back their work and
-    leave.
+    leave. A pool that trains saves after its training step, and goes on from there with its new number of workers.
 
-    Hosts of FILE that are not in the run yet join it first. With POOL=auto the command stays, and adds and removes
-    workers of a pool that generates by what the run measures, until it ends; Ctrl-C leaves the run as it is.
+    With --leave, other hosts get the workers of a host instead, so that it can be taken away. Hosts of FILE that are
+    not in the run yet join it first. With POOL=auto the command stays, and adds and removes workers of a pool that
+    generates by what the run measures, until it ends; Ctrl-C leaves the run as it is.
     """
-    pool, count = _parse(change)
     record = read_record(find_run(run, runs_dir))
     if record.over:
         raise UserError(f"scale: {record.name} is over ({record.state}) — only a running run can be scaled")
-    if count is None:
+    if change is not None and not leave and change.endswith(f"={AUTO}"):
         if given["hosts"] is not None:
             raise UserError("scale --hosts: only with a number, as in rollout=3 — add hosts first, then use auto")
         _refuse_without_hosts(given)
-        return _scale_by_itself(record, pool, least, most)
+        return _scale_by_itself(record, change.removesuffix(f"={AUTO}"), least, most)
+    changes = _changes(record, change, leave)
     if least is not None or most is not None:
-        raise UserError(f"--min, --max: only with {pool}=auto")
-    _set(record, pool, count, given)
+        raise UserError("--min, --max: only with POOL=auto")
+    slots = _slots_for(record, changes, given)
+    body = {"slots": {str(number): free for number, free in slots.items()}, "leaving": sorted(changes.leaving)}
+    for pool, count in changes.counts.items():
+        click.echo(_told(pool, _ask(record, "scale", {**body, "pool": pool, "count": count})))
     return None
 
 
-def _set(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> None:
-    slots = _slots_for(record, pool, count, given)
-    body = {"pool": pool, "count": count, "slots": {str(number): free for number, free in slots.items()}}
-    answer = _ask(record, "scale", body)
-    if answer["was"] == answer["now"]:
-        click.echo(f"{pool} has {count} workers already")
-        return
-    click.echo(_changed(pool, answer))
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """The request."""
+
+    counts: Mapping[str, int]
+    """By pool, how many workers it is to have."""
+    leaving: frozenset[int] = frozenset()
+    """Numbers of hosts that are to have none."""
+    moving: Mapping[str, int] = field(default_factory=dict)
+    """By pool, how many it has on these."""
 
 
-def _slots_for(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> Mapping[int, int]:
+def _changes(record: RunRecord, change: str | None, leave: Sequence[str]) -> _Changes:
+    if (change is None) == (not leave):
+        raise UserError("scale: expected POOL=N, for example rollout=3, or --leave HOST")
+    if change is not None:
+        pool, count = _parse(change)
+        return _Changes({pool: count})
+    numbers = {host.name: number for number, host in enumerate(record.hosts)}
+    for name in leave:
+        if name not in numbers:
+            raise UserError(f"--leave {name}: no host of {record.name} — {did_you_mean(name, numbers)}")
+    leaving = frozenset(numbers[name] for name in leave)
+    moving = Counter(WorkerName.parse(entry.name).pool for entry in record.workers if entry.host in leaving)
+    if not moving:
+        raise UserError(f"--leave {', '.join(leave)}: no worker of {record.name} is there")
+    counts = Counter(WorkerName.parse(entry.name).pool for entry in record.workers)
+    return _Changes({pool: counts[pool] for pool in moving}, leaving, moving)
+
+
+def _told(pool: str, answer: Mapping[str, Any]) -> str:
+    """What happens now, in words."""
+    if not answer["hosts"]:
+        return f"{pool} has {answer['now']} workers already"
+    trains, joining, leaving = answer["trains"], answer["joining"], answer["leaving"]
+    named = {name: f"{name} on {host}" if host else name for name, host in answer["hosts"].items()}
+    does = [f"joining: {', '.join(named[name] for name in joining)}"] if joining else []
+    how = "leaving" if trains else "leaving when they have handed back their work"
+    does += [f"{how}: {', '.join(named[name] for name in leaving)}"] if leaving else []
+    does += ["the pool saves after its training step, and goes on from there in a new term"] if trains else []
+    return f"{pool}: {answer['was']} → {answer['now']}; {'; '.join(does)}"
+
+
+def _slots_for(record: RunRecord, changes: _Changes, given: Mapping[str, Any]) -> Mapping[int, int]:
     """Slots for new workers by host number, after adding new hosts to the run; empty: any host will do."""
     if given["hosts"] is None:
         _refuse_without_hosts(given)
         return {}
     environment = forwarded(os.environ, given["forward"], given["settings"])
-    wanted = _HostsToAdd(pool, count, read_hosts(given["hosts"]), environment, given["ship_code"])
+    wanted = _HostsToAdd(changes, read_hosts(given["hosts"]), environment, given["ship_code"])
     added = _add_hosts(record, wanted, Transport(given["ssh_config"], tuple(shlex.split(given["ssh_options"]))))
     for note in added.notes:
         click.echo(f"note: {note}")
@@ -117,11 +161,8 @@ def _refuse_without_hosts(given: Mapping[str, Any]) -> None:
         raise UserError(f"{', '.join(useless)}: only for hosts that join — name them with --hosts FILE")
 
 
-def _parse(change: str) -> tuple[str, int | None]:
-    """The pool, and how many workers; None: as many as the run shows to be good."""
+def _parse(change: str) -> tuple[str, int]:
     pool, equals, count = change.partition("=")
-    if pool and equals and count == AUTO:
-        return pool, None
     if not (pool and equals and count.lstrip("-").isdecimal()):
         raise UserError(f"{change!r}: expected POOL=N or POOL={AUTO}, for example rollout=3")
     return pool, int(count)
@@ -136,8 +177,12 @@ def _scale_by_itself(record: RunRecord, pool: str, least: int | None, most: int 
     click.echo(
         f"{record.name}: {pool} has {present} workers, and will have {rule.least} to {rule.most}; Ctrl-C leaves it"
     )
+
+    def scale(now: RunRecord, count: int) -> str:
+        return _told(pool, _ask(now, "scale", {"pool": pool, "count": count, "slots": {}}))
+
     try:
-        ended = Monitor(record.path, _AutoDisplay(record, pool, Autoscaler(rule, present))).only_look()
+        ended = Monitor(record.path, AutoscaleDisplay(record, pool, Autoscaler(rule, present), scale)).only_look()
     except KeyboardInterrupt:
         click.echo(f"no longer scaling; {record.name} continues with the workers that it has")
         return 0
@@ -147,108 +192,28 @@ def _scale_by_itself(record: RunRecord, pool: str, least: int | None, most: int 
 
 def _check_auto(record: RunRecord, pool: str) -> int:
     """How many workers the pool has now; raises UserError for one that cannot be scaled by what the run measures."""
-    present = len(_names(record, pool))
-    # The agent refuses a pool that there is not, and one that trains; else nothing changes.
-    _ask(record, "scale", {"pool": pool, "count": max(1, present), "slots": {}})
-    check_pool(plan_documents(record.path, pool, present), pool)
+    present = len(names_in(record, pool))
+    # The agent refuses a pool that there is not; else nothing changes.
+    if _ask(record, "scale", {"pool": pool, "count": max(1, present), "slots": {}})["trains"]:
+        raise UserError(f"scale {pool}={AUTO}: pool {pool!r} trains, too — give it a number")
+    check_pool(plan_resized(record.path, {pool: present}), pool)
     return present
-
-
-def _names(record: RunRecord, pool: str) -> list[str]:
-    return [entry.name for entry in record.workers if WorkerName.parse(entry.name).pool == pool]
-
-
-class _AutoDisplay:
-    """Looks at each training step that the monitor shows, and scales the pool."""
-
-    def __init__(self, record: RunRecord, pool: str, scaler: Autoscaler) -> None:
-        self._record, self._pool, self._scaler = record, pool, scaler
-        self._reader = MetricsReader(record.path)
-        self._done = self._decided = 0
-        """The last training step that was looked at, and the one after which the last change was decided."""
-        self._since: float | None = None
-        """When it was decided; None: the pool is as it is to be."""
-
-    def __enter__(self) -> None:
-        self._do(self._scaler.begin())
-
-    def __exit__(self, *raised: object) -> None:
-        """The run goes on."""
-
-    def show(self, status: RunStatus) -> None:
-        """Look at the training steps that are whole: all before the last one."""
-        if status.record.state != "running" or not status.step:
-            return
-        self._record = status.record
-        self._reader.read()
-        self._done = max(self._done, status.step - 1 - BEHIND)
-        while self._done < status.step - 1:
-            self._done += 1
-            if self._all_there():
-                self._look(self._done)
-
-    def say(self, text: str) -> None:
-        """Other news of the run."""
-        click.echo(text)
-
-    def finish(self, status: RunStatus) -> None:
-        """The run is over."""
-
-    def _all_there(self) -> bool:
-        """Whether the workers are those that are to be there, and all have generated since the last change."""
-        names, term, now = _names(self._record, self._pool), self._record.term, time.monotonic()
-        if len(names) != self._scaler.count:
-            if self._since is None or now - self._since > self._record.no_progress_s:
-                click.echo(f"step {self._done}: {self._pool} has {len(names)} workers, not {self._scaler.count}")
-                self._scaler.found(len(names))
-                self._decided, self._since = self._done, None
-            return False
-        if self._reader.last_step([WorkerName.parse(name).file_stem for name in names], term) <= self._decided:
-            return False
-        self._since = None
-        return True
-
-    def _look(self, step: int) -> None:
-        seen = StepSeen.of(self._reader.step(step))
-        if seen is None:
-            return
-        decision = self._scaler.see(seen)
-        if self._scaler.kept:
-            click.echo(f"step {step}: {self._pool} stays at {self._scaler.count}: {self._scaler.kept}")
-        self._do(decision)
-
-    def _do(self, decision: ScaleDecision | None) -> None:
-        if decision is None:
-            return
-        body = {"pool": self._pool, "count": decision.count, "slots": {}}
-        try:
-            answer = _ask(self._record, "scale", body)
-        except UserError as error:
-            # Of the places for workers, or since the run is ending.
-            click.echo(f"step {self._done}: {self._pool}={decision.count} was refused: {error}")
-            self._scaler.refused(len(_names(self._record, self._pool)))
-            return
-        self._decided, self._since = self._done, time.monotonic()
-        click.echo(f"step {self._done}: {decision.why}")
-        click.echo(f"  {_changed(self._pool, answer)}")
-
-
-def _changed(pool: str, answer: Mapping[str, Any]) -> str:
-    does = "joining" if answer["now"] > answer["was"] else "leaving when they have handed back their work"
-    names = [f"{name} on {host}" if host else name for name, host in answer["hosts"].items()]
-    return f"{pool}: {answer['was']} → {answer['now']}; {does}: {', '.join(names)}"
 
 
 @dataclass(frozen=True, slots=True)
 class _HostsToAdd:
-    """The request."""
+    """For which changes, and how."""
 
-    pool: str
-    count: int
+    changes: _Changes
     hosts: Sequence[Host]
     """Where new workers may go; may include hosts that are in the run already."""
     environment: Mapping[str, str]
     ship_code: bool
+
+    def more(self, was: int) -> dict[str, int]:
+        """How many new workers each pool needs. `was`: how many the only one has, where none leave hosts."""
+        changes = self.changes
+        return {pool: changes.moving.get(pool, count - was) for pool, count in changes.counts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +230,8 @@ class _AddedHosts:
 def _add_hosts(record: RunRecord, wanted: _HostsToAdd, transport: Transport) -> _AddedHosts:
     """Start agents on the hosts that are not yet in the run. Raises HostsError, after undoing everything on them."""
     further = [host for host in wanted.hosts if host.name not in {entry.name for entry in record.hosts}]
-    body = {"pool": wanted.pool, "count": wanted.count, "hosts": len(further)}
+    pool, count = next(iter(wanted.changes.counts.items()))
+    body = {"pool": pool, "count": count, "hosts": len(further)}
     answer = _ask(record, "hosts.reserve", body)
     here = tuple(HostEntry(**entry) for entry in answer["hosts"])
     names = [*(entry.name for entry in here), *(host.name for host in further)]
@@ -283,11 +249,11 @@ def _add_hosts(record: RunRecord, wanted: _HostsToAdd, transport: Transport) -> 
 
 
 def _check(wanted: _HostsToAdd, was: int) -> None:
-    more, slots = wanted.count - was, sum(len(host.slots) for host in wanted.hosts)
+    more, slots = sum(wanted.more(was).values()), sum(len(host.slots) for host in wanted.hosts)
     if more <= 0:
         raise UserError(
-            f"scale --hosts: {wanted.pool} has {was} workers already, and --hosts is only for adding "
-            "workers — ask for more, or leave out --hosts"
+            f"scale --hosts: {', '.join(wanted.changes.counts)} has {was} workers already, and --hosts is only for "
+            "adding workers — ask for more, or leave out --hosts"
         )
     if slots < more:
         raise UserError(
@@ -302,8 +268,11 @@ class _Addition:
         self._record = record
         self._here = here
         self._hosts = {len(here) + n: host for n, host in enumerate(further)}
-        plan = plan_documents(record.path, wanted.pool, wanted.count)
-        placement = WorkerPlacement((*map(_as_host, here), *further), likely_slots(plan, wanted.pool, self._hosts, was))
+        more, moving = wanted.more(was), wanted.changes.moving
+        until = {pool: count + moving.get(pool, 0) for pool, count in wanted.changes.counts.items()}
+        plan = plan_resized(record.path, until, spanning=True)
+        new = [f"{pool}/{index}" for pool in more for index in range(until[pool] - more[pool], until[pool])]
+        placement = WorkerPlacement((*map(_as_host, here), *further), likely_slots(new, self._hosts))
         self._request = HostsRequest(
             RunContents(_loaded(record.path), plan, Beginning(term=record.term), record.path, placement),
             resume=False,
@@ -328,7 +297,7 @@ class _Addition:
 
     def _await_known(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
-        while not self._hosts.keys() <= set(_ask(self._record, "status", {})["hosts"]):
+        while not self._hosts.keys() <= set(map(int, _ask(self._record, "status", {})["hosts"])):
             if time.monotonic() > deadline:
                 names = ", ".join(host.name for host in self._hosts.values())
                 raise DistflowError(f"scale: agents run on {names}, but the other agents did not hear from them "

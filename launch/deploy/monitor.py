@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from distflow.launch.observe.progress import REWARD, Display, RunStatus
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, without_agents, worker_rows
 from distflow.launch.run.exit_status import as_it_ended
 from distflow.launch.run.process_table import is_lost, signal_to
-from distflow.launch.run.record import AGENT, RunRecord, agent_name, read_record
+from distflow.launch.run.record import AGENT, HostEntry, RunRecord, agent_name, read_record
 from distflow.types import WorkerName
 
 SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"
@@ -297,9 +297,18 @@ class Monitor:
             if "collecting" in answer and now - self._collecting_at >= TELL_EVERY_S:
                 self._collecting_at = now
                 self._display.say(told(answer["collecting"]))
-            if self._fetch is not None and self._told != record.state:
-                structs.replace(record, state=answer["state"]).write()
+            if self._fetch is not None:
+                self._note(record, answer)
         return structs.replace(record, state="running") if self._told == "running" else record
+
+    def _note(self, record: RunRecord, answer: Mapping[str, Any]) -> None:
+        """Keep the record where no agent does: its state, and hosts that have joined since."""
+        entries = {int(number): HostEntry(**entry) for number, entry in answer["hosts"].items()}
+        hosts = {**dict(enumerate(record.hosts)), **entries}
+        known = tuple(hosts[number] for number in takewhile(hosts.__contains__, count()))
+        roster = {**record.roster, **{name: address for name, address in answer["roster"].items() if address}}
+        if record.hosts and (found := structs.replace(record, state=self._told, hosts=known, roster=roster)) != record:
+            found.write()
 
     def _reachable(self, record: RunRecord) -> RunRecord:
         """The record, with addresses of agents filled in that it does not have yet."""

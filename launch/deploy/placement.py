@@ -90,12 +90,11 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     return placement
 
 
-def likely_slots(plan: Plan, pool: str, hosts: Mapping[int, Host], was: int) -> dict[str, WorkerSlot]:
-    """Where workers of a pool beyond the `was` that it had are likely to go, by number of the hosts that may take them.
+def likely_slots(new: Sequence[str], hosts: Mapping[int, Host]) -> dict[str, WorkerSlot]:
+    """Where new workers are likely to go, by number of the hosts that may take them.
 
     An estimate of what the hosts need; the agents decide in the end.
     """
-    new = [str(worker.name) for worker in plan.workers if worker.name.pool == pool][was:]
     load = Counter(dict.fromkeys(hosts, 0))
     places = {}
     for name in new:

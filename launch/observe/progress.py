@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import (
@@ -21,10 +22,17 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from distflow.data.metrics_merge import MetricsReader
+from distflow.errors import UserError
 from distflow.launch.observe.alerts import outside_waits
 from distflow.launch.observe.run_client import Row
 from distflow.launch.observe.wait_graph import wait_graph
 from distflow.launch.run.record import RunRecord
+from distflow.sim.autoscale import Autoscaler, ScaleDecision, StepSeen
+from distflow.types import WorkerName
+
+BEHIND = 5
+"""Training steps before the present one that are looked at, too, where autoscaling begins."""
 
 PLAIN_EVERY_S = 2.0
 OTHER_LINES = 8
@@ -245,3 +253,87 @@ def worker_table(rows: Sequence[Row], most: int) -> Table:
 def _less_urgent(row: Row) -> tuple[bool, float]:
     waits = row.get("waits", [])
     return row["state"] != "no answer", -max((wait["seconds"] for wait in waits), default=0.0)
+
+
+def names_in(record: RunRecord, pool: str) -> list[str]:
+    """The workers of a pool."""
+    return [entry.name for entry in record.workers if WorkerName.parse(entry.name).pool == pool]
+
+
+class AutoscaleDisplay:
+    """Looks at each training step that the monitor shows, and has the pool scaled.
+
+    `scale(record, count)` does it and returns what happens, in words; it raises UserError if it is refused.
+    """
+
+    def __init__(
+        self, record: RunRecord, pool: str, scaler: Autoscaler, scale: Callable[[RunRecord, int], str]
+    ) -> None:
+        self._record, self._pool, self._scaler, self._scale = record, pool, scaler, scale
+        self._reader = MetricsReader(record.path)
+        self._done = self._decided = 0
+        """The last training step that was looked at, and the one after which the last change was decided."""
+        self._since: float | None = None
+        """When it was decided; None: the pool is as it is to be."""
+
+    def __enter__(self) -> None:
+        self._do(self._scaler.begin())
+
+    def __exit__(self, *raised: object) -> None:
+        """The run goes on."""
+
+    def show(self, status: RunStatus) -> None:
+        """Look at the training steps that are whole: all before the last one."""
+        if status.record.state != "running" or not status.step:
+            return
+        self._record = status.record
+        self._reader.read()
+        self._done = max(self._done, status.step - 1 - BEHIND)
+        while self._done < status.step - 1:
+            self._done += 1
+            if self._all_there():
+                self._look(self._done)
+
+    def say(self, text: str) -> None:
+        """Other news of the run."""
+        click.echo(text)
+
+    def finish(self, status: RunStatus) -> None:
+        """The run is over."""
+
+    def _all_there(self) -> bool:
+        """Whether the workers are those that are to be there, and all have generated since the last change."""
+        names, term, now = names_in(self._record, self._pool), self._record.term, time.monotonic()
+        if len(names) != self._scaler.count:
+            if self._since is None or now - self._since > self._record.no_progress_s:
+                click.echo(f"step {self._done}: {self._pool} has {len(names)} workers, not {self._scaler.count}")
+                self._scaler.found(len(names))
+                self._decided, self._since = self._done, None
+            return False
+        if self._reader.last_step([WorkerName.parse(name).file_stem for name in names], term) <= self._decided:
+            return False
+        self._since = None
+        return True
+
+    def _look(self, step: int) -> None:
+        seen = StepSeen.of(self._reader.step(step))
+        if seen is None:
+            return
+        decision = self._scaler.see(seen)
+        if self._scaler.kept:
+            click.echo(f"step {step}: {self._pool} stays at {self._scaler.count}: {self._scaler.kept}")
+        self._do(decision)
+
+    def _do(self, decision: ScaleDecision | None) -> None:
+        if decision is None:
+            return
+        try:
+            told = self._scale(self._record, decision.count)
+        except UserError as error:
+            # Of the places for workers, or since the run is ending.
+            click.echo(f"step {self._done}: {self._pool}={decision.count} was refused: {error}")
+            self._scaler.refused(len(names_in(self._record, self._pool)))
+            return
+        self._decided, self._since = self._done, time.monotonic()
+        click.echo(f"step {self._done}: {decision.why}")
+        click.echo(f"  {told}")

@@ -13,16 +13,24 @@ import re
 import shlex
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from distflow.config.yamlfile import yaml_text
 from distflow.data.metrics_merge import MetricsReader
 from distflow.errors import UserError
 from distflow.flow.neighbours import neighbours
+from distflow.flow.rescaling import resized, sizes
 from distflow.launch.run.record import FILE_NAME, read_record
+from distflow.runtime.disk import replace_file
+
+if TYPE_CHECKING:
+    from distflow.config.schema import Recipe
 
 LOCK = ".lock"
 REPLACED = ".replaced"
@@ -240,6 +248,26 @@ def _unknown(run: str, runs_dir: Path) -> str:
     near = difflib.get_close_matches(run, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names[-10:])}"
     return f"no run {run!r} in {runs_dir} — {hint}"
+
+
+def recipe_in(run_dir: Path) -> Recipe:
+    """The recipe of a run, from its folder; raises RecipeError."""
+    from distflow.config.load import recipe_from_mapping
+
+    source = run_dir / "recipe.yaml"
+    return recipe_from_mapping(yaml.safe_load(source.read_text()), lambda key: str(source))
+
+
+def note_sizes(run_dir: Path, names: Iterable[str]) -> None:
+    """Record how many workers the pools of these ones have: for `--resume`, and for workers planned from now on."""
+    counts = sizes(names)
+    recipe, overrides = run_dir / "recipe.yaml", run_dir / "overrides.txt"
+    before = yaml.safe_load(recipe.read_text())
+    after = resized(before, counts)
+    if after != before:
+        told = [f"layout.pools.{pool}.count={count}\n" for pool, count in counts.items()]
+        replace_file(overrides, overrides.read_text() + "".join(told))
+        replace_file(recipe, yaml_text(after))
 
 
 def plugin_files(value: Any) -> list[Path]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+from contextlib import suppress
 
 import pytest
 
@@ -46,6 +48,87 @@ def test_one_worker_three_workers_one_worker(launch: Launch, layout: str) -> Non
     for name in ("rollout-1", "rollout-2"):
         assert "Traceback" not in (run.folder / "logs" / f"{name}.log").read_text()
     assert "ended with exit code 0" in (run.folder / "logs" / "agent-0.log").read_text()
+    assert run.leftovers() == []
+
+
+def terms_of(run: Run) -> dict[int, list[int]]:
+    """The training steps that each term has done, in order."""
+    found: dict[int, list[int]] = {}
+    for line in run.metrics():
+        if "timing_s/step" in line:
+            found.setdefault(int(line["term"]), []).append(int(line["step"]))
+    return found
+
+
+def test_one_trainer_two_trainers_one_trainer(launch: Launch) -> None:
+    run = launch("quickstart", *PACED, "layout=split", f"run.training_steps={STEPS}")
+    run.until(lambda: run.steps_done() >= 3, "the third training step")
+    assert "trainer: 1 → 2; joining: trainer/1; the pool saves" in scale(run, "trainer=2")
+    run.until(lambda: terms_of(run).get(1), "a training step of the next term")
+    assert [entry["name"] for entry in run.record()["workers"]] == ["rollout/0", "rollout/1", "trainer/0", "trainer/1"]
+    run.until(lambda: len(terms_of(run)[1]) >= 3, "the third step of two")
+    assert "trainer: 2 → 1; leaving: trainer/1; the pool saves" in scale(run, "trainer=1")
+    run.until(lambda: terms_of(run).get(2), "a training step of the term after that")
+    assert [entry["name"] for entry in run.record()["workers"]] == ["rollout/0", "rollout/1", "trainer/0"]
+    assert run.wait() == 0, run.output
+    terms = terms_of(run)
+    assert [step for term in sorted(terms) for step in terms[term]] == list(range(1, STEPS + 1)), "none was repeated"
+    check_trained_once(run, STEPS)
+    assert "pool trainer goes from 1 to 2 training workers (trainer/0, trainer/1); " in run.output
+    assert "pool trainer goes from 2 to 1 training workers (trainer/0); " in run.output
+    assert [run.lives_of(name) for name in ("rollout/0", "rollout/1", "trainer/0", "trainer/1")] == [1, 1, 3, 1]
+    for name in ("rollout-0", "rollout-1", "trainer-0", "trainer-1"):
+        assert "Traceback" not in (run.folder / "logs" / f"{name}.log").read_text()
+    assert run.leftovers() == []
+
+
+@pytest.mark.parametrize("victim", ["agent/0", "trainer/0", "trainer/1", "nursery/0", "rollout/0"])
+def test_a_pool_that_trains_changes_its_size_whoever_is_killed_meanwhile(launch: Launch, victim: str) -> None:
+    run = launch("quickstart", *PACED, "layout=split", f"run.training_steps={STEPS}", "run.save_every=5")
+    run.until(lambda: run.saved(), "a checkpoint")
+    scale(run, "trainer=2")
+    if victim == "trainer/1":
+        run.until(lambda: run.pids_of("trainer/1"), "the new one")
+    for pid in run.pids_of(victim):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    run.until(lambda: run.record()["term"] and run.pids_of("trainer/1"), "the new one in a new term")
+    scale(run, "trainer=1")
+    run.until(lambda: len(run.record()["workers"]) == 3, "the end of one of two")
+    assert run.wait() == 0, run.output
+    check_trained_once(run, STEPS)
+    assert "layout.pools.trainer.count=1" in (run.folder / "overrides.txt").read_text()
+    assert run.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "back"),
+    [
+        (["layout=colocated"], "worker=2", "worker=1"),
+        (
+            ["layout=split", "layout.pools.trainer.count=2", "layout.pools.trainer.backend=fsdp"],
+            "trainer=3",
+            "trainer=1",
+        ),
+        (["flow=ppo", "layout=critic"], "critic=3", "critic=1"),
+        (["flow=ppo", "layout=critic"], "trainer=2", "trainer=1"),
+        (["layout=async", "layout.max_staleness=2"], "trainer=2", "trainer=1"),
+    ],
+    ids=["colocated", "of a divided model", "of a critic", "beside a critic", "asynchronous"],
+)
+def test_pools_that_train_otherwise(launch: Launch, layout: list[str], change: str, back: str) -> None:
+    steps = 80
+    run = launch("quickstart", *PACED, *layout, f"run.training_steps={steps}")
+    run.until(lambda: run.steps_done() >= 6, "the first training steps")
+    scale(run, change)
+    run.until(lambda: terms_of(run).get(1), "a training step of the next term")
+    scale(run, back)
+    run.until(lambda: terms_of(run).get(2), "a training step of the term after that")
+    assert run.wait() == 0, run.output
+    terms = terms_of(run)
+    assert sorted(terms) == [0, 1, 2]
+    assert [step for term in sorted(terms) for step in terms[term]] == list(range(1, steps + 1)), "none was repeated"
+    check_trained_once(run, steps)
     assert run.leftovers() == []
 
 

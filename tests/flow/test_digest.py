@@ -32,6 +32,7 @@ def differing(*overrides: str) -> set[str]:
     "override",
     [
         "layout.pools.rollout.count=5",
+        "layout.pools.trainer.count=2",
         "security.encrypt=all",
         "weights.encoding=fp8",
         "layout.pools.rollout.hosts=[a]",
@@ -70,7 +71,6 @@ def test_how_many_workers_answer_calls_changes_nothing() -> None:
             "edges",
         ),
         ("layout=colocated", "homes"),
-        ("layout.pools.trainer.count=2", "homes"),
     ],
 )
 def test_shared_matters_are_named(override: str, part: str) -> None:
@@ -123,12 +123,12 @@ def test_those_are_all_keys_of_that_kind() -> None:
     assert fixed == {kind(key) for key in FIXED_KEYS}
 
 
-def test_the_size_of_a_pool_counts_only_if_it_trains() -> None:
+def test_the_size_of_a_pool_does_not_count() -> None:
     plan = planned("quickstart")
-    for name, expected in (("rollout", set()), ("trainer", {"homes"})):
+    for name in ("rollout", "trainer"):
         pools = tuple(dataclasses.replace(pool, count=9) if pool.name == name else pool for pool in plan.pools)
         now = digest_parts(dataclasses.replace(plan, pools=pools))
-        assert {part for part, value in digest_parts(plan).items() if now[part] != value} == expected
+        assert {part for part, value in digest_parts(plan).items() if now[part] != value} == set()
 
 
 def test_the_code_of_shared_steps_counts(folder) -> None:

@@ -41,15 +41,15 @@ class Cluster:
         command = ["launch", recipe, "--hosts", str(hosts), "--ssh-config", str(self.net.ssh_config)]
         return self._command(*command, "--runs-dir", str(self.runs_dir), *arguments)
 
-    def distflow(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """A command on the first host."""
-        command = self._command(*arguments)
+    def distflow(self, *arguments: str, host: int = 0) -> subprocess.CompletedProcess[str]:
+        """A command on one of the hosts."""
+        command = self._command(*arguments, host=host)
         out, err = command.communicate(timeout=WAIT_S)
         return subprocess.CompletedProcess(arguments, command.wait(), out, err)
 
-    def _command(self, *arguments: str) -> WarmProcess:
+    def _command(self, *arguments: str, host: int = 0) -> WarmProcess:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        network = f"/run/netns/{self.net.hosts[0].namespace}"
+        network = f"/run/netns/{self.net.hosts[host].namespace}"
         return WarmProcess("distflow.launch", arguments, environment=environment, network=network)
 
     def processes(self) -> list[str]:

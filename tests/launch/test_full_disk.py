@@ -51,24 +51,27 @@ def test_a_pool_that_lost_a_worker_waits_for_room_before_its_next_term_begins(di
     core = RestartPolicy(
         [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(run_dir, name, how), renews=True
     )
-    terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
+    terms, mesh = (
+        PoolRecovery(record, 0, core, Scaling(record, 0, core)),
+        Gossip(HostReport(0, HostEntry("", "")), (), 60.0),
+    )
     core.start_unforked()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
     disk.fill()
     for second in range(5):
-        assert terms.act(mesh, float(second)) == []
+        assert terms.act(mesh, lambda name, address: None, float(second)) == []
     assert core.failure is None
     assert terms.present.waits == "room on the disk of this machine"
     disk.free()
-    assert terms.act(mesh, 4.5) == [], "it looks once a second"
+    assert terms.act(mesh, lambda name, address: None, 4.5) == [], "it looks once a second"
     # Another one may take the room between a look and a write.
     draft = run_dir / "workers" / f".trainer-0.yaml.{os.getpid()}.draft"
     draft.mkdir()
-    assert terms.act(mesh, 9.0) == []
+    assert terms.act(mesh, lambda name, address: None, 9.0) == []
     assert terms.present.waits == "room on the disk of this machine"
     draft.rmdir()
-    assert terms.act(mesh, 10.0) == [StartWorker(entry, 1)]
+    assert terms.act(mesh, lambda name, address: None, 10.0) == [StartWorker(entry, 1)]
     assert yaml.safe_load((run_dir / "workers" / "trainer-0.yaml").read_text())["term"] == 1
     assert not list((run_dir / "checkpoints").glob(".room*"))
 
@@ -80,13 +83,16 @@ def test_a_run_ends_with_the_disk_that_its_next_term_has_waited_for(tmp_path: Pa
     core = RestartPolicy(
         [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True
     )
-    terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
+    terms, mesh = (
+        PoolRecovery(record, 0, core, Scaling(record, 0, core)),
+        Gossip(HostReport(0, HostEntry("", "")), (), 60.0),
+    )
     core.start_unforked()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
     for now in (0.0, 61.0):
         # There is no folder to write to.
-        terms.act(mesh, now)
+        terms.act(mesh, lambda name, address: None, now)
     assert core.failure is not None
     assert "waited 60 s (limits.no_progress_s) for room on the disk of this machine" in core.failure.message
 
@@ -99,11 +105,14 @@ def test_a_run_ends_with_the_file_that_hides_which_checkpoints_count(tmp_path: P
     core = RestartPolicy(
         [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True
     )
-    terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
+    terms, mesh = (
+        PoolRecovery(record, 0, core, Scaling(record, 0, core)),
+        Gossip(HostReport(0, HostEntry("", "")), (), 60.0),
+    )
     core.start_unforked()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
-    terms.act(mesh, 0.0)
+    terms.act(mesh, lambda name, address: None, 0.0)
     assert core.failure is not None
     assert "term_000001.json: cannot be read" in core.failure.message
 

@@ -382,3 +382,13 @@ def test_who_has_a_folder_of_its_own_waits_for_the_first_host_to_fetch_from_it()
     assert cluster_view.awaited(one, [0], [0], writes=True) is None
     one.hear(zero.publish(structs.replace(zero.own, collected=True))[0].body)
     assert cluster_view.awaited(one, [0], [], writes=True) is None
+
+
+def test_silent_hosts_whose_workers_have_all_left_do_not_count() -> None:
+    mesh = Gossip(HostReport(0, HostEntry("h0", "10.0.0.0")), {1, 2}, 60.0)
+    mesh.silent = lambda for_s=None: frozenset({1, 2})
+    for state, outnumbered in (("running", True), ("left", False)):
+        for host in (1, 2):
+            workers = {f"rollout/{host}": HostedWorker(trains=False, threads=1, state=state)}
+            mesh.reports[host] = HostReport(host, HostEntry(f"h{host}", f"10.0.0.{host}"), workers=workers)
+        assert mesh.is_outnumbered() is outnumbered

@@ -13,7 +13,7 @@ from msgspec import structs
 from distflow.launch.agent import record_writer as recording
 from distflow.launch.agent.record_writer import OFFER_S, TRY_S, RecordWriter, compose
 from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostedWorker, HostReport, from_wire, to_wire
+from distflow.launch.cluster.host_report import DesiredWorkers, HostedWorker, HostReport, from_wire, to_wire
 from distflow.launch.run.exit_status import Exit, Outcome, explain, failure_file, finish
 from distflow.launch.run.folder import claim
 from distflow.launch.run.process_table import process_id
@@ -192,3 +192,20 @@ def test_a_process_that_ended_at_once_can_be_written_and_read(tmp_path: Path) ->
     assert read_record(tmp_path).pids == marks
     report = HostReport(0, HostEntry("", ""), marks=marks)
     assert from_wire(to_wire(report)) == report
+
+
+def test_a_worker_that_was_replaced_is_none_any_more_once_its_host_is_silent(tmp_path: Path) -> None:
+    hosts = tuple(HostEntry(f"h{n}", f"10.0.0.{n}") for n in (0, 1))
+    mesh = Gossip(HostReport(0, hosts[0]), {1}, 60.0)
+    before = structs.replace(record(tmp_path), hosts=hosts)
+    for host, name in enumerate(("rollout/0", "rollout/1")):
+        hosted = {name: HostedWorker(trains=False, threads=1, state="running")}
+        wanted = {"rollout": DesiredWorkers((1, 0), {"rollout/0": 0, "rollout/2": 0})}
+        mesh.reports[host] = HostReport(host, hosts[host], workers=hosted, wanted=wanted)
+
+    def names() -> list[str]:
+        return [entry.name for entry in compose(before, mesh, "running", 1).workers]
+
+    assert names() == ["rollout/0", "rollout/1"], "it may be leaving"
+    mesh.silent = lambda for_s=None: frozenset({1})
+    assert names() == ["rollout/0"]

@@ -9,8 +9,7 @@ import pytest
 
 from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
-from distflow.flow.recipe_check import plan_recipe
-from distflow.launch.agent.scaling import plan_documents
+from distflow.flow.recipe_check import plan_recipe, plan_resized
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill
 from distflow.launch.deploy.launch_request import Options, as_asked, recipe_of
 from distflow.launch.deploy.launcher import begin
@@ -97,7 +96,7 @@ def test_a_copy_of_the_policy_inherits_again_what_it_inherited(folder, capsys, o
     begin(run_dir, loaded, plan, resume=True)
     assert "override" not in capsys.readouterr().out
     assert plan_recipe(str(run_dir / "recipe.yaml"), resolved=True)[1].digest == plan.digest
-    assert plan_documents(run_dir, "rollout", 3).digest == plan.digest
+    assert plan_resized(run_dir, {"rollout": 3}).digest == plan.digest
 
 
 def test_another_layout_replaces_the_former_one_and_the_same_one_keeps_what_was_changed_in_it(folder):

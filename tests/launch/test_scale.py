@@ -109,7 +109,8 @@ def test_a_worker_that_joined_is_restarted_like_any_other_and_told_the_roster(ru
 
 
 REFUSED = {
-    "trainer=2": "pool 'trainer' trains; only other pools are elastic (rollout)",
+    "trainer=9": "8 ledgers are too few for 9 training workers",
+    "trainer=0": "trainer=0; expected 1 to 4096 workers",
     "reward=2": "there is no pool 'reward'; this run has rollout, trainer",
     "rollout=0": "rollout=0; expected 1 to 4096 workers",
     "rollout=-1": "rollout=-1; expected 1 to 4096 workers",
@@ -125,6 +126,14 @@ def test_what_cannot_be_scaled_is_refused_with_the_reason(run: OneHost, capsys):
         assert message in err
         assert "Traceback" not in err
     assert run.workers() == ["rollout/0", "trainer/0"]
+
+
+def test_it_is_said_either_how_many_or_who_leaves(run: OneHost, capsys):
+    for arguments in ((), ("rollout=2", "--leave", "gpu-1")):
+        assert run.scale(*arguments) == 2
+        assert "expected POOL=N, for example rollout=3, or --leave HOST" in capsys.readouterr().err
+    assert run.scale("--leave", "gpu-1") == 2
+    assert "--leave gpu-1: no host of elastic" in capsys.readouterr().err
 
 
 def test_the_same_number_changes_nothing(run: OneHost, capsys):
@@ -175,6 +184,8 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 def scale(run: Hosts, host: int, count: int, only: tuple[int, ...] = ()) -> dict[str, Any]:
     answer = run.ask(host, "scale", {"pool": "rollout", "count": count, "slots": dict.fromkeys(map(str, only), 99)})
     assert answer is not None
+    assert answer.pop("trains", False) is False
+    assert {*answer.pop("joining", ()), *answer.pop("leaving", ())} == answer.get("hosts", {}).keys()
     return answer
 
 
@@ -199,6 +210,20 @@ def test_any_agent_may_be_asked_and_new_workers_go_where_there_are_fewest(hosts,
     run.ask(0, "stop", {"reason": "test"})
     assert run.exit_codes() == [130, 130]
     assert run.leftovers() == []
+
+
+def test_the_workers_of_a_host_that_leaves_are_replaced_by_others_elsewhere(hosts):
+    run = hosts(shared=False)
+    body = {"pool": "rollout", "count": 1, "slots": {}, "leaving": [0]}
+    answer = run.ask(1, "scale", body)
+    assert (answer["joining"], answer["leaving"]) == (["rollout/1"], ["rollout/0"])
+    run.workers = {**run.workers, "rollout/1": (1, {})}
+    run.await_log("rollout/1", "rollout/1 incarnation 0 is up")
+    run.await_log("agent/0", "rollout/0 ended with exit code 0")
+    for host in (0, 1):
+        names = ["rollout/1", "trainer/0"]
+        await_that(lambda h=host, n=names: [w.name for w in run.record(h).workers] == n, "run.json without it")
+    assert scale(run, 0, 2)["hosts"] == {"rollout/0": "node0"}, "where it had been before"
 
 
 def test_new_workers_go_only_where_their_pool_is_pinned_to(hosts):

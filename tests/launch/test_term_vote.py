@@ -7,8 +7,30 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from distflow.launch.cluster.host_report import Choice, HostReport, Saved, Successor, Term, choose, from_wire, to_wire
-from distflow.launch.cluster.term_vote import Begin, Break, Pool, Rules, Standstill, Stop, View, propose, why_broken
+from distflow.launch.cluster.cluster_view import Rules, View
+from distflow.launch.cluster.host_report import (
+    Choice,
+    DesiredWorkers,
+    HostReport,
+    Saved,
+    Successor,
+    Term,
+    choose,
+    from_wire,
+    to_wire,
+)
+from distflow.launch.cluster.term_vote import (
+    SCALED,
+    Begin,
+    Break,
+    Pool,
+    Standstill,
+    Stop,
+    elected,
+    is_to_end,
+    propose,
+    why_broken,
+)
 from distflow.launch.run.record import HostEntry
 
 RESTART, SHRINK = Rules(False, 60.0, 3), Rules(True, 60.0, 3)
@@ -221,3 +243,91 @@ def test_parts_that_only_a_lost_host_had_are_named() -> None:
     nothing = choose({0: [Saved(40, 0, ("b",))]}, names)
     assert nothing.step is None
     assert "lacks b on h0, h1 — copy them back" in nothing.lacking
+
+
+def scaled(view: View, number: int, pool: str, hosts: dict[str, int]) -> View:
+    return replace(view, wanted={**view.wanted, pool: DesiredWorkers((number, 0), hosts)})
+
+
+def test_a_decision_to_scale_is_taken_up_by_the_next_term_and_no_other() -> None:
+    view = scaled(world(Term(0), Term(0)), 1, "trainer", {"trainer/0": 0, "trainer/1": 1, "trainer/2": 1})
+    assert is_to_end(view, RESTART)
+    left = structs.replace(ended(Term(0), 7), reason=SCALED)
+    found = next_of(replace(view, terms={0: left, 1: ended(Term(0))}))
+    assert (found.members, found.hosts) == (("trainer/0", "trainer/1", "trainer/2"), (0, 1, 1))
+    assert (found.step, found.tries, found.scaled) == (7, 1, (("trainer", 1, 0),))
+    assert found.reason == "pool trainer goes from 2 to 3 training workers (trainer/0, trainer/1, trainer/2)"
+    begun = Term(1, found)
+    view = replace(view, terms={0: begun, 1: begun})
+    assert dict(view.members) == {"trainer/0": 0, "trainer/1": 1, "trainer/2": 1}
+    assert not is_to_end(view, RESTART), "it is taken up"
+    assert is_to_end(scaled(view, 2, "trainer", {"trainer/0": 0}), RESTART)
+    again = next_of(replace(view, terms={0: ended(begun, 7), 1: ended(begun)}))
+    assert (again.members, again.tries) == (found.members, 2), "a death right after it counts as one"
+
+
+def test_who_is_scaled_down_leaves_and_the_others_vote_with_it() -> None:
+    view = scaled(world(ended(Term(0), 7), ended(Term(0)), ended(Term(0))), 1, "trainer", {"trainer/0": 0})
+    found = next_of(view)
+    assert (found.members, found.hosts) == (("trainer/0",), (0,))
+    voted = {host: structs.replace(term, vote=found, proposal=found) for host, term in view.terms.items()}
+    assert elected(replace(view, terms=voted), RESTART) == found
+    only_who_stays = {**view.terms, 0: voted[0]}
+    assert elected(replace(view, terms=only_who_stays), RESTART) is None, "one of three is no majority"
+
+
+def test_a_term_waits_until_a_host_on_which_training_begins_has_what_it_begins_from() -> None:
+    first = ended(Term(0), 7)
+    view = replace(world(first, Term(0)), hosts={"trainer/0": 0})
+    view = scaled(view, 1, "trainer", {"trainer/0": 0, "trainer/1": 1})
+    pool, other = Pool(RESTART, 0, 600.0), Pool(RESTART, 0, 600.0)
+    pool.note(SCALED, alive=False, look=lambda: ((Saved(7, 0),), ()))
+
+    def act(one: Pool, own: int, lacks: str = "", unheard_s: float = 0.5) -> object:
+        seen = replace(view, host=own, terms={0: pool.term, 1: other.term}, unheard_s={1 - own: unheard_s})
+        return one.act(seen, alive=False, lacks=lambda term: lacks, now=1.0)
+
+    assert act(pool, 0) is None
+    assert pool.term.vote is not None
+    assert isinstance(act(other, 1), Break)
+    other.note("elsewhere", alive=False, look=lambda: ((), ()))
+    assert act(other, 1, "h1 to fetch a") is None
+    assert (other.term.vote, other.term.waits) == (None, "h1 to fetch a")
+    assert act(pool, 0) is None, "the other one is not ready"
+    assert act(pool, 0, unheard_s=LONG_AGO) == Begin(pool.term.vote), "but is not waited for for ever"
+    act(other, 1)
+    assert other.term.vote == pool.term.vote
+    move = act(pool, 0)
+    assert move == Begin(pool.term.vote)
+    pool.began(move.term)
+    assert pool.term.checkpoints == (Saved(7, 0),), "who is late fetches it from there"
+
+
+def test_a_decision_for_a_host_that_cannot_be_heard_is_dropped_once_and_for_all() -> None:
+    there = world(Term(0), Term(0), silent=(1,))
+    wanted = {"trainer/0": 0, "trainer/1": 1}
+    view = scaled(replace(there, hosts={"trainer/0": 0}), 1, "trainer", wanted)
+    assert not is_to_end(view, RESTART)
+    found = next_of(replace(view, terms={**view.terms, 0: ended(Term(0), 7)}))
+    assert (found.members, found.scaled) == (("trainer/0",), (("trainer", 1, 0),))
+    assert found.reason.endswith("pool trainer stays as it is, since h1 cannot be heard")
+    back = replace(view, terms={0: Term(1, found), 1: Term(1, found)}, unheard_s={1: 0.5})
+    assert not is_to_end(back, RESTART)
+
+
+def test_training_moves_off_a_host_that_died_if_most_of_the_pool_is_left() -> None:
+    dead = world(ended(Term(0), 7), ended(Term(0)), Term(0), silent=(2,))
+    assert isinstance(propose(dead, RESTART), Standstill)
+    found = next_of(scaled(dead, 1, "trainer", {"trainer/0": 0, "trainer/1": 1, "trainer/3": 1}))
+    assert (found.members, found.hosts) == (("trainer/0", "trainer/1", "trainer/3"), (0, 1, 1))
+    half = world(ended(Term(0), 7), Term(0), silent=(1,))
+    waits = propose(scaled(half, 1, "trainer", {"trainer/0": 0, "trainer/2": 0}), RESTART)
+    assert isinstance(waits, Standstill)
+    assert "a pool goes on only with more than half of its workers" in waits.why
+
+
+def test_a_pool_that_does_not_change_keeps_its_place() -> None:
+    view = replace(world(ended(Term(0), 7)), hosts={"trainer/0": 0, "critic/0": 0})
+    found = next_of(scaled(view, 3, "trainer", {"trainer/0": 0, "trainer/1": 0}))
+    assert found.members == ("trainer/0", "trainer/1", "critic/0")
+    assert next_of(scaled(view, 3, "critic", {"critic/1": 0})).members == ("trainer/0", "critic/1")

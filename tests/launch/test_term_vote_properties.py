@@ -9,10 +9,12 @@ import msgpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.launch.cluster.cluster_view import Rules, View, members_of, wanted
 from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostReport, Saved
-from distflow.launch.cluster.term_vote import Begin, Break, Pool, Rules, Stop, View
+from distflow.launch.cluster.host_report import DesiredWorkers, HostReport, Saved
+from distflow.launch.cluster.term_vote import SCALED, Begin, Break, Pool, Stop, is_to_end
 from distflow.launch.run.record import HostEntry
+from distflow.types import in_pool
 from tests.budget import within
 
 SILENCE_S = 10.0
@@ -22,8 +24,6 @@ SILENCE_S = 10.0
 class Agent:
     mesh: Gossip
     pool: Pool
-    names: list[str]
-    """Training workers of its host."""
     live: dict[str, int] = field(default_factory=dict)
     """Term by name of those that live."""
     broken: str | None = None
@@ -32,6 +32,8 @@ class Agent:
     asleep_until: float = 0.0
     saved: dict[int, int] = field(default_factory=dict)
     kills: list[str] = field(default_factory=list)
+    decided: dict[str, DesiredWorkers] = field(default_factory=dict)
+    """What it was asked to scale, by pool."""
 
 
 class World:
@@ -52,11 +54,13 @@ class World:
         self.commits: list[tuple[float, int, tuple[str, ...]]] = []
         self.begun: dict[int, object] = {}
         self.slept = False
+        self.leaving: set[int] = set()
+        """Terms whose training workers were asked to save and leave."""
 
     def _agent(self, host: int, count: int) -> Agent:
         mesh = Gossip(HostReport(host, HostEntry(f"h{host}", "")), set(range(count)) - {host}, SILENCE_S)
         own = [name for name, where in self.trainers.items() if where == host]
-        return Agent(mesh, Pool(self.rules, 0, 1e9), own, dict.fromkeys(own, 0), saved={0: 0})
+        return Agent(mesh, Pool(self.rules, 0, 1e9), dict.fromkeys(own, 0), saved={0: 0})
 
     def happens(self, kind: str, a: int, b: int) -> None:
         agent = self.agents[a % len(self.agents)]
@@ -68,10 +72,37 @@ class World:
             self._die(agent, sorted(agent.live)[b % len(agent.live)])
         elif kind == "crash":
             agent.dead, agent.live = True, {}
+        elif kind == "scale":
+            self.scale(agent, b)
         elif kind == "sleep":
             agent.asleep_until, self.slept = self.now + b % 40, True
         for _ in range(b % 25):
             self.second()
+
+    def scale(self, agent: Agent, b: int) -> dict[str, int]:
+        """Somebody asks for other workers of a pool: some that there are, and some on any host."""
+        pools = sorted({name.partition("/")[0] for name in self.trainers})
+        pool, draw = pools[b % len(pools)], random.Random(b)
+        members = self._view(agent).members
+        kept = {name: members[name] for name in in_pool(pool, members) if draw.random() < 0.5}
+        hosts = {f"{pool}/{10 * host + n}": host for host in range(len(self.agents)) for n in range(2)}
+        new = draw.sample(sorted(hosts), draw.randint(0 if kept else 1, 2))
+        number = max((one.stamp[0] for one in self._wanted(agent).values()), default=0) + 1
+        chosen = kept | {name: hosts[name] for name in new if name not in members}
+        if chosen:
+            agent.decided[pool] = DesiredWorkers((number, agent.mesh.host), chosen)
+        return chosen
+
+    def _wanted(self, agent: Agent) -> dict[str, DesiredWorkers]:
+        found = wanted(agent.mesh)
+        for pool, decision in agent.decided.items():
+            if pool not in found or decision.stamp > found[pool].stamp:
+                found[pool] = decision
+        return found
+
+    def where(self, number: int) -> dict[str, int]:
+        """The members of a term, and their hosts."""
+        return dict(members_of(self.begun.get(number), self.trainers))
 
     def _die(self, agent: Agent, name: str) -> None:
         del agent.live[name]
@@ -112,7 +143,10 @@ class World:
         if agent.dead or agent.stopped or self.now < agent.asleep_until:
             return
         self._publish(host, agent)
-        move = agent.pool.act(self._view(agent), alive=bool(agent.live), lacks=lambda term: "", now=self.now)
+        view = self._view(agent)
+        move = agent.pool.act(view, alive=bool(agent.live), lacks=lambda term: "", now=self.now)
+        if move is None and agent.broken is None and is_to_end(view, self.rules):
+            self.leaving.add(agent.pool.term.number)
         if isinstance(move, Break):
             agent.broken = move.reason
             agent.live = {}
@@ -132,15 +166,16 @@ class World:
             assert not old, f"term {term.number} begins while {old} of former terms live"
         agent.broken = None
         agent.pool.began(term)
-        agent.live = {name: term.number for name in agent.names if name in term.members}
+        agent.live = {name: term.number for name, host in self.where(term.number).items() if host == agent.mesh.host}
 
     def _publish(self, host: int, agent: Agent) -> None:
         saved = tuple(Saved(step, term) for step, term in sorted(agent.saved.items()) if step)
         if agent.broken is not None and agent.live:
             agent.live = {}
-        lost = tuple(name for name in agent.names if agent.kills.count(name) > 1)
+        lost = tuple(name for name in sorted(set(agent.kills)) if agent.kills.count(name) > 1)
         term = agent.pool.note(agent.broken, alive=bool(agent.live), look=lambda: (saved, lost))
-        self._send(host, agent.mesh.publish(HostReport(host, agent.mesh.own.entry, term=term)))
+        report = HostReport(host, agent.mesh.own.entry, term=term, wanted=self._wanted(agent))
+        self._send(host, agent.mesh.publish(report))
 
     def _view(self, agent: Agent) -> View:
         mesh = agent.mesh
@@ -151,18 +186,23 @@ class World:
             {host: report.term for host, report in mesh.reports.items()},
             {host: mesh.unheard_s(host) for host in mesh.others},
             {host: mesh.unseen_s(host, self.now) for host in mesh.others},
+            self._wanted(agent),
         )
 
     def _train(self) -> None:
         """A term trains, and saves, when all of its members live in it and reach each other."""
         numbers = {number for agent in self.agents for number in agent.live.values()}
         for number in sorted(numbers):
-            members = self.begun[number].members if number else tuple(self.trainers)
-            live = all(self.agents[self.trainers[n]].live.get(n) == number for n in members)
-            if live and len({self.group[self.trainers[n]] for n in members}) == 1:
-                self.commits.append((self.now, number, members))
-                for name in members:
-                    self.agents[self.trainers[name]].saved[len(self.commits)] = number
+            members = self.where(number)
+            live = all(self.agents[host].live.get(name) == number for name, host in members.items())
+            if not live or len({self.group[host] for host in members.values()}) > 1:
+                continue
+            self.commits.append((self.now, number, tuple(members)))
+            for host in set(members.values()):
+                agent = self.agents[host]
+                agent.saved[len(self.commits)] = number
+                if number in self.leaving:
+                    agent.live, agent.broken = {}, agent.broken or SCALED
 
     def check(self) -> None:
         terms = [number for _, number, _ in self.commits]
@@ -173,7 +213,7 @@ class World:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["cut", "cut", "heal", "heal", "kill", "crash", "sleep", "wait", "wait"]),
+        st.sampled_from(["cut", "cut", "heal", "heal", "kill", "crash", "sleep", "scale", "scale", "wait", "wait"]),
         st.integers(0, 7),
         st.integers(0, 255),
     ),
@@ -207,6 +247,29 @@ def test_a_pool_that_is_whole_again_goes_on(layout: list[int], seed: int, events
     for _ in range(120):
         world.second()
     assert len(world.commits) > before, [agent.pool.term for agent in world.agents]
+    world.check()
+
+
+@settings(max_examples=15)
+@given(LAYOUTS, st.integers(0, 1), st.booleans(), st.integers(0, 255), st.integers(0, 10_000), EVENTS)
+@within(4, examples=15)
+def test_the_last_decision_is_taken_up_once_all_hear_each_other(
+    layout: list[int], critics: int, shrinks: bool, last: int, seed: int, events: list[object]
+) -> None:
+    world = World(layout, shrinks=shrinks, seed=seed, critics=min(critics, len(layout) - 1))
+    for kind, a, b in events:
+        if kind not in ("crash", "kill"):
+            world.happens(kind, a, b)
+    world.happens("heal", 0, 0)
+    for _ in range(90):
+        world.second()
+    decided = world.scale(world.agents[0], last)
+    for _ in range(30):
+        world.second()
+    newest = world.where(max(world.begun, default=0))
+    pool = next(iter(decided), "/").partition("/")[0]
+    assert {name: host for name, host in newest.items() if name.startswith(f"{pool}/")} == decided
+    assert world.commits[-1][1] == max(world.begun, default=0), "it trains"
     world.check()
 
 

@@ -24,7 +24,7 @@ from distflow.flow.planner import make_plan
 from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent.agent import Agent
 from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry
-from distflow.runtime import ports
+from distflow.runtime import ports, weight_publisher
 from distflow.runtime.assembly import Setting, build_tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.session import Session
@@ -125,12 +125,12 @@ class _NoReader:
 @contextmanager
 def _nothing_fetched() -> Iterator[None]:
     """Inboxes made meanwhile fetch no weights."""
-    before = ports.far_reader
-    ports.far_reader = lambda base: Stage(_NoReader(), lambda: None)
+    before = weight_publisher.build_reader
+    weight_publisher.build_reader = ports.build_reader = lambda *about, near: Stage(_NoReader(), lambda: None)
     try:
         yield
     finally:
-        ports.far_reader = before
+        weight_publisher.build_reader = ports.build_reader = before
 
 
 def setting_of(name: str, folder: Path, overrides: Sequence[str] = OVERRIDES) -> Setting:

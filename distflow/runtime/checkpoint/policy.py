@@ -178,13 +178,7 @@ class Saving:
         In a run that is stopped within a step, the metrics belong to another version: `scored` is then false.
         Raises WorkerFailed if it cannot be written.
         """
-        with self._metrics.timed(STALL):
-            if self._flight is not None and self._finish() is not None:
-                self._remove()
-            if self._saved == version.number and self._confirm() is None:
-                return
-            self._begin(version, self._score() if scored else (0.0, 0.0))
-            trouble = self._finish() or self._confirm()
+        trouble = self.try_now(version, scored=scored)
         if trouble is not None:
             newest = self._parts.writer.newest()
             some = newest != "none"
@@ -196,6 +190,19 @@ class Saving:
             raise WorkerFailed(
                 f"the last checkpoint, after training step {version.number}, could not be written: {trouble}. {go_on}."
             )
+
+    def try_now(self, version: Version, *, scored: bool = False) -> str | None:
+        """As `save_now`, but returns why it could not be written; all replicas are told the same."""
+        with self._metrics.timed(STALL):
+            if self._flight is not None and self._finish() is not None:
+                self._remove()
+            if self._saved == version.number and self._confirm() is None:
+                return None
+            self._begin(version, self._score() if scored else (0.0, 0.0))
+            trouble = self._finish() or self._confirm()
+            if trouble is not None and self._removal is not None:
+                self._remove()
+            return trouble
 
     def close(self, limit_s: float) -> None:
         """Finish what is being written, as long as no `limit_s` seconds pass without progress."""
