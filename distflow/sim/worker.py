@@ -217,7 +217,9 @@ class SimulatedWorker:
         """New weights are announced and loaded a little later; a colocated worker generates again."""
         if self.alive:
             self.inbox.announce(manifest_of(version))
-            self._generate_for(version.number)
+            # Two announcements may overtake each other; the worker's own steps follow one another.
+            if self.inbox.newest == version:
+                self._generate_for(version.number)
             self.network.after(self.network.scenario.load_s, self._fetch)
 
     def begin_update(self, version: Version) -> None:

@@ -42,6 +42,13 @@ def test_what_broke_a_promise_once_is_mended(seed: int) -> None:
     assert judge(seed, scenario_of(kinds[seed % len(kinds)], seed)) is None
 
 
+def test_an_announcement_that_overtakes_the_next_one_begins_no_step_again() -> None:
+    """A worker went back to the step before, of which it knew the end, and generated nothing more."""
+    colocated = [kind for kind in variants() if kind.colocated and kind.staleness == 2 and not kind.dealing]
+    for kind in colocated:
+        assert judge(3000877, scenario_of(replace(kind, schedule="longest_first"), 3000877)) is None
+
+
 class Hasty(RolloutCore):
     """Starts groups on any weights of their term."""
 
