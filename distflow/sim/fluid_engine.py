@@ -121,6 +121,11 @@ class FluidEngine:
         """Slots that nobody has or waits for."""
         return self.slots - len(self._live) - len(self._queue)
 
+    @property
+    def news(self) -> tuple[float, tuple[int, ...]]:
+        """While it stays the same, so do `progress` and `partials`: nothing was decoded, and no group came or left."""
+        return self._clock, tuple(self._groups)
+
     # -- time
     def advance(self, now: float) -> None:
         """Let it run until `now`."""

@@ -43,6 +43,8 @@ LEFT_OUT = (
     "links that are shared: every version takes bytes / link_bytes_s to each host",
     "the cache of keys and values that a preempted sample loses",
 )
+LONG_TURN_S = 10.0
+"""An environment that takes longer is looked at less often: the intervals of reports grow as it does."""
 HEARD_S = 0.01
 """Maximum time until a worker hears of a version."""
 DELAY_S = 0.002
@@ -204,7 +206,8 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Simul
     last = warm + options.steps
     # Without a bound, memory is what limits how far ahead groups are leased, not the end of the run.
     after = 8 if stale is None else max(1, stale)
-    settings = replace(load.settings, training_steps=last + after, max_refills=10**9)
+    slower = max(1.0, load.job.turns.seconds / LONG_TURN_S)
+    settings = replace(_slower(load.settings, slower), training_steps=last + after, max_refills=10**9)
     workload = DeviceWorkload(device, lengths, load.job, dict(options.slowness))
     scenario = Scenario(
         settings,
@@ -224,7 +227,7 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Simul
         tick_s=settings.report_s,
         audited=False,
         seed=load.job.seed,
-        limit_s=1e9,
+        limit_s=1e9 * slower,
     )
     if options.hub_s is not None:
         scenario = replace(scenario, hub_s=options.hub_s)
@@ -235,6 +238,22 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Simul
         network = LeaseNetwork(scenario, timeline=options.timeline)
         network.run()
     return _read(load, network, warm, last, time.process_time() - began)
+
+
+def _slower(settings: LeaseSettings, factor: float) -> LeaseSettings:
+    """What is done from time to time, and what is told by silence, at intervals `factor` times as long.
+
+    While an environment computes, all workers stand still for long: looking every second what they do would take this
+    computer longer with every virtual second, and show nothing.
+    """
+    host_silence_s = settings.host_silence_s
+    return replace(
+        settings,
+        report_s=settings.report_s * factor,
+        resend_s=settings.resend_s * factor,
+        silence_s=settings.silence_s * factor,
+        host_silence_s=None if host_silence_s is None else host_silence_s * factor,
+    )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from distflow.sim.fluid_engine import FluidEngine, FluidSample
 from distflow.sim.no_weights import NoWeights, manifest_of
 from distflow.sim.scenario import Crash, Leave, Pause, Record, Scenario
 from distflow.sim.workload import Workload
-from distflow.types import BegunSample, SampleOutput, Version
+from distflow.types import BegunSample, Version
 from distflow.weights.in_place import InPlace
 from distflow.weights.receiver import WeightInbox
 
@@ -88,24 +88,23 @@ class SimulatedWorker:
         self.holder: HolderCore
         self.core: RolloutCore
         self.engine: FluidEngine
-        self._armed = 0
-        self._armed_at = -1.0
-        self._ticking = 0
+        self._armed, self._armed_at = 0, -1.0
+        self._told: object = None
+        """What was known at the last report: while an environment computes, the next would say the same."""
 
     def start(self) -> None:
         """Start an incarnation."""
         scenario = self.network.scenario
         self.incarnation += 1
-        self.alive, self.fetched = True, False
+        self.alive, self.fetched, self._told = True, False, None
         self.term = self.network.term
         self.engine = self._new_engine()
         self.inbox = WeightInbox(InPlace(NoWeights()))
         self.inbox.begin_term(self.term, self.network.begins)
         self.inbox.announce(manifest_of(Version(self.term, self.network.version)))
         self.inbox.load(self)
-        self.leases.clear()
-        self.mail.clear()
-        self.judging.clear()
+        for kept in (self.leases, self.mail, self.judging):
+            kept.clear()
         self.holder = HolderCore(
             self.name,
             self.incarnation,
@@ -201,11 +200,10 @@ class SimulatedWorker:
         if self.paused:
             network.after(1.0, partial(self.begin_term, term))
             return
-        self.term = term
+        self.term, self._told = term, None
         before = set(self.holder.held())
-        begins, names = network.begins, network.owner_names
-        self.inbox.begin_term(term, begins)
-        out = self.holder.begin_term(term, names, begins, self.inbox.loaded, network.now)
+        self.inbox.begin_term(term, network.begins)
+        out = self.holder.begin_term(term, network.owner_names, network.begins, self.inbox.loaded, network.now)
         if not self.leaving:
             network.record.kept += len(before & set(self.holder.held()))
         self._generate_for(network.version)
@@ -268,8 +266,7 @@ class SimulatedWorker:
         self._let_run()
 
     def _turn(self) -> Turn:
-        newer = self.fetched and self.inbox.waiting
-        free = self.engine.free_slots
+        newer, free = self.fetched and self.inbox.waiting, self.engine.free_slots
         turn = self.core.turn(free, self.version, self.inbox.loaded, newer, self.network.now)
         self.network.send(self.name, turn.messages.train)
         return turn
@@ -292,8 +289,7 @@ class SimulatedWorker:
         network.record.started += 1
         network.record.continued += had
         network.record.copies += lease.copy
-        prefill_s = network.workload.prefill_s * (prompt + had)
-        if prefill_s:
+        if prefill_s := network.workload.prefill_s * (prompt + had):
             self.engine.stall(network.now, prefill_s)
         self.leases[position] = (lease, self.version)
         self.engine.add(samples)
@@ -341,8 +337,7 @@ class SimulatedWorker:
         """These groups are generated; now they are judged."""
         found = [(whole, self._versions(whole)) for whole in groups]
         self.network.send(self.name, self.core.ask(self.engine.free_slots, self.network.now).train)
-        step_s = self.network.scenario.step_s
-        if step_s:
+        if step_s := self.network.scenario.step_s:
             self.judging += found
             self._let_run()
             self.network.after(step_s, partial(self._judged, self.incarnation))
@@ -375,8 +370,11 @@ class SimulatedWorker:
         """Do what the worker's loop does after a decode step."""
         self.engine.advance(self.network.now)
         due = self.core.wants_partials(self.network.now)
-        outputs: list[SampleOutput] | None = self.engine.partials() if due else None
-        self.core.report(self.engine.progress(), outputs, self.inbox.loaded)
+        if (known := (self.engine.news, self.inbox.loaded)) == self._told:
+            return
+        if due or not self.network.scenario.settings.partial_rollouts:
+            self._told = known
+        self.core.report(self.engine.progress(), self.engine.partials() if due else None, self.inbox.loaded)
 
     def _count_engine(self) -> None:
         self.network.record.produced += self.engine.produced

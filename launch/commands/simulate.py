@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MOST = 100
 """Simulations that one command makes."""
+MOST_TURN_S = 3600.0
 DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -40,8 +41,8 @@ def _output_options(command: Command) -> Command:
 
 def _turn_options(command: Command) -> Command:
     """How samples of several turns go on."""
-    tokens, seconds = click.IntRange(min=1), click.FloatRange(min=0.0)
-    command = click.option("--turn-s", type=seconds, metavar="S", help="Seconds of its environment after each turn.")(
+    tokens = click.IntRange(min=1)
+    command = click.option("--turn-s", type=float, metavar="S", help="Seconds of its environment after each turn.")(
         command
     )
     return click.option("--turn-tokens", type=tokens, metavar="N", help="Tokens of each turn of a sample.")(command)
@@ -118,6 +119,8 @@ def _turns(tokens: int | None, seconds: float | None) -> SampleTurns:
 
     if (tokens is None) != (seconds is None):
         raise UserError("--turn-tokens and --turn-s: a turn has both — give both, or none")
+    if seconds is not None and not 0.0 <= seconds <= MOST_TURN_S:
+        raise UserError(f"--turn-s {seconds:g}: expected seconds from 0 to {MOST_TURN_S:g}, an hour for each turn")
     return SampleTurns(tokens or 0, seconds or 0.0)
 
 

@@ -19,7 +19,7 @@ from distflow.launch.cli import group, run
 from distflow.sim.fluid_engine import FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DecodeLatency, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, read_trace
-from distflow.sim.predict import Load, SimulateOptions, load_of, simulate
+from distflow.sim.predict import Load, Prediction, SimulateOptions, load_of, simulate
 from distflow.sim.workload import Job
 from distflow.types import Version
 
@@ -82,6 +82,17 @@ def test_between_two_turns_the_engine_waits_for_the_environment() -> None:
     # 0 has turns of 4, 4 and 2 tokens; 1 is over with its only one.
     assert ended == {1: pytest.approx(4.0), 0: pytest.approx(11.0)}
     assert (engine.stalled_s, engine.produced) == (pytest.approx(1.0), 14)
+
+
+def test_long_environments_are_not_looked_at_more_often_than_short_ones() -> None:
+    def turned(seconds: float) -> Prediction:
+        load = load_for(1, slots=8)
+        job = replace(load.job, turns=SampleTurns(50, seconds))
+        return simulate(replace(load, job=job), DEVICE, ALIKE, SimulateOptions(steps=2))
+
+    short, long = turned(10.0), turned(1000.0)
+    assert long.step_s > 50 * short.step_s
+    assert long.messages_group < 2 * short.messages_group
 
 
 def test_context_makes_each_step_longer_than_the_one_before() -> None:
@@ -191,6 +202,10 @@ def test_several_values_give_a_table_or_a_list() -> None:
         (["batch.prompts=8,16", "-o", "x.json"], r"-o: a timeline is that of one simulation"),
         (["run.seed=" + ",".join(map(str, range(101)))], r"101 simulations: expected at most 100"),
         (["--turn-tokens", "100"], r"--turn-tokens and --turn-s: a turn has both"),
+        *(
+            (["--turn-tokens", "2", "--turn-s", text], rf"--turn-s {text}: expected seconds from 0 to 3600")
+            for text in ("nan", "inf", "-1", "3601")
+        ),
         (["--plot", "x.txt"], r"--plot x.txt: unknown kind of picture"),
     ],
 )
