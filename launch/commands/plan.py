@@ -69,6 +69,8 @@ def load_options(steps: int | None) -> Callable[[Command], Command]:
 @click.option(
     "--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Also show which worker runs on which host."
 )
+@click.option("--include", metavar="HOSTS", help="Only these hosts and slots, as in gpu-1@gpu-2:0,2.")
+@click.option("--exclude", metavar="HOSTS", help="All but these hosts and slots.")
 @click.option("--mermaid", is_flag=True, help="Print pools and edges as a Mermaid flowchart.")
 @click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw pools and edges into an SVG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
@@ -86,8 +88,8 @@ def load_options(steps: int | None) -> Callable[[Command], Command]:
 def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], **given: Any) -> int:
     """Show workers, steps, pools, edges, models and batch arithmetic of RECIPE (a shipped name or a file).
 
-    With --optimize, propose a split of its devices between generation and training; the options of `distflow simulate`
-    say what they are.
+    With --optimize, propose a split of its devices between generation and training; --device, --lengths, --trace,
+    --prompt-tokens and --steps say what to simulate, as in `distflow simulate`.
     """
     optimize = given.pop("optimize")
     load = {name: given.pop(name) for name in ("devices", "device", "lengths", "trace", "prompt_tokens", "steps")}
@@ -96,9 +98,10 @@ def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], 
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option}: {'not together with' if optimize else 'only with'} --optimize — leave it out")
+    hosts = _hosts(given.pop("hosts"), given.pop("include"), given.pop("exclude"))
     if optimize:
-        return _optimize(recipe, overrides, load, given["hosts"], as_json=given["as_json"])
-    return _show_plan(recipe, overrides, **given)
+        return _optimize(recipe, overrides, load, hosts, as_json=given["as_json"])
+    return _show_plan(recipe, overrides, hosts=hosts, **given)
 
 
 def _show_plan(
@@ -107,7 +110,7 @@ def _show_plan(
     *,
     worker: str | None,
     write: Path | None,
-    hosts: Path | None,
+    hosts: tuple[Host, ...],
     mermaid: bool,
     svg: Path | None,
     as_json: bool,
@@ -116,7 +119,7 @@ def _show_plan(
     from distflow.flow.recipe_check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
-    placement = None if hosts is None else _placement(plan, hosts)
+    placement = _placement(plan, hosts) if hosts else None
     where = ONE_HOST if placement is None else placement.where
     for line in _written(loaded, plan, write, svg, where):
         click.echo(line)
@@ -140,7 +143,7 @@ def _show_plan(
 
 
 def _optimize(
-    recipe: str, overrides: Sequence[str], given: Mapping[str, Any], hosts: Path | None, *, as_json: bool
+    recipe: str, overrides: Sequence[str], given: Mapping[str, Any], hosts: Sequence[Host], *, as_json: bool
 ) -> int:
     """Propose a split of the devices between the pool that generates and the one that trains."""
     from distflow.flow.recipe_check import plan_recipe
@@ -151,9 +154,8 @@ def _optimize(
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
     ways = ways_of(given, timeline=False)
-    there = () if hosts is None else _read_hosts(hosts)
-    offers = _offers(there)
-    rule = splits.split_rule(plan, ways.device, given["devices"] or sum(len(host.slots) for host in there) or None)
+    offers = _offers(hosts)
+    rule = splits.split_rule(plan, ways.device, given["devices"] or sum(len(host.slots) for host in hosts) or None)
 
     def load_for(split: PoolSplit, stale: int | None) -> Load:
         bound = () if stale is None else (f"layout.max_staleness={stale}",)
@@ -180,10 +182,15 @@ def _optimize(
     return 0
 
 
-def _read_hosts(path: Path) -> tuple[Host, ...]:
+def _hosts(path: Path | None, include: str | None, exclude: str | None) -> tuple[Host, ...]:
+    """Those that are selected of a file; empty: no file is given."""
     from distflow.launch.deploy.hostfile import read_hosts
 
-    return read_hosts(path)
+    if path is not None:
+        return read_hosts(path, include, exclude)
+    if include is not None or exclude is not None:
+        raise UserError("--include, --exclude: they choose among the hosts of a file — name it with --hosts FILE")
+    return ()
 
 
 def _offers(hosts: Sequence[Host]) -> list[SiteOffer]:
@@ -247,11 +254,10 @@ def _written(loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | N
     return lines
 
 
-def _placement(plan: Plan, hosts: Path) -> WorkerPlacement:
-    from distflow.launch.deploy.hostfile import read_hosts
+def _placement(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     from distflow.launch.deploy.placement import place_workers
 
-    return place_workers(plan, read_hosts(hosts))
+    return place_workers(plan, hosts)
 
 
 def _host_lines(plan: Plan, placement: WorkerPlacement | None) -> list[str]:

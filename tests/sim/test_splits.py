@@ -203,7 +203,12 @@ def test_the_cheapest_split_of_each_site_takes_its_cheapest_devices(tmp_path: Pa
     assert costs["frankfurt"]["hourly"] == sum(prices[: costs["frankfurt"]["devices"]])
     shown = invoke("--hosts", str(hosts))
     assert "the cheapest split of each site alone" in shown
-    assert "with --include gpu-1@gpu-2" in shown
+    words = next(line for line in shown.splitlines() if line.startswith("cheapest: ")).split()
+    assert words[3:5] == ["with", "--include"]
+    typed = ["plan", "quickstart", *RECIPE, *words[1:3], "--hosts", str(hosts), *words[4:6]]
+    placed = CliRunner().invoke(group, typed)
+    assert placed.exit_code == 0, placed.output
+    assert "gpu-3" not in placed.stdout
 
 
 def test_prices_are_given_for_all_hosts_or_for_none(tmp_path: Path) -> None:
@@ -222,6 +227,7 @@ def test_prices_are_given_for_all_hosts_or_for_none(tmp_path: Path) -> None:
     [
         (["--devices", "4"], "--devices: only with --optimize"),
         (["--optimize", "--svg", "x.svg"], "--svg: not together with --optimize"),
+        (["--include", "gpu-1"], "name it with --hosts FILE"),
     ],
 )
 def test_options_of_the_other_page_are_refused(words: list[str], expected: str, tmp_path: Path) -> None:
