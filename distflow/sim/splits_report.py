@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
 from typing import Any
 
-from distflow.sim.costs import CostedSplit
+from distflow.sim.costs import CostSearch
 from distflow.sim.predict import LEFT_OUT
 from distflow.sim.report import SimulateWays, shown_seconds
 from distflow.sim.splits import Candidate, SplitSearch, StalenessChoice, limit_of
@@ -103,32 +103,31 @@ def above_costs() -> list[str]:
     return ["", "the cheapest split of each site alone, by what a million trained response tokens cost:", ""]
 
 
-def cost_table(found: SplitSearch, costs: Sequence[CostedSplit]) -> list[list[str]]:
+def cost_table(found: SplitSearch, costs: CostSearch) -> list[list[str]]:
     """Columns that begin with their heads: the cheapest split of each site."""
     rule = found.rule
     rows = [
         ["site", "slots", rule.generating_pool, rule.training_pool, "used", "an hour", "step s", "a million tokens"]
     ]
-    for one in costs:
-        counts = [len(one.site.prices), *one.candidate.split, one.devices]
+    for one in costs.sites:
+        counts = [len(one.site.slots), *one.candidate.split, len(one.slots)]
         figures = [f"{one.hourly:.2f}", f"{one.candidate.step_s:.2f}", f"{one.per_million:.4g}"]
         rows.append([one.site.name or "(none)", *map(str, counts), *figures])
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def below_costs(found: SplitSearch, costs: Sequence[CostedSplit]) -> list[str]:
-    """The lines after it: what to type for the cheapest of all."""
-    best = costs[0]
-    where = f" with --include {'@'.join(best.site.hosts)}" if len(costs) > 1 else ""
-    longer = best.candidate.step_s / found.proposed.step_s
-    return [
-        "",
-        f"cheapest: {' '.join(found.rule.words(best.candidate.split))}{where}",
-        f"its training steps are {longer:.1f} times as long as those of the best split above",
-    ]
+def below_costs(found: SplitSearch, costs: CostSearch) -> list[str]:
+    """The lines after it: what to type for the cheapest of all, and which sites are left out."""
+    lines = [""]
+    if costs.sites:
+        best = costs.sites[0]
+        longer = best.candidate.step_s / found.proposed.step_s
+        lines.append(f"cheapest: {shlex.join(best.words)} with --include {best.include}, {best.hourly:g} an hour")
+        lines.append(f"its training steps are {longer:.1f} times as long as those of the best split above")
+    return [*lines, *(f"left out: {site or 'hosts without a site'} — {why}" for site, why in costs.left_out.items())]
 
 
-def data(found: SplitSearch, costs: Sequence[CostedSplit] = ()) -> dict[str, Any]:
+def data(found: SplitSearch, costs: CostSearch) -> dict[str, Any]:
     """For programs."""
     rule = found.rule
     return {
@@ -147,13 +146,15 @@ def data(found: SplitSearch, costs: Sequence[CostedSplit] = ()) -> dict[str, Any
         "costs": [
             {
                 "site": one.site.name,
-                "hosts": list(one.site.hosts),
+                "include": one.include,
                 "hourly": one.hourly,
                 "per_million_tokens": one.per_million,
                 **_candidate(found, one.candidate),
+                "overrides": list(one.words),
             }
-            for one in costs
+            for one in costs.sites
         ],
+        "sites_left_out": dict(costs.left_out),
         "not_simulated": list(LEFT_OUT),
     }
 

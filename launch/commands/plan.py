@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from distflow.flow.plan import Plan
     from distflow.launch.deploy.hostfile import Host
     from distflow.launch.deploy.placement import WorkerPlacement
-    from distflow.sim.costs import SiteOffer
+    from distflow.sim.costs import PoolNeed, SiteOffer
     from distflow.sim.predict import Load
-    from distflow.sim.splits import PoolSplit
+    from distflow.sim.splits import PoolSplit, SplitRule
 
 DEVICE = "h100-qwen2.5-7b"
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -146,8 +146,10 @@ def _optimize(
     recipe: str, overrides: Sequence[str], given: Mapping[str, Any], hosts: Sequence[Host], *, as_json: bool
 ) -> int:
     """Propose a split of the devices between the pool that generates and the one that trains."""
+    from distflow.errors import RecipeError
     from distflow.flow.recipe_check import plan_recipe
     from distflow.launch.commands.simulate import ways_of
+    from distflow.launch.deploy.hostfile import HostsError, select
     from distflow.sim import splits, splits_report
     from distflow.sim.costs import cheapest
     from distflow.sim.predict import load_of
@@ -164,7 +166,16 @@ def _optimize(
 
     trials = splits.Trials(rule, load_for, ways, given["steps"], lambda line: click.echo(line, err=True))
     found = splits.search(trials)
-    costs = cheapest(trials, offers)
+
+    def fits(words: Sequence[str], include: str) -> bool:
+        try:
+            _, other = plan_recipe(recipe, (*overrides, *words), need_files=False)
+            _placement(other, select(hosts, include, None))
+        except (RecipeError, HostsError):
+            return False
+        return True
+
+    costs = cheapest(trials, offers, _pool_needs(plan, rule), fits)
     if as_json:
         import json
 
@@ -175,7 +186,7 @@ def _optimize(
     click.echo("\n".join(splits_report.above(found, ways)))
     print_columns(splits_report.table(found))
     click.echo("\n".join(splits_report.below(found)))
-    if costs:
+    if offers:
         click.echo("\n".join(splits_report.above_costs()))
         print_columns(splits_report.cost_table(found, costs))
         click.echo("\n".join(splits_report.below_costs(found, costs)))
@@ -197,7 +208,7 @@ def _offers(hosts: Sequence[Host]) -> list[SiteOffer]:
     """The devices of each site with their prices; none where the file names no prices. Raises HostsError."""
     from distflow.errors import Problem
     from distflow.launch.deploy.hostfile import HostsError
-    from distflow.sim.costs import SiteOffer
+    from distflow.sim.costs import PaidSlot, SiteOffer
 
     without = [host for host in hosts if host.cost is None]
     if without and len(without) < len(hosts):
@@ -207,13 +218,23 @@ def _offers(hosts: Sequence[Host]) -> list[SiteOffer]:
         return []
     sites = {host.site: [other for other in hosts if other.site == host.site] for host in hosts}
     return [
-        SiteOffer(
-            name,
-            tuple(host.name for host in there),
-            tuple(sorted(host.cost for host in there for _ in host.slots if host.cost is not None)),
-        )
+        SiteOffer(name, tuple(PaidSlot(host.name, slot, host.cost or 0.0) for host in there for slot in host.slots))
         for name, there in sites.items()
     ]
+
+
+def _pool_needs(plan: Plan, rule: SplitRule) -> dict[str, PoolNeed]:
+    """What each pool takes of the hosts."""
+    from distflow.flow.gpus import width
+    from distflow.sim.costs import PoolNeed
+
+    each = {rule.generating_pool: rule.engine, rule.training_pool: rule.trainer}
+    found = {}
+    for pool in plan.pools:
+        wide = max(1, *(width(worker) for worker in plan.workers if worker.name.pool == pool.name))
+        patterns = tuple(plan.recipe.layout.pools[pool.name].hosts)
+        found[pool.name] = PoolNeed(pool.count, each.get(pool.name, wide), wide, patterns)
+    return found
 
 
 def _show(plan: Plan, placement: WorkerPlacement | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
+from distflow.sim.costs import PaidSlot, PoolNeed, _cheapest_slots
 from distflow.sim.latency import DeviceCount, load
 from distflow.sim.lengths import Lognormal
 from distflow.sim.predict import Load, SimulateOptions, load_of, simulate
@@ -203,12 +205,48 @@ def test_the_cheapest_split_of_each_site_takes_its_cheapest_devices(tmp_path: Pa
     assert costs["frankfurt"]["hourly"] == sum(prices[: costs["frankfurt"]["devices"]])
     shown = invoke("--hosts", str(hosts))
     assert "the cheapest split of each site alone" in shown
-    words = next(line for line in shown.splitlines() if line.startswith("cheapest: ")).split()
-    assert words[3:5] == ["with", "--include"]
-    typed = ["plan", "quickstart", *RECIPE, *words[1:3], "--hosts", str(hosts), *words[4:6]]
-    placed = CliRunner().invoke(group, typed)
+    assert "left out: nowhere — has no room for the workers of a split" in shown
+    assert "gpu-3" not in typed_as_proposed(hosts)[1]
+
+
+def typed_as_proposed(hosts: Path, *words: str) -> tuple[str, str]:
+    """What --optimize shows, and the plan that the words after `cheapest:` make."""
+    shown = invoke("--hosts", str(hosts), *words)
+    line = next(line for line in shown.splitlines() if line.startswith("cheapest: "))
+    proposed, _, include = line.removeprefix("cheapest: ").partition(" with --include ")
+    include = include.rpartition(", ")[0]
+    typed = [*words, *shlex.split(proposed), "--hosts", str(hosts), "--include", include]
+    placed = CliRunner().invoke(group, ["plan", "quickstart", *RECIPE, *typed])
     assert placed.exit_code == 0, placed.output
-    assert "gpu-3" not in placed.stdout
+    return shown, placed.stdout
+
+
+def test_the_cheapest_split_is_placed_on_the_slots_that_it_is_priced_by(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("gpu-1 slots=4 cost=9\ngpu-2 slots=4 cost=2\n")
+    shown, placed = typed_as_proposed(hosts)
+    assert "with --include gpu-2" in shown
+    assert "gpu-1" not in placed, "without the words, half of the workers would be there"
+
+
+def test_the_cheapest_split_heeds_the_hosts_of_a_pool(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("gpu-1 slots=2 site=a cost=9\ngpu-2 slots=2 site=a cost=2\ngpu-3 slots=4 site=b cost=1\n")
+    shown, placed = typed_as_proposed(hosts, "layout.pools.trainer.hosts=[gpu-1]")
+    assert "left out: b — trainer may run on gpu-1 only" in shown
+    assert "gpu-1 at a  1 of 1 slots  trainer/0" in placed
+    # A launch refuses a pin to a host that it does not have.
+    shown, placed = typed_as_proposed(hosts, "layout.pools.trainer.hosts=[gpu-1, gpu-2]")
+    assert "'layout.pools.trainer.hosts=[gpu-2]' with --include gpu-2" in shown
+    assert "gpu-1" not in placed
+
+
+def test_engines_over_several_gpus_take_slots_side_by_side() -> None:
+    slots = [PaidSlot("a", 0, 1.0), PaidSlot("b", 0, 2.0), PaidSlot("a", 2, 1.0), PaidSlot("b", 1, 2.0)]
+    split = _cheapest_slots(PoolNeed(1, 2, 2), slots)
+    assert split == [PaidSlot("b", 0, 2.0), PaidSlot("b", 1, 2.0)]
+    assert _cheapest_slots(PoolNeed(2, 2, 2), slots) is None
+    assert _cheapest_slots(PoolNeed(2, 1, 1, ("b",)), slots) == split
 
 
 def test_prices_are_given_for_all_hosts_or_for_none(tmp_path: Path) -> None:
