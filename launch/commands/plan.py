@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distflow.launch.deploy.placement import WorkerPlacement
     from distflow.sim.costs import PoolNeed, SiteOffer
     from distflow.sim.predict import Load
-    from distflow.sim.splits import PoolSplit, SplitRule
+    from distflow.sim.splits import PoolSplit, SplitRule, SplitSearch
 
 DEVICE = "h100-qwen2.5-7b"
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -157,11 +157,20 @@ def _optimize(
     _, plan = plan_recipe(recipe, overrides, need_files=False)
     ways = ways_of(given, timeline=False)
     offers = _offers(hosts)
-    rule = splits.split_rule(plan, ways.device, given["devices"] or sum(len(host.slots) for host in hosts) or None)
+    rule = splits.split_rule(plan, ways.device, given["devices"])
+    if hosts and given["devices"] is None:
+        left = sum(len(host.slots) for host in hosts) - _slots_of_others(plan, rule)
+        rule = splits.split_rule(plan, ways.device, left, option="--hosts")
 
     def load_for(split: PoolSplit, stale: int | None) -> Load:
         bound = () if stale is None else (f"layout.max_staleness={stale}",)
         _, other = plan_recipe(recipe, (*overrides, *rule.words(split), *bound), need_files=False)
+        # The present layout is what others are compared with, on whatever hosts it is.
+        if hosts and split != rule.present:
+            try:
+                _placement(other, hosts)
+            except HostsError as error:
+                raise RecipeError(error.problems) from error
         return load_of(other, prompt_tokens=ways.prompt_tokens)
 
     trials = splits.Trials(rule, load_for, ways, given["steps"], lambda line: click.echo(line, err=True))
@@ -176,16 +185,17 @@ def _optimize(
         return True
 
     costs = cheapest(trials, offers, _pool_needs(plan, rule), fits)
+    notes = _link_notes(plan, found, hosts)
     if as_json:
         import json
 
-        click.echo(json.dumps(splits_report.data(found, costs), indent=1))
+        click.echo(json.dumps(splits_report.data(found, costs, notes), indent=1))
         return 0
     from distflow.launch.commands.metrics import print_columns
 
     click.echo("\n".join(splits_report.above(found, ways)))
     print_columns(splits_report.table(found))
-    click.echo("\n".join(splits_report.below(found)))
+    click.echo("\n".join(splits_report.below(found, notes)))
     if offers:
         click.echo("\n".join(splits_report.above_costs()))
         print_columns(splits_report.cost_table(found, costs))
@@ -221,6 +231,31 @@ def _offers(hosts: Sequence[Host]) -> list[SiteOffer]:
         SiteOffer(name, tuple(PaidSlot(host.name, slot, host.cost or 0.0) for host in there for slot in host.slots))
         for name, there in sites.items()
     ]
+
+
+def _slots_of_others(plan: Plan, rule: SplitRule) -> int:
+    """What pools that are not divided take of the hosts."""
+    needs = _pool_needs(plan, rule)
+    kept = needs.keys() - {rule.generating_pool, rule.training_pool}
+    return sum(needs[name].workers * needs[name].each for name in kept)
+
+
+def _link_notes(plan: Plan, found: SplitSearch, hosts: Sequence[Host]) -> list[str]:
+    """About the links between the hosts, which no simulation knows."""
+    if len(hosts) < 2:
+        return []
+    lines = ["links between hosts are taken to be all alike, and fast enough for gradients"]
+    pool, trainers = found.rule.training_pool, found.proposed.split.trainers
+    trains = _pool_needs(plan, found.rule)[pool]
+    sites = {host.site: [other for other in hosts if other.site == host.site] for host in hosts}
+    used = {host.site for host in hosts if trains.may_use(host.name)}
+    if len(used) < 2 or trainers < 2:
+        return lines
+    room = {site: sum(len(host.slots) for host in there if trains.may_use(host.name)) for site, there in sites.items()}
+    site = next((site for site in sites if room[site] >= trainers * trains.each), max(sites, key=lambda one: room[one]))
+    names = ", ".join(host.name for host in sites[site] if trains.may_use(host.name))
+    pin = f"'layout.pools.{pool}.hosts=[{names}]'"
+    return [*lines, f"those between sites are slow: pin {pool} to one of them, such as {pin} (docs/sites.md)"]
 
 
 def _pool_needs(plan: Plan, rule: SplitRule) -> dict[str, PoolNeed]:
