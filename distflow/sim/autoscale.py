@@ -7,21 +7,22 @@ machine without clock and sockets:
   promise that each, but at most as many again. Or fewer would cost at most `loss` in as many steps: they leave, at most
   half of them.
 - *Settling.* The next `settle` steps are not looked at: samples begun before the change are trained on.
-- *On trial.* Then `judged` steps are compared with those before. An addition that clearly did not bring half of its
-  promise is taken back, and so is a removal that clearly cost more than `gain`; from then on, the number changes by one
-  at a time. Clearly: by more than the standard error of the comparison.
+- *On trial.* Then `judged` steps are compared with those before, and up to `LONGER` times as many while the outcome is
+  not clear. An addition that clearly did not bring half of its promise is taken back, and so is a removal that clearly
+  cost more than `gain`; from then on, the number changes by one at a time. Clearly: by more than the standard error of
+  the comparison.
 
-What is learned bounds what comes later. From 2 to 4 was clearly worth it: never 2 again. 5 was not, or could be
-done without: never 5 again. Every removal, and every addition that is taken back, so narrows the range: the number of
-changes is bounded, and noise cannot make it go to and fro. A bound is forgotten only when the work has become another:
-one more promises twice what it did, or the workers are busy for less than three quarters of what they were.
+What is learned bounds what comes later. From 2 to 4 stayed: never 2 again. 5 was taken back, or could be done without:
+never 5 again. Every change that was on trial so narrows the range: the number of changes is bounded, and noise cannot
+make it go to and fro. A bound is forgotten only where it is in the way, and the work has become another since: one more
+promises twice what it did, or the workers are busy together for less than three quarters of what they were.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Self
@@ -31,6 +32,8 @@ from distflow.errors import UserError
 from distflow.flow.plan import Plan
 
 TOKENS_S = "perf/tokens_per_s"
+LONGER = 4
+"""A trial with an unclear outcome is that many times as long, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class _Bound:
 
     count: int
     measure: float
-    """Of the most: what one more promised. Of the least: the share of their time that the workers were busy."""
+    """Of the most: what one more promised. Of the least: how many workers were busy, on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ class Autoscaler:
         self._most: _Bound | None = None
         self._trial: _Trial | None = None
         self._settling = 0
-        self._seen: deque[StepSeen] = deque(maxlen=max(rule.patience, rule.judged))
+        self._seen: deque[StepSeen] = deque(maxlen=max(rule.patience, LONGER * rule.judged))
         self._singly = False
         """Change by one worker at a time."""
         self.kept = ""
@@ -195,12 +198,12 @@ class Autoscaler:
         change = fmean(step.load.change(self.count, wanted) for step in last)
         why = f"workers wait {fmean(step.load.idle for step in last):.0%} of the time and use "
         why += f"{fmean(step.load.slots for step in last):.0%} of their slots while they decode"
-        return self._try(wanted, change, last, f"{why}: steps should become {change:.0%} longer at most")
+        longer = f"become {change:.0%} longer" if f"{change:.0%}" != "0%" else "take as long as now"
+        return self._try(wanted, change, last, f"{why}; with {wanted}, steps should {longer}")
 
     def _try(self, wanted: int, change: float, last: Sequence[StepSeen], why: str) -> ScaleDecision:
-        one_more = fmean(step.load.change(self.count, self.count + 1) for step in last)
         speeds = [step.tokens_s for step in self._seen]
-        self._trial = _Trial(self.count, speeds, change, one_more, _busy(last))
+        self._trial = _Trial(self.count, speeds, change, self._one_more(last), self._busy(last))
         self._change(wanted)
         return ScaleDecision(wanted, why)
 
@@ -209,43 +212,69 @@ class Autoscaler:
         change, doubt = median(trial.speeds) / median(speeds) - 1.0, _doubt(trial.speeds, speeds)
         grew, now = self.count > trial.before, self.count
         allowed = trial.promised / 2 if grew else self.rule.gain
-        kept = change <= allowed + doubt
+        clear = abs(change - allowed) >= doubt
+        if not clear and len(speeds) < LONGER * self.rule.judged:
+            return None
+        kept = change <= allowed or not clear
         self._trial = None
-        if grew and kept:
-            if change <= allowed - doubt:
-                self._least = _Bound(trial.before + 1, trial.busy)
-        elif not grew and not kept:
-            self._least = _Bound(now + 1, trial.busy)
+        # A bound is compared with what is seen with the number of workers that there is from now on.
+        if grew == kept:
+            self._least = _Bound(trial.before + 1 if grew else now + 1, self._busy(self._seen) if kept else trial.busy)
         else:
-            self._most = _Bound((now if grew else trial.before) - 1, trial.one_more)
-        told = (
-            f"steps became {abs(change):.0%} {'shorter' if change <= 0 else 'longer'}, {trial.promised:+.0%} expected"
-        )
+            most = (now if grew else trial.before) - 1
+            self._most = _Bound(most, self._one_more(self._seen) if kept else trial.one_more)
+        told = f"{_became(change, doubt)}; {self._expected(trial, grew=grew, kept=kept, clear=clear)}"
         if kept:
             self.kept = told
             return None
         self._singly = True
         self._change(trial.before)
-        return ScaleDecision(trial.before, f"not worth it: with {now} {told}")
+        return ScaleDecision(trial.before, f"taken back: with {now}, {told}")
+
+    def _expected(self, trial: _Trial, *, grew: bool, kept: bool, clear: bool) -> str:
+        """What the outcome of a trial is measured by, in words."""
+        if grew:
+            predicted = f"{-trial.promised:.0%} shorter was predicted"
+            if not kept:
+                return f"{predicted}, and half of that is asked for"
+            return f"{predicted}, and " + (
+                "half of that is enough" if clear else "this is not clearly less than half of it"
+            )
+        accepted = f"up to {self.rule.gain:.0%} longer is accepted"
+        return accepted if clear else f"{accepted}, and this is not clearly more"
 
     def _forget(self, last: Sequence[StepSeen]) -> None:
-        """Bounds that were found when the work was another."""
-        promises = [-step.load.change(self.count, self.count + 1) for step in last]
-        if self._most is not None and min(promises) >= 2 * max(self.rule.gain, -self._most.measure):
-            self._most = None
-        if self._least is not None and max(1.0 - step.load.idle for step in last) < 0.75 * self._least.measure:
+        """Bounds that are in the way, and were found when the work was another."""
+        most, least = self._most, self._least
+        if most is not None and self.count >= most.count:
+            promises = [-step.load.change(self.count, self.count + 1) for step in last]
+            if min(promises) >= 2 * max(self.rule.gain, -most.measure):
+                self._most = None
+        busy = max(self._busy([step]) for step in last)
+        if least is not None and self.count <= least.count and busy < 0.75 * least.measure:
             self._least = None
+
+    def _one_more(self, steps: Collection[StepSeen]) -> float:
+        """What one more worker promises."""
+        return fmean(step.load.change(self.count, self.count + 1) for step in steps)
+
+    def _busy(self, steps: Collection[StepSeen]) -> float:
+        """How many workers are busy, on average."""
+        return self.count * fmean(1.0 - step.load.idle for step in steps)
 
     def _change(self, count: int) -> None:
         self.count, self._settling = count, self.rule.settle
         self._seen.clear()
 
 
+def _became(change: float, doubt: float) -> str:
+    """What a change has made of the steps, in words."""
+    size = f"{abs(change):.0%}"
+    became = "took as long as before" if size == "0%" else f"became {size} {'shorter' if change < 0 else 'longer'}"
+    return f"steps {became}" + (f", give or take {doubt:.0%}" if doubt >= 0.005 else "")
+
+
 def _doubt(*windows: Sequence[float]) -> float:
     """By how much the ratio of two medians may be wrong: the standard error, from mean absolute deviations."""
     spreads = [1.25 * fmean(abs(one / median(window) - 1.0) for one in window) for window in windows]
     return 1.25 * math.sqrt(sum(spread**2 / len(window) for spread, window in zip(spreads, windows, strict=True)))
-
-
-def _busy(steps: Sequence[StepSeen]) -> float:
-    return fmean(1.0 - step.load.idle for step in steps)

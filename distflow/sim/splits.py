@@ -72,6 +72,8 @@ class SplitRule:
     """`batch.ledgers`: a training worker without one would have nothing to train on."""
     least_trainers: int = 1
     """Over which a divided model has room."""
+    option: str = "--devices"
+    """What says how many devices there are."""
 
     def used(self, split: PoolSplit) -> int:
         """Devices of a split."""
@@ -148,23 +150,34 @@ class SplitSearch:
         return self.best if self.worth_it else self.present
 
 
+def counted(number: int, what: str) -> str:
+    """`1 device`, `2 devices`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 LoadFor = Callable[[PoolSplit, int | None], Load]
 """What a split asks of the devices, by the plan with it; with another bound of staleness, if one is given."""
 
 
-def split_rule(plan: Plan, device: DeviceLatency, devices: int | None = None) -> SplitRule:
-    """What a plan has to divide; `devices`: in total, if not those of its layout. Raises UserError if nothing."""
+def split_rule(
+    plan: Plan, device: DeviceLatency, devices: int | None = None, *, option: str = "--devices"
+) -> SplitRule:
+    """What a plan has to divide; `devices`: in total, if not those of its layout, as `option` says.
+
+    Raises UserError if nothing.
+    """
     maker, home = _two_pools(plan)
     worker = next(worker for worker in plan.workers if worker.name.pool == maker.name)
     wide = width(worker)
     engine, trainer = wide if wide > 1 else device.gpus.engine, device.gpus.trainer
     present = PoolSplit(maker.count, home.count)
     rule = SplitRule(present, 0, engine, trainer, maker.name, home.name, plan.batch.ledgers, _least(plan, device))
-    rule = replace(rule, devices=rule.used(present) if devices is None else devices)
+    rule = replace(rule, devices=rule.used(present) if devices is None else devices, option=option)
     if not rule.splits():
         raise UserError(
-            f"plan --optimize: {rule.devices} devices are too few: a worker of {maker.name} takes {engine}, and "
-            f"{rule.least_trainers} of {home.name} {rule.least_trainers * trainer} — give more with --devices"
+            f"plan --optimize: {counted(rule.devices, 'device')} {'is' if rule.devices == 1 else 'are'} too few: a "
+            f"worker of {maker.name} takes {engine}, and {rule.least_trainers} of {home.name} "
+            f"{rule.least_trainers * trainer} — give more with {option}"
         )
     return rule
 
@@ -254,7 +267,9 @@ class Trials:
         try:
             load = self._load_for(candidate.split, stale)
         except RecipeError as error:
-            return replace(candidate, refused=str(error.problems[0]))
+            first = error.problems[0]
+            # Its counts are not from the user's command line.
+            return replace(candidate, refused=str(first).removeprefix("command line: "))
         self.spent_s += cost_s(load, candidate.model.step_s, self.steps)
         options = SimulateOptions(self.steps)
         return replace(candidate, prediction=simulate(load, self._ways.device, self._ways.lengths, options))
@@ -270,10 +285,18 @@ class _Search:
         trials.simulate(rule.present)
         while (chosen := self._next()) is not None:
             trials.simulate(chosen.split)
+        others = [one for split, one in known.items() if split != rule.present]
+        if others and all(one.refused for one in others) and rule.used(rule.present) != rule.devices:
+            first = others[0]
+            raise UserError(
+                f"plan --optimize: {counted(rule.devices, 'device')} cannot be split: {rule.generating_pool} and "
+                f"{rule.training_pool} would have {first.split} workers, or another such split, and each is refused; "
+                f"the first: {first.refused} — give another number with {rule.option}"
+            )
         fitting = [one for one in known.values() if one.prediction and rule.used(one.split) <= rule.devices]
         best = min(fitting, key=_quickness, default=known[rule.present])
-        others = [] if bound is None else [self._at(stale) for stale in range(bound + 1, 3)]
-        return SplitSearch(rule, list(known.values()), known[rule.present], best, bound, trials.steps, others)
+        stales = [] if bound is None else [self._at(stale) for stale in range(bound + 1, 3)]
+        return SplitSearch(rule, list(known.values()), known[rule.present], best, bound, trials.steps, stales)
 
     def _next(self) -> Candidate | None:
         """The split to simulate next: the best by the corrected formula.
@@ -330,7 +353,8 @@ def limit_of(one: Candidate) -> Limit:
     if works >= BUSY:
         mostly = trained[UPDATE] > trained[TRAIN]
         name = "optimizer steps and publishing" if mostly else "training alone"
-        return Limit(name, f"{training.name} works {works:.0%} of the time, {generating.name} {decodes:.0%}")
+        why = f"{training.name} trains {trained[TRAIN]:.0%} of the time, and its optimizer steps and publishing take "
+        return Limit(name, f"{why}{trained[UPDATE]:.0%}; {generating.name} decodes {made[DECODE]:.0%}")
     if trained[OTHERS] > trained[FIRST] + trained[LATER]:
         why = f"workers of {training.name} wait {trained[OTHERS]:.0%} of the time for the one with most to train on"
         return Limit("uneven training workers", why)
@@ -341,5 +365,5 @@ def limit_of(one: Candidate) -> Limit:
         return Limit("taking turns", why)
     assert generating.slots_used is not None, "a generating pool has slots"
     slots = generating.slots_used / max(decodes, 1e-9)
-    why = f"{generating.name} decodes {decodes:.0%} of the time, with {slots:.0%} of its slots; {waits}"
-    return Limit("decoding" if divisible(slots) >= 0.5 else "the longest samples", why)
+    why = f"{generating.name} decodes {made[DECODE]:.0%} of the time, with {slots:.0%} of its slots in use then"
+    return Limit("decoding" if divisible(slots) >= 0.5 else "the longest samples", f"{why}; {waits}")

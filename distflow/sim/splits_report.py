@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from distflow.sim.costs import CostedSplit
+from distflow.sim.costs import CostSearch
 from distflow.sim.predict import LEFT_OUT
 from distflow.sim.report import SimulateWays, shown_seconds
-from distflow.sim.splits import Candidate, SplitSearch, StalenessChoice, limit_of
+from distflow.sim.splits import Candidate, SplitSearch, StalenessChoice, counted, limit_of
+
+REFUSED = 3
+"""Splits that are told to be refused, with the reason."""
 
 
 def table(found: SplitSearch) -> list[list[str]]:
@@ -46,19 +50,20 @@ def above(found: SplitSearch, ways: SimulateWays) -> list[str]:
     bound = "unbounded" if found.staleness is None else found.staleness
     return [
         f"simulated on {ways.device.device}, {ways.device.model}; {ways.shown}",
-        f"{rule.devices} devices between {rule.generating_pool} and {rule.training_pool}{each}; max_staleness {bound}; "
-        f"{simulated} of {len(found.candidates)} splits simulated, {found.steps} training steps of each",
+        f"{counted(rule.devices, 'device')} between {rule.generating_pool} and {rule.training_pool}{each}; "
+        f"max_staleness {bound}; {simulated} of {counted(len(found.candidates), 'split')} simulated, "
+        f"{counted(found.steps, 'training step')} of each",
         "",
     ]
 
 
-def below(found: SplitSearch) -> list[str]:
-    """The lines after the table: what to do, and why."""
+def below(found: SplitSearch, notes: Sequence[str]) -> list[str]:
+    """The lines after the table: what to do, and why. `notes`: about the hosts."""
     limit = limit_of(found.present)
     lines = ["", *_left(found), *_verdict(found)]
     lines.append(f"what limits the present layout: {limit.name} — {limit.why}")
     lines += [_staleness(found, other) for other in found.others if other.candidate.prediction is not None]
-    return [*lines, "", f"left out of simulations: {'; '.join(LEFT_OUT)}"]
+    return [*lines, *notes, "", f"left out of simulations: {'; '.join(LEFT_OUT)}"]
 
 
 def _left(found: SplitSearch) -> list[str]:
@@ -68,7 +73,9 @@ def _left(found: SplitSearch) -> list[str]:
     if left:
         times = sorted({shown_seconds(end(one.model.step_s for one in left)) for end in (min, max)}, key=_number)
         lines.append(f"not simulated: {len(left)}, by the formula {' to '.join(times)} a training step")
-    lines += [f"{one.split} is refused: {one.refused}" for one in found.candidates if one.refused]
+    refused = [f"{one.split} is refused: {one.refused}" for one in found.candidates if one.refused]
+    lines += refused[:REFUSED]
+    lines += [f"and {len(refused) - REFUSED} more"] if len(refused) > REFUSED else []
     if lines:
         lines.append("")
     return lines
@@ -82,7 +89,10 @@ def _verdict(found: SplitSearch) -> list[str]:
     best, present = found.best, found.present
     if not found.worth_it:
         than = "" if best is present else f" ({best.split} is {found.gain:.1%} faster)"
-        return [f"keep the present layout: of {found.rule.devices} devices no other split is clearly faster{than}"]
+        of = counted(found.rule.devices, "device")
+        if all(one.refused for one in found.candidates if one is not present):
+            return [f"keep the present layout: of {of} there is no other split that can be had"]
+        return [f"keep the present layout: of {of} no other split is clearly faster{than}"]
     words = " ".join(found.rule.words(best.split))
     took, now = shown_seconds(best.step_s), shown_seconds(present.step_s)
     return [f"best: {best.split}, {took} a training step in place of {now} ({-found.gain:+.0%}): {words}"]
@@ -103,32 +113,31 @@ def above_costs() -> list[str]:
     return ["", "the cheapest split of each site alone, by what a million trained response tokens cost:", ""]
 
 
-def cost_table(found: SplitSearch, costs: Sequence[CostedSplit]) -> list[list[str]]:
+def cost_table(found: SplitSearch, costs: CostSearch) -> list[list[str]]:
     """Columns that begin with their heads: the cheapest split of each site."""
     rule = found.rule
     rows = [
         ["site", "slots", rule.generating_pool, rule.training_pool, "used", "an hour", "step s", "a million tokens"]
     ]
-    for one in costs:
-        counts = [len(one.site.prices), *one.candidate.split, one.devices]
+    for one in costs.sites:
+        counts = [len(one.site.slots), *one.candidate.split, len(one.slots)]
         figures = [f"{one.hourly:.2f}", f"{one.candidate.step_s:.2f}", f"{one.per_million:.4g}"]
         rows.append([one.site.name or "(none)", *map(str, counts), *figures])
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def below_costs(found: SplitSearch, costs: Sequence[CostedSplit]) -> list[str]:
-    """The lines after it: what to type for the cheapest of all."""
-    best = costs[0]
-    where = f" with --include {'@'.join(best.site.hosts)}" if len(costs) > 1 else ""
-    longer = best.candidate.step_s / found.proposed.step_s
-    return [
-        "",
-        f"cheapest: {' '.join(found.rule.words(best.candidate.split))}{where}",
-        f"its training steps are {longer:.1f} times as long as those of the best split above",
-    ]
+def below_costs(found: SplitSearch, costs: CostSearch) -> list[str]:
+    """The lines after it: what to type for the cheapest of all, and which sites are left out."""
+    lines = [""]
+    if costs.sites:
+        best = costs.sites[0]
+        longer = best.candidate.step_s / found.proposed.step_s
+        lines.append(f"cheapest: {shlex.join(best.words)} with --include {best.include}, {best.hourly:g} an hour")
+        lines.append(f"its training steps are {longer:.1f} times as long as those of the best split above")
+    return [*lines, *(f"left out: {site or 'hosts without a site'} — {why}" for site, why in costs.left_out.items())]
 
 
-def data(found: SplitSearch, costs: Sequence[CostedSplit] = ()) -> dict[str, Any]:
+def data(found: SplitSearch, costs: CostSearch, notes: Sequence[str]) -> dict[str, Any]:
     """For programs."""
     rule = found.rule
     return {
@@ -147,14 +156,17 @@ def data(found: SplitSearch, costs: Sequence[CostedSplit] = ()) -> dict[str, Any
         "costs": [
             {
                 "site": one.site.name,
-                "hosts": list(one.site.hosts),
+                "include": one.include,
                 "hourly": one.hourly,
                 "per_million_tokens": one.per_million,
                 **_candidate(found, one.candidate),
+                "overrides": list(one.words),
             }
-            for one in costs
+            for one in costs.sites
         ],
+        "sites_left_out": dict(costs.left_out),
         "not_simulated": list(LEFT_OUT),
+        "notes": list(notes),
     }
 
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from distflow.flow.plan import Plan
     from distflow.launch.deploy.hostfile import Host
     from distflow.launch.deploy.placement import WorkerPlacement
-    from distflow.sim.costs import SiteOffer
+    from distflow.sim.costs import PoolNeed, SiteOffer
     from distflow.sim.predict import Load
-    from distflow.sim.splits import PoolSplit
+    from distflow.sim.splits import PoolSplit, SplitRule, SplitSearch
 
 DEVICE = "h100-qwen2.5-7b"
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -69,6 +69,8 @@ def load_options(steps: int | None) -> Callable[[Command], Command]:
 @click.option(
     "--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Also show which worker runs on which host."
 )
+@click.option("--include", metavar="HOSTS", help="Only these hosts and slots, as in gpu-1@gpu-2:0,2.")
+@click.option("--exclude", metavar="HOSTS", help="All but these hosts and slots.")
 @click.option("--mermaid", is_flag=True, help="Print pools and edges as a Mermaid flowchart.")
 @click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw pools and edges into an SVG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
@@ -86,8 +88,8 @@ def load_options(steps: int | None) -> Callable[[Command], Command]:
 def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], **given: Any) -> int:
     """Show workers, steps, pools, edges, models and batch arithmetic of RECIPE (a shipped name or a file).
 
-    With --optimize, propose a split of its devices between generation and training; the options of `distflow simulate`
-    say what they are.
+    With --optimize, propose a split of its devices between generation and training; --device, --lengths, --trace,
+    --prompt-tokens and --steps say what to simulate, as in `distflow simulate`.
     """
     optimize = given.pop("optimize")
     load = {name: given.pop(name) for name in ("devices", "device", "lengths", "trace", "prompt_tokens", "steps")}
@@ -96,9 +98,10 @@ def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], 
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option}: {'not together with' if optimize else 'only with'} --optimize — leave it out")
+    hosts = _hosts(given.pop("hosts"), given.pop("include"), given.pop("exclude"))
     if optimize:
-        return _optimize(recipe, overrides, load, given["hosts"], as_json=given["as_json"])
-    return _show_plan(recipe, overrides, **given)
+        return _optimize(recipe, overrides, load, hosts, as_json=given["as_json"])
+    return _show_plan(recipe, overrides, hosts=hosts, **given)
 
 
 def _show_plan(
@@ -107,7 +110,7 @@ def _show_plan(
     *,
     worker: str | None,
     write: Path | None,
-    hosts: Path | None,
+    hosts: tuple[Host, ...],
     mermaid: bool,
     svg: Path | None,
     as_json: bool,
@@ -116,7 +119,7 @@ def _show_plan(
     from distflow.flow.recipe_check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
-    placement = None if hosts is None else _placement(plan, hosts)
+    placement = _placement(plan, hosts) if hosts else None
     where = ONE_HOST if placement is None else placement.where
     for line in _written(loaded, plan, write, svg, where):
         click.echo(line)
@@ -140,57 +143,82 @@ def _show_plan(
 
 
 def _optimize(
-    recipe: str, overrides: Sequence[str], given: Mapping[str, Any], hosts: Path | None, *, as_json: bool
+    recipe: str, overrides: Sequence[str], given: Mapping[str, Any], hosts: Sequence[Host], *, as_json: bool
 ) -> int:
     """Propose a split of the devices between the pool that generates and the one that trains."""
+    from distflow.errors import RecipeError
     from distflow.flow.recipe_check import plan_recipe
     from distflow.launch.commands.simulate import ways_of
+    from distflow.launch.deploy.hostfile import HostsError, select
     from distflow.sim import splits, splits_report
     from distflow.sim.costs import cheapest
     from distflow.sim.predict import load_of
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
     ways = ways_of(given, timeline=False)
-    there = () if hosts is None else _read_hosts(hosts)
-    offers = _offers(there)
-    rule = splits.split_rule(plan, ways.device, given["devices"] or sum(len(host.slots) for host in there) or None)
+    offers = _offers(hosts)
+    rule = splits.split_rule(plan, ways.device, given["devices"])
+    if hosts and given["devices"] is None:
+        left = sum(len(host.slots) for host in hosts) - _slots_of_others(plan, rule)
+        rule = splits.split_rule(plan, ways.device, left, option="--hosts")
 
     def load_for(split: PoolSplit, stale: int | None) -> Load:
         bound = () if stale is None else (f"layout.max_staleness={stale}",)
         _, other = plan_recipe(recipe, (*overrides, *rule.words(split), *bound), need_files=False)
+        # The present layout is what others are compared with, on whatever hosts it is.
+        if hosts and split != rule.present:
+            try:
+                _placement(other, hosts)
+            except HostsError as error:
+                raise RecipeError(error.problems) from error
         return load_of(other, prompt_tokens=ways.prompt_tokens)
 
     trials = splits.Trials(rule, load_for, ways, given["steps"], lambda line: click.echo(line, err=True))
     found = splits.search(trials)
-    costs = cheapest(trials, offers)
+
+    def fits(words: Sequence[str], include: str) -> bool:
+        try:
+            _, other = plan_recipe(recipe, (*overrides, *words), need_files=False)
+            _placement(other, select(hosts, include, None))
+        except (RecipeError, HostsError):
+            return False
+        return True
+
+    costs = cheapest(trials, offers, _pool_needs(plan, rule), fits)
+    notes = _link_notes(plan, found, hosts)
     if as_json:
         import json
 
-        click.echo(json.dumps(splits_report.data(found, costs), indent=1))
+        click.echo(json.dumps(splits_report.data(found, costs, notes), indent=1))
         return 0
     from distflow.launch.commands.metrics import print_columns
 
     click.echo("\n".join(splits_report.above(found, ways)))
     print_columns(splits_report.table(found))
-    click.echo("\n".join(splits_report.below(found)))
-    if costs:
+    click.echo("\n".join(splits_report.below(found, notes)))
+    if offers:
         click.echo("\n".join(splits_report.above_costs()))
         print_columns(splits_report.cost_table(found, costs))
         click.echo("\n".join(splits_report.below_costs(found, costs)))
     return 0
 
 
-def _read_hosts(path: Path) -> tuple[Host, ...]:
+def _hosts(path: Path | None, include: str | None, exclude: str | None) -> tuple[Host, ...]:
+    """Those that are selected of a file; empty: no file is given."""
     from distflow.launch.deploy.hostfile import read_hosts
 
-    return read_hosts(path)
+    if path is not None:
+        return read_hosts(path, include, exclude)
+    if include is not None or exclude is not None:
+        raise UserError("--include, --exclude: they choose among the hosts of a file — name it with --hosts FILE")
+    return ()
 
 
 def _offers(hosts: Sequence[Host]) -> list[SiteOffer]:
     """The devices of each site with their prices; none where the file names no prices. Raises HostsError."""
     from distflow.errors import Problem
     from distflow.launch.deploy.hostfile import HostsError
-    from distflow.sim.costs import SiteOffer
+    from distflow.sim.costs import PaidSlot, SiteOffer
 
     without = [host for host in hosts if host.cost is None]
     if without and len(without) < len(hosts):
@@ -200,13 +228,48 @@ def _offers(hosts: Sequence[Host]) -> list[SiteOffer]:
         return []
     sites = {host.site: [other for other in hosts if other.site == host.site] for host in hosts}
     return [
-        SiteOffer(
-            name,
-            tuple(host.name for host in there),
-            tuple(sorted(host.cost for host in there for _ in host.slots if host.cost is not None)),
-        )
+        SiteOffer(name, tuple(PaidSlot(host.name, slot, host.cost or 0.0) for host in there for slot in host.slots))
         for name, there in sites.items()
     ]
+
+
+def _slots_of_others(plan: Plan, rule: SplitRule) -> int:
+    """What pools that are not divided take of the hosts."""
+    needs = _pool_needs(plan, rule)
+    kept = needs.keys() - {rule.generating_pool, rule.training_pool}
+    return sum(needs[name].workers * needs[name].each for name in kept)
+
+
+def _link_notes(plan: Plan, found: SplitSearch, hosts: Sequence[Host]) -> list[str]:
+    """About the links between the hosts, which no simulation knows."""
+    if len(hosts) < 2:
+        return []
+    lines = ["links between hosts are taken to be all alike, and fast enough for gradients"]
+    pool, trainers = found.rule.training_pool, found.proposed.split.trainers
+    trains = _pool_needs(plan, found.rule)[pool]
+    sites = {host.site: [other for other in hosts if other.site == host.site] for host in hosts}
+    used = {host.site for host in hosts if trains.may_use(host.name)}
+    if len(used) < 2 or trainers < 2:
+        return lines
+    room = {site: sum(len(host.slots) for host in there if trains.may_use(host.name)) for site, there in sites.items()}
+    site = next((site for site in sites if room[site] >= trainers * trains.each), max(sites, key=lambda one: room[one]))
+    names = ", ".join(host.name for host in sites[site] if trains.may_use(host.name))
+    pin = f"'layout.pools.{pool}.hosts=[{names}]'"
+    return [*lines, f"those between sites are slow: pin {pool} to one of them, such as {pin} (docs/sites.md)"]
+
+
+def _pool_needs(plan: Plan, rule: SplitRule) -> dict[str, PoolNeed]:
+    """What each pool takes of the hosts."""
+    from distflow.flow.gpus import width
+    from distflow.sim.costs import PoolNeed
+
+    each = {rule.generating_pool: rule.engine, rule.training_pool: rule.trainer}
+    found = {}
+    for pool in plan.pools:
+        wide = max(1, *(width(worker) for worker in plan.workers if worker.name.pool == pool.name))
+        patterns = tuple(plan.recipe.layout.pools[pool.name].hosts)
+        found[pool.name] = PoolNeed(pool.count, each.get(pool.name, wide), wide, patterns)
+    return found
 
 
 def _show(plan: Plan, placement: WorkerPlacement | None) -> None:
@@ -247,11 +310,10 @@ def _written(loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | N
     return lines
 
 
-def _placement(plan: Plan, hosts: Path) -> WorkerPlacement:
-    from distflow.launch.deploy.hostfile import read_hosts
+def _placement(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     from distflow.launch.deploy.placement import place_workers
 
-    return place_workers(plan, read_hosts(hosts))
+    return place_workers(plan, hosts)
 
 
 def _host_lines(plan: Plan, placement: WorkerPlacement | None) -> list[str]:

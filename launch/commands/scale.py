@@ -34,12 +34,15 @@ from distflow.launch.deploy.placement import WorkerPlacement, likely_slots
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import AutoscaleDisplay, names_in
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
-from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_files
+from distflow.launch.run.exit_status import STOPPED
+from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_files, try_lock
 from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name, read_record
 from distflow.sim.autoscale import Autoscaler, AutoscaleRule, check_pool
 from distflow.types import WorkerName
 
 AUTO = "auto"
+AUTO_LOCK = ".autoscale.lock"
+"""In the run folder, held by the process that scales the run by itself."""
 ANSWER_S = 10.0
 """The agent plans the new workers before it answers."""
 REACH_S = 30.0
@@ -48,7 +51,7 @@ POLL_S = 0.1
 
 @click.command()
 @click.argument("run")
-@click.argument("change", metavar="[POOL=N|auto]", required=False)
+@click.argument("change", metavar="[POOL=N|POOL=auto|--leave HOST]", required=False)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option("--leave", multiple=True, metavar="HOST", help="Move all workers of this host to others.")
 @click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Place new workers on these hosts only.")
@@ -87,7 +90,7 @@ def command(
             raise UserError("scale --hosts: only with a number, as in rollout=3 — add hosts first, then use auto")
         _refuse_without_hosts(given)
         return _scale_by_itself(record, change.removesuffix(f"={AUTO}"), least, most)
-    changes = _changes(record, change, leave)
+    changes = _changes(record, change, leave, more_hosts=given["hosts"] is not None and bool(record.hosts))
     if least is not None or most is not None:
         raise UserError("--min, --max: only with POOL=auto")
     slots = _slots_for(record, changes, given)
@@ -109,12 +112,20 @@ class _Changes:
     """By pool, how many it has on these."""
 
 
-def _changes(record: RunRecord, change: str | None, leave: Sequence[str]) -> _Changes:
-    if (change is None) == (not leave):
-        raise UserError("scale: expected POOL=N, for example rollout=3, or --leave HOST")
+def _changes(record: RunRecord, change: str | None, leave: Sequence[str], *, more_hosts: bool) -> _Changes:
+    if change is not None and leave:
+        raise UserError(f"scale: {change} and --leave are both given — give only one of them at a time")
+    if change is None and not leave:
+        raise UserError(f"scale: expected POOL=N or POOL={AUTO}, for example rollout=3, or --leave HOST")
     if change is not None:
         pool, count = _parse(change)
         return _Changes({pool: count})
+    if len(record.hosts) < 2 and not more_hosts:
+        where = record.hosts[0].name if record.hosts else "this machine"
+        cure = "add a host to take its workers with --hosts FILE"
+        if not record.hosts:
+            cure = f"to move it, end it with `distflow stop {record.name}` and go on with launch --resume --hosts FILE"
+        raise UserError(f"--leave {', '.join(leave)}: {record.name} is on {where} alone — {cure}")
     numbers = {host.name: number for number, host in enumerate(record.hosts)}
     for name in leave:
         if name not in numbers:
@@ -169,11 +180,12 @@ def _parse(change: str) -> tuple[str, int]:
 
 
 def _scale_by_itself(record: RunRecord, pool: str, least: int | None, most: int | None) -> int:
-    """Scale until the run is over; returns its exit code."""
+    """Scale until the run is over; returns the exit code: 0, or that of a run that failed, or 130 after Ctrl-C."""
     present = _check_auto(record, pool)
     rule = AutoscaleRule(least or 1, 2 * present if most is None else most)
     if rule.most < rule.least:
         raise UserError(f"scale {pool}={AUTO}: --min {rule.least} is more than --max {rule.most}")
+    _lock(record.path)
     click.echo(
         f"{record.name}: {pool} has {present} workers, and will have {rule.least} to {rule.most}; Ctrl-C leaves it"
     )
@@ -185,9 +197,22 @@ def _scale_by_itself(record: RunRecord, pool: str, least: int | None, most: int 
         ended = Monitor(record.path, AutoscaleDisplay(record, pool, Autoscaler(rule, present), scale)).only_look()
     except KeyboardInterrupt:
         click.echo(f"no longer scaling; {record.name} continues with the workers that it has")
-        return 0
-    click.echo(f"{record.name}: {ended.state}")
-    return 0 if ended.exit_code is None else ended.exit_code
+        return STOPPED
+    click.echo(f"{record.name} is over ({ended.state}): nothing is left to scale")
+    return ended.exit_code or 1 if ended.state == "failed" else 0
+
+
+def _lock(run_dir: Path) -> None:
+    """Keep others from scaling this run by themselves until this process ends. Raises UserError if one does."""
+    try:
+        locked = try_lock(run_dir / AUTO_LOCK)
+    except OSError as error:
+        raise UserError(f"scale: {run_dir} cannot be written ({error.strerror}) — it must be yours to write") from error
+    if locked is None:
+        raise UserError(
+            f"scale: another `distflow scale {run_dir.name} …={AUTO}` is at work, and two would undo each other's "
+            "changes — end that one first (Ctrl-C)"
+        )
 
 
 def _check_auto(record: RunRecord, pool: str) -> int:
@@ -195,7 +220,8 @@ def _check_auto(record: RunRecord, pool: str) -> int:
     present = len(names_in(record, pool))
     # The agent refuses a pool that there is not; else nothing changes.
     if _ask(record, "scale", {"pool": pool, "count": max(1, present), "slots": {}})["trains"]:
-        raise UserError(f"scale {pool}={AUTO}: pool {pool!r} trains, too — give it a number")
+        number = f"give it a number, for example {pool}={present + 1}"
+        raise UserError(f"scale {pool}={AUTO}: pool {pool!r} trains, and {AUTO} is for pools that do not — {number}")
     check_pool(plan_resized(record.path, {pool: present}), pool)
     return present
 

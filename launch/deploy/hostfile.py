@@ -18,7 +18,7 @@ from distflow.errors import Problem, UserError, did_you_mean
 
 _NAME = re.compile(r"(?:(?P<user>[A-Za-z0-9._-]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)")
 _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_COST = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+_COST = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9}")
 _WORDS = ("slots", "max_slots", "address", "python", "dir", "site", "cost")
 
 
@@ -155,9 +155,13 @@ def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | N
 def _settings(words: Sequence[str], host: str, where: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:
     seen: set[str] = set()
     for word in words:
-        key, equals, value = word.partition("=")
+        key, _, value = word.partition("=")
         key = key.replace("-", "_")
-        if not equals or not value or key not in _WORDS:
+        if key in _WORDS and not value:
+            problems.append(Problem(where, host, f"{word!r} has no value", f"write {key}=VALUE, or leave it out"))
+        elif key not in _WORDS and key.lower() in _WORDS:
+            problems.append(Problem(where, host, f"unknown word {word!r}", f"write {key.lower()} in small letters"))
+        elif key not in _WORDS:
             hint = did_you_mean(key, _WORDS) + "; each is written WORD=VALUE"
             problems.append(Problem(where, host, f"unknown word {word!r}", hint))
         elif key in seen:

@@ -275,6 +275,8 @@ class AutoscaleDisplay:
         """The last training step that was looked at, and the one after which the last change was decided."""
         self._since: float | None = None
         """When it was decided; None: the pool is as it is to be."""
+        self._looked = False
+        """Whether the run was looked at: what is said before that is old."""
 
     def __enter__(self) -> None:
         self._do(self._scaler.begin())
@@ -284,6 +286,7 @@ class AutoscaleDisplay:
 
     def show(self, status: RunStatus) -> None:
         """Look at the training steps that are whole: all before the last one."""
+        self._looked = True
         if status.record.state != "running" or not status.step:
             return
         self._record = status.record
@@ -296,7 +299,8 @@ class AutoscaleDisplay:
 
     def say(self, text: str) -> None:
         """Other news of the run."""
-        click.echo(text)
+        if self._looked:
+            click.echo(text)
 
     def finish(self, status: RunStatus) -> None:
         """The run is over."""

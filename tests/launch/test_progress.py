@@ -14,6 +14,7 @@ from rich.console import Console
 from distflow.launch.deploy import monitor
 from distflow.launch.deploy.monitor import StatusReader
 from distflow.launch.observe.progress import (
+    AutoscaleDisplay,
     LiveDisplay,
     PlainDisplay,
     RunStatus,
@@ -23,6 +24,7 @@ from distflow.launch.observe.progress import (
     worker_table,
 )
 from distflow.launch.run.record import ProcessId, RunRecord, WorkerEntry
+from distflow.sim.autoscale import Autoscaler, AutoscaleRule
 
 LONG = "samples of training step 123 from " + ", ".join(f"rollout/{i}" for i in range(9)) + " for 3.1 s"
 RECORD = RunRecord("some", "/none", 100, (), {}, drain_s=1.0, restarts=0, state="starting")
@@ -158,3 +160,13 @@ def test_whom_outside_of_the_run_it_waits_for_is_said_below_the_table():
     rows = [{**row(0), "outside": [{"on": "prompts", "text": "clients to put prompts: put some"}]}] * 2
     lines = drawn(Console(width=100), worker_page(rows, 9))
     assert lines[-1].rstrip() == "the run waits for clients to put prompts: put some"
+
+
+def test_what_was_before_autoscaling_began_is_not_said_again(tmp_path: Path, capsys):
+    record = structs.replace(RECORD, run_dir=str(tmp_path), state="running", renewed="term 1 has begun", term=1)
+    display = AutoscaleDisplay(record, "rollout", Autoscaler(AutoscaleRule(), 1), lambda now, count: "")
+    reader = StatusReader(tmp_path, display)
+    display.show(reader.read(record))
+    assert capsys.readouterr().out == ""
+    display.show(reader.read(structs.replace(record, renewed="term 2 has begun", term=2)))
+    assert capsys.readouterr().out == "term 2 has begun\n"

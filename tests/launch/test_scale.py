@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,11 +131,40 @@ def test_what_cannot_be_scaled_is_refused_with_the_reason(run: OneHost, capsys):
 
 
 def test_it_is_said_either_how_many_or_who_leaves(run: OneHost, capsys):
-    for arguments in ((), ("rollout=2", "--leave", "gpu-1")):
-        assert run.scale(*arguments) == 2
-        assert "expected POOL=N, for example rollout=3, or --leave HOST" in capsys.readouterr().err
+    assert run.scale() == 2
+    assert "expected POOL=N or POOL=auto, for example rollout=3, or --leave HOST" in capsys.readouterr().err
+    assert run.scale("rollout=2", "--leave", "gpu-1") == 2
+    assert "rollout=2 and --leave are both given — give only one of them at a time" in capsys.readouterr().err
     assert run.scale("--leave", "gpu-1") == 2
-    assert "--leave gpu-1: no host of elastic" in capsys.readouterr().err
+    assert "--leave gpu-1: elastic is on this machine alone" in capsys.readouterr().err
+
+
+def test_a_run_is_scaled_by_itself_by_one_process_at_a_time(run: OneHost, capsys):
+    assert run.scale("trainer=auto") == 2
+    assert "pool 'trainer' trains, and auto is for pools that do not — give it a number" in capsys.readouterr().err
+    where = ["--runs-dir", str(run.run_dir.parent)]
+    command = [sys.executable, "-m", "distflow.launch", "scale", "elastic", "rollout=auto", *where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        try:
+            assert "elastic: rollout has 1 workers, and will have 1 to 2" in first.stdout.readline()
+            assert run.scale("rollout=auto") == 2
+            assert "another `distflow scale elastic …=auto` is at work" in capsys.readouterr().err
+            first.send_signal(signal.SIGINT)
+            assert first.wait(WAIT_S) == 130
+            assert "no longer scaling; elastic continues with the workers that it has" in first.stdout.read()
+        finally:
+            first.kill()
+    # The lock went with the process. A run that somebody else stops is no error of this command.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
+        assert second.stdout is not None
+        try:
+            assert "rollout has 1 workers" in second.stdout.readline()
+            stop_run(run.run_dir, timeout_s=0.0)
+            assert second.wait(WAIT_S) == 0
+            assert "elastic is over (stopped): nothing is left to scale" in second.stdout.read()
+        finally:
+            second.kill()
 
 
 def test_the_same_number_changes_nothing(run: OneHost, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
+from distflow.sim.costs import PaidSlot, PoolNeed, _cheapest_slots
 from distflow.sim.latency import DeviceCount, load
 from distflow.sim.lengths import Lognormal
 from distflow.sim.predict import Load, SimulateOptions, load_of, simulate
@@ -86,6 +88,8 @@ def test_devices_are_counted_by_the_plan_and_by_the_latency_model() -> None:
     assert (split_rule(wide, DEVICE).engine, split_rule(wide, DEVICE).devices) == (2, 5)
     with pytest.raises(UserError, match="8 devices are too few: a worker of rollout takes 4, and 1 of trainer 8"):
         split_rule(plan, large, 8)
+    with pytest.raises(UserError, match="1 device is too few: .* give more with --hosts"):
+        split_rule(plan, DEVICE, 1, option="--hosts")
 
 
 def test_a_divided_model_keeps_the_training_workers_that_it_needs() -> None:
@@ -163,7 +167,8 @@ def test_the_command_proposes_words_that_can_be_typed() -> None:
     shown = invoke("layout.pools.rollout.count=1", "layout.pools.trainer.count=3", "--devices", "4")
     assert "best: 3 + 1, " in shown
     assert "layout.pools.rollout.count=3 layout.pools.trainer.count=1" in shown
-    assert "what limits the present layout: decoding — rollout decodes 100% of the time" in shown
+    busy = next(line.split()[5] for line in shown.splitlines() if line.startswith("present "))
+    assert f"what limits the present layout: decoding — rollout decodes {busy} of the time" in shown
     assert "with layout.max_staleness=2: " in shown
     marks = [line.split()[:2] for line in shown.splitlines() if line.lstrip().startswith(("present", "best "))]
     assert marks[:2] == [["present", "1"], ["best", "3"]]
@@ -203,7 +208,80 @@ def test_the_cheapest_split_of_each_site_takes_its_cheapest_devices(tmp_path: Pa
     assert costs["frankfurt"]["hourly"] == sum(prices[: costs["frankfurt"]["devices"]])
     shown = invoke("--hosts", str(hosts))
     assert "the cheapest split of each site alone" in shown
-    assert "with --include gpu-1@gpu-2" in shown
+    assert "left out: nowhere — has no room for the workers of a split" in shown
+    assert "gpu-3" not in typed_as_proposed(hosts)[1]
+
+
+def typed_as_proposed(hosts: Path, *words: str) -> tuple[str, str]:
+    """What --optimize shows, and the plan that the words after `cheapest:` make."""
+    shown = invoke("--hosts", str(hosts), *words)
+    line = next(line for line in shown.splitlines() if line.startswith("cheapest: "))
+    proposed, _, include = line.removeprefix("cheapest: ").partition(" with --include ")
+    include = include.rpartition(", ")[0]
+    typed = [*words, *shlex.split(proposed), "--hosts", str(hosts), "--include", include]
+    placed = CliRunner().invoke(group, ["plan", "quickstart", *RECIPE, *typed])
+    assert placed.exit_code == 0, placed.output
+    return shown, placed.stdout
+
+
+def test_the_cheapest_split_is_placed_on_the_slots_that_it_is_priced_by(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("gpu-1 slots=4 cost=9\ngpu-2 slots=4 cost=2\n")
+    shown, placed = typed_as_proposed(hosts)
+    assert "with --include gpu-2" in shown
+    assert "gpu-1" not in placed, "without the words, half of the workers would be there"
+
+
+def test_the_cheapest_split_heeds_the_hosts_of_a_pool(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("gpu-1 slots=2 site=a cost=9\ngpu-2 slots=2 site=a cost=2\ngpu-3 slots=4 site=b cost=1\n")
+    shown, placed = typed_as_proposed(hosts, "layout.pools.trainer.hosts=[gpu-1]")
+    assert "left out: b — trainer may run on gpu-1 only" in shown
+    assert "gpu-1 at a  1 of 1 slots  trainer/0" in placed
+    # A launch refuses a pin to a host that it does not have.
+    shown, placed = typed_as_proposed(hosts, "layout.pools.trainer.hosts=[gpu-1, gpu-2]")
+    assert "'layout.pools.trainer.hosts=[gpu-2]' with --include gpu-2" in shown
+    assert "gpu-1" not in placed
+
+
+def test_engines_over_several_gpus_take_slots_side_by_side() -> None:
+    slots = [PaidSlot("a", 0, 1.0), PaidSlot("b", 0, 2.0), PaidSlot("a", 2, 1.0), PaidSlot("b", 1, 2.0)]
+    split = _cheapest_slots(PoolNeed(1, 2, 2), slots)
+    assert split == [PaidSlot("b", 0, 2.0), PaidSlot("b", 1, 2.0)]
+    assert _cheapest_slots(PoolNeed(2, 2, 2), slots) is None
+    assert _cheapest_slots(PoolNeed(2, 1, 1, ("b",)), slots) == split
+
+
+def test_no_split_is_proposed_that_the_hosts_have_no_place_for(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("gpu-1 slots=1 site=a\ngpu-2 slots=3 site=b\n")
+    told = json.loads(invoke("--hosts", str(hosts), "--json", "layout.pools.trainer.hosts=[gpu-1]"))
+    refused = {one["workers"]["trainer"]: one["refused"] for one in told["candidates"] if "refused" in one}
+    assert told["best"]["workers"]["trainer"] == 1
+    assert "(gpu-1) have 1" in refused[2]
+    # Pools that keep their workers take slots, too.
+    more = ["layout=services", "flow=grpo_kl", "layout.pools.trainer.hosts=[gpu-2]"]
+    told = json.loads(invoke("--hosts", str(hosts), "--json", *more))
+    assert told["devices"] < 4
+
+
+def test_training_workers_on_several_sites_are_warned_of(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("gpu-1 slots=2 site=a\ngpu-2 slots=4 site=b\n")
+    words = ("--hosts", str(hosts), "layout.pools.rollout.slots=64", "layout.pools.rollout.count=3")
+    many = (*words, "layout.pools.trainer.count=3", "flow.steps.sample.with.max_new_tokens=16")
+    assert "pin trainer to one of them, such as 'layout.pools.trainer.hosts=[gpu-2]'" in invoke(*many)
+    pinned = invoke(*many, "layout.pools.trainer.hosts=[gpu-2]")
+    assert "links between hosts are taken to be all alike" in pinned
+    assert "pin trainer" not in pinned
+
+
+def test_an_error_is_what_comes_of_devices_that_no_split_has_workers_for() -> None:
+    done = CliRunner().invoke(group, ["plan", "quickstart", *RECIPE, "--optimize", "--devices", "100000"])
+    assert isinstance(done.exception, UserError)
+    assert "100000 devices cannot be split" in str(done.exception)
+    assert "99992 should be less than or equal to 4096" in str(done.exception)
+    assert "command line" not in str(done.exception)
 
 
 def test_prices_are_given_for_all_hosts_or_for_none(tmp_path: Path) -> None:
@@ -222,6 +300,7 @@ def test_prices_are_given_for_all_hosts_or_for_none(tmp_path: Path) -> None:
     [
         (["--devices", "4"], "--devices: only with --optimize"),
         (["--optimize", "--svg", "x.svg"], "--svg: not together with --optimize"),
+        (["--include", "gpu-1"], "name it with --hosts FILE"),
     ],
 )
 def test_options_of_the_other_page_are_refused(words: list[str], expected: str, tmp_path: Path) -> None:

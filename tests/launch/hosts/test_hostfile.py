@@ -40,6 +40,8 @@ def test_the_syntaxes_of_deepspeed_and_mpi():
         ("gpu-1 address=gpu-1.local", r"address=gpu-1.local is not an IP address"),
         ("gpu-1 cost=2,5", r"cost=2,5 is not a price — write that of a slot for an hour, such as cost=2.5"),
         ("gpu-1 cost=-1", r"cost=-1 is not a price"),
+        ("gpu-1 cost=", r"'cost=' has no value — write cost=VALUE, or leave it out"),
+        ("gpu-1 COST=3", r"unknown word 'COST=3' — write cost in small letters"),
         ("gpu-1 site=a/b", r"site=a/b is not a name — write letters, digits, .* such as site=frankfurt"),
         ("gpu-1\ngpu-1", r"f:2: gpu-1 — named twice, first in f:1"),
         ("a address=10.0.0.1\nb address=10.0.0.1", r"f:2: b — has the address 10.0.0.1, and so has a in f:1"),
@@ -85,3 +87,8 @@ def test_selections_that_make_no_sense_are_refused(arguments, message):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match="--hosts .*/none: cannot be read"):
         read_hosts(tmp_path / "none")
+
+
+def test_prices_may_begin_or_end_with_their_point() -> None:
+    hosts = parse_hosts("gpu-1 cost=.5\ngpu-2 cost=2.\n", "hosts")
+    assert [host.cost for host in hosts] == [0.5, 2.0]
