@@ -72,7 +72,7 @@ def calls_of(seed: int) -> CallScenario:
         duplicates=rng.choice([0.0, 0.3]),
         delay_s=rng.choice([0.001, 0.5, 5.0]),
         seed=seed,
-    )
+    ).patient()
 
 
 def check_calls(scenario: CallScenario, record: CallRecord) -> None:

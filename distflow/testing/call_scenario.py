@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distflow.sim.scenario import Crash, Leave, Pause
 
 FROZEN, VERSIONED = "reference", "values"
 """The steps that are called: one of a frozen model, one of the version of the training step."""
 MIB = 1 << 20
+AGAIN = 10
+"""How much longer than all calls one by one a run may take: what is lost is waited for, and computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,12 @@ class CallScenario:
     """Most that a message takes."""
     seed: int = 0
     limit_s: float = 8_000.0
+
+    def patient(self) -> CallScenario:
+        """The same, with time enough for a network that loses much and one slow server that is left with everything."""
+        calls = self.clients * self.steps * self.groups * len((FROZEN, VERSIONED))
+        each_s = self.tokens * math.exp(self.spread**2 / 2) * self.token_s * max(self.slowness, default=1.0)
+        return replace(self, limit_s=self.limit_s + AGAIN * calls * each_s)
 
     def nbytes(self, client: int, step: str, t: int, group: int) -> int:
         """Size of one request."""

@@ -62,7 +62,8 @@ def test_the_version_that_is_due_is_measured_on_every_prompt(launch: Launch, lay
     assert run.wait() == 0, run.output
     check_trained_once(run, STEPS)
     found = check_validated(run)
-    assert {line["val/newer_version_share"] for line in found.values()} == {0.0}
+    if ALONE not in layout:  # training waits for nothing in a pool of its own, which may be late
+        assert {line["val/newer_version_share"] for line in found.values()} == {0.0}
     assert all(f"val/{name}@{K}" in line for line in found.values() for name in ("avg", "pass", "maj"))
     merged = {int(line["step"]): line for line in run.metrics()}
     assert sorted(merged) == list(range(STEPS + 1)), "version 0 has an object of its own"
@@ -74,7 +75,9 @@ def test_the_version_that_is_due_is_measured_on_every_prompt(launch: Launch, lay
         every = [(prompt, number) for prompt in range(PROMPTS) for number in range(K)]
         assert sorted((line["uid"][1], line["sample"]) for line in samples) == every
         assert fmean(line["score"] for line in samples) == pytest.approx(found[version][f"val/avg@{K}"])
-        assert {span for line in samples for span in spans(line)} == {version}
+        newer = [{*spans(line)} != {version} for line in samples]
+        assert fmean(newer) == found[version]["val/newer_version_share"]
+        assert min(span for line in samples for span in spans(line)) >= version
     assert run.leftovers() == []
 
 

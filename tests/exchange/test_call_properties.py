@@ -56,13 +56,37 @@ def scenarios(draw: st.DrawFn) -> CallScenario:
         duplicates=draw(st.sampled_from([0.0, 0.3])),
         delay_s=draw(st.sampled_from([0.001, 0.5, 5.0])),
         seed=draw(st.integers(0, 2**20)),
-    )
+    ).patient()
 
 
 @settings(max_examples=300, derandomize=True)
 @given(scenarios())
 @within(6, examples=300)
 def test_every_call_is_answered_once_whatever_happens(scenario: CallScenario) -> None:
+    check_calls(scenario, CallNetwork(scenario).run())
+
+
+def test_a_slow_server_that_is_left_alone_on_a_bad_network_answers_everything() -> None:
+    """It was taken for stuck once: every lost answer of twenty seconds' work is waited for, and computed again."""
+    scenario = CallScenario(
+        clients=3,
+        steps=4,
+        groups=6,
+        shared=True,
+        ahead=0,
+        largest_bytes=1000,
+        ahead_bytes=1,
+        budget=1000,
+        token_s=0.01,
+        generated=True,
+        slowness=[20.0, 1.0],
+        pauses=[Pause(0, 9.380665795423269, 40.0)],
+        leaves=[Leave(1, 19.82551485339336)],
+        cuts=[Cut(0, 0, 2.0, 28.0)],
+        renewals=[18.74493949681539, 0.0],
+        loss=0.3,
+        delay_s=0.001,
+    ).patient()
     check_calls(scenario, CallNetwork(scenario).run())
 
 

@@ -229,7 +229,7 @@ def test_a_staged_swarm_follows_a_quick_publisher_and_closes_in_the_middle(host:
 
 def test_when_the_publisher_here_is_gone_for_good_weights_come_over_the_network() -> None:
     reader, engine = SlowReader(), FakeEngine()
-    inbox = WeightInbox(InPlace(ShmReader()), lambda: Stage(reader, lambda: None))
+    inbox = WeightInbox(InPlace(ShmReader()), lambda manifest: Stage(reader, lambda: None))
     inbox.announce(announced(1))
     assert reader.begun == []
     inbox.announce(structs.replace(announced(2), place="tcp://10.0.0.2:1", digests=b"x" * 16))

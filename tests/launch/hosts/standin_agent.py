@@ -46,7 +46,8 @@ def main(run_dir: Path, number: int) -> int:
                 structs.replace(record, state=state).write()
         if message.kind == "status":
             told.with_suffix(".asked").touch()
-        if message.kind in ("mesh.begin", "status", "stop"):
+            endpoint.reply(message, {"state": state, "hosts": {}, "roster": {}})
+        if message.kind in ("mesh.begin", "stop"):
             endpoint.reply(message, {"state": state})
         if message.kind == "stop":
             structs.replace(read_record(run_dir), state="stopped", exit_code=130).write()
