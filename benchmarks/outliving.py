@@ -1,30 +1,36 @@
 """A run that outlives all hosts that it began on: each is replaced by one that joins, and is then taken away.
 
     python -m benchmarks.outliving --hosts 4 --steps 2000
+    python -m benchmarks.outliving --hosts 4 --minutes 30 --every 300
 
 Hosts are network namespaces with run folders of their own; half of those that the run begins on train, the others
 generate. Before a host is killed, with its agent and whatever else runs there, `distflow scale --leave` moves its
-workers to the new one. The host of `launch` goes last. Told: how long training was held up, and steps that were trained
-again; it fails if a position was trained on twice or never. Needs root and sshd.
+workers to the new one. The host of `launch` goes last, and after it those that came first. Told: how long training was
+held up, and steps that were trained again; it fails if a position was trained on twice or never. Needs root and sshd.
+
+With `--minutes` devices are emulated (a step takes about 4 s), a host is replaced each `--every` seconds, and the time
+of the whole run is compared with that of its training steps while nothing was replaced.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated import ROOT
+from benchmarks.emulated import BASE, ROOT, device, options
 from distflow.launch.run.record import RunRecord, read_record
 from tests.e2e.runs import PACED, PROMPTS, check_positions
 from tests.hosts.netns import NetHosts
@@ -33,6 +39,15 @@ LIMIT_S = 300.0
 RUN = "bench"
 SILENCE_S = 6.0
 SECONDS = "recovery/seconds/max"
+STEP_S = 4.0
+"""About what a training step takes with the emulated devices."""
+EMULATED = (
+    *BASE,
+    f"batch.prompts={PROMPTS}",
+    "run.dump_rollouts=1",
+    options("layout.pools.rollout.engine_options", device=device(step_s=0.03), median=80, sigma=0.8),
+    options("layout.pools.trainer.backend_options", device=device(token_s=7e-4), size=100_000),
+)
 
 
 @dataclass(frozen=True)
@@ -116,12 +131,12 @@ def replace_host(machines: Machines, old: int, new: int, asked: int) -> None:
     )
 
 
-def begin(machines: Machines, count: int, steps: int) -> None:
+def begin(machines: Machines, count: int, hosts: int, steps: int, work: Sequence[str]) -> None:
     """Start a run on the first hosts: half of them train."""
     half = count // 2
     pools = [f"layout.pools.trainer.count={half}", f"layout.pools.rollout.count={count - half}"]
-    train = "".join(str(n) for n in range(2 * count) if n % count < half)
-    given = [*PACED, "layout=async", *pools, f"layout.pools.trainer.hosts=['h[{train}]']"]
+    train = ",".join(str(n) for n in range(hosts) if n % count < half)
+    given = [*work, "layout=async", *pools, f"layout.pools.trainer.hosts=['h[{train}]']"]
     given += [f"limits.host_silence_s={SILENCE_S:g}", f"run.training_steps={steps}"]
     words = ["launch", "quickstart", "--run", RUN, "--hosts", str(machines.file(range(count))), *given]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -149,19 +164,65 @@ def tell(machines: Machines, steps: int, hosts: range) -> None:
     )
 
 
+def ended(machines: Machines) -> dict[int, float]:
+    """When the samples of each training step were written down; what is collected in the end is written once more."""
+    written: dict[tuple[str, str], float] = {}
+    for path in machines.folder.glob(f"h*/{RUN}/rollouts/step_*/*.jsonl"):
+        key = (path.parent.name, path.name)
+        written[key] = min(path.stat().st_mtime, written.get(key, math.inf))
+    at: dict[int, float] = {}
+    for (folder, _), when in written.items():
+        step = int(folder.removeprefix("step_"))
+        at[step] = max(when, at.get(step, 0.0))
+    return at
+
+
+def compare(machines: Machines, replaced: Sequence[tuple[float, float]]) -> None:
+    """The throughput of the run beside that of its steps in which nothing was `replaced` (seconds from, to)."""
+    at = ended(machines)
+    first, last = min(at), max(at)
+    spans = [(at[step] - at[step - 1], at[step - 1], at[step]) for step in range(first + 1, last + 1)]
+    calm = [s for s, begun, over in spans if not any(begun < to and over > since for since, to in replaced)]
+    whole = (at[last] - at[first]) / (last - first)
+    print(
+        f"{last - first} training steps in {(at[last] - at[first]) / 60:.1f} minutes, {len(replaced)} hosts replaced: "
+        f"{whole:.3f} s a step, {statistics.mean(calm):.3f} s in the {len(calm)} in which nothing was: "
+        f"{statistics.mean(calm) / whole:.1%} of their throughput"
+    )
+
+
 def main() -> None:
     """Replace all hosts of a run."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--minutes", type=float, help="of a run on emulated devices, in place of --steps")
+    parser.add_argument("--every", type=float, default=300.0, help="seconds from one host to the next, with --minutes")
     given = parser.parse_args()
-    count = given.hosts
-    with tempfile.TemporaryDirectory() as place, NetHosts(2 * count, Path(place)) as net:
+    count, paced = given.hosts, given.minutes is not None
+    steps = round(60 * given.minutes / STEP_S) if paced else given.steps
+    # One is replaced in the middle of each period.
+    times = round(60 * given.minutes / given.every) if paced else count
+    if times < count:
+        parser.error(f"{times} of {count} hosts would be replaced")
+    with tempfile.TemporaryDirectory() as place, NetHosts(count + times, Path(place)) as net:
         machines = Machines(net, Path(place))
-        begin(machines, count, given.steps)
-        for old in reversed(range(count)):
-            replace_host(machines, old, old + count, asked=0 if old == count - 1 else old + 1 + count)
-        tell(machines, given.steps, range(count, 2 * count))
+        begin(machines, count, count + times, steps, EMULATED if paced else PACED)
+        began, replaced = time.monotonic(), []
+        # The host of `launch` is the last of the first ones; a new host n takes the place of n - count.
+        order = [*reversed(range(count)), *range(count, times)]
+        newest = 0
+        for number, old in enumerate(order):
+            if paced:
+                time.sleep(max(0.0, began + (number + 0.5) * given.every - time.monotonic()))
+            since = time.time()
+            replace_host(machines, old, old + count, asked=newest if newest != old else old + 1)
+            replaced.append((since, time.time()))
+            newest = old + count
+        last = range(times, times + count)
+        tell(machines, steps, last)
+        if paced:
+            compare(machines, replaced)
 
 
 if __name__ == "__main__":

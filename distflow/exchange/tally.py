@@ -47,8 +47,8 @@ class Tallies:
         self._tallies: dict[str, Tally] = {}
         self._said: dict[tuple[str, int], Mapping[str, Counts]] = {}
         """What other workers have counted, by name and incarnation: an owner's."""
-        self._sums: dict[str, Mapping[str, Counts]] = {}
-        """What owners say."""
+        self._sums: dict[str, tuple[int, Mapping[str, Counts]]] = {}
+        """What owners say, with the incarnation that does."""
         self._heard: dict[str, Mapping[str, object]] = {}
         """The last facts of each worker."""
 
@@ -64,7 +64,9 @@ class Tallies:
         if self._owner and JUDGED in facts:
             self._said[name, incarnation] = _read(facts[JUDGED])
         if JUDGED_BY_ALL in facts:
-            self._sums[name] = _read(facts[JUDGED_BY_ALL])
+            self._sums[name] = incarnation, _read(facts[JUDGED_BY_ALL])
+        elif name in self._sums and self._sums[name][0] < incarnation:
+            del self._sums[name]  # It has heard of nothing yet; what it had added up before, others would not know.
 
     def facts(self) -> dict[str, dict[str, Counts]]:
         """What this worker says."""
@@ -75,7 +77,7 @@ class Tallies:
         return {fact: counts for fact, counts in said.items() if counts}
 
     def _by_all(self, step: str) -> Counts:
-        sums = [sums[step] for sums in self._sums.values() if step in sums]
+        sums = [sums[step] for _, sums in self._sums.values() if step in sums]
         return max([*sums, self._sum(step)] if self._owner else sums, default=Counts())
 
     def _sum(self, step: str) -> Counts:

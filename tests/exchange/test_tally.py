@@ -96,6 +96,15 @@ def test_of_several_owners_one_that_was_restarted_knows_least() -> None:
     assert workers.seen() == {(60, 5)}
 
 
+def test_what_only_an_owner_that_was_restarted_had_counted_is_forgotten_by_all() -> None:
+    workers = Workers(2, 2)
+    workers.judge("trainer/0", 8, 1)
+    workers.beat("trainer/0", "reward/1")
+    workers.restart("trainer/0")
+    workers.settle()
+    assert workers.seen() == {(0, 0)}
+
+
 @pytest.mark.parametrize("facts", [{}, {"state": "serving", "load": 7}])
 def test_who_judges_nothing_says_nothing(facts: Mapping[str, object]) -> None:
     tallies = Tallies(owner=True)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,17 +125,21 @@ def test_a_host_without_file_descriptors_is_told_once_and_serves_again(
     manifest = host.publish(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     link = socket.socket()
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    taken = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, hard))
     try:
         address, port = SwarmPlace.parse(manifest.place).address.removeprefix("tcp://").split(":")
+        with suppress(OSError):  # other threads may have closed some since
+            while True:
+                taken.append(os.dup(0))
         link.connect((address, int(port)))
         eventually(lambda: "cannot accept connections" in caplog.text, "the warning")
         threading.Event().wait(0.3)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         link.close()
+        for descriptor in taken:
+            os.close(descriptor)
     assert caplog.text.count("cannot accept connections") == 1
     assert holds(reader.fetch(manifest), 1)
 
