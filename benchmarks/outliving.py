@@ -65,6 +65,16 @@ class Machines:
         """What a host knows of the run."""
         return read_record(self.runs(host) / RUN)
 
+    def at_work(self, host: int) -> set[str]:
+        """The names of the hosts that have workers, as a host knows it: it numbers them as they have come."""
+        record = self.record(host)
+        return {record.hosts[entry.host].name for entry in record.workers}
+
+    def silent(self, host: int) -> set[str]:
+        """The names of those that it does not hear any more."""
+        record = self.record(host)
+        return {record.hosts[number].name for number in record.silent}
+
     def file(self, hosts: range) -> Path:
         """A hosts file."""
         path = self.folder / f"hosts-{hosts.start}"
@@ -118,12 +128,12 @@ def replace_host(machines: Machines, old: int, new: int, asked: int) -> None:
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     joined = time.monotonic() - began
-    until(lambda: old not in {entry.host for entry in machines.record(new).workers}, f"the end of the worker of h{old}")
+    until(lambda: f"h{old}" not in machines.at_work(new), f"the end of the worker of h{old}")
     reached = machines.steps()
     until(lambda: machines.steps() >= reached + 2, f"training steps without h{old}")
     gone = time.monotonic() - began
     machines.kill(old)
-    until(lambda: old in machines.record(new).silent, f"the silence of h{old}")
+    until(lambda: f"h{old}" in machines.silent(new), f"the silence of h{old}")
     print(
         f"h{old} → h{new} at step {last}: h{new} joined after {joined:.1f} s, h{old} was free after {gone:.1f} s, "
         f"{machines.steps() - last} training steps meanwhile",
