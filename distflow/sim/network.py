@@ -134,20 +134,21 @@ class LeaseNetwork:
                 wait_s = 0.0
             else:
                 self.record.messages[kind_of(item.message)] += 1
-                deliver = self._encoded(item) if self.scenario.audited else partial(self._hear, item.to, item.message)
+                hear = partial(self._hear, sender, self._life(sender))
+                deliver = self._encoded(item, hear) if self.scenario.audited else partial(hear, item.to, item.message)
                 nbytes = message_bytes(item.message)
                 wait_s = self._through_hub(item.message)
             self.traffic.note(sender, item.to, nbytes)
             for _ in range(self._copies()):
                 self.after(wait_s + self._rng.random() * self.scenario.delay_s, deliver)
 
-    def _encoded(self, item: Outgoing) -> Callable[[], None]:
+    def _encoded(self, item: Outgoing, hear: Callable[[str, Message], None]) -> Callable[[], None]:
         kind = kind_of(item.message)
         body, payload = to_wire(item.message)
         frames = [memoryview(bytes(frame)) for frame in payload]
         header = msgspec.msgpack.encode(body)
         self.record.largest_message = max(self.record.largest_message, len(header) + sum(map(len, frames)))
-        return lambda: self._hear(item.to, from_wire(kind, msgpack.unpackb(header), frames))
+        return lambda: hear(item.to, from_wire(kind, msgpack.unpackb(header), frames))
 
     def _through_hub(self, message: Message) -> float:
         """Seconds until the one process that all samples go through has dealt with a message; 0: there is none."""
@@ -168,10 +169,19 @@ class LeaseNetwork:
         if term == self.term:
             self.trainers[item.to].hear_of_groups(sender, item)
 
-    def _hear(self, to: str, message: Message) -> None:
+    def _life(self, sender: str) -> tuple[int, int]:
+        """The term, and which incarnation of a worker sends."""
+        worker = self.workers.get(sender)
+        return self.term, -1 if worker is None else worker.incarnation
+
+    def _hear(self, sender: str, life: tuple[int, int], to: str, message: Message) -> None:
         if to in self.workers:
             self.workers[to].hear(message)
-        elif to in self.trainers:
+            return
+        worker = self.workers.get(sender)
+        # A connection ends with either end: nothing of a process that is gone reaches one that began later.
+        gone = worker is not None and not (worker.alive and worker.incarnation == life[1])
+        if to in self.trainers and not (gone and life[0] != self.term):
             self.trainers[to].hear(message)
 
     # -- owners

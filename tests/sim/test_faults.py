@@ -49,6 +49,16 @@ def test_an_announcement_that_overtakes_the_next_one_begins_no_step_again() -> N
         assert judge(3000877, scenario_of(replace(kind, schedule="longest_first"), 3000877)) is None
 
 
+@pytest.mark.parametrize("seed, schedule, staleness", [(4009587, "skew_aware", 1), (4014109, "longest_first", 0)])
+def test_nothing_of_a_worker_that_is_gone_reaches_owners_that_began_later(
+    seed: int, schedule: Schedule, staleness: int
+) -> None:
+    """They leased to it, and nobody told them that it was gone."""
+    kinds = (kind for kind in variants() if not kind.hedging and kind.stealing and not kind.partial_rollouts)
+    kind = next(kind for kind in kinds if kind.staleness == staleness and kind.streamed and not kind.colocated)
+    assert judge(seed, scenario_of(replace(kind, schedule=schedule), seed)) is None
+
+
 class Hasty(RolloutCore):
     """Starts groups on any weights of their term."""
 
