@@ -42,7 +42,8 @@ OPTIONS: Mapping[str, str] = {
     **EMULATED,
 }
 """Option classes, free of torch. `parse(options)` raises UserError for options that an engine or backend cannot take;
-`check(use)` of the result, if it has one, raises it for a `PluginUse` that the options do not fit."""
+`check(use)` of the result, if it has one, raises it for a `PluginUse` that the options do not fit. Of an engine,
+`repeats_samples(deterministic)`, if it has one, tells whether a sample that is generated twice has the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,8 +281,8 @@ class LayoutConfig(Section):
     """A sample trained at step t was started by policy version t − max_staleness or newer; unbounded: by any version,
     and groups are trained in order of arrival."""
     hedging: bool = True
-    """A worker that is half empty and finds nothing to lease also generates a group that takes long on another worker;
-    so does any worker if the other is silent. The first result counts."""
+    """A worker that is half idle and finds nothing to lease also generates a group that takes long on another worker,
+    where a copy has the same tokens; so does any worker if the other is silent. The first result counts."""
     stealing: bool = True
     """Training workers share arrived samples: idle ones take them from busy ones, or all are dealt by cost. It changes
     who trains on them, never the result."""

@@ -1,9 +1,14 @@
 """Which open groups are copied to a second worker: those of silent holders, and slow ones while a worker is idle.
 
 An open group has *live* holders, which have been heard from lately, and silent ones. Without a live holder it is
-*stranded*: any asking worker gets a copy. With one live holder it is *slow* if it was leased much longer ago than
-groups usually take, or has not been started there: a nearly idle worker gets a copy. With two live holders it is not
-copied again. Silent holders keep their lease: they may come back, and the first complete result counts.
+*stranded*: any asking worker gets a copy. With one live holder a nearly idle worker gets a copy where the group
+
+- *waits*: it has not been started, though its holder is known to run weights that are new enough for it; or
+- is *late*: it was leased much longer ago than groups usually take, and the holder takes much longer than others, or is
+  not known to have such weights. What takes long because it is long would take as long anywhere, and is not copied.
+
+With two live holders it is not copied again. Silent holders keep their lease: they may come back, and the first
+complete result counts.
 
 Only the heaps, which find the longest leased group first, grow with the number of open groups.
 """
@@ -20,7 +25,7 @@ from distflow.exchange.lease_settings import LeaseSettings
 
 _SMOOTHING = 0.05
 _SLOW = 2.0
-"""Multiple of the usual duration after which a group counts as slow."""
+"""Multiple of the usual duration after which a group counts as slow, and from which its holder does."""
 _LEAST = 64
 """Smaller heaps are not cleaned up."""
 NEVER = float("inf")
@@ -34,16 +39,30 @@ class Copies:
     def __init__(self, settings: LeaseSettings) -> None:
         self.usual_s: float | None = None
         """Smoothed time from lease to arrival; None before the first result."""
+        self._usual_of: dict[str, float] = {}
+        """The same of single holders."""
+        self._keeps_up: set[str] = set()
+        """Holders that took about as long as others, by their last results."""
+        self._runs: dict[str, int] = {}
+        """The newest weights on which a holder has started a group."""
         self._settings = settings
         self._silent: set[str] = set()
         self._stranded = _ByAge(lambda entry: self._live(entry) == 0)
-        self._started = _ByAge(lambda entry: entry.started and self._live(entry) == 1)
-        self._unstarted = _ByAge(lambda entry: not entry.started and self._live(entry) == 1)
+        self._late = _ByAge(lambda entry: self._live(entry) == 1 and self._may_be_late(entry))
+        self._waiting = _ByAge(lambda entry: self._live(entry) == 1 and self._waits(entry))
 
-    def arrived(self, entry: Entry, now: float) -> None:
-        """Record that a result has arrived."""
+    def arrived(self, entry: Entry, by: Peer | None, entry_of: EntryOf, now: float) -> None:
+        """Record that a result has arrived, and from which holder."""
         seconds = now - entry.leased_at
-        self.usual_s = seconds if self.usual_s is None else self.usual_s + _SMOOTHING * (seconds - self.usual_s)
+        self.usual_s = _smoothed(self.usual_s, seconds)
+        if by is None or len(entry.holders) > 1:
+            return  # When a copy was begun is not known.
+        self._usual_of[by.name] = _smoothed(self._usual_of.get(by.name), seconds)
+        if len(self._usual_of) > 1 and self._usual_of[by.name] < _SLOW * self.usual_s:
+            self._keeps_up.add(by.name)
+        elif by.name in self._keeps_up:
+            self._keeps_up.remove(by.name)
+            self._note_all(by, entry_of)
 
     def note(self, entry: Entry | None) -> None:
         """The holders of an entry have changed, or one of them has started it."""
@@ -53,7 +72,15 @@ class Copies:
         if live == 0:
             self._stranded.add(entry)
         elif live == 1:
-            (self._started if entry.started else self._unstarted).add(entry)
+            (self._waiting if self._waits(entry) else self._late).add(entry)
+
+    def started(self, entry: Entry, holder: Peer, version: int, entry_of: EntryOf) -> None:
+        """A holder has reported for the first time that it runs a group, and on which weights it was begun."""
+        entry.started = True
+        if version > self._runs.get(holder.name, -1):
+            self._runs[holder.name] = version
+            self._note_all(holder, entry_of)
+        self.note(entry)
 
     def heard(self, peer: Peer, entry_of: EntryOf) -> None:
         """A holder has reported and is no longer silent."""
@@ -75,9 +102,9 @@ class Copies:
                 self._note_all(peer, entry_of)
         slow_s = NEVER if self.usual_s is None else max(self._settings.hedge_s, _SLOW * self.usual_s)
         self._stranded.look(now, 0.0)
-        self._started.look(now, slow_s)
+        self._late.look(now, slow_s)
         # By then a report would have said that the group runs.
-        self._unstarted.look(now, self._settings.hedge_s + self._settings.report_s)
+        self._waiting.look(now, self._settings.hedge_s + self._settings.report_s)
 
     def stranded(self, peers: Peers) -> list[PendingGrant]:
         """Copies for any worker that asks."""
@@ -85,7 +112,7 @@ class Copies:
 
     def slow(self, peers: Peers) -> list[PendingGrant]:
         """Copies for nearly idle workers."""
-        return self._deal((self._started, self._unstarted), peers.idle)
+        return self._deal((self._late, self._waiting), peers.idle) if self._settings.copies_slow else []
 
     def _deal(self, heaps: Sequence[_ByAge], peers: Iterable[Peer]) -> list[PendingGrant]:
         """One copy of each entry for a worker that does not hold it, evenly distributed, longest leased first."""
@@ -105,9 +132,25 @@ class Copies:
     def _live(self, entry: Entry) -> int:
         return sum(name not in self._silent for name in entry.holders) if self._silent else len(entry.holders)
 
+    def _may_be_late(self, entry: Entry) -> bool:
+        """Whether the live holder of an entry takes longer than others, as far as is known, or lacks its weights."""
+        if entry.started:
+            return not all(name in self._keeps_up for name in entry.holders if name not in self._silent)
+        return not self._waits(entry)
+
+    def _waits(self, entry: Entry) -> bool:
+        """Whether the live holder of an entry could run it, and does not."""
+        least = entry.lease.min_version
+        live = (name for name in entry.holders if name not in self._silent)
+        return not entry.started and any(self._runs.get(name, -1) >= least for name in live)
+
     def _note_all(self, peer: Peer, entry_of: EntryOf) -> None:
         for position in peer.granted_by:
             self.note(entry_of(position))
+
+
+def _smoothed(before: float | None, seconds: float) -> float:
+    return seconds if before is None else before + _SMOOTHING * (seconds - before)
 
 
 class _ByAge:

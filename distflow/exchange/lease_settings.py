@@ -19,6 +19,7 @@ from distflow.data.difficulty import Difficulty
 from distflow.errors import UserError
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.plugin_options import repeats_samples
 from distflow.types import VALIDATION, LeaseKind
 
 MESSAGE_BYTES = 4 << 20
@@ -61,7 +62,10 @@ class LeaseSettings:
     announce_closed: bool = False
     """Owners tell the holders when a training step's set is complete (colocated layouts wait for that)."""
     hedging: bool = False
-    """A nearly idle worker gets a copy of a slow group; any worker does if all holders of a group are silent."""
+    """Any worker gets a copy of a group whose holders are all silent, a nearly idle one a copy of a slow group."""
+    copies_slow: bool = True
+    """Whether slow groups are copied, too, where there is `hedging`: not if a copy would have other tokens, since of
+    two draws the shorter one is complete first."""
     hedge_s: float = 1.0
     """Seconds after which a nearly idle worker may get a copy of a leased group, but at least twice the usual duration
     of a group: copies are for stragglers."""
@@ -176,6 +180,7 @@ def planned_settings(plan: Plan, owner: WorkerPlan) -> LeaseSettings:
         schedule=batch.schedule,
         announce_closed=bool(owner.generates),
         hedging=recipe.layout.hedging and plan.origin.allows("repeatable"),
+        copies_slow=repeats_samples(recipe, [pool for pool in plan.pools if pool.generates and not pool.validates]),
         host_silence_s=recipe.limits.host_silence_s,
         partial_rollouts=recipe.layout.partial_rollouts and plan.origin.allows("replay"),
     )

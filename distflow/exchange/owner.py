@@ -256,8 +256,7 @@ class OwnerCore:
                 useless.append(running.position)
                 continue
             if running.version >= 0 and not entry.started:
-                entry.started = True
-                self._copies.note(entry)
+                self._copies.started(entry, peer, running.version, self.ledgers.entry)
             if running.tokens > entry.tokens:
                 entry.tokens = running.tokens
                 self.progress_count += 1
@@ -328,7 +327,8 @@ class OwnerCore:
             return [Outgoing(result.worker, Cancel(self.name, self.term, result.incarnation, about))]
         if awaited(entry):
             self.progress_count += 1
-            self._copies.arrived(entry, now)
+            holder = self._peers.find(result.worker, result.incarnation)
+            self._copies.arrived(entry, holder, self.ledgers.entry, now)
             out += self._settle(entry, result)
             self.exhausted = self.ledgers.settle(result) or self.exhausted
             self._peers.grow(result.worker, result.incarnation, result.wanted)

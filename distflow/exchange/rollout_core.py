@@ -84,6 +84,8 @@ class RolloutCore:
         self._given_up: list[int] = []
         self._slots = 0
         """The most free slots seen so far."""
+        self._busiest = 0
+        """The most slots in use so far."""
         self._may_load = True
         """Weights are taken once between two decode steps, however fast newer ones are published."""
         self._partials_due = 0.0
@@ -276,7 +278,10 @@ class RolloutCore:
                 queue.extend(ordered)
 
     def _ask(self, free_slots: int, now: float) -> Messages:
-        idle = 2 * free_slots >= self._slots
+        # By what it has had to do, not by its slots: with many more of them it would be idle all the time.
+        running = self._slots - free_slots
+        self._busiest = max(self._busiest, running)
+        idle = 2 * running <= self._busiest
         room = free_slots - self._samples(self._validating)
         val = [] if self._validation is None else self._validation.want(room, now, idle=idle)
         room -= self._samples(self._queued)

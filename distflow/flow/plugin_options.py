@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,23 @@ from distflow.flow.resolve import resolve
 from distflow.flow.sizes import attention_heads
 from distflow.flow.step import response_tokens
 from distflow.flow.structure import Structure
+
+
+def repeats_samples(recipe: Recipe, pools: Collection[PoolPlan]) -> bool:
+    """Whether a sample of these pools that is generated twice has the same tokens, as far as options of engines tell.
+
+    Where it has not, the first of two copies to be complete would be the shorter one, so that what is trained on
+    would depend on how long it is.
+    """
+    for planned in pools:
+        pool = recipe.layout.pools[planned.name]
+        for _, own in _settings(pool):
+            engine = full_name(own.engine or pool.engine, ENGINES)
+            options = resolve(OPTIONS[engine]).parse(pool.engine_options_of(own)) if engine in OPTIONS else None
+            tells = getattr(options, "repeats_samples", None)
+            if tells is not None and not tells(recipe.run.deterministic):
+                return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ Example: load("h100-qwen2.5-7b").decode.seconds(samples=64, context=2_000)  # ab
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args, get_type_hints
 
 import msgspec
 
@@ -25,8 +25,10 @@ from distflow.errors import UserError, did_you_mean
 DEVICES = Path(__file__).with_name("devices")
 FORWARD = 1.0 / 3.0
 """Of the time of forward and backward: 2 of 6 FLOP for each parameter and token (arXiv:2001.08361)."""
-Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
-Positive = Annotated[float, msgspec.Meta(gt=0.0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
+"""Of one thing that a device does: an hour is a slip of the pen."""
+Bytes = Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]
+Positive = Annotated[float, msgspec.Meta(gt=0.0, le=1e18)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,9 @@ class DeviceMemory:
 
     bytes: Positive
     """Of the device."""
-    cache_token: Seconds
+    cache_token: Bytes
     """Bytes of keys and values of a token that is generated."""
-    train_token: Seconds
+    train_token: Bytes
     """Bytes of activations of a token that is trained on."""
     train_factor: Positive = 8.0
     """Bytes held for training, for each byte of published weights: 16 a parameter of bfloat16, with Adam's state."""
@@ -127,8 +129,25 @@ def load(name: str) -> DeviceLatency:
     """The model of a shipped name, or of a path that ends in .yaml. Raises UserError if there is none."""
     path = Path(name) if name.endswith(".yaml") else DEVICES / f"{name}.yaml"
     if not path.is_file():
-        raise UserError(f"latency model {name!r}: no such data file; {did_you_mean(name, names())}; or a path of .yaml")
+        where = "; or a path of .yaml" if path.parent == DEVICES else ""
+        missing = "no such data file" if where else "this file does not exist"
+        raise UserError(f"latency model {name!r}: {missing}; {did_you_mean(name, names())}{where}")
+    value = read_yaml(path).value
+    _check_keys(path, DeviceLatency, value)
     try:
-        return msgspec.convert(read_yaml(path).value, DeviceLatency, strict=False)
+        return msgspec.convert(value, DeviceLatency, strict=False)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: not a latency model: {error}") from None
+
+
+def _check_keys(path: Path, kind: type, value: object, where: str = "") -> None:
+    """Raise UserError for a key that means nothing, here or further down."""
+    if not isinstance(value, Mapping):
+        return
+    parts = get_type_hints(kind)
+    for key, part in value.items():
+        if key not in parts:
+            raise UserError(f"{path}: {where}{key} means nothing in a latency model; {did_you_mean(str(key), parts)}")
+        inner = next((one for one in (parts[key], *get_args(parts[key])) if is_dataclass(one)), None)
+        if isinstance(inner, type):
+            _check_keys(path, inner, part, f"{where}{key}.")

@@ -54,6 +54,17 @@ class Simulated:
     ideal_s: float
     theory: SpeedUp | None
     """Of asynchrony."""
+    notes: tuple[str, ...] = ()
+
+
+def of_other_gpus(device: DeviceLatency, engine: int, pool: str) -> list[str]:
+    """A line where an engine of this pool has another number of GPUs than its times are of; otherwise none."""
+    if engine in (0, device.gpus.engine):
+        return []
+    return [
+        f"note: an engine of {pool} shares its model among {engine} GPUs, and the times of {device.device} are of "
+        f"{device.gpus.engine}: what more of them gain is not simulated — `distflow profile` measures them"
+    ]
 
 
 def page(found: Simulated, ways: SimulateWays) -> list[str]:
@@ -61,6 +72,7 @@ def page(found: Simulated, ways: SimulateWays) -> list[str]:
     one, model = found.prediction, found.model
     lines = [
         f"simulated on {ways.device.device}, {ways.device.model}; {ways.shown}",
+        *found.notes,
         "",
         f"training step      {shown_seconds(one.step_s)}   ({len(one.steps)} steps, {shown_seconds(min(one.steps))} to "
         f"{shown_seconds(max(one.steps))})",

@@ -24,6 +24,7 @@ def schedule_of(load: Load, device: DeviceLatency) -> Schedule:
         transfer_s=0.0 if load.colocated else weights.bytes / weights.link_bytes_s,
         update_s=device.train.apply_s * job.updates + (0.0 if load.colocated else weights.publish_s),
         colocated=load.colocated,
+        budget=job.budget,
     )
 
 

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, pstdev
 
-from distflow.sim.latency import DeviceLatency
+from distflow.sim.latency import DeviceLatency, TrainLatency
 from distflow.sim.lengths import Lengths
 
 NORMAL = NormalDist()
@@ -102,6 +102,13 @@ class Schedule:
     update_s: float = 0.0
     """Optimizer steps, and what publishing keeps the trainer."""
     colocated: bool = False
+    budget: int = 0
+    """Tokens of a batch, whose latency its rows share; 0: each row is alone."""
+
+    def row_s(self, train: TrainLatency, row: float) -> float:
+        """Seconds of forward and backward of a row of so many tokens in a batch."""
+        share = min(1.0, row / self.budget) if self.budget else 1.0
+        return train.seconds([row]) - (1.0 - share) * train.latency_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +132,7 @@ def schedule(plan: Schedule, device: DeviceLatency, moments: LengthMoments) -> S
         return device.decode.seconds(samples, context)
 
     row = moments.mean + plan.prompt_tokens
-    group_s = plan.passes * plan.samples * device.train.seconds([row])
+    group_s = plan.passes * plan.samples * plan.row_s(device.train, row)
     train_s = _imbalance(plan, moments) * share * group_s
     full = min(float(plan.slots), count / plan.engines)
     rate_s = count * moments.mean * pace(full) / (plan.engines * full)
@@ -158,13 +165,15 @@ def ideal_s(plan: Schedule, device: DeviceLatency, moments: LengthMoments) -> fl
 
 
 def work_s(plan: Schedule, device: DeviceLatency, moments: LengthMoments) -> tuple[float, float]:
-    """Seconds of one device for the training of a step without its optimizer, and for the generation at full slots.
+    """Seconds of one device for the training of a step without its optimizer and the latency of its batches, and for
+    the generation at full slots.
 
     Long samples count more than by their number: a token has E[L²]/(2·E[L]) tokens of response before it, in the mean.
     """
     count, squared = plan.prompts * plan.samples, 1.0 + moments.cv**2
     pairs_s = device.train.pair_s * moments.mean**2 * moments.cv**2
-    train_s = plan.passes * count * (device.train.seconds([moments.mean + plan.prompt_tokens]) + pairs_s)
+    row_s = device.train.seconds([moments.mean + plan.prompt_tokens]) - device.train.latency_s
+    train_s = plan.passes * count * (row_s + pairs_s)
     pace = device.decode.seconds(plan.slots, plan.prompt_tokens + moments.mean * squared / 2) / plan.slots
     return train_s, count * moments.mean * pace
 

@@ -96,7 +96,7 @@ class SimulatedReplica:
         rule = IntakeRule(scenario.budget, streamed, scenario.calls)
         if scenario.dealing and len(names) > 1:
             prompts = scenario.settings.ledgers * scenario.settings.groups_per_ledger
-            cost = CostRule(scenario.budget, quadratic=0.1)
+            cost = CostRule(scenario.budget, self.network.workload.quadratic)
             deal = DealRule(prompts, scenario.settings.ledgers, cost, streamed=streamed)
             return IntakeCore(self.owner, rule, dealing=DealCore(self.name, names, deal))
         others = [name for name in names if name != self.name] if scenario.stealing and streamed else []

@@ -45,6 +45,10 @@ class Workload(Protocol):
     def turns(self) -> SampleTurns:
         """Of each sample."""
 
+    @property
+    def quadratic(self) -> float:
+        """What the pairs of a row add to its cost when groups are dealt, a token and token."""
+
     def prompt(self, position: int) -> LeasePrompt:
         """The prompt."""
 
@@ -93,6 +97,11 @@ class FixedWorkload:
     prefill_s: float = 0.0
     end_s: float = 0.5
     turns: SampleTurns = ONE_TURN
+
+    @property
+    def quadratic(self) -> float:
+        """Enough to be seen in rows of a few tokens."""
+        return 0.1
 
     def prompt(self, position: int) -> LeasePrompt:
         """One of 1 … 4 tokens."""
@@ -175,6 +184,12 @@ class DeviceWorkload:
         self.prefill_s = self.device.decode.prefill_s
         self.end_s = self.device.train.apply_s * job.updates + (0.0 if job.colocated else weights.publish_s)
         self.transfer_s = 0.0 if job.colocated else weights.bytes / weights.link_bytes_s
+
+    @property
+    def quadratic(self) -> float:
+        """As a backend of these times says it."""
+        train = self.device.train
+        return train.pair_s / train.token_s if train.token_s else 0.0
 
     def prompt(self, position: int) -> LeasePrompt:
         """Its first token tells its kind, which is what owners can learn to predict lengths by; the others are alike.

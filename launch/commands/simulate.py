@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 MOST = 100
 """Simulations that one command makes."""
 MOST_TURN_S = 3600.0
+MOST_MEDIAN, MOST_SIGMA = 1e9, 10.0
+"""Beyond them lengths are no numbers of tokens any more."""
 DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -64,7 +67,10 @@ def command(recipe: str, overrides: tuple[str, ...], faults: int | None, seed: i
     The cores of a run decide, in virtual time. Several values of a key (layout.pools.rollout.count=8,16) give a table.
     """
     if faults is not None:
+        _check_alone()
         return _search(recipe, overrides, faults, seed)
+    if _is_given("seed"):
+        raise UserError("--seed: the first seed of --faults — give --faults N, too, or leave it out")
     outputs = {name: given.pop(name) for name in ("as_json", "output", "plot")}
     turns = _turns(given.pop("turn_tokens"), given.pop("turn_s"))
     ways = replace(ways_of(given, timeline=outputs["output"] is not None), turns=turns)
@@ -78,6 +84,20 @@ def command(recipe: str, overrides: tuple[str, ...], faults: int | None, seed: i
     found = [_simulated(recipe, words, differing, ways) for words, differing in combinations]
     _show(found, ways, outputs)
     return 0
+
+
+def _is_given(name: str) -> bool:
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
+
+
+def _check_alone() -> None:
+    """Raise UserError for options that say how to predict: a search for faults has devices of its own."""
+    context = click.get_current_context()
+    options = (option for option in context.command.params if isinstance(option, click.Option))
+    others = [option.opts[-1] for option in options if option.name not in ("faults", "seed") and _is_given(option.name)]
+    if others:
+        raise UserError(f"--faults: a search for faults has no use for {', '.join(others)} — leave it out")
 
 
 def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> int:
@@ -135,14 +155,21 @@ def distribution(text: str) -> dict[str, float]:
             known = False
         if not known:
             raise UserError(f"--lengths {word}: expected {', '.join(f'{key}=…' for key in DISTRIBUTION)} with numbers")
-    if not (values["median"] >= 1 and values["sigma"] >= 0 and 0 <= values["prompt_share"] <= 1):
-        raise UserError(f"--lengths {text}: expected median ≥ 1, sigma ≥ 0 and prompt_share from 0 to 1")
+    median, sigma = 1 <= values["median"] <= MOST_MEDIAN, 0 <= values["sigma"] <= MOST_SIGMA
+    if not (median and sigma and 0 <= values["prompt_share"] <= 1):
+        raise UserError(
+            f"--lengths {text}: expected median from 1 to {MOST_MEDIAN:g}, sigma from 0 to {MOST_SIGMA:g} and "
+            "prompt_share from 0 to 1"
+        )
     return values
 
 
 def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, ...]]]:
     """The overrides of each simulation, and those in which they differ."""
     listed = [(word.partition("=")[0], values_of(word.partition("=")[2])) for word in overrides]
+    for key, count in Counter(key for key, values in listed if len(values) > 1).items():
+        if count > 1:
+            raise UserError(f"{key}: several values twice — give them as one list: {key}=1,2,3")
     choices = [[f"{key}={value}" for value in values] for key, values in listed]
     found = [
         (list(words), tuple(word for word, each in zip(words, choices, strict=True) if len(each) > 1))
@@ -154,9 +181,10 @@ def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, 
 
 
 def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], ways: SimulateWays) -> Simulated:
+    from distflow.flow.gpus import width
     from distflow.flow.recipe_check import plan_recipe
     from distflow.sim.predict import SimulateOptions, load_of, simulate
-    from distflow.sim.report import Simulated
+    from distflow.sim.report import Simulated, of_other_gpus
     from distflow.sim.schedule_of import schedule_of, speed_up_of
     from distflow.sim.theory import LengthMoments, ideal_s, schedule
 
@@ -167,7 +195,9 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
     moments = LengthMoments.of(ways.lengths, load.job.response_tokens)
     step = schedule_of(load, ways.device)
     model, ideal = schedule(step, ways.device, moments), ideal_s(step, ways.device, moments)
-    return Simulated(differing, prediction, model, ideal, speed_up_of(load, ways.device, moments))
+    maker = next(worker for worker in plan.workers if worker.name.pool == load.generating_pool)
+    notes = of_other_gpus(ways.device, width(maker), load.generating_pool)
+    return Simulated(differing, prediction, model, ideal, speed_up_of(load, ways.device, moments), tuple(notes))
 
 
 def _show(found: Sequence[Simulated], ways: SimulateWays, outputs: Mapping[str, Any]) -> None:

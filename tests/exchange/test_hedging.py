@@ -62,8 +62,12 @@ class Checked(Copies):
         return len(entry.holders.keys() - self.unheard)
 
     def takes_long(self, entry: Entry) -> bool:
-        limits = self._settings
-        return self.looked_at - entry.leased_at >= (self.slow_s if entry.started else limits.hedge_s + limits.report_s)
+        limits, (holder,) = self._settings, entry.holders.keys() - self.unheard
+        age = self.looked_at - entry.leased_at
+        if entry.started:
+            return holder not in self._keeps_up and age >= self.slow_s
+        runs = self._runs.get(holder, -1) >= entry.lease.min_version
+        return age >= (limits.hedge_s + limits.report_s if runs else self.slow_s)
 
     def compared(
         self, entries: Iterable[Entry], peers: Iterable[Peer], choose: Callable[[], list[PendingGrant]]

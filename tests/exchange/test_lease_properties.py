@@ -255,6 +255,26 @@ def test_equal_workers_are_not_hedged() -> None:
     assert record.started == 4 * 8
 
 
+@pytest.mark.parametrize("slots", [16, 1000])
+def test_who_has_as_much_to_do_as_ever_is_not_idle_however_many_slots_it_has(slots: int) -> None:
+    """Every fourth group takes four times as long as the others; all workers have some of each until the end."""
+    limits = replace(HEDGING, max_staleness=2, training_steps=12, groups_per_ledger=4)
+    long = Scenario(limits, workers=2, slots=slots, seconds=lambda position: 8.0 if position % 4 == 3 else 2.0)
+    record = LeaseNetwork(long).run()
+    check(long, record)
+    assert record.copies <= 0.1 * record.started
+
+
+def test_where_copies_have_other_tokens_only_groups_of_silent_workers_are_copied() -> None:
+    limits = replace(HEDGING, copies_slow=False)
+    slow = Scenario(limits, workers=3, seconds=lambda position: 4.0, slowness=slow_last(10.0), tokens=40)
+    assert LeaseNetwork(slow).run().copies == 0
+    still = Scenario(limits, workers=2, seconds=lambda position: 2.0, pauses=[Pause(1, 1.0, 1000.0)], limit_s=2000)
+    network = LeaseNetwork(still)
+    assert network.run().copies > 0
+    assert network.ended_at < 100
+
+
 def test_a_group_that_waits_for_its_turn_is_run_by_an_idle_worker() -> None:
     """8 groups for 3 workers with 4 places: the first has fetched one ahead, the third has nothing to do."""
     limits = replace(HEDGING, training_steps=1)

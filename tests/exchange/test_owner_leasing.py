@@ -214,7 +214,8 @@ def test_the_copy_that_comes_second_is_cancelled() -> None:
 
 
 def test_only_idle_workers_get_copies_of_slow_groups_and_only_with_hedging() -> None:
-    for settings, idle in ((HEDGED, False), (replace(HEDGED, hedging=False), True)):
+    others = (replace(HEDGED, hedging=False), True), (replace(HEDGED, copies_slow=False), True)
+    for settings, idle in ((HEDGED, False), *others):
         owner = new_owner(settings)
         a, b = Asker(owner, "a"), Asker(owner, "b")
         a.ask(8)

@@ -9,6 +9,7 @@ import pytest
 
 from distflow.config.plugins import PluginUse
 from distflow.errors import RecipeError, UserError
+from distflow.exchange.lease_settings import planned_settings
 from distflow.flow.plan_text import render_page
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.script import render_script
@@ -112,3 +113,19 @@ def test_sglang_and_vllm_are_told_to_run_in_their_own_deterministic_modes() -> N
     with pytest.raises(UserError, match="enable_deterministic_inference is set by distflow"):
         SGLangOptions.parse({"args": {"enable_deterministic_inference": False}}).check(use)
     VLLMOptions.parse({}).check(use)
+
+
+@pytest.mark.parametrize(
+    "words, repeats",
+    [
+        ((), True),
+        ((SGLANG,), False),
+        ((VLLM,), True),
+        ((VLLM, f"{ROLLOUT}.engine_options.seeded=false"), False),
+        (("layout.pools.rollout.each={1: {engine: sglang}}",), False),
+        ((f"{ROLLOUT}.engine=distflow.testing.emulated:EmulatedEngine",), True),
+    ],
+)
+def test_slow_groups_are_copied_where_a_copy_has_the_same_tokens(words: tuple[str, ...], repeats: bool) -> None:
+    _, plan = plan_recipe("quickstart", ["layout=split", *words])
+    assert planned_settings(plan, plan.owner_plan).copies_slow is repeats

@@ -17,7 +17,7 @@ from distflow.flow.memory import group_bytes
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group, run
 from distflow.sim.fluid_engine import FluidEngine, FluidSample, SampleTurns
-from distflow.sim.latency import DecodeLatency, DeviceLatency, TrainLatency, WeightLatency
+from distflow.sim.latency import DEVICES, DecodeLatency, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, read_trace
 from distflow.sim.predict import Load, Prediction, SimulateOptions, load_of, simulate
 from distflow.sim.workload import Job
@@ -197,7 +197,14 @@ def test_several_values_give_a_table_or_a_list() -> None:
     ("words", "message"),
     [
         (["--lengths", "mean=3"], r"--lengths mean=3: expected median=…, sigma=…, prompt_share=… with numbers"),
-        (["--lengths", "sigma=-1"], r"expected median ≥ 1, sigma ≥ 0 and prompt_share from 0 to 1"),
+        *(
+            (["--lengths", text], r"expected median from 1 to 1e\+09, sigma from 0 to 10 and prompt_share from 0 to 1")
+            for text in ("sigma=-1", "sigma=200", "median=1e300")
+        ),
+        (["--faults", "2", "--json", "--plot", "x.png"], r"--faults: .* no use for --plot, --json — leave it out"),
+        (["--seed", "7"], r"--seed: the first seed of --faults"),
+        (["batch.prompts=8,16", "batch.prompts=32,64"], r"batch.prompts: several values twice"),
+        (["--device", "none.yaml"], r"latency model 'none.yaml': this file does not exist"),
         (["--device", "h100-qwen2.5-7"], r"latency model 'h100-qwen2.5-7': no such data file; did you mean"),
         (["batch.prompts=8,16", "-o", "x.json"], r"-o: a timeline is that of one simulation"),
         (["run.seed=" + ",".join(map(str, range(101)))], r"101 simulations: expected at most 100"),
@@ -212,6 +219,29 @@ def test_several_values_give_a_table_or_a_list() -> None:
 def test_what_cannot_be_meant_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         CliRunner().invoke(group, ["simulate", "quickstart", *words], standalone_mode=False, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("sample_s", "samples_s", r"decode.samples_s means nothing in a latency model; did you mean 'sample_s'"),
+        ("apply_s: 1.0", "apply_s: .inf", r"not a latency model: Expected `float` <= 3600.0 - at `\$.train.apply_s`"),
+    ],
+)
+def test_what_no_latency_model_has_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text((DEVICES / "h100-qwen2.5-7b.yaml").read_text().replace(old, new))
+    with pytest.raises(UserError, match=message):
+        CliRunner().invoke(
+            group, ["simulate", "quickstart", "--device", str(file)], standalone_mode=False, catch_exceptions=False
+        )
+
+
+def test_engines_of_several_gpus_are_not_taken_for_faster_ones() -> None:
+    two = [f"layout.pools.rollout.{key}" for key in ("engine=sglang", "engine_options.tensor_parallel=2")]
+    for words in (["simulate", "quickstart"], ["plan", "quickstart", "layout=async", "--optimize"]):
+        shown = CliRunner().invoke(group, [*words, *two, "layout.pools.rollout.device=cuda:0", "--steps", "1"])
+        assert "rollout shares its model among 2 GPUs, and the times of NVIDIA H100 SXM 80 GB are of 1" in shown.output
 
 
 def test_a_trace_of_lengths_is_read_or_refused(tmp_path: Path) -> None:

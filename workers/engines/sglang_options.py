@@ -74,6 +74,10 @@ class SGLangOptions(AdapterOptions):
         """How many GPUs the worker needs, if it runs on GPUs."""
         return self.tensor_parallel
 
+    def repeats_samples(self, deterministic: bool) -> bool:
+        """Whether equal requests give equal tokens: its random numbers are one stream, but for run.deterministic."""
+        return deterministic
+
     def check(self, use: PluginUse) -> None:
         """Raises UserError for what this model or device rules out, and for `args` that distflow sets itself."""
         self._check_dtype(use)

@@ -69,6 +69,10 @@ class VLLMOptions(AdapterOptions):
         """How many GPUs the worker needs, if it runs on GPUs."""
         return self.tensor_parallel_size
 
+    def repeats_samples(self, deterministic: bool) -> bool:
+        """Whether equal requests give equal tokens, up to rounding."""
+        return self.seeded
+
     def check(self, use: PluginUse) -> None:
         """Raises UserError for what this model or device rules out, and for `args` that distflow sets itself."""
         self._check_dtype(use)
