@@ -320,7 +320,8 @@ class ModelConfig(Section):
     """Round the frozen weights of linear layers to 4 bits each, which backend torch keeps so: nf4 (QLoRA, arXiv
     2305.14314). A trained model needs `lora`. Null: weights keep `dtype`."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    """Recompute activations in the backward pass: less memory, more time; rows are padded then, and prompts not
+    shared."""
     head: Head = "tokens"
     """What the last layer gives: logits of the next tokens; values of the states before them, as a critic does (value);
     or one number for a whole text, as a reward model does (score; a sequence classifier)."""

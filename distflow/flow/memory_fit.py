@@ -80,6 +80,12 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
             continue
         cells = [_gib(getattr(one.estimate, column)) for column in COLUMNS]
         rows.append([names, one.place, *cells, _gib(one.host_bytes + one.estimate.shared)])
+    unsure = dict.fromkeys(w.name.pool for w in plan.workers if w.device == "auto" and width(w))
+    if capacity.host is None and not capacity.gpus and unsure:
+        notes.append(
+            f"no GPU is seen here, so device auto ({', '.join(unsure)}) is counted as memory of the host; what GPUs "
+            f"there would need: layout.pools.{next(iter(unsure))}.device=cuda"
+        )
     if len(rows) > 1 and plan.owners:
         most = (
             f"{consumer_bytes(plan) / GIB:.2f} GiB of {plan.owners[0]}'s host memory" if len(plan.owners) == 1 else ""

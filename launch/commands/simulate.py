@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MOST = 100
 """Simulations that one command makes."""
 MOST_TURN_S = 3600.0
+CUT = 0.2
+"""Share of the responses that are cut off from which that is said."""
 MOST_MEDIAN, MOST_SIGMA = 1e9, 10.0
 """Beyond them lengths are no numbers of tokens any more."""
 DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
@@ -197,6 +199,12 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
     model, ideal = schedule(step, ways.device, moments), ideal_s(step, ways.device, moments)
     maker = next(worker for worker in plan.workers if worker.name.pool == load.generating_pool)
     notes = of_other_gpus(ways.device, width(maker), load.generating_pool)
+    if (cut := moments.above(load.job.response_tokens)) >= CUT:
+        notes.append(
+            f"note: {cut:.0%} of the responses are cut off at {load.job.response_tokens} tokens (max_new_tokens)"
+        )
+    if ways.prompt_tokens is not None and ways.prompt_tokens > load.job.prompt_tokens:
+        notes.append(f"note: prompts are cut to {load.job.prompt_tokens} tokens (data.max_prompt_tokens)")
     return Simulated(differing, prediction, model, ideal, speed_up_of(load, ways.device, moments), tuple(notes))
 
 

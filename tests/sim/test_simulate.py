@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -235,6 +236,12 @@ def test_what_no_latency_model_has_is_refused(tmp_path: Path, old: str, new: str
         CliRunner().invoke(
             group, ["simulate", "quickstart", "--device", str(file)], standalone_mode=False, catch_exceptions=False
         )
+
+
+def test_what_the_recipe_cuts_off_is_told() -> None:
+    shown = CliRunner().invoke(group, ["simulate", "quickstart", "--prompt-tokens", "256", "--steps", "1"]).output
+    assert "note: 100% of the responses are cut off at 4 tokens (max_new_tokens)" in shown
+    assert re.search(r"note: prompts are cut to \d+ tokens \(data.max_prompt_tokens\)", shown)
 
 
 def test_engines_of_several_gpus_are_not_taken_for_faster_ones() -> None:

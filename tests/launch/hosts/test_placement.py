@@ -253,7 +253,7 @@ def test_plan_shows_the_placement_and_says_that_one_host_takes_no_notice(tmp_pat
     assert "samples (lease): rollout -> trainer over zmq\n" in out
     assert "policy (weights): trainer -> rollout over tcp\n" in out
     assert run(["plan", "quickstart", pinned]) == 0
-    assert "pool 'trainer' is pinned to the hosts b: ignored in a run on one host" in capsys.readouterr().out
+    assert "pool 'trainer' is pinned to the hosts b, which a run on one host ignores" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cure", ["security.trusted_network=true", "layout.pools.trainer.hosts=[b]"])
