@@ -26,8 +26,6 @@ MOST = 100
 MOST_TURN_S = 3600.0
 CUT = 0.2
 """Share of the responses that are cut off from which that is said."""
-MOST_MEDIAN, MOST_SIGMA = 1e9, 10.0
-"""Beyond them lengths are no numbers of tokens any more."""
 DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -148,6 +146,8 @@ def _turns(tokens: int | None, seconds: float | None) -> SampleTurns:
 
 def distribution(text: str) -> dict[str, float]:
     """median=…,sigma=…,prompt_share=…, each with a default. Raises UserError."""
+    from distflow.sim.lengths import MOST_MEDIAN, MOST_SIGMA
+
     values = dict(DISTRIBUTION)
     for word in filter(None, text.split(",")):
         key, _, value = word.partition("=")

@@ -17,6 +17,7 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.flow.memory import group_bytes
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group, run
+from distflow.sim import predict
 from distflow.sim.fluid_engine import FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DEVICES, DecodeLatency, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, read_trace
@@ -83,6 +84,32 @@ def test_between_two_turns_the_engine_waits_for_the_environment() -> None:
     # 0 has turns of 4, 4 and 2 tokens; 1 is over with its only one.
     assert ended == {1: pytest.approx(4.0), 0: pytest.approx(11.0)}
     assert (engine.stalled_s, engine.produced) == (pytest.approx(1.0), 14)
+
+
+def test_an_end_that_the_time_is_too_coarse_to_tell_comes_once() -> None:
+    """After weeks of virtual time a double counts nanoseconds, and a step of 6.5 ms is more exact than that."""
+    now, ended = 4e6, 0
+    engine = FluidEngine(8, DecodeLatency(0.0065, 0.0), turns=SampleTurns(2, 3600.0))
+    engine.advance(now)
+    engine.add([sample(position, 4) for position in range(8)])
+    for _ in range(1000):
+        if (end := engine.next_end()) is None:
+            break
+        now += end - now
+        ended += len(engine.take_ended(now))
+    assert ended == 8
+
+
+def test_slow_devices_are_not_looked_at_more_often_than_fast_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "LONG_STEP_S", 10.0)
+
+    def on(floor_s: float) -> Prediction:
+        device = replace(DEVICE, decode=DecodeLatency(floor_s, 0.0))
+        return simulate(load_for(0), device, ALIKE, SimulateOptions(steps=2))
+
+    slow, slower = on(0.1), on(1000.0)
+    assert slower.step_s > 5000 * slow.step_s
+    assert slower.messages_group < 2 * slow.messages_group
 
 
 def test_long_environments_are_not_looked_at_more_often_than_short_ones() -> None:
@@ -226,6 +253,9 @@ def test_what_cannot_be_meant_is_refused(words: list[str], message: str) -> None
     ("old", "new", "message"),
     [
         ("sample_s", "samples_s", r"decode.samples_s means nothing in a latency model; did you mean 'sample_s'"),
+        ("floor_s: 0.0065", "floor_s: .inf", r"Expected `float` <= 3600.0 - at `\$.decode.floor_s`"),
+        ("floor_s: 0.0065", "floor_s: 3601", r"Expected `float` <= 3600.0 - at `\$.decode.floor_s`"),
+        ("link_bytes_s: 5.0e9", "link_bytes_s: 1e-9", r"Expected `float` >= 1.0 - at `\$.weights.link_bytes_s`"),
         ("apply_s: 1.0", "apply_s: .inf", r"not a latency model: Expected `float` <= 3600.0 - at `\$.train.apply_s`"),
     ],
 )
