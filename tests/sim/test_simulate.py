@@ -294,14 +294,3 @@ def test_a_trace_of_lengths_is_read_or_refused(tmp_path: Path) -> None:
 def test_it_starts_without_torch() -> None:
     program = "import sys, distflow.sim.report, distflow.sim.faults; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize("latency_s", [0.0, 0.5, 5.0])
-def test_rows_of_a_batch_share_its_latency_in_the_formulas_too(tmp_path: Path, latency_s: float) -> None:
-    file = tmp_path / "own.yaml"
-    text = (DEVICES / "h100-qwen2.5-7b.yaml").read_text()
-    file.write_text(text.replace("token_s: 1.32e-4", f"token_s: 1.32e-4, latency_s: {latency_s}"))
-    words = ["simulate", "quickstart", "layout=split", "--device", str(file), "--steps", "4", "--json"]
-    found = json.loads(CliRunner().invoke(group, words, standalone_mode=False).output)
-    assert found["ideal_s"] <= found["step_s"]
-    assert found["model_s"] == pytest.approx(found["step_s"], rel=0.6)
