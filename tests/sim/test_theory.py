@@ -148,3 +148,12 @@ def test_a_training_worker_has_at_least_one_batch_a_step() -> None:
     step_s = simulate(work, device, lengths, SimulateOptions(steps=3)).step_s
     step, moments = schedule_of(work, device), LengthMoments.of(lengths, work.job.response_tokens)
     assert schedule(step, device, moments).step_s == pytest.approx(step_s, rel=0.15)
+
+
+def test_environments_are_work_between_the_turns_of_a_sample() -> None:
+    """250 tokens in turns of 100: two environments, and none after the last turn."""
+    alike = LengthMoments.of(Trace([[250]]), 1000)
+    with_turns = replace(PLAN, turns=SampleTurns(100, 0.5))
+    more_s = ideal_s(with_turns, DEVICE, alike) - ideal_s(PLAN, DEVICE, alike)
+    assert more_s == pytest.approx(288 * 8 * 2 * 0.5 / (20 + 12))
+    assert schedule(with_turns, DEVICE, alike).rate_s > 288 * 8 * 2 * 0.5 / 20
