@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from distflow.config.outputs import check_writable
 from distflow.errors import UserError
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.flow.memory import group_bytes
@@ -213,7 +214,8 @@ def test_several_values_give_a_table_or_a_list() -> None:
     several = "layout.pools.rollout.count=1,4"
     turns = json.loads(invoke("--json", "--turn-tokens", "1", "--turn-s", "0.5"))
     assert turns["step_s"] > 2 * json.loads(invoke("--json"))["step_s"], "environments take their time"
-    head, *rows = invoke(several).splitlines()
+    head, *rows, note = invoke(several).splitlines()
+    assert note.startswith("note: 100% of the responses are cut off")
     assert head.split()[:3] == ["layout.pools.rollout.count", "step", "s"]
     assert [row.split()[0] for row in rows] == ["1", "4"]
     found = json.loads(invoke(several, "--json"))
@@ -231,7 +233,10 @@ def test_several_values_give_a_table_or_a_list() -> None:
         ),
         (["--faults", "2", "--json", "--plot", "x.png"], r"--faults: .* no use for --plot, --json — leave it out"),
         (["--seed", "7"], r"--seed: the first seed of --faults"),
-        (["batch.prompts=8,16", "batch.prompts=32,64"], r"batch.prompts: several values twice"),
+        *(
+            (["batch.prompts=8,16", again], r"batch.prompts: given 2 times — give it once, several values as one list")
+            for again in ("batch.prompts=32,64", "batch.prompts=32", "+batch.prompts=32")
+        ),
         (["--device", "none.yaml"], r"latency model 'none.yaml': this file does not exist"),
         (["--device", "h100-qwen2.5-7"], r"latency model 'h100-qwen2.5-7': no such data file; did you mean"),
         (["batch.prompts=8,16", "-o", "x.json"], r"-o: a timeline is that of one simulation"),
@@ -268,10 +273,56 @@ def test_what_no_latency_model_has_is_refused(tmp_path: Path, old: str, new: str
         )
 
 
-def test_what_the_recipe_cuts_off_is_told() -> None:
-    shown = CliRunner().invoke(group, ["simulate", "quickstart", "--prompt-tokens", "256", "--steps", "1"]).output
-    assert "note: 100% of the responses are cut off at 4 tokens (max_new_tokens)" in shown
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["simulate", "quickstart"],
+        ["simulate", "quickstart", "--json"],
+        ["simulate", "quickstart", "run.seed=0,1"],
+        ["plan", "quickstart", "--optimize"],
+    ],
+    ids=["page", "json", "table", "plan"],
+)
+def test_what_the_recipe_cuts_off_is_told(words: list[str]) -> None:
+    shown = CliRunner().invoke(group, [*words, "--prompt-tokens", "256", "--steps", "1"]).output
+    assert shown.count("note: 100% of the responses are cut off at 4 tokens (max_new_tokens)") == 1
     assert re.search(r"note: prompts are cut to \d+ tokens \(data.max_prompt_tokens\)", shown)
+
+
+@pytest.mark.parametrize("words", [["simulate"], ["plan", "--optimize"]], ids=["simulate", "plan"])
+def test_options_of_emulated_devices_that_are_not_used_are_told(words: list[str]) -> None:
+    kit = "distflow.testing.emulated"
+    recipe = [
+        "layout=async",
+        f"layout.pools.rollout.engine={kit}:EmulatedEngine",
+        "layout.pools.rollout.engine_options={device: h200-qwen2.5-7b, median: 400}",
+        f"layout.pools.trainer.backend={kit}:EmulatedBackend",
+        "layout.pools.trainer.backend_options={time_scale: 0.5}",
+    ]
+    shown = CliRunner().invoke(group, [*words, "quickstart", *recipe, "--steps", "1"]).output
+    used = "engine_options of rollout (device, median) and backend_options of trainer (time_scale) are not used"
+    assert shown.count(used) == 1
+    assert "1 steps" not in shown
+
+
+@pytest.mark.parametrize("option", ["-o", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict, "simulate", None)
+    file = tmp_path / "missing" / "x.png"
+    with pytest.raises(UserError, match=rf"^{option} {file}: cannot be written \(No such file or directory\)"):
+        CliRunner().invoke(
+            group, ["simulate", "quickstart", option, str(file)], standalone_mode=False, catch_exceptions=False
+        )
+
+
+def test_looking_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("kept")
+    for file in (new, old):
+        check_writable("-o", file)
+    assert ([path.name for path in tmp_path.iterdir()], old.read_text()) == (["old.json"], "kept")
 
 
 def test_engines_of_several_gpus_are_not_taken_for_faster_ones() -> None:
