@@ -133,7 +133,8 @@ def load(name: str) -> DeviceLatency:
     path = Path(name) if name.endswith(".yaml") else DEVICES / f"{name}.yaml"
     if not path.is_file():
         where = "; or a path of .yaml" if path.parent == DEVICES else ""
-        missing = "no such data file" if where else "this file does not exist"
+        named = "this file does not exist" if name.endswith(".yaml") else "a path of one ends in .yaml"
+        missing = "no such data file" if where else named
         raise UserError(f"latency model {name!r}: {missing}; {did_you_mean(name, names())}{where}")
     value = read_yaml(path).value
     _check_keys(path, DeviceLatency, value)

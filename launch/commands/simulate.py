@@ -151,6 +151,7 @@ def distribution(text: str) -> dict[str, float]:
     from distflow.sim.lengths import MOST_MEDIAN, MOST_SIGMA
 
     values = dict(DISTRIBUTION)
+    given: set[str] = set()
     for word in filter(None, text.split(",")):
         key, _, value = word.partition("=")
         try:
@@ -159,6 +160,9 @@ def distribution(text: str) -> dict[str, float]:
             known = False
         if not known:
             raise UserError(f"--lengths {word}: expected {', '.join(f'{key}=…' for key in DISTRIBUTION)} with numbers")
+        if key.strip() in given:
+            raise UserError(f"--lengths {text}: {key.strip()} is given twice — leave one out")
+        given.add(key.strip())
     median, sigma = 1 <= values["median"] <= MOST_MEDIAN, 0 <= values["sigma"] <= MOST_SIGMA
     if not (median and sigma and 0 <= values["prompt_share"] <= 1):
         raise UserError(

@@ -226,6 +226,7 @@ def test_several_values_give_a_table_or_a_list() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--lengths", "median=3,sigma=1,median=4"], r"--lengths .*: median is given twice — leave one out"),
         (["--lengths", "mean=3"], r"--lengths mean=3: expected median=…, sigma=…, prompt_share=… with numbers"),
         *(
             (["--lengths", text], r"expected median from 1 to 1e\+09, sigma from 0 to 10 and prompt_share from 0 to 1")
@@ -237,6 +238,7 @@ def test_several_values_give_a_table_or_a_list() -> None:
             (["batch.prompts=8,16", again], r"batch.prompts: given 2 times — give it once, several values as one list")
             for again in ("batch.prompts=32,64", "batch.prompts=32", "+batch.prompts=32")
         ),
+        (["--device", "mine/none.yml"], r"latency model 'mine/none.yml': a path of one ends in .yaml"),
         (["--device", "none.yaml"], r"latency model 'none.yaml': this file does not exist"),
         (["--device", "h100-qwen2.5-7"], r"latency model 'h100-qwen2.5-7': no such data file; did you mean"),
         (["batch.prompts=8,16", "-o", "x.json"], r"-o: a timeline is that of one simulation"),
