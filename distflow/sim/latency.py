@@ -26,8 +26,11 @@ DEVICES = Path(__file__).with_name("devices")
 FORWARD = 1.0 / 3.0
 """Of the time of forward and backward: 2 of 6 FLOP for each parameter and token (arXiv:2001.08361)."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
-"""Of one thing that a device does: an hour is a slip of the pen."""
+"""Of one thing that a device does: more than an hour is a slip of the pen."""
+StepSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)]
 Bytes = Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]
+Rate = Annotated[float, msgspec.Meta(ge=1.0, le=1e18)]
+"""Bytes per second."""
 Positive = Annotated[float, msgspec.Meta(gt=0.0, le=1e18)]
 
 
@@ -35,7 +38,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0.0, le=1e18)]
 class DecodeLatency:
     """Of one engine, however many devices it has."""
 
-    floor_s: Positive
+    floor_s: StepSeconds
     """Seconds of a decode step of a small batch: reading all weights once, and launching kernels."""
     sample_s: Seconds
     """Seconds for each sample of a batch so large that arithmetic bounds it."""
@@ -76,9 +79,9 @@ class WeightLatency:
     """Seconds for which the trainer stands still."""
     swap_s: Seconds = 0.0
     """Seconds for which an engine stands still."""
-    host_bytes_s: Positive = 2e10
+    host_bytes_s: Rate = 2e10
     """Bytes per second between processes of one host."""
-    link_bytes_s: Positive = 1e9
+    link_bytes_s: Rate = 1e9
     """Bytes per second between hosts."""
 
 
@@ -130,7 +133,8 @@ def load(name: str) -> DeviceLatency:
     path = Path(name) if name.endswith(".yaml") else DEVICES / f"{name}.yaml"
     if not path.is_file():
         where = "; or a path of .yaml" if path.parent == DEVICES else ""
-        missing = "no such data file" if where else "this file does not exist"
+        named = "this file does not exist" if name.endswith(".yaml") else "a path of one ends in .yaml"
+        missing = "no such data file" if where else named
         raise UserError(f"latency model {name!r}: {missing}; {did_you_mean(name, names())}{where}")
     value = read_yaml(path).value
     _check_keys(path, DeviceLatency, value)

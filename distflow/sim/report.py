@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.flow.plan import Plan
 from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.lengths import Lengths
 from distflow.sim.predict import LEFT_OUT, PoolUse, Prediction
-from distflow.sim.theory import SpeedUp, StepTimes
+from distflow.sim.theory import LengthMoments, SpeedUp, StepTimes
+from distflow.sim.workload import Job
 
 STATES: Mapping[str, str] = {
     "decode": "generates",
@@ -25,6 +27,9 @@ STATES: Mapping[str, str] = {
     "update": "optimizer step, and publishing weights",
 }
 """States of `distflow.sim.account`."""
+CUT = 0.2
+"""Share of the responses that are cut off from which that is said."""
+EMULATED = "distflow.testing.emulated:"
 LEAST = 0.0005
 """Shares below it are not shown."""
 
@@ -67,6 +72,32 @@ def of_other_gpus(device: DeviceLatency, engine: int, pool: str) -> list[str]:
     ]
 
 
+def of_cuts(job: Job, ways: SimulateWays, moments: LengthMoments) -> list[str]:
+    """Lines where the recipe cuts off responses or prompts of these lengths."""
+    lines = []
+    if (cut := moments.above(job.response_tokens)) >= CUT:
+        lines.append(f"note: {cut:.0%} of the responses are cut off at {job.response_tokens} tokens (max_new_tokens)")
+    if ways.prompt_tokens is not None and ways.prompt_tokens > job.prompt_tokens:
+        lines.append(f"note: prompts are cut to {job.prompt_tokens} tokens (data.max_prompt_tokens)")
+    return lines
+
+
+def of_own_devices(plan: Plan) -> list[str]:
+    """A line where emulated engines and backends of this plan have options, none of which a simulation asks for."""
+    told = dict.fromkeys(
+        f"{section} of {worker.name.pool} ({', '.join(options)})"
+        for worker in plan.workers
+        for kind, section, options in (
+            (worker.engine, "engine_options", worker.engine_options),
+            (worker.backend, "backend_options", worker.backend_options),
+        )
+        if (kind or "").startswith(EMULATED) and options
+    )
+    if not told:
+        return []
+    return [f"note: simulated is what --device and --lengths say: {' and '.join(told)} are not used"]
+
+
 def page(found: Simulated, ways: SimulateWays) -> list[str]:
     """For people."""
     one, model = found.prediction, found.model
@@ -74,8 +105,8 @@ def page(found: Simulated, ways: SimulateWays) -> list[str]:
         f"simulated on {ways.device.device}, {ways.device.model}; {ways.shown}",
         *found.notes,
         "",
-        f"training step      {shown_seconds(one.step_s)}   ({len(one.steps)} steps, {shown_seconds(min(one.steps))} to "
-        f"{shown_seconds(max(one.steps))})",
+        f"training step      {shown_seconds(one.step_s)}   ({counted(len(one.steps), 'step')}, "
+        f"{shown_seconds(min(one.steps))} to {shown_seconds(max(one.steps))})",
         f"  schedule model   {shown_seconds(model.step_s)}   training alone {shown_seconds(model.train_s)}, "
         f"decoding alone {shown_seconds(model.rate_s)}, longest sample {shown_seconds(model.critical_s)}",
         f"  ideal            {shown_seconds(found.ideal_s)}   all work over all devices, as if each could do either: "
@@ -155,6 +186,7 @@ def data(found: Simulated) -> dict[str, Any]:
         "steps_s": list(one.steps),
         "model_s": found.model.step_s,
         "ideal_s": found.ideal_s,
+        "notes": list(found.notes),
         "theory": None if found.theory is None else {"sync_s": found.theory.sync_s, "async_s": found.theory.async_s},
         "samples_s": one.samples_s,
         "tokens_s": one.tokens_s,
@@ -179,6 +211,11 @@ def data(found: Simulated) -> dict[str, Any]:
 
 def _slots(pool: PoolUse) -> str:
     return "" if pool.slots_used is None else f", slots in use {pool.slots_used:.1%}"
+
+
+def counted(number: int, what: str) -> str:
+    """`1 device`, `2 devices`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def shown_seconds(value: float) -> str:

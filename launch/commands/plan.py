@@ -153,6 +153,7 @@ def _optimize(
     from distflow.sim import splits, splits_report
     from distflow.sim.costs import cheapest
     from distflow.sim.predict import load_of
+    from distflow.sim.report import of_cuts, of_own_devices
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
     ways = ways_of(given, timeline=False)
@@ -185,7 +186,8 @@ def _optimize(
         return True
 
     costs = cheapest(trials, offers, _pool_needs(plan, rule), fits)
-    notes = _link_notes(plan, found, hosts)
+    cuts = of_cuts(trials.here.job, ways, trials.moments)
+    notes = [*of_own_devices(plan), *cuts, *_link_notes(plan, found, hosts)]
     if as_json:
         import json
 
