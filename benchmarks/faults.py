@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import get_args
 
 from distflow.config.schema import Schedule
-from distflow.sim.faults import Arithmetic, BrokenPromise, judge, scenario_of, variants
+from distflow.sim.faults import Arithmetic, BrokenPromise, broken_by, judge, scenario_of, variants
 from distflow.testing.call_faults import judge_calls
 from tests.launch import meshes, terms
 
@@ -45,19 +45,16 @@ def judge_leases(seed: int) -> BrokenPromise | None:
 def judge_agents(seed: int) -> BrokenPromise | None:
     """Host agents under random events: what they know of each other (one seed of ten), or the terms they agree on."""
     rng = random.Random(f"{seed}/agents")
-    try:
-        if seed % 10:
-            _check_terms(rng)
-        else:
-            events = [(rng.choice(meshes.EVENTS), rng.randrange(64), rng.randrange(7)) for _ in range(rng.randrange(9))]
-            meshes.check_events(rng.randrange(10_000), rng.choice([0.0, 0.1]), events)
-    except Exception as error:  # Whatever a core raises is a fault of it.
-        return BrokenPromise(seed, f"{type(error).__name__}: {error}")
-    return None
+    return broken_by(seed, lambda: _check_terms(rng) if seed % 10 else _check_mesh(rng))
+
+
+def _check_mesh(rng: random.Random) -> None:
+    events = [(rng.choice(meshes.EVENTS), rng.randrange(64), rng.randrange(7)) for _ in range(rng.randrange(9))]
+    meshes.check_events(rng.randrange(10_000), rng.choice([0.0, 0.1]), events)
 
 
 def _check_terms(rng: random.Random) -> None:
-    """Never two terms that train, and where nothing was killed and all hear each other again, one does."""
+    """Never two terms that train; where nothing was killed and all hear each other again, one does, or the run ends."""
     layout, harmless = rng.choice(terms.LAYOUTS), rng.random() < 0.5
     critics = 0 if harmless else min(rng.randrange(3), len(layout) - 1)
     world = terms.World(layout, shrinks=harmless or rng.random() < 0.5, seed=rng.randrange(10_000), critics=critics)
@@ -71,7 +68,9 @@ def _check_terms(rng: random.Random) -> None:
         before = len(world.commits)
         for _ in range(120):
             world.second()
-        assert len(world.commits) > before, f"nothing trains: {[agent.pool.term for agent in world.agents]}"
+        # A pool that was told to keep only workers that are out of reach has stopped the run, with that reason.
+        trains = len(world.commits) > before or any(agent.stopped for agent in world.agents)
+        assert trains, f"nothing trains: {[agent.pool.term.reason for agent in world.agents]}"
         world.check()
 
 

@@ -93,11 +93,16 @@ def search(arithmetic: Arithmetic, seeds: Iterable[int]) -> Iterator[BrokenPromi
 
 def judge(seed: int, scenario: Scenario) -> BrokenPromise | None:
     """Simulate a scenario, and say what it broke."""
+    return broken_by(seed, lambda: check(scenario, LeaseNetwork(scenario).run()))
+
+
+def broken_by(seed: int, run: Callable[[], None]) -> BrokenPromise | None:
+    """Run and check the scenario of a seed; what it broke, None if nothing. Whatever a core raises is a fault of it."""
     try:
-        check(scenario, LeaseNetwork(scenario).run())
+        run()
     except StuckError as stuck:
         return BrokenPromise(seed, str(stuck).splitlines()[0])
-    except Exception as error:  # Whatever a core raises is a fault of it.
+    except Exception as error:
         return BrokenPromise(seed, f"{type(error).__name__}: {error}")
     return None
 

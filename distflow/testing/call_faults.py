@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 
-from distflow.sim.faults import BrokenPromise
-from distflow.sim.scenario import Crash, Leave, Pause, StuckError
+from distflow.sim.faults import BrokenPromise, broken_by
+from distflow.sim.scenario import Crash, Leave, Pause
 from distflow.testing.call_network import CallNetwork
 from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario, Cut, Withdrawal
 
@@ -19,13 +19,7 @@ BEGINS_S = 20.0
 def judge_calls(seed: int) -> BrokenPromise | None:
     """Simulate the scenario of a seed, and say what it broke."""
     scenario = calls_of(seed)
-    try:
-        check_calls(scenario, CallNetwork(scenario).run())
-    except StuckError as stuck:
-        return BrokenPromise(seed, str(stuck).splitlines()[0])
-    except Exception as error:  # Whatever a core raises is a fault of it.
-        return BrokenPromise(seed, f"{type(error).__name__}: {error}")
-    return None
+    return broken_by(seed, lambda: check_calls(scenario, CallNetwork(scenario).run()))
 
 
 def calls_of(seed: int) -> CallScenario:
