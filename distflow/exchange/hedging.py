@@ -132,17 +132,17 @@ class Copies:
     def _live(self, entry: Entry) -> int:
         return sum(name not in self._silent for name in entry.holders) if self._silent else len(entry.holders)
 
+    def _holder(self, entry: Entry) -> str:
+        """The live holder of an entry that has just one."""
+        return next(name for name in entry.holders if name not in self._silent)
+
     def _may_be_late(self, entry: Entry) -> bool:
-        """Whether the live holder of an entry takes longer than others, as far as is known, or lacks its weights."""
-        if entry.started:
-            return not all(name in self._keeps_up for name in entry.holders if name not in self._silent)
-        return not self._waits(entry)
+        """Whether that holder takes longer than others, as far as is known, or lacks the weights."""
+        return self._holder(entry) not in self._keeps_up if entry.started else not self._waits(entry)
 
     def _waits(self, entry: Entry) -> bool:
-        """Whether the live holder of an entry could run it, and does not."""
-        least = entry.lease.min_version
-        live = (name for name in entry.holders if name not in self._silent)
-        return not entry.started and any(self._runs.get(name, -1) >= least for name in live)
+        """Whether that holder could run the group, and does not."""
+        return not entry.started and self._runs.get(self._holder(entry), -1) >= entry.lease.min_version
 
     def _note_all(self, peer: Peer, entry_of: EntryOf) -> None:
         for position in peer.granted_by:
