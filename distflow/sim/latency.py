@@ -132,10 +132,14 @@ def load(name: str) -> DeviceLatency:
     """The model of a shipped name, or of a path that ends in .yaml. Raises UserError if there is none."""
     path = Path(name) if name.endswith(".yaml") else DEVICES / f"{name}.yaml"
     if not path.is_file():
-        where = "; or a path of .yaml" if path.parent == DEVICES else ""
-        named = "this file does not exist" if name.endswith(".yaml") else "a path of one ends in .yaml"
-        missing = "no such data file" if where else named
-        raise UserError(f"latency model {name!r}: {missing}; {did_you_mean(name, names())}{where}")
+        hint = did_you_mean(name, names())
+        if name.endswith(".yaml"):
+            why = f"this file does not exist; {hint}"
+        elif path.parent == DEVICES:
+            why = f"no such data file; {hint}; or a path of .yaml"
+        else:
+            why = f"a path of one ends in .yaml; {hint}"
+        raise UserError(f"latency model {name!r}: {why}")
     value = read_yaml(path).value
     _check_keys(path, DeviceLatency, value)
     try:

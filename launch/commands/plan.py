@@ -95,13 +95,18 @@ def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], 
     load = {name: given.pop(name) for name in ("devices", "device", "lengths", "trace", "prompt_tokens", "steps")}
     pages = {name: given[name] for name in ("worker", "write", "mermaid", "svg")}
     for name in pages if optimize else load:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if is_given(context, name):
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option}: {'not together with' if optimize else 'only with'} --optimize — leave it out")
     hosts = _hosts(given.pop("hosts"), given.pop("include"), given.pop("exclude"))
     if optimize:
         return _optimize(recipe, overrides, load, hosts, as_json=given["as_json"])
     return _show_plan(recipe, overrides, hosts=hosts, **given)
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    """Whether an option is on the command line, and not just at its default."""
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _show_plan(
@@ -186,8 +191,7 @@ def _optimize(
         return True
 
     costs = cheapest(trials, offers, _pool_needs(plan, rule), fits)
-    cuts = of_cuts(trials.here.job, ways, trials.moments)
-    notes = [*of_own_devices(plan), *cuts, *_link_notes(plan, found, hosts)]
+    notes = [*of_own_devices(plan), *of_cuts(trials.here.job, ways, trials.moments), *_link_notes(plan, found, hosts)]
     if as_json:
         import json
 

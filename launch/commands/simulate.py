@@ -14,7 +14,7 @@ import click
 
 from distflow.config.outputs import check_writable
 from distflow.errors import UserError
-from distflow.launch.commands.plan import load_options
+from distflow.launch.commands.plan import is_given, load_options
 from distflow.launch.commands.sweep import values_of
 
 if TYPE_CHECKING:
@@ -60,15 +60,18 @@ def _turn_options(command: Command) -> Command:
     "--faults", type=click.IntRange(min=1), metavar="N", help="Instead: run N random faults through its cores."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first seed of --faults.")
-def command(recipe: str, overrides: tuple[str, ...], faults: int | None, seed: int, **given: Any) -> int:
+@click.pass_context
+def command(
+    context: click.Context, /, recipe: str, overrides: tuple[str, ...], faults: int | None, seed: int, **given: Any
+) -> int:
     """Predict step time, idle time by cause, staleness and traffic of RECIPE on devices that need not be there.
 
     The cores of a run decide, in virtual time. Several values of a key (layout.pools.rollout.count=8,16) give a table.
     """
     if faults is not None:
-        _check_alone()
+        _check_alone(context)
         return _search(recipe, overrides, faults, seed)
-    if _is_given("seed"):
+    if is_given(context, "seed"):
         raise UserError("--seed: the first seed of --faults — give --faults N, too, or leave it out")
     outputs = {name: given.pop(name) for name in ("as_json", "output", "plot")}
     turns = _turns(given.pop("turn_tokens"), given.pop("turn_s"))
@@ -88,16 +91,10 @@ def command(recipe: str, overrides: tuple[str, ...], faults: int | None, seed: i
     return 0
 
 
-def _is_given(name: str) -> bool:
-    source = click.get_current_context().get_parameter_source(name)
-    return source is click.core.ParameterSource.COMMANDLINE
-
-
-def _check_alone() -> None:
+def _check_alone(context: click.Context) -> None:
     """Raise UserError for options that say how to predict: a search for faults has devices of its own."""
-    context = click.get_current_context()
-    options = (option for option in context.command.params if isinstance(option, click.Option))
-    others = [option.opts[-1] for option in options if option.name not in ("faults", "seed") and _is_given(option.name)]
+    options = [one for one in context.command.params if isinstance(one, click.Option) and one.name is not None]
+    others = [one.opts[-1] for one in options if one.name not in ("faults", "seed") and is_given(context, one.name)]
     if others:
         raise UserError(f"--faults: a search for faults has no use for {', '.join(others)} — leave it out")
 
