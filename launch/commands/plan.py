@@ -171,7 +171,8 @@ def _optimize(
                 _placement(other, hosts)
             except HostsError as error:
                 raise RecipeError(error.problems) from error
-        return load_of(other, prompt_tokens=ways.prompt_tokens)
+        load = load_of(other, prompt_tokens=ways.prompt_tokens)
+        return replace(load, one_host=len(hosts) == 1) if hosts else load
 
     trials = splits.Trials(rule, load_for, ways, given["steps"], lambda line: click.echo(line, err=True))
     found = splits.search(trials)

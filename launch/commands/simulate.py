@@ -185,6 +185,7 @@ def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, 
 def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], ways: SimulateWays) -> Simulated:
     from distflow.flow.gpus import width
     from distflow.flow.recipe_check import plan_recipe
+    from distflow.flow.slots_fit import slots_fit
     from distflow.sim.predict import SimulateOptions, load_of, simulate
     from distflow.sim.report import Simulated, of_other_gpus
     from distflow.sim.schedule_of import schedule_of, speed_up_of
@@ -205,7 +206,15 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
         )
     if ways.prompt_tokens is not None and ways.prompt_tokens > load.job.prompt_tokens:
         notes.append(f"note: prompts are cut to {load.job.prompt_tokens} tokens (data.max_prompt_tokens)")
-    return Simulated(differing, prediction, model, ideal, speed_up_of(load, ways.device, moments), tuple(notes))
+    fit, context = slots_fit(plan, maker), load.job.prompt_tokens + moments.before
+    if fit is not None and fit.slots > fit.samples(context):
+        notes.append(
+            f"warning: the {fit.slots} slots of an engine of {load.generating_pool} are more than its KV memory has "
+            f"room for samples ({fit.samples(context)} of the mean {context:,.0f} tokens): what waits or is computed "
+            "again for it is not simulated"
+        )
+    theory = speed_up_of(load, ways.device, moments)
+    return Simulated(differing, prediction, model, ideal, theory, tuple(notes), fit, context)
 
 
 def _show(found: Sequence[Simulated], ways: SimulateWays, outputs: Mapping[str, Any]) -> None:
