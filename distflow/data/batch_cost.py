@@ -54,7 +54,8 @@ class BatchCost:
     @classmethod
     def of(cls, costs: Iterable[BatchCost]) -> Self:
         """All of them together."""
-        return cls(*map(sum, zip(*map(astuple, [cls(), *costs]), strict=True)))
+        parts = [astuple(cost) for cost in costs] or [astuple(BatchCost())]
+        return cls(*map(sum, zip(*parts, strict=True)))
 
     def since(self, earlier: BatchCost) -> BatchCost:
         """What was added after these sums were."""

@@ -16,7 +16,7 @@ With M workers a step is changed by
             ahead = max(0, i - w) if samples may be stale, else 0: what generation can be late before training waits
 
 f was fitted to simulations of one to ten generating workers, at max_staleness 0, 1 and 2, with lognormal lengths of
-sigma 0.3 to 1.1, and 16 or 64 slots; others have 512, more than there are samples (`python -m benchmarks.rollout_count`).
+sigma 0.3 to 1.1, and 16 or 64 slots; in others there are 512, more than samples (`python -m benchmarks.rollout_count`).
 Of one more worker the mean error is 2% of a step, and 14% at most; of one fewer 3%, and 19% at most.
 """
 
@@ -67,7 +67,8 @@ class GenerationLoad:
         names = (TRAINER_IDLE, ROLLOUT_IDLE, GENERATE, SCORE, SLOTS, BATCH)
         if PHASE in metrics or not all(name in metrics for name in names):
             return None
-        return cls(*(metrics[name] for name in names), stale=STALENESS in metrics and metrics[STALENESS] > 0)
+        waits, idle, generates, scores, slots, batch = (metrics[name] for name in names)
+        return cls(waits, idle, generates, scores, slots, batch, STALENESS in metrics and metrics[STALENESS] > 0)
 
     def change(self, now: float, then: float) -> float:
         """The relative change of the step time with `then` generating workers in place of `now`; negative: shorter."""

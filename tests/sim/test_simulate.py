@@ -270,6 +270,25 @@ def test_what_no_latency_model_has_is_refused(tmp_path: Path, old: str, new: str
         )
 
 
+def test_slots_are_shown_beside_what_the_memory_of_an_engine_holds() -> None:
+    sizes = "{model_type: qwen2, hidden_size: 3584, num_hidden_layers: 28, num_attention_heads: 28, "
+    sizes += "num_key_value_heads: 4, intermediate_size: 18944, max_position_embeddings: 32768}"
+    rollout = "layout.pools.rollout"
+    words = ["batch.prompts=64", "batch.samples_per_prompt=8", "--prompt-tokens", "8", "--lengths", "median=4,sigma=0"]
+    words += [f"models.policy.init={sizes}", f"{rollout}.engine=sglang", f"{rollout}.device=cuda:0"]
+    # 57,344 bytes of keys and values a token; 8 of the prompt and 2 of the response before the mean token.
+    few = [*words, f"{rollout}.slots=32", f"{rollout}.engine_options.memory_fraction=0.5"]
+    shown, data = invoke(*few), json.loads(invoke(*few, "--json"))
+    assert data["kv_samples"] > 32
+    assert f"of 32, KV memory for {data['kv_samples']} samples of the mean 10 tokens" in shown
+    assert "warning" not in shown
+    many = [*few[:-1], f"{rollout}.engine_options.memory_fraction=0.01"]
+    assert (
+        "warning: the 32 slots of an engine of rollout are more than its KV memory has room for samples (0 of"
+        in invoke(*many)
+    )
+
+
 def test_what_the_recipe_cuts_off_is_told() -> None:
     shown = CliRunner().invoke(group, ["simulate", "quickstart", "--prompt-tokens", "256", "--steps", "1"]).output
     assert "note: 100% of the responses are cut off at 4 tokens (max_new_tokens)" in shown

@@ -168,6 +168,17 @@ def invoke(*words: str) -> str:
     return done.stdout
 
 
+def test_each_simulation_is_told_as_it_is_done() -> None:
+    _, plan = plan_recipe("quickstart", RECIPE, need_files=False)
+    told: list[str] = []
+    ways = SimulateWays(DEVICE, LENGTHS, "", None, 2, False)
+    trials = Trials(split_rule(plan, DEVICE), lambda split, stale: load_of(plan), ways, 2, told.append)
+    trials.simulate(trials.rule.present)
+    assert told[0].startswith("simulating 2 + 1, estimated to take ")
+    found = trials.known[trials.rule.present]
+    assert told[1:] == [f"2 + 1: {found.step_s:.1f} s a training step, limited by {limit_of(found).name}"]
+
+
 def test_the_command_proposes_words_that_can_be_typed() -> None:
     shown = invoke("layout.pools.rollout.count=1", "layout.pools.trainer.count=3", "--devices", "4")
     assert "best: 3 + 1, " in shown
