@@ -208,9 +208,6 @@ def bound_of(work: Load, device: DeviceLatency, moments: LengthMoments) -> tuple
     plan = schedule_of(work, device)
     count = plan.prompts * plan.samples
     trains, makes = work_s(plan, device, moments)
-    turns = work.job.turns
-    if turns.tokens:
-        makes += count * turns.seconds * max(0.0, moments.mean / turns.tokens - 0.5)
     longest = moments.quantile(1.0 - 1.0 / (1.78 * count))
     decode_s = longest * device.decode.seconds(1, plan.prompt_tokens + longest / 2)
     lasts = decode_s + plan.transfer_s + device.weights.swap_s

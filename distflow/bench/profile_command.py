@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from distflow.config.outputs import cannot_write, check_writable
 from distflow.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def profile(recipe: str, overrides: tuple[str, ...], output: Path) -> int:
 
     if output.suffix != ".yaml":
         raise UserError(f"-o {output}: a latency model is told from a shipped name by its ending: expected .yaml")
+    check_writable("-o", output)
     _, plan = plan_recipe(recipe, overrides)
     measured = measure(plan, lambda what: click.echo(f"measuring: {what}", err=True))
     model = plan.recipe.models[plan.primary]
@@ -95,4 +97,4 @@ def _write(path: Path, latency: DeviceLatency) -> None:
     try:
         path.write_text(yaml_text(values), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"-o {path}: cannot be written: {error.strerror}") from None
+        raise cannot_write("-o", path, error) from None

@@ -19,8 +19,8 @@ import msgspec
 from distflow.config.plugins import check_keys
 from distflow.data.randomness import length_draws
 from distflow.errors import UserError
-from distflow.sim.latency import DeviceLatency, Positive, Seconds, load
-from distflow.sim.lengths import Lengths, Lognormal, read_trace
+from distflow.sim.latency import DeviceLatency, Positive, load
+from distflow.sim.lengths import MOST_MEDIAN, MOST_SIGMA, Lengths, Lognormal, read_trace
 
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Whole = Annotated[int, msgspec.Meta(ge=0)]
@@ -75,9 +75,9 @@ class EmulatedEngineOptions(EmulatedDevice):
     """What new weights come by: `host_bytes_s` of the latency model alone, or `link_bytes_s` first."""
     poll_s: Positive = 0.02
     """Seconds on the wall after which decoding is interrupted to look for news, unless a sample is finished before."""
-    median: Positive = 200.0
+    median: Annotated[float, msgspec.Meta(gt=0.0, le=MOST_MEDIAN)] = 200.0
     """Median length in tokens; none is longer than the step's max_new_tokens."""
-    sigma: Seconds = 1.0
+    sigma: Annotated[float, msgspec.Meta(ge=0.0, le=MOST_SIGMA)] = 1.0
     """Standard deviation of the logarithm of the length: 1.1 is a heavy tail, 0 none."""
     prompt_share: Share = 0.0
     """Share of that logarithm's variance that the prompt explains."""

@@ -26,6 +26,8 @@ from distflow.sim.latency import DecodeLatency
 from distflow.types import BegunSample, FinishReason, SampleOutput, Span, Version
 
 _EXACT = 1e-9
+_ROUNDED = 4.0
+"""Times an end is rounded between when it is foreseen and when it comes."""
 Tokens = tuple[int, ...]
 
 
@@ -186,7 +188,9 @@ class FluidEngine:
         """The samples that have ended by now."""
         self.advance(now)
         ended = []
-        limit = self._clock + _EXACT * max(1.0, self._clock)
+        # What is left may take less than the time is exact to: it would end now, and now again.
+        left = self._steps_in(_ROUNDED * math.ulp(self._at)) if self._live else 0.0
+        limit = self._clock + max(_EXACT * max(1.0, self._clock), left)
         while self._heap and (self._heap[0][0] <= limit or self._heap[0][1] not in self._live):
             clock, number, sample = heapq.heappop(self._heap)
             if number in self._live and sample.turn_end < sample.length:

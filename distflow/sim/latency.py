@@ -28,8 +28,11 @@ FORWARD = 1.0 / 3.0
 RECOMPUTED = 4.0 / 3.0
 """Factor on that time where activations are recomputed: one more forward, 8 FLOP in place of 6 (arXiv:2104.04473)."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
-"""Of one thing that a device does: an hour is a slip of the pen."""
+"""Of one thing that a device does: more than an hour is a slip of the pen."""
+StepSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)]
 Bytes = Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]
+Rate = Annotated[float, msgspec.Meta(ge=1.0, le=1e18)]
+"""Bytes per second."""
 Positive = Annotated[float, msgspec.Meta(gt=0.0, le=1e18)]
 
 
@@ -37,7 +40,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0.0, le=1e18)]
 class DecodeLatency:
     """Of one engine, however many devices it has."""
 
-    floor_s: Positive
+    floor_s: StepSeconds
     """Seconds of a decode step of a small batch: reading all weights once, and launching kernels."""
     sample_s: Seconds
     """Seconds for each sample of a batch so large that arithmetic bounds it."""
@@ -88,9 +91,9 @@ class WeightLatency:
     """Seconds for which the trainer stands still."""
     swap_s: Seconds = 0.0
     """Seconds for which an engine stands still."""
-    host_bytes_s: Positive = 2e10
+    host_bytes_s: Rate = 2e10
     """Bytes per second from the shared memory of a host into what an engine of that host loads from."""
-    link_bytes_s: Positive = 1e9
+    link_bytes_s: Rate = 1e9
     """Bytes per second between hosts."""
 
     def arrives_s(self, *, one_host: bool) -> float:
@@ -146,7 +149,8 @@ def load(name: str) -> DeviceLatency:
     path = Path(name) if name.endswith(".yaml") else DEVICES / f"{name}.yaml"
     if not path.is_file():
         where = "; or a path of .yaml" if path.parent == DEVICES else ""
-        missing = "no such data file" if where else "this file does not exist"
+        named = "this file does not exist" if name.endswith(".yaml") else "a path of one ends in .yaml"
+        missing = "no such data file" if where else named
         raise UserError(f"latency model {name!r}: {missing}; {did_you_mean(name, names())}{where}")
     value = read_yaml(path).value
     _check_keys(path, DeviceLatency, value)

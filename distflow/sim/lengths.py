@@ -18,6 +18,8 @@ from typing import Protocol
 from distflow.errors import UserError
 
 NORMAL = NormalDist()
+MOST_MEDIAN, MOST_SIGMA = 1e9, 10.0
+"""Beyond them lengths are no numbers of tokens any more."""
 
 
 class Lengths(Protocol):

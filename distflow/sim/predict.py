@@ -50,6 +50,8 @@ HOST_GPUS = 8
 """Of one host, where the plan does not say how many hosts there are: as servers for training have."""
 LONG_TURN_S = 10.0
 """An environment that takes longer is looked at less often: the intervals of reports grow as it does."""
+LONG_STEP_S = 1000.0
+"""So are the devices whose training step takes longer."""
 HEARD_S = 0.01
 """Maximum time until a worker hears of a version."""
 DELAY_S = 0.002
@@ -220,7 +222,7 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Simul
     last = warm + options.steps
     # Without a bound, memory is what limits how far ahead groups are leased, not the end of the run.
     after = 8 if stale is None else max(1, stale)
-    slower = max(1.0, load.job.turns.seconds / LONG_TURN_S)
+    slower = max(1.0, load.job.turns.seconds / LONG_TURN_S, _guess_s(load, device, lengths) / LONG_STEP_S)
     settings = replace(_slower(load.settings, slower), training_steps=last + after, max_refills=10**9)
     job = replace(load.job, one_host=on_one_host(load, device))
     workload = DeviceWorkload(device, lengths, job, dict(options.slowness))
@@ -255,11 +257,24 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Simul
     return _read(load, network, warm, last, time.process_time() - began)
 
 
+def _guess_s(load: Load, device: DeviceLatency, lengths: Lengths) -> float:
+    """Seconds of a training step in its order of magnitude, without environments: one thing after the other."""
+    job, weights = load.job, device.weights
+    length = lengths.length(0.5, 0.5, job.response_tokens)
+    row, samples = job.prompt_tokens + length, load.prompts * job.samples
+    share = max(1.0, samples / load.rollouts)
+    running = min(float(load.slots), share)
+    generate_s = share * (length * device.decode.seconds(running, row) / running)
+    prefill_s = share * job.prompt_tokens * device.decode.prefill_s
+    train_s = samples / load.replicas * device.train.seconds([row]) + job.updates * device.train.apply_s
+    return generate_s + prefill_s + train_s + weights.publish_s + weights.swap_s + weights.bytes / weights.link_bytes_s
+
+
 def _slower(settings: LeaseSettings, factor: float) -> LeaseSettings:
     """What is done from time to time, and what is told by silence, at intervals `factor` times as long.
 
-    While an environment computes, all workers stand still for long: looking every second what they do would take this
-    computer longer with every virtual second, and show nothing.
+    While an environment or a slow device computes, all workers stand still for long: looking every second what they do
+    would take this computer longer with every virtual second, and show nothing.
     """
     host_silence_s = settings.host_silence_s
     return replace(

@@ -25,6 +25,7 @@ def schedule_of(load: Load, device: DeviceLatency) -> Schedule:
         update_s=device.train.apply_s * job.updates + (0.0 if load.colocated else weights.publish_s),
         colocated=load.colocated,
         budget=job.budget,
+        turns=job.turns,
     )
 
 

@@ -23,7 +23,7 @@ from distflow.flow.plan import Plan, PoolPlan
 from distflow.sim.account import DECODE, FIRST, LATER, LEASES, LOADS, OTHERS, STALLED, TRAIN, UPDATE, WEIGHTS
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate
-from distflow.sim.report import SimulateWays
+from distflow.sim.report import SimulateWays, counted
 from distflow.sim.schedule_of import schedule_of
 from distflow.sim.theory import LengthMoments, StepTimes, schedule
 
@@ -148,11 +148,6 @@ class SplitSearch:
     def proposed(self) -> Candidate:
         """The best split if that is worth a change, else the present one."""
         return self.best if self.worth_it else self.present
-
-
-def counted(number: int, what: str) -> str:
-    """`1 device`, `2 devices`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 LoadFor = Callable[[PoolSplit, int | None], Load]

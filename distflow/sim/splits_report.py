@@ -8,8 +8,8 @@ from typing import Any
 
 from distflow.sim.costs import CostSearch
 from distflow.sim.predict import LEFT_OUT
-from distflow.sim.report import SimulateWays, shown_seconds
-from distflow.sim.splits import Candidate, SplitSearch, StalenessChoice, counted, limit_of
+from distflow.sim.report import SimulateWays, counted, shown_seconds
+from distflow.sim.splits import Candidate, SplitSearch, StalenessChoice, limit_of
 
 REFUSED = 3
 """Splits that are told to be refused, with the reason."""

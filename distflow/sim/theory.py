@@ -4,7 +4,7 @@ Schedule model. With n = B·G samples a step, mean length L̄, prompts of P toke
 groups a replica, N engines of S slots, τ(·) seconds of a decode step, ρ the share of the log-variance of lengths that
 the prompt explains, cv their coefficient of variation, F their distribution:
 
-    g      = G·(L̄+P)·c
+    g      = G·(L̄+P)·c                       with its share of a batch's latency; a replica has a batch a step at least
     κ      = 1 where replicas steal or deal, else 1 + cv_g·L̄/(L̄+P)/√b·Φ⁻¹((R−.375)/(R+.25))     (Blom, 1958)
     cv_g   = cv·√(ρ+(1−ρ)/G)
     T_tr   = κ·b·g + g + update             T_rate = n·L̄·τ(S)/(N·S)
@@ -14,8 +14,10 @@ the prompt explains, cv their coefficient of variation, F their distribution:
     T_crit = w + L_max·τ* + weights + update + 2g
     T      = ‖T_tr, T_rate, T_crit/(1+s)‖₈         whole batches at s = 0: w + L_max·τ* + weights + κ·b·g + update
 
+Environments of several turns take an engine e seconds a token of each sample, so that τ(S) becomes τ(S) + S·e.
+
 The exponent was fitted on one set of simulations and checked on others: mean error 3%, 97% within 10%. Left out: drops,
-slow or dying workers, hedging, colocated phases (they are a sum), messages.
+slow or dying workers, hedging, colocated phases (they are a sum), messages, reading prompts.
 
 Speed-up of asynchrony (LlamaRL, arXiv:2505.24034). A sample costs η_t(b) seconds of training and η_g(b) of generation
 in a batch of b per replica, falling in b; a replica of m devices has memory m·M for weights W and b·a of samples. Both
@@ -36,6 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, pstdev
 
+from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import DeviceLatency, TrainLatency
 from distflow.sim.lengths import Lengths
 
@@ -109,11 +112,20 @@ class Schedule:
     colocated: bool = False
     budget: int = 0
     """Tokens of a batch, whose latency its rows share; 0: each row is alone."""
+    turns: SampleTurns = ONE_TURN
 
     def row_s(self, train: TrainLatency, row: float) -> float:
         """Seconds of forward and backward of a row of so many tokens in a batch."""
-        share = min(1.0, row / self.budget) if self.budget else 1.0
+        whole = self.replicas / (self.prompts * self.samples)
+        share = min(1.0, max(whole, row / self.budget)) if self.budget else 1.0
         return train.seconds([row]) - (1.0 - share) * train.latency_s
+
+    def environment_s(self, moments: LengthMoments) -> float:
+        """Seconds of an engine for the environment of a sample, for each of its tokens."""
+        turns = self.turns
+        if not turns.tokens:
+            return 0.0
+        return turns.seconds * fmean(math.ceil(one / turns.tokens) - 1 for one in moments.ordered) / moments.mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +143,10 @@ def schedule(plan: Schedule, device: DeviceLatency, moments: LengthMoments) -> S
     """The schedule model of a plan on one kind of device."""
     count = plan.prompts * plan.samples
     share = plan.prompts / plan.replicas
-    context = plan.prompt_tokens + moments.mean / 2
+    context, environment_s = plan.prompt_tokens + moments.mean / 2, plan.environment_s(moments)
 
     def pace(samples: float) -> float:
-        return device.decode.seconds(samples, context)
+        return device.decode.seconds(samples, context) + samples * environment_s
 
     row = moments.mean + plan.prompt_tokens
     group_s = plan.passes * plan.samples * plan.row_s(device.train, row)
@@ -180,7 +192,7 @@ def work_s(plan: Schedule, device: DeviceLatency, moments: LengthMoments) -> tup
     row_s = device.train.seconds([moments.mean + plan.prompt_tokens]) - device.train.latency_s
     train_s = plan.passes * count * (row_s + pairs_s)
     pace = device.decode.seconds(plan.slots, plan.prompt_tokens + moments.before) / plan.slots
-    return train_s, count * moments.mean * pace
+    return train_s, count * moments.mean * (pace + plan.environment_s(moments))
 
 
 def _imbalance(plan: Schedule, moments: LengthMoments) -> float:

@@ -153,6 +153,7 @@ def _optimize(
     from distflow.sim import splits, splits_report
     from distflow.sim.costs import cheapest
     from distflow.sim.predict import load_of
+    from distflow.sim.report import of_cuts, of_own_devices
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
     ways = ways_of(given, timeline=False)
@@ -171,8 +172,7 @@ def _optimize(
                 _placement(other, hosts)
             except HostsError as error:
                 raise RecipeError(error.problems) from error
-        load = load_of(other, prompt_tokens=ways.prompt_tokens)
-        return replace(load, one_host=len(hosts) == 1) if hosts else load
+        return _on_hosts(load_of(other, prompt_tokens=ways.prompt_tokens), hosts)
 
     trials = splits.Trials(rule, load_for, ways, given["steps"], lambda line: click.echo(line, err=True))
     found = splits.search(trials)
@@ -186,7 +186,8 @@ def _optimize(
         return True
 
     costs = cheapest(trials, offers, _pool_needs(plan, rule), fits)
-    notes = _link_notes(plan, found, hosts)
+    cuts = of_cuts(trials.here.job, ways, trials.moments)
+    notes = [*of_own_devices(plan), *cuts, *_link_notes(plan, found, hosts)]
     if as_json:
         import json
 
@@ -202,6 +203,11 @@ def _optimize(
         print_columns(splits_report.cost_table(found, costs))
         click.echo("\n".join(splits_report.below_costs(found, costs)))
     return 0
+
+
+def _on_hosts(load: Load, hosts: Sequence[Host]) -> Load:
+    """Whether weights cross links is known if the hosts are."""
+    return replace(load, one_host=len(hosts) == 1) if hosts else load
 
 
 def _hosts(path: Path | None, include: str | None, exclude: str | None) -> tuple[Host, ...]:

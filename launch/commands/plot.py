@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from distflow.config.outputs import cannot_write
 from distflow.data.metrics_merge import validated
 from distflow.errors import UserError, did_you_mean
 from distflow.launch.commands.metrics import Steps, chosen_keys, read_runs
@@ -102,8 +103,7 @@ def command(runs: tuple[str, ...], output: Path | None, keys: str | None, runs_d
     try:
         figure.savefig(output, dpi=DPI)
     except OSError as error:
-        cure = "give a file in a folder that exists, and that you can write to"
-        raise UserError(f"-o {output}: cannot be written ({error.strerror}) — {cure}") from error
+        raise cannot_write("-o", output, error) from error
     click.echo(f"{output}: {len(panels)} panels of {', '.join(found)}")
 
 
@@ -227,6 +227,4 @@ def draw_shares(found: Sequence[Simulated], output: Path) -> None:
     try:
         figure.savefig(output, dpi=DPI)
     except OSError as error:
-        raise UserError(
-            f"--plot {output}: cannot be written ({error.strerror}) — give a file in a folder that exists"
-        ) from error
+        raise cannot_write("--plot", output, error) from error

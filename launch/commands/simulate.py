@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from distflow.config.outputs import check_writable
 from distflow.errors import UserError
 from distflow.launch.commands.plan import load_options
 from distflow.launch.commands.sweep import values_of
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 MOST = 100
 """Simulations that one command makes."""
 MOST_TURN_S = 3600.0
-CUT = 0.2
-"""Share of the responses that are cut off from which that is said."""
-MOST_MEDIAN, MOST_SIGMA = 1e9, 10.0
-"""Beyond them lengths are no numbers of tokens any more."""
 DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -83,6 +80,9 @@ def command(recipe: str, overrides: tuple[str, ...], faults: int | None, seed: i
     combinations = _combinations(overrides)
     if outputs["output"] is not None and len(combinations) > 1:
         raise UserError("-o: a timeline is that of one simulation — give one value of each key")
+    for option, name in (("-o", "output"), ("--plot", "plot")):
+        if outputs[name] is not None:
+            check_writable(option, outputs[name])
     found = [_simulated(recipe, words, differing, ways) for words, differing in combinations]
     _show(found, ways, outputs)
     return 0
@@ -148,7 +148,10 @@ def _turns(tokens: int | None, seconds: float | None) -> SampleTurns:
 
 def distribution(text: str) -> dict[str, float]:
     """median=…,sigma=…,prompt_share=…, each with a default. Raises UserError."""
+    from distflow.sim.lengths import MOST_MEDIAN, MOST_SIGMA
+
     values = dict(DISTRIBUTION)
+    given: set[str] = set()
     for word in filter(None, text.split(",")):
         key, _, value = word.partition("=")
         try:
@@ -157,6 +160,9 @@ def distribution(text: str) -> dict[str, float]:
             known = False
         if not known:
             raise UserError(f"--lengths {word}: expected {', '.join(f'{key}=…' for key in DISTRIBUTION)} with numbers")
+        if key.strip() in given:
+            raise UserError(f"--lengths {text}: {key.strip()} is given twice — leave one out")
+        given.add(key.strip())
     median, sigma = 1 <= values["median"] <= MOST_MEDIAN, 0 <= values["sigma"] <= MOST_SIGMA
     if not (median and sigma and 0 <= values["prompt_share"] <= 1):
         raise UserError(
@@ -169,9 +175,9 @@ def distribution(text: str) -> dict[str, float]:
 def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, ...]]]:
     """The overrides of each simulation, and those in which they differ."""
     listed = [(word.partition("=")[0], values_of(word.partition("=")[2])) for word in overrides]
-    for key, count in Counter(key for key, values in listed if len(values) > 1).items():
+    for key, count in Counter(key.lstrip("+~") for key, _ in listed).items():
         if count > 1:
-            raise UserError(f"{key}: several values twice — give them as one list: {key}=1,2,3")
+            raise UserError(f"{key}: given {count} times — give it once, several values as one list: {key}=1,2,3")
     choices = [[f"{key}={value}" for value in values] for key, values in listed]
     found = [
         (list(words), tuple(word for word, each in zip(words, choices, strict=True) if len(each) > 1))
@@ -187,7 +193,7 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
     from distflow.flow.recipe_check import plan_recipe
     from distflow.flow.slots_fit import slots_fit
     from distflow.sim.predict import SimulateOptions, load_of, simulate
-    from distflow.sim.report import Simulated, of_other_gpus
+    from distflow.sim.report import Simulated, of_cuts, of_other_gpus, of_own_devices, of_slots
     from distflow.sim.schedule_of import schedule_of, speed_up_of
     from distflow.sim.theory import LengthMoments, ideal_s, schedule
 
@@ -199,20 +205,9 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
     step = schedule_of(load, ways.device)
     model, ideal = schedule(step, ways.device, moments), ideal_s(step, ways.device, moments)
     maker = next(worker for worker in plan.workers if worker.name.pool == load.generating_pool)
-    notes = of_other_gpus(ways.device, width(maker), load.generating_pool)
-    if (cut := moments.above(load.job.response_tokens)) >= CUT:
-        notes.append(
-            f"note: {cut:.0%} of the responses are cut off at {load.job.response_tokens} tokens (max_new_tokens)"
-        )
-    if ways.prompt_tokens is not None and ways.prompt_tokens > load.job.prompt_tokens:
-        notes.append(f"note: prompts are cut to {load.job.prompt_tokens} tokens (data.max_prompt_tokens)")
     fit, context = slots_fit(plan, maker), load.job.prompt_tokens + moments.before
-    if fit is not None and fit.slots > fit.samples(context):
-        notes.append(
-            f"warning: the {fit.slots} slots of an engine of {load.generating_pool} are more than its KV memory has "
-            f"room for samples ({fit.samples(context)} of the mean {context:,.0f} tokens): what waits or is computed "
-            "again for it is not simulated"
-        )
+    notes = [*of_own_devices(plan), *of_other_gpus(ways.device, width(maker), load.generating_pool)]
+    notes += [*of_cuts(load.job, ways, moments), *of_slots(fit, context, load.generating_pool)]
     theory = speed_up_of(load, ways.device, moments)
     return Simulated(differing, prediction, model, ideal, theory, tuple(notes), fit, context)
 
@@ -227,6 +222,8 @@ def _show(found: Sequence[Simulated], ways: SimulateWays, outputs: Mapping[str, 
         from distflow.launch.commands.metrics import print_columns
 
         print_columns(report.table(found))
+        for note in dict.fromkeys(note for one in found for note in one.notes):
+            click.echo(note)
     else:
         click.echo("\n".join(report.page(found[0], ways)))
     if outputs["output"] is not None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 
+from distflow.config.outputs import cannot_write
 from distflow.errors import UserError
 from distflow.types import WorkerName
 
@@ -109,9 +110,7 @@ def write_trace(output: Path, trace: Mapping[str, Any]) -> None:
     try:
         output.write_text(json.dumps(trace, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"-o {output}: cannot be written ({error.strerror}) — give a file in a folder that exists"
-        ) from error
+        raise cannot_write("-o", output, error) from error
 
 
 def tracks_trace(tracks: Sequence[Track], about: Mapping[str, Any]) -> dict[str, Any]:

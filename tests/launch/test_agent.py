@@ -56,7 +56,7 @@ def test_a_killed_rollout_comes_back_and_the_others_are_told(fake_run):
     run.await_up("rollout/0", "rollout/1", "trainer/0")
     os.kill(run.pid("rollout/1"), signal.SIGKILL)
     run.await_up("rollout/1", incarnation=1)
-    assert '"worker": "rollout/1", "incarnation": 0' in run.log("trainer-0")
+    await_that(lambda: '"worker": "rollout/1", "incarnation": 0' in run.log("trainer-0"), "trainer/0 to hear of it")
     assert "lost" not in run.log("rollout-1")
     ask(run.record().roster[AGENT], "stop", {"reason": "test"}, 5.0)
     assert run.agent.wait(30) == 130
@@ -145,7 +145,7 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on_as_before(fake_
     os.kill(before["rollout/1"], signal.SIGKILL)
     second = run.await_another(AGENT, agent.pid)
     run.await_up("rollout/1", incarnation=1)
-    assert '"worker": "rollout/1", "incarnation": 0' in run.log("trainer-0")
+    await_that(lambda: '"worker": "rollout/1", "incarnation": 0' in run.log("trainer-0"), "trainer/0 to hear of it")
     assert {name: run.pid(name) for name in before if name != "rollout/1"} == {
         name: pid for name, pid in before.items() if name != "rollout/1"
     }

@@ -73,6 +73,15 @@ def test_a_file_that_no_device_could_name_is_refused(tmp_path: Path, capsys: pyt
     assert re.search(r"mine\.json: .*expected \.yaml", capsys.readouterr().err)
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["profile", "quickstart", "-o", str(tmp_path / "missing" / "mine.yaml")]) == 2
+    shown = capsys.readouterr().err
+    assert re.search(r"-o .*mine\.yaml: cannot be written \(No such file or directory\)", shown)
+    assert "measuring" not in shown
+
+
 def test_a_backend_that_divides_the_model_is_refused() -> None:
     plan = plan_recipe("quickstart", [*SMALL, "layout.pools.trainer.count=2", f"{BACKEND}=fsdp"])[1]
     with pytest.raises(

@@ -64,6 +64,8 @@ def until_done(engine: EmulatedEngine) -> list[SampleOutput]:
         ({"device": "h100-qwen2.5-7"}, r"latency model 'h100-qwen2.5-7'.*did you mean 'h100-qwen2.5-7b'"),
         ({"time_scale": 0}, r"engine_options of an emulated device: Expected `float` > 0.0 - at `\$.time_scale`"),
         ({"prompt_share": 1.5}, r"Expected `float` <= 1.0 - at `\$.prompt_share`"),
+        ({"sigma": 200.0}, r"Expected `float` <= 10.0 - at `\$.sigma`"),
+        ({"median": 1e300}, r"Expected `float` <= 1000000000.0 - at `\$.median`"),
         ({"link": "pigeon"}, r"Invalid enum value 'pigeon' - at `\$.link`"),
         ({"trace": "missing.txt"}, r"trace of lengths missing.txt: cannot be read"),
         ({"trace": "missing.txt", "median": 3}, r"median beside a trace"),

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from distflow.config.outputs import check_writable
 from distflow.errors import UserError
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.flow.memory import group_bytes
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group, run
+from distflow.sim import predict
 from distflow.sim.fluid_engine import FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DEVICES, DecodeLatency, DeviceCount, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, read_trace
@@ -83,6 +85,32 @@ def test_between_two_turns_the_engine_waits_for_the_environment() -> None:
     # 0 has turns of 4, 4 and 2 tokens; 1 is over with its only one.
     assert ended == {1: pytest.approx(4.0), 0: pytest.approx(11.0)}
     assert (engine.stalled_s, engine.produced) == (pytest.approx(1.0), 14)
+
+
+def test_an_end_that_the_time_is_too_coarse_to_tell_comes_once() -> None:
+    """After weeks of virtual time a double counts nanoseconds, and a step of 6.5 ms is more exact than that."""
+    now, ended = 4e6, 0
+    engine = FluidEngine(8, DecodeLatency(0.0065, 0.0), turns=SampleTurns(2, 3600.0))
+    engine.advance(now)
+    engine.add([sample(position, 4) for position in range(8)])
+    for _ in range(1000):
+        if (end := engine.next_end()) is None:
+            break
+        now += end - now
+        ended += len(engine.take_ended(now))
+    assert ended == 8
+
+
+def test_slow_devices_are_not_looked_at_more_often_than_fast_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "LONG_STEP_S", 10.0)
+
+    def on(floor_s: float) -> Prediction:
+        device = replace(DEVICE, decode=DecodeLatency(floor_s, 0.0))
+        return simulate(load_for(0), device, ALIKE, SimulateOptions(steps=2))
+
+    slow, slower = on(0.1), on(1000.0)
+    assert slower.step_s > 5000 * slow.step_s
+    assert slower.messages_group < 2 * slow.messages_group
 
 
 def test_long_environments_are_not_looked_at_more_often_than_short_ones() -> None:
@@ -218,7 +246,8 @@ def test_several_values_give_a_table_or_a_list() -> None:
     several = "layout.pools.rollout.count=1,4"
     turns = json.loads(invoke("--json", "--turn-tokens", "1", "--turn-s", "0.5"))
     assert turns["step_s"] > 2 * json.loads(invoke("--json"))["step_s"], "environments take their time"
-    head, *rows = invoke(several).splitlines()
+    head, *rows, note = invoke(several).splitlines()
+    assert note.startswith("note: 100% of the responses are cut off")
     assert head.split()[:3] == ["layout.pools.rollout.count", "step", "s"]
     assert [row.split()[0] for row in rows] == ["1", "4"]
     found = json.loads(invoke(several, "--json"))
@@ -229,6 +258,7 @@ def test_several_values_give_a_table_or_a_list() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--lengths", "median=3,sigma=1,median=4"], r"--lengths .*: median is given twice — leave one out"),
         (["--lengths", "mean=3"], r"--lengths mean=3: expected median=…, sigma=…, prompt_share=… with numbers"),
         *(
             (["--lengths", text], r"expected median from 1 to 1e\+09, sigma from 0 to 10 and prompt_share from 0 to 1")
@@ -236,7 +266,11 @@ def test_several_values_give_a_table_or_a_list() -> None:
         ),
         (["--faults", "2", "--json", "--plot", "x.png"], r"--faults: .* no use for --plot, --json — leave it out"),
         (["--seed", "7"], r"--seed: the first seed of --faults"),
-        (["batch.prompts=8,16", "batch.prompts=32,64"], r"batch.prompts: several values twice"),
+        *(
+            (["batch.prompts=8,16", again], r"batch.prompts: given 2 times — give it once, several values as one list")
+            for again in ("batch.prompts=32,64", "batch.prompts=32", "+batch.prompts=32")
+        ),
+        (["--device", "mine/none.yml"], r"latency model 'mine/none.yml': a path of one ends in .yaml"),
         (["--device", "none.yaml"], r"latency model 'none.yaml': this file does not exist"),
         (["--device", "h100-qwen2.5-7"], r"latency model 'h100-qwen2.5-7': no such data file; did you mean"),
         (["batch.prompts=8,16", "-o", "x.json"], r"-o: a timeline is that of one simulation"),
@@ -258,6 +292,9 @@ def test_what_cannot_be_meant_is_refused(words: list[str], message: str) -> None
     ("old", "new", "message"),
     [
         ("sample_s", "samples_s", r"decode.samples_s means nothing in a latency model; did you mean 'sample_s'"),
+        ("floor_s: 6.48e-03", "floor_s: .inf", r"Expected `float` <= 3600.0 - at `\$.decode.floor_s`"),
+        ("floor_s: 6.48e-03", "floor_s: 3601", r"Expected `float` <= 3600.0 - at `\$.decode.floor_s`"),
+        ("link_bytes_s: 5.0e+9", "link_bytes_s: 1e-9", r"Expected `float` >= 1.0 - at `\$.weights.link_bytes_s`"),
         ("apply_s: 0.075", "apply_s: .inf", r"not a latency model: Expected `float` <= 3600.0 - at `\$.train.apply_s`"),
     ],
 )
@@ -289,10 +326,56 @@ def test_slots_are_shown_beside_what_the_memory_of_an_engine_holds() -> None:
     )
 
 
-def test_what_the_recipe_cuts_off_is_told() -> None:
-    shown = CliRunner().invoke(group, ["simulate", "quickstart", "--prompt-tokens", "256", "--steps", "1"]).output
-    assert "note: 100% of the responses are cut off at 4 tokens (max_new_tokens)" in shown
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["simulate", "quickstart"],
+        ["simulate", "quickstart", "--json"],
+        ["simulate", "quickstart", "run.seed=0,1"],
+        ["plan", "quickstart", "--optimize"],
+    ],
+    ids=["page", "json", "table", "plan"],
+)
+def test_what_the_recipe_cuts_off_is_told(words: list[str]) -> None:
+    shown = CliRunner().invoke(group, [*words, "--prompt-tokens", "256", "--steps", "1"]).output
+    assert shown.count("note: 100% of the responses are cut off at 4 tokens (max_new_tokens)") == 1
     assert re.search(r"note: prompts are cut to \d+ tokens \(data.max_prompt_tokens\)", shown)
+
+
+@pytest.mark.parametrize("words", [["simulate"], ["plan", "--optimize"]], ids=["simulate", "plan"])
+def test_options_of_emulated_devices_that_are_not_used_are_told(words: list[str]) -> None:
+    kit = "distflow.testing.emulated"
+    recipe = [
+        "layout=async",
+        f"layout.pools.rollout.engine={kit}:EmulatedEngine",
+        "layout.pools.rollout.engine_options={device: h200-qwen2.5-7b, median: 400}",
+        f"layout.pools.trainer.backend={kit}:EmulatedBackend",
+        "layout.pools.trainer.backend_options={time_scale: 0.5}",
+    ]
+    shown = CliRunner().invoke(group, [*words, "quickstart", *recipe, "--steps", "1"]).output
+    used = "engine_options of rollout (device, median) and backend_options of trainer (time_scale) are not used"
+    assert shown.count(used) == 1
+    assert "1 steps" not in shown
+
+
+@pytest.mark.parametrize("option", ["-o", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict, "simulate", None)
+    file = tmp_path / "missing" / "x.png"
+    with pytest.raises(UserError, match=rf"^{option} {file}: cannot be written \(No such file or directory\)"):
+        CliRunner().invoke(
+            group, ["simulate", "quickstart", option, str(file)], standalone_mode=False, catch_exceptions=False
+        )
+
+
+def test_looking_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("kept")
+    for file in (new, old):
+        check_writable("-o", file)
+    assert ([path.name for path in tmp_path.iterdir()], old.read_text()) == (["old.json"], "kept")
 
 
 def test_engines_of_several_gpus_are_not_taken_for_faster_ones() -> None:

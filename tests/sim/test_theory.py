@@ -1,4 +1,4 @@
-"""The schedule model beside its own formulas, and the theory of asynchrony beside a search over all choices."""
+"""The schedule model beside its own formulas and simulations, and the theory of asynchrony beside a search."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from itertools import product
 
 import pytest
 
-from distflow.sim.latency import DecodeLatency, DeviceLatency, TrainLatency, WeightLatency
+from distflow.flow.recipe_check import plan_recipe
+from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
+from distflow.sim.latency import DecodeLatency, DeviceLatency, TrainLatency, WeightLatency, load
 from distflow.sim.lengths import Lognormal, Trace
+from distflow.sim.predict import SimulateOptions, load_of, simulate
+from distflow.sim.schedule_of import schedule_of
 from distflow.sim.theory import LengthMoments, Schedule, Side, TheoryFleet, ideal_s, schedule, speed_up
 
 DEVICE = DeviceLatency(
@@ -103,3 +107,53 @@ def test_a_step_is_at_least_what_bounds_it() -> None:
 def test_replicas_that_keep_their_own_groups_wait_for_the_unluckiest() -> None:
     apart = schedule(replace(PLAN, balanced=False, staleness=4), DEVICE, HEAVY)
     assert apart.train_s > 1.1 * schedule(replace(PLAN, staleness=4), DEVICE, HEAVY).train_s
+
+
+MODELS = {
+    "shipped": load("h100-qwen2.5-1.5b"),
+    "slow batches": replace(DEVICE, train=TrainLatency(1e-5, latency_s=20.0)),
+    "slow engine": replace(DEVICE, decode=DecodeLatency(0.02, 0.001, 1e-6)),
+    "slow training": replace(DEVICE, train=TrainLatency(1e-3, 1e-7, latency_s=0.003, apply_s=0.1)),
+    "small": DeviceLatency(
+        "CPU", "tiny", (), DecodeLatency(5e-4, 9e-6), TrainLatency(1.5e-5, latency_s=0.0034), WeightLatency(5e5)
+    ),
+}
+LAYOUTS = {
+    "split": ("layout=split",),
+    "async": ("layout=async", "layout.pools.rollout.count=1", "layout.max_staleness=2"),
+    "several trainers": ("layout=async", "layout.pools.trainer.count=4", "layout.pools.rollout.count=3"),
+    "colocated": ("layout=colocated",),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("turns", [ONE_TURN, SampleTurns(100, 0.05)], ids=["one turn", "turns"])
+def test_no_simulated_step_is_shorter_than_ideal(layout: str, model: str, turns: SampleTurns) -> None:
+    """And the schedule model is near it, be it bounded by the latency of batches, by environments, or by neither."""
+    words = (*LAYOUTS[layout], "flow.steps.sample.with.max_new_tokens=400", "batch.prompts=16")
+    _, plan = plan_recipe("quickstart", words, need_files=False)
+    work, device, lengths = load_of(plan), MODELS[model], Lognormal(300, 0.3)
+    work = replace(work, job=replace(work.job, turns=turns))
+    step_s = simulate(work, device, lengths, SimulateOptions(steps=3)).step_s
+    step, moments = schedule_of(work, device), LengthMoments.of(lengths, work.job.response_tokens)
+    assert ideal_s(step, device, moments) <= step_s
+    assert 0.55 <= schedule(step, device, moments).step_s / step_s <= 1.3
+
+
+def test_a_training_worker_has_at_least_one_batch_a_step() -> None:
+    """Of 256 rows of 12 tokens, which fill 38% of one."""
+    _, plan = plan_recipe("quickstart", ["layout=async"], need_files=False)
+    work, device, lengths = load_of(plan), MODELS["slow batches"], Lognormal(900, 0.0)
+    step_s = simulate(work, device, lengths, SimulateOptions(steps=3)).step_s
+    step, moments = schedule_of(work, device), LengthMoments.of(lengths, work.job.response_tokens)
+    assert schedule(step, device, moments).step_s == pytest.approx(step_s, rel=0.15)
+
+
+def test_environments_are_work_between_the_turns_of_a_sample() -> None:
+    """250 tokens in turns of 100: two environments, and none after the last turn."""
+    alike = LengthMoments.of(Trace([[250]]), 1000)
+    with_turns = replace(PLAN, turns=SampleTurns(100, 0.5))
+    more_s = ideal_s(with_turns, DEVICE, alike) - ideal_s(PLAN, DEVICE, alike)
+    assert more_s == pytest.approx(288 * 8 * 2 * 0.5 / (20 + 12))
+    assert schedule(with_turns, DEVICE, alike).rate_s > 288 * 8 * 2 * 0.5 / 20
