@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.emulated import BASE, ROOT, options
 from distflow.flow.recipe_check import plan_recipe
 from distflow.sim.emulation import EmulatedEngineOptions
-from distflow.sim.predict import SimulateOptions, predict
+from distflow.sim.predict import SimulateOptions, load_of, simulate
 from distflow.sim.scenario import Crash
 
 DEVICE = "h100-qwen2.5-7b"
@@ -148,14 +148,12 @@ def simulated(configuration: Configuration, killed_s: float) -> Figures:
     plan = plan_recipe("quickstart", configuration.overrides())[1]
     chosen = EmulatedEngineOptions.parse({"device": DEVICE, **configuration.lengths})
     at, latency = killed_s / SCALE, chosen.latency()
-    # All are on one host here, and the simulator knows links between hosts.
-    weights = replace(latency.weights, link_bytes_s=latency.weights.host_bytes_s)
-    found = predict(
-        plan,
-        replace(latency, weights=weights),
+    found = simulate(
+        # All are on one host here, however many they are.
+        replace(load_of(plan, prompt_tokens=4), one_host=True),
+        latency,
         chosen.distribution(),
-        prompt_tokens=4,
-        options=SimulateOptions(
+        SimulateOptions(
             steps=STEPS,
             slowness={0: configuration.slow},
             crashes=[Crash(0, at, restart_s=5.0 / SCALE)] if configuration.killed_at else [],

@@ -19,7 +19,7 @@ from distflow.config.schema import Schedule
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Message, Result
 from distflow.flow.memory import group_bytes
-from distflow.sim.account import FIRST, LATER, LEASES, OTHERS, TRAIN, UPDATE, WEIGHTS
+from distflow.sim.account import FIRST, LATER, LEASES, LOADS, OTHERS, STALLED, TRAIN, UPDATE, WEIGHTS
 from distflow.sim.fluid_engine import ONE_TURN, FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DeviceLatency, load
 from distflow.sim.lengths import Lengths, Lognormal
@@ -171,9 +171,10 @@ def tails(names: Sequence[str]) -> None:
             found = simulate(one, device, lengths, SimulateOptions(steps=STEPS))
             bound, what = bound_of(one, device, moments)
             make, train = found.pools
+            stands = make.shares[STALLED] + make.shares[LOADS]
             cells = [rules.name, f"{found.step_s:.1f}", f"{static / found.step_s:.2f}", f"{ideal / found.step_s:.0%}"]
             cells += [f"{bound:.1f} ({what})", f"{bound / found.step_s:.0%}", f"{make.slots_used or 0.0:.0%}"]
-            cells += [f"{make.shares[state]:.0%}" for state in ("stalled", LEASES, WEIGHTS)]
+            cells += [f"{share:.0%}" for share in (stands, make.shares[LEASES], make.shares[WEIGHTS])]
             cells += [f"{train.shares[TRAIN]:.0%}", f"{train.shares[FIRST] + train.shares[LATER]:.0%}"]
             cells += [f"{train.shares[state]:.0%}" for state in (OTHERS, UPDATE)]
             print(f"| {' | '.join([*cells, f'{found.never_trained / found.produced:.1%}'])} |", flush=True)

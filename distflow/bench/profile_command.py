@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,8 @@ def profile(recipe: str, overrides: tuple[str, ...], output: Path) -> int:
     measured = measure(plan, lambda what: click.echo(f"measuring: {what}", err=True))
     model = plan.recipe.models[plan.primary]
     words = shlex.join(["distflow", "profile", recipe, *overrides])
-    latency, notes = _latency(measured, f"{model.path or f'models.{plan.primary} of {recipe}'}, {model.dtype}", words)
+    of = f"{model.path or f'models.{plan.primary} of {recipe}'}, {model.dtype}"
+    latency, notes = _latency(measured, of, words, recomputed=model.gradient_checkpointing)
     _write(output, latency)
     for note in notes:
         click.echo(note)
@@ -45,13 +46,14 @@ def profile(recipe: str, overrides: tuple[str, ...], output: Path) -> int:
     return 0
 
 
-def _latency(measured: Measurements, model: str, words: str) -> tuple[DeviceLatency, list[str]]:
+def _latency(measured: Measurements, model: str, words: str, *, recomputed: bool) -> tuple[DeviceLatency, list[str]]:
     """The fitted model, and what to know about it."""
     from distflow.sim.fitting import fit_decode, fit_training
-    from distflow.sim.latency import DeviceLatency, WeightLatency
+    from distflow.sim.latency import DeviceCount, DeviceLatency, WeightLatency
 
     decode, off_decode = fit_decode(measured.decode, measured.prefill)
-    train, off_train = fit_training(measured.train, measured.apply_s)
+    fitted, off_train = fit_training(measured.train, measured.apply_s)
+    train = replace(fitted, recomputed=recomputed)
     moved = measured.weights
     weights = WeightLatency(moved.nbytes, moved.publish_s, moved.swap_s, moved.copy_bytes_s)
     notes = [
@@ -68,7 +70,8 @@ def _latency(measured: Measurements, model: str, words: str) -> tuple[DeviceLate
         f"forward and backward {off_train}",
         "assumed, not measured: link_bytes_s",
     )
-    return DeviceLatency(_device_name(measured.device), model, sources, decode, train, weights), notes
+    gpus = DeviceCount(engine=measured.engine_gpus)
+    return DeviceLatency(_device_name(measured.device), model, sources, decode, train, weights, gpus=gpus), notes
 
 
 def _short(seconds: float) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from distflow.config.plugins import VOCABULARY
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, UserError
+from distflow.flow.gpus import width
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.resolve import resolve
 from distflow.runtime.assembly import device_of, lacks
@@ -73,6 +74,8 @@ class Measurements:
     """All that was measured."""
 
     device: str
+    engine_gpus: int
+    """Over which the engine shares its model."""
     decode: tuple[DecodeTime, ...]
     prefill: tuple[tuple[int, float], ...]
     """Prompt tokens that were read, and seconds."""
@@ -108,7 +111,7 @@ def measure(plan: Plan, report: Callable[[str], None]) -> Measurements:
         train, apply_s = _training(plan, backend)
     finally:
         backend.close()
-    return Measurements(device, tuple(decode), tuple(prefill), tuple(train), apply_s, weights)
+    return Measurements(device, max(1, width(makes)), tuple(decode), tuple(prefill), tuple(train), apply_s, weights)
 
 
 def _engine(plan: Plan, worker: WorkerPlan, device: str) -> Engine:

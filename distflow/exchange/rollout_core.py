@@ -136,9 +136,10 @@ class RolloutCore:
             self._over_in = self._holder.term
         return not over
 
-    def slots_used(self, free_slots: int) -> float:
-        """The share of the engine's slots that are in use."""
-        return 1.0 - max(0, free_slots) / self._slots if self._slots else 0.0
+    def slots_used(self, free_slots: int) -> tuple[int, float]:
+        """The engine's slots that are in use, and which share of all they are."""
+        used = self._slots - max(0, free_slots)
+        return used, used / self._slots if self._slots else 0.0
 
     # -- before a decode step
     def turn(

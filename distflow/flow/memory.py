@@ -199,14 +199,27 @@ def cache_bytes(plan: Plan, worker: WorkerPlan, model: str, size: ModelSize, *, 
     """
     parts = engine_width(worker, on_gpu=gpu is not None)
     wanted = worker.slots * plan.engine_tokens(model) * size.kv_bytes // parts
-    options = worker.engine_options
-    if "kv_cache_memory_bytes" in options and options["kv_cache_memory_bytes"] is not None:
-        return int(options["kv_cache_memory_bytes"])
-    share = gpu_share(worker)
-    if gpu is None or share is None:
+    given = _given_cache(worker)
+    if given is not None:
+        return given
+    room = None if gpu is None else cache_room(worker, size, gpu)
+    if room is None:
         return wanted
-    left = max(0, int(share * gpu) - size.weights // parts)
-    return min(wanted, left) if worker.engine == ENGINES["sglang"] and worker.models else left
+    return min(wanted, room) if worker.engine == ENGINES["sglang"] and worker.models else room
+
+
+def cache_room(worker: WorkerPlan, size: ModelSize, gpu: int) -> int | None:
+    """Bytes that the engine has for the cache on each of its GPUs of `gpu` bytes; None: as many as its slots need."""
+    given, share = _given_cache(worker), gpu_share(worker)
+    if given is not None or share is None:
+        return given
+    return max(0, int(share * gpu) - size.weights // engine_width(worker, on_gpu=True))
+
+
+def _given_cache(worker: WorkerPlan) -> int | None:
+    """What the engine's options say of its size in bytes, if anything."""
+    name, options = "kv_cache_memory_bytes", worker.engine_options
+    return int(options[name]) if name in options and options[name] is not None else None
 
 
 def kept_cache(plan: Plan, worker: WorkerPlan, cache: int) -> int:

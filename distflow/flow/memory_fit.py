@@ -13,6 +13,7 @@ from distflow.flow.estimate import LIBRARIES, Estimate, divides, estimate
 from distflow.flow.gpus import first_gpus, width
 from distflow.flow.memory import ASSUMED_GPU, consumer_bytes, gpu_share
 from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.slots_fit import slots_fit
 from distflow.types import WorkerName
 
 GIB = 1 << 30
@@ -56,6 +57,11 @@ class Placed:
         return max(self.estimate.loading, later)
 
 
+def gpu_bytes(capacity: Capacity) -> int:
+    """Of the smallest GPU here, or of one as they are common if none is seen."""
+    return min(capacity.gpus, default=ASSUMED_GPU)
+
+
 def placed(plan: Plan, capacity: Capacity) -> list[Placed]:
     """The estimates of all workers of the plan."""
     gpus = len(capacity.gpus)
@@ -86,6 +92,7 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
             f"no GPU is seen here, so device auto ({', '.join(unsure)}) is counted as memory of the host; what GPUs "
             f"there would need: layout.pools.{next(iter(unsure))}.device=cuda"
         )
+    notes += _slots_notes(plan, capacity)
     if len(rows) > 1 and plan.owners:
         most = (
             f"{consumer_bytes(plan) / GIB:.2f} GiB of {plan.owners[0]}'s host memory" if len(plan.owners) == 1 else ""
@@ -95,6 +102,20 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
             f"each consumer that a program outside the run opens takes up to {most} besides (limits.consumer_mb)"
         )
     return [*(table(rows) if len(rows) > 1 else []), *notes, *(f"warning: {text}" for text in warnings(plan, capacity))]
+
+
+def _slots_notes(plan: Plan, capacity: Capacity) -> Iterator[str]:
+    """Of engines that have more slots than their memory has room for samples of the greatest length."""
+    seen = gpu_bytes(capacity)
+    for pool in dict.fromkeys(worker.name.pool for worker in plan.workers):
+        fits = [slots_fit(plan, worker, seen) for worker in plan.workers if worker.name.pool == pool]
+        few = [fit for fit in fits if fit is not None and fit.slots > fit.samples(fit.longest)]
+        if few:
+            yield (
+                f"warning: the {few[0].slots} slots of an engine of {pool} are more than its {few[0].of_longest}, on a "
+                f"GPU of {_gib(seen)} GiB: where samples get that long, some wait or are computed again — "
+                f"layout.pools.{pool}.slots={max(1, few[0].samples(few[0].longest))}, or leave it if most are shorter"
+            )
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

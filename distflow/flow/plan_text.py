@@ -11,9 +11,10 @@ from distflow.config.plugins import LIBRARIES, NIXL
 from distflow.flow.graph_text import edge_lines, lane_text, model_lines, pool_lines, waits_of
 from distflow.flow.lanes import ONE_HOST, Whereabouts, nixl_pools, parts_readers
 from distflow.flow.memory import MIB, STEPS_OF_ROWS, rows_bytes, step_bytes
-from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
+from distflow.flow.memory_fit import UNSEEN, Capacity, gpu_bytes, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sharding import divides_models
+from distflow.flow.slots_fit import SlotsFit, slots_fit
 from distflow.flow.validation import val_lines
 
 
@@ -24,7 +25,7 @@ def render_page(plan: Plan, capacity: Capacity = UNSEEN, where: Whereabouts = ON
     """
     sections = [
         [f"run {plan.run_name}: {plan.batch.training_steps} training steps, seed {plan.recipe.run.seed}"],
-        ["workers", *_indent(_workers(plan))],
+        ["workers", *_indent(_workers(plan, capacity))],
         ["steps", *_indent(_steps(plan))],
         ["pools", *_indent(pool_lines(plan))],
         ["edges", *_indent(edge_lines(plan, where) or ["none: the training workers read the samples from the data"])],
@@ -69,20 +70,20 @@ def _indent(lines: Sequence[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _workers(plan: Plan) -> list[str]:
+def _workers(plan: Plan, capacity: Capacity) -> list[str]:
     rows = [["worker", "roles", "device", "threads", "runs with", "steps"]]
     for worker in plan.workers:
         steps = ", ".join(step.name for step in worker.steps)
-        rows.append(
-            [str(worker.name), ",".join(worker.roles), worker.device, str(worker.threads), _means(worker), steps]
-        )
+        cells = [str(worker.name), ",".join(worker.roles), worker.device, str(worker.threads)]
+        rows.append([*cells, _means(worker, slots_fit(plan, worker, gpu_bytes(capacity))), steps])
     return table(rows)
 
 
-def _means(worker: WorkerPlan) -> str:
+def _means(worker: WorkerPlan, fit: SlotsFit | None) -> str:
     parts = []
     if worker.engine is not None:
-        parts.append(f"{worker.engine.rpartition(':')[2]} ({worker.slots} slots)")
+        room = "" if fit is None else f", {fit.of_longest}"
+        parts.append(f"{worker.engine.rpartition(':')[2]} ({worker.slots} slots{room})")
     if worker.backend is not None:
         parts.append(f"{worker.backend.rpartition(':')[2]} ({', '.join(worker.models)})")
     own = [

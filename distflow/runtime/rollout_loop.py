@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from distflow.config.schema import Recipe
+from distflow.data.batch_cost import BatchMeter
 from distflow.errors import NoProgressError
 from distflow.exchange.messages import Lease
 from distflow.exchange.rollout_core import FinishedGroup, Messages, RolloutCore, Turn
@@ -85,6 +86,7 @@ class RolloutLoop:
         self._core = RolloutCore(channel.core, refresh, core)
         self._on_version: Callable[[Version], None] = lambda version: None
         self._meanwhile: Meanwhile | None = None
+        self._batch = BatchMeter()
 
     def until_closed(self, step: int | None, *, only_validation: bool = False) -> RolloutLoop:
         """Set how long `open` is true: until every owner has its set for this step; None: until the run is over.
@@ -168,10 +170,13 @@ class RolloutLoop:
 
     def decode(self) -> list[FinishedGroup]:
         """One decode step; returns the groups that are now whole. Reports progress and free room to the owners."""
-        used, began = self._core.slots_used(self._engine.free_slots), time.perf_counter()
+        (samples, used), began = self._core.slots_used(self._engine.free_slots), time.perf_counter()
         with self._metrics.timed("timing_s/gen"):
             outputs = self._engine.poll()
-        self._metrics.mean("perf/slots_share", used, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._batch.look(samples, seconds, self._engine.progress(), outputs)
+        self._metrics.mean("perf/slots_share", used, seconds)
+        self._metrics.mean("perf/batch_share", self._batch.share, seconds)
         further, done = self._samples.take(outputs)
         if further:
             # Before anything new starts: a slot that a turn has left is for the next turn.

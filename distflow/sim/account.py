@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from distflow.data.batch_cost import BatchCost
 from distflow.sim.fluid_engine import FluidEngine
 
 DECODE, LEASES, WEIGHTS, TRAINS = "decode", "leases", "weights", "trains"
+STALLED, LOADS = "stalled", "loads"
+"""Of the time with samples in the engine: computing prompts or environments, and changing weights."""
 TRAIN, FIRST, LATER, OTHERS, UPDATE = "train", "first", "later", "others", "update"
 
 
@@ -60,7 +63,11 @@ class WorkerTime(StateTime):
     slot_s: float = 0.0
     """Seconds of decoding, times the samples that ran, of former incarnations."""
     stalled_s: float = 0.0
-    """Seconds for prompts and new weights."""
+    """Seconds for prompts and environments."""
+    loading_s: float = 0.0
+    """Seconds for new weights."""
+    batch: BatchCost = field(default_factory=BatchCost)
+    """Of former incarnations."""
 
     def look(self, now: float, engine: FluidEngine, idle_for: Callable[[], str]) -> None:
         """Note what the engine does from now on."""
@@ -74,7 +81,10 @@ class WorkerTime(StateTime):
         self.enter("", now)
         self.slot_s += engine.slot_s
         self.stalled_s += engine.stalled_s
-        engine.slot_s = engine.stalled_s = 0.0
+        self.loading_s += engine.loading_s
+        self.batch = BatchCost.of([self.batch, engine.batch])
+        engine.slot_s = engine.stalled_s = engine.loading_s = 0.0
+        engine.batch = BatchCost()
 
 
 @dataclass(slots=True)
@@ -99,6 +109,8 @@ class Totals:
     training: Mapping[str, float]
     slot_s: float
     stalled_s: float
+    loading_s: float
+    batch: BatchCost
     messages: int
     sent_bytes: int
     produced: int

@@ -72,7 +72,7 @@ class EmulatedEngineOptions(EmulatedDevice):
     SECTION: ClassVar[str] = "engine_options"
 
     link: Literal["host", "network"] = "host"
-    """What new weights come by: `host_bytes_s` or `link_bytes_s` of the latency model."""
+    """What new weights come by: `host_bytes_s` of the latency model alone, or `link_bytes_s` first."""
     poll_s: Positive = 0.02
     """Seconds on the wall after which decoding is interrupted to look for news, unless a sample is finished before."""
     median: Annotated[float, msgspec.Meta(gt=0.0, le=MOST_MEDIAN)] = 200.0
@@ -99,8 +99,7 @@ class EmulatedEngineOptions(EmulatedDevice):
 
     def transfer_s(self) -> float:
         """Seconds of the model until a version that is published has arrived."""
-        weights = self.latency().weights
-        return weights.bytes / (weights.host_bytes_s if self.link == "host" else weights.link_bytes_s)
+        return self.latency().weights.arrives_s(one_host=self.link == "host")
 
     def distribution(self) -> Lengths:
         """How long samples are, but for `longer`. Raises UserError for a trace that cannot be read."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, cast
 
+from distflow.data.batch_cost import BatchCost
 from distflow.sim.latency import DecodeLatency
 from distflow.types import BegunSample, FinishReason, SampleOutput, Span, Version
 
@@ -95,7 +96,11 @@ class FluidEngine:
     slot_s: float = 0.0
     """Seconds in which it decoded, times the samples that ran."""
     stalled_s: float = 0.0
-    """Seconds in which it computed prompts or an environment, or changed weights."""
+    """Seconds in which it computed prompts or an environment."""
+    loading_s: float = 0.0
+    """Seconds in which it changed weights."""
+    batch: BatchCost = field(default_factory=BatchCost)
+    """What its decode steps took, by the samples that ran."""
     context: float = 0.0
     """Tokens of context of all that run."""
     paused: bool = False
@@ -142,6 +147,7 @@ class FluidEngine:
         self.context += steps * len(self._live)
         self.busy_s += seconds
         self.slot_s += seconds * len(self._live)
+        self.batch.add(len(self._live), steps, seconds)
 
     def pause(self, now: float, *, paused: bool) -> None:
         """Stand still, or go on."""
@@ -149,10 +155,14 @@ class FluidEngine:
         self.paused = paused
 
     def stall(self, now: float, seconds: float) -> None:
-        """Do something else for a while: compute prompts, change weights."""
-        self.advance(now)
-        self._at = max(self._at, now) + seconds
+        """Compute prompts or an environment for a while."""
+        self._stand_still(now, seconds)
         self.stalled_s += seconds
+
+    def change_weights(self, now: float, seconds: float) -> None:
+        """Load new weights for a while."""
+        self._stand_still(now, seconds)
+        self.loading_s += seconds
 
     def next_end(self) -> float | None:
         """When the next sample ends, if nothing changes."""
@@ -226,6 +236,10 @@ class FluidEngine:
         return self._written(sample, sample.tokens(self._clock))[0]
 
     # -- details
+    def _stand_still(self, now: float, seconds: float) -> None:
+        self.advance(now)
+        self._at = max(self._at, now) + seconds
+
     def _fill(self) -> None:
         while self._queue and len(self._live) < self.slots:
             sample = self._queue.popleft()

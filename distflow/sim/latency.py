@@ -2,7 +2,7 @@
 
     decode step of b samples, c tokens of context each:  max(floor_s, b · sample_s) + b · c · context_s
     forward and backward of rows of n tokens:            latency_s + Σ (n · token_s + n² · pair_s)
-    a version of the weights:                            publish_s at the trainer, bytes over a link, swap_s at engines
+    a version of the weights:                            publish_s at the trainer, bytes to the engine, swap_s there
 
 The first is a roofline: reading the weights once bounds a small batch (floor_s), arithmetic a large one (sample_s), and
 reading the keys and values of the context is added to both.
@@ -25,6 +25,8 @@ from distflow.errors import UserError, did_you_mean
 DEVICES = Path(__file__).with_name("devices")
 FORWARD = 1.0 / 3.0
 """Of the time of forward and backward: 2 of 6 FLOP for each parameter and token (arXiv:2001.08361)."""
+RECOMPUTED = 4.0 / 3.0
+"""Factor on that time where activations are recomputed: one more forward, 8 FLOP in place of 6 (arXiv:2104.04473)."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
 """Of one thing that a device does: more than an hour is a slip of the pen."""
 StepSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)]
@@ -64,6 +66,16 @@ class TrainLatency:
     """And for each batch, whatever it holds."""
     apply_s: Seconds = 0.0
     """Seconds of an optimizer step, summing the gradients included."""
+    recomputed: bool = False
+    """Whether these are the times of a backend that recomputes activations (`gradient_checkpointing`)."""
+
+    def passes(self, trained: float, forwards: float = 0.0, *, recomputes: bool = False) -> float:
+        """How often `seconds` it takes to train on rows so many times, and to compute so many forwards of them besides.
+
+        `recomputes`: whether the recipe has activations recomputed, whatever these times are of.
+        """
+        each = RECOMPUTED if recomputes else 1.0
+        return (trained * each + forwards * FORWARD) / (RECOMPUTED if self.recomputed else 1.0)
 
     def seconds(self, lengths: Iterable[float]) -> float:
         """Seconds of forward and backward of rows of these lengths in tokens."""
@@ -80,9 +92,13 @@ class WeightLatency:
     swap_s: Seconds = 0.0
     """Seconds for which an engine stands still."""
     host_bytes_s: Rate = 2e10
-    """Bytes per second between processes of one host."""
+    """Bytes per second from the shared memory of a host into what an engine of that host loads from."""
     link_bytes_s: Rate = 1e9
     """Bytes per second between hosts."""
+
+    def arrives_s(self, *, one_host: bool) -> float:
+        """Seconds from publishing until an engine can load a version; on another host it first crosses a link."""
+        return self.bytes / self.host_bytes_s + (0.0 if one_host else self.bytes / self.link_bytes_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +110,7 @@ class DeviceMemory:
     cache_token: Bytes
     """Bytes of keys and values of a token that is generated."""
     train_token: Bytes
-    """Bytes of activations of a token that is trained on."""
+    """Bytes of activations of a token that is trained on, where they are recomputed."""
     train_factor: Positive = 8.0
     """Bytes held for training, for each byte of published weights: 16 a parameter of bfloat16, with Adam's state."""
 

@@ -20,6 +20,7 @@ from functools import partial
 import msgpack
 import msgspec
 
+from distflow.data.batch_cost import BatchCost
 from distflow.exchange.deal_core import News
 from distflow.exchange.intake_core import Sending
 from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
@@ -323,7 +324,7 @@ class LeaseNetwork:
     def _totals(self) -> Totals:
         generating: defaultdict[str, float] = defaultdict(float)
         training: defaultdict[str, float] = defaultdict(float)
-        slot_s = stalled_s = 0.0
+        slot_s = stalled_s = loading_s = 0.0
         produced = self.record.produced
         for worker in self.workers.values():
             worker.time.settle(self.now)
@@ -332,13 +333,16 @@ class LeaseNetwork:
                 generating[state] += seconds
             slot_s += worker.time.slot_s + worker.engine.slot_s
             stalled_s += worker.time.stalled_s + worker.engine.stalled_s
+            loading_s += worker.time.loading_s + worker.engine.loading_s
             produced += worker.engine.produced
         for trainer in self.trainers.values():
             trainer.time.settle(self.now)
             for state, seconds in trainer.time.seconds.items():
                 training[state] += seconds
+        batch = BatchCost.of(each.batch for worker in self.workers.values() for each in (worker.time, worker.engine))
         messages, nbytes, lags = self.traffic.count, self.traffic.total, self.record.lags.copy()
-        return Totals(self.now, generating, training, slot_s, stalled_s, messages, nbytes, produced, lags)
+        spent = (generating, training, slot_s, stalled_s, loading_s, batch)
+        return Totals(self.now, *spent, messages, nbytes, produced, lags)
 
     def _describe(self) -> str:
         lines = [

@@ -1,6 +1,6 @@
 """What a plan will do on given devices: step time, what each pool does with its time, staleness, traffic.
 
-    prediction = predict(plan, load("h100-qwen2.5-7b"), Lognormal(900, 1.1, 0.6), steps=8)
+    simulate(load_of(plan), load("h100-qwen2.5-7b"), Lognormal(900, 1.1, 0.6), SimulateOptions(steps=8)).step_s
 
 The plan's own lease settings are used, and the cores that a run of it has. What is not simulated is in `LEFT_OUT`.
 """
@@ -17,13 +17,16 @@ from distflow.errors import UserError
 from distflow.exchange.lease_settings import LeaseSettings, planned_settings
 from distflow.exchange.messages import Message
 from distflow.flow.estimate import divides
+from distflow.flow.gpus import width
 from distflow.flow.plan import Plan
 from distflow.sim.account import (
     DECODE,
     FIRST,
     LATER,
     LEASES,
+    LOADS,
     OTHERS,
+    STALLED,
     TRAIN,
     TRAINS,
     UPDATE,
@@ -40,9 +43,11 @@ from distflow.sim.workload import DeviceWorkload, Job
 LEFT_OUT = (
     "validation, reward time, tokens of environments, calls of other pools",
     "rounds of a divided model (each replica computes by itself)",
-    "links that are shared: every version takes bytes / link_bytes_s to each host",
+    "links that are shared: every version takes bytes / link_bytes_s to each other host",
     "the cache of keys and values that a preempted sample loses",
 )
+HOST_GPUS = 8
+"""Of one host, where the plan does not say how many hosts there are: as servers for training have."""
 LONG_TURN_S = 10.0
 """An environment that takes longer is looked at less often: the intervals of reports grow as it does."""
 LONG_STEP_S = 1000.0
@@ -68,6 +73,10 @@ class Load:
     colocated: bool = False
     generating_pool: str = "rollout"
     training_pool: str = "trainer"
+    engine_gpus: int = 1
+    """Over which an engine's options share its model."""
+    one_host: bool | None = None
+    """Whether all run on one host; None: if their GPUs are no more than `HOST_GPUS`."""
 
     @property
     def prompts(self) -> int:
@@ -101,6 +110,8 @@ class PoolUse:
     """Of the time of all its workers, by state (`distflow.sim.account`)."""
     slots_used: float | None = None
     """Of a generating pool: mean share of its slots that were in use, over all the time."""
+    batch_share: float | None = None
+    """Of a generating pool: share of its decoding that the samples of a batch add to that of none (`BatchCost`)."""
 
     @property
     def utilisation(self) -> float:
@@ -130,6 +141,10 @@ class Prediction:
     busiest: str
     busiest_messages_s: float
     busiest_bytes_s: float
+    arrives_s: float
+    """Seconds from publishing a version of the weights until engines can load it; 0: they are handed over in place."""
+    one_host: bool
+    """Whether it crosses no link between hosts."""
     hub_s: float
     """Seconds of the hub, by those of the simulation."""
     took_s: float
@@ -144,6 +159,14 @@ class Prediction:
     def never_trained(self) -> int:
         """Response tokens that were generated and not trained on."""
         return self.produced - self.trained
+
+
+def on_one_host(load: Load, device: DeviceLatency) -> bool:
+    """Whether weights cross no link between hosts."""
+    if load.one_host is not None:
+        return load.one_host
+    engine = max(load.engine_gpus, device.gpus.engine)
+    return load.rollouts * engine + load.replicas * device.gpus.trainer <= HOST_GPUS
 
 
 def load_of(plan: Plan, *, prompt_tokens: int | None = None) -> Load:
@@ -171,6 +194,7 @@ def load_of(plan: Plan, *, prompt_tokens: int | None = None) -> Load:
         epochs=batch.epochs,
         updates=batch.updates,
         forwards=sum(step.role == "forward" for step in owner.steps),
+        recomputes=plan.recipe.models[plan.primary].gradient_checkpointing,
         colocated=colocated,
     )
     deals = home.count > 1 and (divides(owner) or not plan.streamed)
@@ -186,19 +210,9 @@ def load_of(plan: Plan, *, prompt_tokens: int | None = None) -> Load:
         colocated=colocated,
         generating_pool=maker.name,
         training_pool=home.name,
+        engine_gpus=width(worker),
+        one_host=False if any(pool.hosts for pool in plan.recipe.layout.pools.values()) else None,
     )
-
-
-def predict(
-    plan: Plan,
-    device: DeviceLatency,
-    lengths: Lengths,
-    *,
-    prompt_tokens: int | None = None,
-    options: SimulateOptions | None = None,
-) -> Prediction:
-    """Simulate a plan. Raises UserError for one that cannot be simulated."""
-    return simulate(load_of(plan, prompt_tokens=prompt_tokens), device, lengths, options or SimulateOptions())
 
 
 def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: SimulateOptions) -> Prediction:
@@ -210,7 +224,8 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Simul
     after = 8 if stale is None else max(1, stale)
     slower = max(1.0, load.job.turns.seconds / LONG_TURN_S, _guess_s(load, device, lengths) / LONG_STEP_S)
     settings = replace(_slower(load.settings, slower), training_steps=last + after, max_refills=10**9)
-    workload = DeviceWorkload(device, lengths, load.job, dict(options.slowness))
+    job = replace(load.job, one_host=on_one_host(load, device))
+    workload = DeviceWorkload(device, lengths, job, dict(options.slowness))
     scenario = Scenario(
         settings,
         owners=load.replicas,
@@ -294,7 +309,8 @@ def _read(load: Load, network: LeaseNetwork, warm: int, last: int, took_s: float
     links = {f"{a} → {b}": nbytes / steps for (a, b), nbytes in sorted(traffic.sent.items())}
     workload = network.workload
     if not load.colocated and isinstance(workload, DeviceWorkload):
-        links["weights, to each host"] = workload.device.weights.bytes
+        where = "weights, through shared memory" if workload.job.one_host else "weights, to each other host"
+        links[where] = workload.device.weights.bytes
     every = {name: worker.time.spans for name, worker in network.workers.items()}
     every |= {name: trainer.time.spans for name, trainer in network.trainers.items()}
     return Prediction(
@@ -311,6 +327,8 @@ def _read(load: Load, network: LeaseNetwork, warm: int, last: int, took_s: float
         busiest=_named(load, busiest),
         busiest_messages_s=traffic.messages[busiest] / network.now,
         busiest_bytes_s=traffic.by_worker[busiest] / network.now,
+        arrives_s=network.scenario.load_s,
+        one_host=isinstance(workload, DeviceWorkload) and workload.job.one_host,
         hub_s=record.hub_s / network.now,
         took_s=took_s,
         spans={_named(load, name): spans for name, spans in every.items() if spans is not None},
@@ -328,14 +346,14 @@ def _named(load: Load, name: str) -> str:
 def _pools(load: Load, begin: Totals, end: Totals) -> tuple[PoolUse, ...]:
     seconds = end.at - begin.at
     generating = _shares(begin.generating, end.generating, load.rollouts * seconds, (DECODE, LEASES, WEIGHTS, TRAINS))
-    stalled = (end.stalled_s - begin.stalled_s) / (load.rollouts * seconds)
-    generating["stalled"] = stalled
+    generating[STALLED] = (end.stalled_s - begin.stalled_s) / (load.rollouts * seconds)
+    generating[LOADS] = (end.loading_s - begin.loading_s) / (load.rollouts * seconds)
     # It may take new weights while it has nothing to decode.
-    generating[DECODE] = max(0.0, generating[DECODE] - stalled)
+    generating[DECODE] = max(0.0, generating[DECODE] - generating[STALLED] - generating[LOADS])
     slots = (end.slot_s - begin.slot_s) / (load.rollouts * load.slots * seconds)
     training = _shares(begin.training, end.training, load.replicas * seconds, (TRAIN, FIRST, LATER, OTHERS, UPDATE))
     return (
-        PoolUse(load.generating_pool, load.rollouts, generating, slots),
+        PoolUse(load.generating_pool, load.rollouts, generating, slots, end.batch.since(begin.batch).share),
         PoolUse(load.training_pool, load.replicas, training),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.flow.plan import Plan
+from distflow.flow.slots_fit import SlotsFit
 from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.lengths import Lengths
@@ -18,7 +19,8 @@ STATES: Mapping[str, str] = {
     "decode": "generates",
     "leases": "waits for leases: all that max_staleness or memory allows is leased",
     "weights": "waits for newer weights, which its leases need",
-    "stalled": "computes prompts or environments, or takes new weights",
+    "stalled": "computes prompts or environments",
+    "loads": "loads new weights",
     "trains": "trains (colocated)",
     "train": "trains",
     "first": "waits for the first samples of the step",
@@ -60,15 +62,35 @@ class Simulated:
     theory: SpeedUp | None
     """Of asynchrony."""
     notes: tuple[str, ...] = ()
+    fit: SlotsFit | None = None
+    context: float = 0.0
+    """Mean tokens of a sample that is generated, over its tokens, prompt included."""
+
+    @property
+    def fitting(self) -> int | None:
+        """Samples of that length that an engine has memory for; None: that is not known."""
+        return None if self.fit is None else self.fit.samples(self.context)
 
 
 def of_other_gpus(device: DeviceLatency, engine: int, pool: str) -> list[str]:
     """A line where an engine of this pool has another number of GPUs than its times are of; otherwise none."""
     if engine in (0, device.gpus.engine):
         return []
+    gpus = counted(engine, "GPU")
     return [
-        f"note: an engine of {pool} shares its model among {engine} GPUs, and the times of {device.device} are of "
-        f"{device.gpus.engine}: what more of them gain is not simulated — `distflow profile` measures them"
+        f"note: an engine of {pool} has {gpus}, and the times of {device.device} are of {device.gpus.engine}: it is "
+        f"simulated as fast as these — `distflow profile` measures a latency model of engines with {gpus}"
+    ]
+
+
+def of_slots(fit: SlotsFit | None, context: float, pool: str) -> list[str]:
+    """A line where an engine of this pool has more slots than memory for samples of so many tokens, as far as known."""
+    if fit is None or fit.slots <= fit.samples(context):
+        return []
+    return [
+        f"warning: the {fit.slots} slots of an engine of {pool} are more than its KV memory has room for samples "
+        f"({fit.samples(context)} of the mean {context:,.0f} tokens): what waits or is computed again for it is not "
+        "simulated"
     ]
 
 
@@ -112,10 +134,11 @@ def page(found: Simulated, ways: SimulateWays) -> list[str]:
         f"  ideal            {shown_seconds(found.ideal_s)}   all work over all devices, as if each could do either: "
         f"{found.ideal_s / one.step_s:.0%} of the step",
         *_theory(found),
+        *_weights(one, ways.device),
         f"samples            {one.samples_s:,.1f} a second, {one.tokens_s:,.0f} response tokens a second",
     ]
     for pool in one.pools:
-        lines += ["", f"{pool.name}: {pool.workers} worker(s), busy {pool.utilisation:.1%}{_slots(pool)}"]
+        lines += ["", f"{pool.name}: {pool.workers} worker(s), busy {pool.utilisation:.1%}{_slots(pool, found)}"]
         lines += [f"  {share:6.1%}  {STATES[state]}" for state, share in pool.shares.items() if share >= LEAST]
     histogram = ", ".join(f"{lag}: {share:.1%}" for lag, share in one.staleness.items())
     lines += [
@@ -130,6 +153,18 @@ def page(found: Simulated, ways: SimulateWays) -> list[str]:
         f"took {one.took_s:.1f} s of a core",
     ]
     return lines
+
+
+def _weights(one: Prediction, device: DeviceLatency) -> list[str]:
+    """How a version of the weights gets from the trainers to the engines, unless in place."""
+    if not one.arrives_s:
+        return []
+    where = "through the memory of one host" if one.one_host else "between hosts, over a link"
+    weights = device.weights
+    return [
+        f"new weights        {shown_seconds(weights.publish_s)} to publish, {shown_seconds(one.arrives_s)} under way "
+        f"{where}, {shown_seconds(weights.swap_s)} to load"
+    ]
 
 
 def _theory(found: Simulated) -> list[str]:
@@ -188,6 +223,7 @@ def data(found: Simulated) -> dict[str, Any]:
         "ideal_s": found.ideal_s,
         "notes": list(found.notes),
         "theory": None if found.theory is None else {"sync_s": found.theory.sync_s, "async_s": found.theory.async_s},
+        "kv_samples": found.fitting,
         "samples_s": one.samples_s,
         "tokens_s": one.tokens_s,
         "pools": {
@@ -209,8 +245,15 @@ def data(found: Simulated) -> dict[str, Any]:
     }
 
 
-def _slots(pool: PoolUse) -> str:
-    return "" if pool.slots_used is None else f", slots in use {pool.slots_used:.1%}"
+def _slots(pool: PoolUse, found: Simulated) -> str:
+    if pool.slots_used is None:
+        return ""
+    shown = f", slots in use {pool.slots_used:.1%}"
+    if found.fit is None:
+        return shown
+    return (
+        f"{shown} of {found.fit.slots}, KV memory for {found.fitting} samples of the mean {found.context:,.0f} tokens"
+    )
 
 
 def counted(number: int, what: str) -> str:

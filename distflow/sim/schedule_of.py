@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from distflow.sim.latency import FORWARD, DeviceLatency
-from distflow.sim.predict import Load
+from distflow.sim.latency import DeviceLatency
+from distflow.sim.predict import Load, on_one_host
 from distflow.sim.theory import LengthMoments, Schedule, Side, SpeedUp, TheoryFleet, speed_up
 
 
@@ -20,8 +20,8 @@ def schedule_of(load: Load, device: DeviceLatency) -> Schedule:
         staleness=16 if stale is None else stale,
         streamed=load.streamed,
         balanced=load.stealing or load.dealing,
-        passes=job.epochs + job.forwards * FORWARD,
-        transfer_s=0.0 if load.colocated else weights.bytes / weights.link_bytes_s,
+        passes=device.train.passes(job.epochs, job.forwards, recomputes=job.recomputes),
+        transfer_s=0.0 if load.colocated else weights.arrives_s(one_host=on_one_host(load, device)),
         update_s=device.train.apply_s * job.updates + (0.0 if load.colocated else weights.publish_s),
         colocated=load.colocated,
         budget=job.budget,
@@ -30,12 +30,15 @@ def schedule_of(load: Load, device: DeviceLatency) -> Schedule:
 
 
 def speed_up_of(load: Load, device: DeviceLatency, moments: LengthMoments) -> SpeedUp | None:
-    """What asynchrony brings by the theory, on as many devices; None if the memory is unknown, or both do not fit."""
+    """What asynchrony brings by the theory, on as many devices; None if the memory is unknown, or both do not fit.
+
+    Activations are recomputed, as what `DeviceMemory` says of their size takes for granted.
+    """
     memory, job = device.memory, load.job
     if memory is None:
         return None
     row, weights = job.prompt_tokens + moments.mean, device.weights.bytes
-    passes = job.epochs + job.forwards * FORWARD
+    passes = device.train.passes(job.epochs, job.forwards, recomputes=True)
     train = Side(
         weights * memory.train_factor,
         row * memory.train_token,

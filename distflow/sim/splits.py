@@ -20,7 +20,7 @@ from distflow.errors import RecipeError, UserError
 from distflow.flow.estimate import divides
 from distflow.flow.gpus import width
 from distflow.flow.plan import Plan, PoolPlan
-from distflow.sim.account import DECODE, FIRST, LATER, LEASES, OTHERS, TRAIN, UPDATE, WEIGHTS
+from distflow.sim.account import DECODE, FIRST, LATER, LEASES, LOADS, OTHERS, STALLED, TRAIN, UPDATE, WEIGHTS
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate
 from distflow.sim.report import SimulateWays, counted
@@ -159,12 +159,18 @@ def split_rule(
 ) -> SplitRule:
     """What a plan has to divide; `devices`: in total, if not those of its layout, as `option` says.
 
-    Raises UserError if nothing.
+    Raises UserError if nothing, or if its engines have another number of devices than the times of `device` are of:
+    how much faster they are for it depends on their links and kernels, and which split is best on that.
     """
     maker, home = _two_pools(plan)
-    worker = next(worker for worker in plan.workers if worker.name.pool == maker.name)
-    wide = width(worker)
-    engine, trainer = wide if wide > 1 else device.gpus.engine, device.gpus.trainer
+    wide = width(next(worker for worker in plan.workers if worker.name.pool == maker.name))
+    engine, trainer = device.gpus.engine, device.gpus.trainer
+    if wide not in (0, 1, engine):
+        raise UserError(
+            f"plan --optimize: an engine of {maker.name} shares its model among {wide} GPUs, and the times of "
+            f"{device.device} are of {engine}: how much faster {wide} are is not known, and the best split depends on "
+            f"it — `distflow profile RECIPE -o mine.yaml` measures such engines, for --device mine.yaml"
+        )
     present = PoolSplit(maker.count, home.count)
     rule = SplitRule(present, 0, engine, trainer, maker.name, home.name, plan.batch.ledgers, _least(plan, device))
     rule = replace(rule, devices=rule.used(present) if devices is None else devices, option=option)
@@ -219,7 +225,8 @@ class Trials:
     ) -> None:
         """`steps`: training steps that count in each simulation; None: 8, or fewer where they would take long.
 
-        `load_for` raises RecipeError for a split that the recipe cannot have; `tell` gets a line for each simulation.
+        `load_for` raises RecipeError for a split that the recipe cannot have; `tell` gets a line before each
+        simulation, and one with what came of it.
         """
         self.rule, self._load_for, self._ways, self._tell = rule, load_for, ways, tell
         self.here = load_for(rule.present, None)
@@ -258,16 +265,20 @@ class Trials:
 
     def simulated(self, candidate: Candidate, stale: int | None) -> Candidate:
         """With its simulation, or why the recipe refuses it; `stale`: with another bound of staleness."""
-        self._tell(f"simulating {candidate.split}" + ("" if stale is None else f" at max_staleness {stale}"))
         try:
             load = self._load_for(candidate.split, stale)
         except RecipeError as error:
             first = error.problems[0]
             # Its counts are not from the user's command line.
             return replace(candidate, refused=str(first).removeprefix("command line: "))
-        self.spent_s += cost_s(load, candidate.model.step_s, self.steps)
+        estimated_s = cost_s(load, candidate.model.step_s, self.steps)
+        name = f"{candidate.split}" + ("" if stale is None else f" at max_staleness {stale}")
+        self._tell(f"simulating {name}, estimated to take {estimated_s:.0f} s")
+        self.spent_s += estimated_s
         options = SimulateOptions(self.steps)
-        return replace(candidate, prediction=simulate(load, self._ways.device, self._ways.lengths, options))
+        done = replace(candidate, prediction=simulate(load, self._ways.device, self._ways.lengths, options))
+        self._tell(f"{name}: {done.step_s:.1f} s a training step, limited by {limit_of(done).name}")
+        return done
 
 
 class _Search:
@@ -343,7 +354,7 @@ def limit_of(one: Candidate) -> Limit:
     generating, training = one.prediction.pools
     made, trained = generating.shares, training.shares
     works = trained[TRAIN] + trained[UPDATE]
-    decodes = made[DECODE] + made["stalled"]
+    decodes, weights = made[DECODE] + made[STALLED], made[WEIGHTS] + made[LOADS]
     waits = f"{training.name} waits {trained[FIRST] + trained[LATER]:.0%} of the time for samples"
     if works >= BUSY:
         mostly = trained[UPDATE] > trained[TRAIN]
@@ -353,8 +364,9 @@ def limit_of(one: Candidate) -> Limit:
     if trained[OTHERS] > trained[FIRST] + trained[LATER]:
         why = f"workers of {training.name} wait {trained[OTHERS]:.0%} of the time for the one with most to train on"
         return Limit("uneven training workers", why)
-    if made[WEIGHTS] > max(decodes, made[LEASES]):
-        return Limit("new weights", f"{generating.name} waits {made[WEIGHTS]:.0%} of the time for them")
+    if weights > max(decodes, made[LEASES]):
+        why = f"{generating.name} waits {made[WEIGHTS]:.0%} of the time for them, and loads them for {made[LOADS]:.0%}"
+        return Limit("new weights", why)
     if made[LEASES] > decodes:
         why = f"{waits}, {generating.name} {made[LEASES]:.0%} of it for leases"
         return Limit("taking turns", why)

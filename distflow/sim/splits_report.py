@@ -8,7 +8,7 @@ from typing import Any
 
 from distflow.sim.costs import CostSearch
 from distflow.sim.predict import LEFT_OUT
-from distflow.sim.report import SimulateWays, counted, of_other_gpus, shown_seconds
+from distflow.sim.report import SimulateWays, counted, shown_seconds
 from distflow.sim.splits import Candidate, SplitSearch, StalenessChoice, limit_of
 
 REFUSED = 3
@@ -53,7 +53,6 @@ def above(found: SplitSearch, ways: SimulateWays) -> list[str]:
         f"{counted(rule.devices, 'device')} between {rule.generating_pool} and {rule.training_pool}{each}; "
         f"max_staleness {bound}; {simulated} of {counted(len(found.candidates), 'split')} simulated, "
         f"{counted(found.steps, 'training step')} of each",
-        *of_other_gpus(ways.device, rule.engine, rule.generating_pool),
         "",
     ]
 

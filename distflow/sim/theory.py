@@ -74,6 +74,11 @@ class LengthMoments:
         share = 0.0 if total == 0.0 else min(1.0, between * between / (total * total))
         return cls(fmean(every), pstdev(every) / fmean(every), share, every)
 
+    @property
+    def before(self) -> float:
+        """Mean tokens of its response that a token has before it: E[L²] / (2·E[L])."""
+        return self.mean * (1.0 + self.cv**2) / 2
+
     def quantile(self, share: float) -> float:
         """The length that this share of all samples does not exceed."""
         return float(self.ordered[min(len(self.ordered) - 1, int(share * len(self.ordered)))])
@@ -182,11 +187,11 @@ def work_s(plan: Schedule, device: DeviceLatency, moments: LengthMoments) -> tup
 
     Long samples count more than by their number: a token has E[L²]/(2·E[L]) tokens of response before it, in the mean.
     """
-    count, squared = plan.prompts * plan.samples, 1.0 + moments.cv**2
+    count = plan.prompts * plan.samples
     pairs_s = device.train.pair_s * moments.mean**2 * moments.cv**2
     row_s = device.train.seconds([moments.mean + plan.prompt_tokens]) - device.train.latency_s
     train_s = plan.passes * count * (row_s + pairs_s)
-    pace = device.decode.seconds(plan.slots, plan.prompt_tokens + moments.mean * squared / 2) / plan.slots
+    pace = device.decode.seconds(plan.slots, plan.prompt_tokens + moments.before) / plan.slots
     return train_s, count * moments.mean * (pace + plan.environment_s(moments))
 
 

@@ -254,7 +254,7 @@ class SimulatedWorker:
             while turn.load or turn.abort:
                 if turn.load:
                     self.inbox.load(self)
-                    self.engine.stall(self.network.now, self.network.workload.swap_s)
+                    self.engine.change_weights(self.network.now, self.network.workload.swap_s)
                     self.fetched = False
                 if turn.abort:
                     self.engine.abort(turn.abort)

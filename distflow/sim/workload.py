@@ -16,7 +16,7 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.flow.memory import group_bytes
 from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
-from distflow.sim.latency import FORWARD, DecodeLatency, DeviceLatency
+from distflow.sim.latency import DecodeLatency, DeviceLatency
 from distflow.sim.lengths import Lengths
 from distflow.types import Uid
 
@@ -154,6 +154,10 @@ class Job:
     """Optimizer steps of a training step."""
     forwards: int = 0
     """Forward passes besides, as for old or reference log-probs, on the devices that train."""
+    recomputes: bool = False
+    """Activations are recomputed in the backward pass (`gradient_checkpointing`)."""
+    one_host: bool = False
+    """Weights reach engines through the memory of one host, over no link."""
     colocated: bool = False
     """Weights are handed over in place."""
     turns: SampleTurns = ONE_TURN
@@ -173,8 +177,8 @@ class DeviceWorkload:
     prefill_s: float = field(init=False)
     end_s: float = field(init=False)
     transfer_s: float = field(init=False)
-    turns: SampleTurns = field(init=False)
     """From publishing to when an engine can take a version."""
+    turns: SampleTurns = field(init=False)
     _kinds: dict[int, int] = field(default_factory=dict)
     _lengths: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
@@ -183,7 +187,7 @@ class DeviceWorkload:
         self.swap_s, self.turns = weights.swap_s, job.turns
         self.prefill_s = self.device.decode.prefill_s
         self.end_s = self.device.train.apply_s * job.updates + (0.0 if job.colocated else weights.publish_s)
-        self.transfer_s = 0.0 if job.colocated else weights.bytes / weights.link_bytes_s
+        self.transfer_s = 0.0 if job.colocated else weights.arrives_s(one_host=job.one_host)
 
     @property
     def quadratic(self) -> float:
@@ -236,11 +240,11 @@ class DeviceWorkload:
         return sum(self.lengths(position))
 
     def train_s(self, replica: int, positions: Sequence[int]) -> float:
-        """Micro-batch by micro-batch; a forward pass costs a third of one with its backward pass."""
+        """Micro-batch by micro-batch."""
         job, train = self.job, self.device.train
         rows = [row for position in positions for row in self.rows(position)]
         batches = max(1, round(sum(rows) / job.budget))
-        passes = job.epochs + job.forwards * FORWARD
+        passes = train.passes(job.epochs, job.forwards, recomputes=job.recomputes)
         return passes * (train.seconds(rows) + (batches - 1) * train.latency_s)
 
     def _draw(self, first: int) -> None:

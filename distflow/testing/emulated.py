@@ -21,7 +21,6 @@ from distflow.data.batch import Batch, Ragged, row_lengths
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores, TokenValues
 from distflow.sim.emulation import DrawnLengths, EmulatedBackendOptions, EmulatedEngineOptions
-from distflow.sim.latency import FORWARD
 from distflow.testing.fakes import candidates_of
 from distflow.types import SampleOutput, SampleRequest, Span, Version
 
@@ -234,7 +233,7 @@ class EmulatedBackend:
 
     def _forward(self, batch: Batch, *, grad: bool) -> Ragged:
         seconds = self._train.seconds(row_lengths(batch).tolist())
-        self._compute(seconds if grad else FORWARD * seconds)
+        self._compute(seconds if grad else self._train.passes(0, 1) * seconds)
         return batch.ragged("response_ids")
 
     def _compute(self, seconds: float) -> None:

@@ -177,7 +177,7 @@ def _optimize(
                 _placement(other, hosts)
             except HostsError as error:
                 raise RecipeError(error.problems) from error
-        return load_of(other, prompt_tokens=ways.prompt_tokens)
+        return _on_hosts(load_of(other, prompt_tokens=ways.prompt_tokens), hosts)
 
     trials = splits.Trials(rule, load_for, ways, given["steps"], lambda line: click.echo(line, err=True))
     found = splits.search(trials)
@@ -207,6 +207,11 @@ def _optimize(
         print_columns(splits_report.cost_table(found, costs))
         click.echo("\n".join(splits_report.below_costs(found, costs)))
     return 0
+
+
+def _on_hosts(load: Load, hosts: Sequence[Host]) -> Load:
+    """Whether weights cross links is known if the hosts are."""
+    return replace(load, one_host=len(hosts) == 1) if hosts else load
 
 
 def _hosts(path: Path | None, include: str | None, exclude: str | None) -> tuple[Host, ...]:

@@ -188,8 +188,9 @@ def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, 
 def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], ways: SimulateWays) -> Simulated:
     from distflow.flow.gpus import width
     from distflow.flow.recipe_check import plan_recipe
+    from distflow.flow.slots_fit import slots_fit
     from distflow.sim.predict import SimulateOptions, load_of, simulate
-    from distflow.sim.report import Simulated, of_cuts, of_other_gpus, of_own_devices
+    from distflow.sim.report import Simulated, of_cuts, of_other_gpus, of_own_devices, of_slots
     from distflow.sim.schedule_of import schedule_of, speed_up_of
     from distflow.sim.theory import LengthMoments, ideal_s, schedule
 
@@ -201,9 +202,11 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
     step = schedule_of(load, ways.device)
     model, ideal = schedule(step, ways.device, moments), ideal_s(step, ways.device, moments)
     maker = next(worker for worker in plan.workers if worker.name.pool == load.generating_pool)
+    fit, context = slots_fit(plan, maker), load.job.prompt_tokens + moments.before
     notes = [*of_own_devices(plan), *of_other_gpus(ways.device, width(maker), load.generating_pool)]
-    notes += of_cuts(load.job, ways, moments)
-    return Simulated(differing, prediction, model, ideal, speed_up_of(load, ways.device, moments), tuple(notes))
+    notes += [*of_cuts(load.job, ways, moments), *of_slots(fit, context, load.generating_pool)]
+    theory = speed_up_of(load, ways.device, moments)
+    return Simulated(differing, prediction, model, ideal, theory, tuple(notes), fit, context)
 
 
 def _show(found: Sequence[Simulated], ways: SimulateWays, outputs: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from distflow.data.metrics_merge import MetricsReader
 from distflow.data.rollout_count import ONE_MORE, GenerationLoad, other_count
 
-BOUND = GenerationLoad(training_waits=0.7, idle=0.0, generates=1.0, scores=0.0, slots=0.9, stale=True)
+BOUND = GenerationLoad(training_waits=0.7, idle=0.0, generates=1.0, scores=0.0, slots=0.9, batch=0.0, stale=True)
 """Generation is all that takes time."""
 METRICS = {
     "perf/trainer_idle_share": 0.7,
@@ -19,6 +19,7 @@ METRICS = {
     "perf/generate_share": 1.0,
     "perf/score_share": 0.0,
     "perf/slots_share": 0.9,
+    "perf/batch_share": 0.0,
     "staleness/max": 1.0,
 }
 
@@ -37,13 +38,30 @@ def test_no_more_is_gained_than_training_waits() -> None:
 
 def test_the_longest_samples_are_nobody_elses_to_take() -> None:
     assert replace(BOUND, slots=0.3).change(2, 3) == 0.0
-    assert replace(BOUND, slots=0.575).change(2, 3) == pytest.approx((2 / 3 - 1) / 2)
+    assert replace(BOUND, slots=0.55).change(2, 3) == pytest.approx((2 / 3 - 1) / 2)
     # But rewards are.
     assert replace(BOUND, slots=0.3, generates=0.4, scores=0.6).change(2, 3) == pytest.approx(0.6 * (2 / 3 - 1))
 
 
+def test_what_a_batch_adds_to_its_steps_is_shared_however_many_slots_there_are() -> None:
+    crowded = replace(BOUND, slots=0.1, batch=0.6)
+    assert crowded.change(2, 3) == pytest.approx(0.6 * (2 / 3 - 1))
+    assert replace(crowded, slots=0.01).change(2, 3) == crowded.change(2, 3)
+    assert crowded.change(3, 2) == pytest.approx(0.6 * (3 / 2 - 1))
+    # Of what full slots do not make others wait for.
+    assert replace(BOUND, batch=0.6).change(2, 3) == BOUND.change(2, 3)
+    assert replace(BOUND, slots=0.55, batch=0.6).change(2, 3) == pytest.approx((0.5 + 0.5 * 0.6) * (2 / 3 - 1))
+
+
+def test_slots_of_an_engine_that_loads_weights_are_no_work_for_others() -> None:
+    """A quarter of the time weights are loaded: slots are in use for 0.75 · 0.9 of it."""
+    loads = replace(BOUND, generates=0.75)
+    assert loads.change(2, 3) == pytest.approx(0.75 * (0.675 - 0.4) / 0.3 * (2 / 3 - 1))
+    assert replace(loads, idle=0.25).change(2, 3) == pytest.approx(0.75 * (2 / 3 - 1))
+
+
 def test_workers_that_are_ahead_can_be_done_without() -> None:
-    ahead = GenerationLoad(0.0, idle=0.5, generates=0.5, scores=0.0, slots=0.9, stale=True)
+    ahead = GenerationLoad(0.0, idle=0.5, generates=0.5, scores=0.0, slots=0.9, batch=0.0, stale=True)
     assert ahead.change(4, 3) == 0.0
     assert ahead.change(2, 1) == pytest.approx(0.0)
     assert ahead.change(4, 1) == pytest.approx(1.0)
@@ -67,7 +85,7 @@ def test_merged_metrics_have_it_for_each_training_step(tmp_path: Path) -> None:
 
     line("trainer-0", timing_s__step=2.0, perf__trainer_idle_share=0.7, staleness__max=1)
     for number in range(3):
-        shares = {"rollout_idle": 0.0, "generate": 1.0, "score": 0.0, "slots": 0.9}
+        shares = {"rollout_idle": 0.0, "generate": 1.0, "score": 0.0, "slots": 0.9, "batch": 0.0}
         line(f"rollout-{number}", **{f"perf__{name}_share": value for name, value in shares.items()})
     reader = MetricsReader(tmp_path)
     reader.read()
@@ -83,7 +101,7 @@ def test_merged_metrics_have_it_for_each_training_step(tmp_path: Path) -> None:
             {},
             2,
             "one more rollout is predicted to make training steps 33% shorter (in simulations, such predictions are 2% "
-            "off on average, and 13% at most): distflow scale mine rollout=3",
+            "off on average, and 14% at most): distflow scale mine rollout=3",
         ),
         (
             {"perf/trainer_idle_share": 0.06},

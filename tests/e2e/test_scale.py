@@ -136,9 +136,9 @@ EMULATED = (
     *SMALL,
     "layout=async",
     "layout.pools.rollout={count: 1, engine: 'distflow.testing.emulated:EmulatedEngine', slots: 16}",
-    "layout.pools.rollout.engine_options={device: h100-qwen2.5-7b, time_scale: 1.0, median: 30, sigma: 0.4}",
+    "layout.pools.rollout.engine_options={device: h200-torch-qwen2.5-1.5b, time_scale: 1.0, median: 30, sigma: 0.4}",
     "layout.pools.trainer.backend=distflow.testing.emulated:EmulatedBackend",
-    "layout.pools.trainer.backend_options={device: h100-qwen2.5-7b, time_scale: 0.02, size: 1024}",
+    "layout.pools.trainer.backend_options={device: h200-torch-qwen2.5-1.5b, time_scale: 0.02, size: 1024}",
     "flow.steps.sample.with.max_new_tokens=100",
     "run.training_steps=400",
 )

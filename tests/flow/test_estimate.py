@@ -20,6 +20,7 @@ from distflow.flow.plan import Plan
 from distflow.flow.plan_text import plan_data, render_page
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import model_size
+from distflow.flow.slots_fit import slots_fit
 from distflow.launch.deploy.placement import needs_here
 from tests.flow.conftest import TEACHER
 
@@ -185,6 +186,31 @@ def test_the_cache_is_what_the_engines_share_of_the_gpu_leaves() -> None:
     two = one(planned(*split, f"{rollout}.engine_options={{tensor_parallel_size: 2, gpu_memory_utilization: 0.3}}"))
     assert two.engine == size.weights // 2
     assert two.engine + two.kv <= 0.3 * 80 * GIB
+
+
+def test_it_tells_how_many_of_the_longest_samples_the_cache_holds_beside_the_slots() -> None:
+    plan = colocated_7b()
+    size = model_size(plan.recipe.models["policy"])
+    holds = (int(0.88 * 80 * GIB) - size.weights) // (17408 * size.kv_bytes)
+    page = render_page(plan, Capacity(None, (80 * GIB,) * 8))
+    assert f"SGLangEngine (256 slots, KV memory for {holds} samples of 17,408 tokens)" in page
+    assert f"warning: the 256 slots of an engine of worker are more than its KV memory for {holds} samples" in page
+    assert "on a GPU of 80.00 GiB: where samples get that long, some wait or are computed again" in page
+    assert f"— layout.pools.worker.slots={holds}, or leave it if most are shorter" in page
+    few = render_page(colocated_7b(f"{WORKER}.slots={holds}"), Capacity(None, (80 * GIB,) * 8))
+    assert f"SGLangEngine ({holds} slots, KV memory for {holds} samples" in few
+    assert "slots of an engine" not in few
+    rollout = "layout.pools.rollout"
+    two = planned(
+        "layout=split", SEVEN_B, f"{rollout}={{engine: sglang, device: cuda, engine_options: {{tensor_parallel: 2}}}}"
+    )
+    fit = slots_fit(two, two.workers[0])
+    assert fit is not None
+    assert fit.tokens == 2 * (int(0.88 * 80 * GIB) - size.weights // 2) // size.kv_bytes
+    # The cache of the torch engine is as large as its slots need.
+    torch = planned("layout=split", SEVEN_B, f"{rollout}.device=cuda")
+    assert slots_fit(torch, torch.workers[0]) is None
+    assert "KV memory" not in render_page(torch)
 
 
 def test_a_colocated_7b_fits_hosts_that_it_fits() -> None:

@@ -16,7 +16,9 @@ from distflow.sim.latency import load
 from distflow.sim.lengths import Lognormal
 from distflow.sim.predict import Load, Prediction, SimulateOptions, load_of, simulate
 
-DEVICE = load("h100-qwen2.5-7b")
+_SHIPPED = load("h100-qwen2.5-7b")
+DEVICE = replace(_SHIPPED, weights=replace(_SHIPPED.weights, swap_s=0.3, host_bytes_s=5e9))
+"""With weights that load as quickly as the steps here are short, which would wait for little else."""
 MOST = 10
 
 
@@ -47,11 +49,15 @@ def seen(found: Prediction, stale: bool, rng: random.Random, noise: float) -> St
     def shaken(share: float) -> float:
         return min(1.0, max(0.0, share * rng.gauss(1.0, noise)))
 
-    decodes = making.shares["decode"]
+    decodes, idle = (
+        making.shares["decode"] + making.shares["stalled"],
+        making.shares["leases"] + making.shares["weights"],
+    )
     assert making.slots_used is not None
-    slots = making.slots_used / max(1e-9, decodes + making.shares["stalled"])
+    assert making.batch_share is not None
+    slots = making.slots_used / max(1e-9, decodes)
     waits = shaken(training.shares["first"] + training.shares["later"])
-    run = GenerationLoad(waits, shaken(1.0 - decodes), shaken(decodes), 0.0, shaken(slots), stale)
+    run = GenerationLoad(waits, shaken(idle), shaken(decodes), 0.0, shaken(slots), making.batch_share, stale)
     return StepSeen(run, found.tokens_s * rng.gauss(1.0, noise))
 
 
@@ -96,9 +102,9 @@ def test_noise_does_not_make_it_go_to_and_fro(case: tuple[int, int, float], begi
         assert low - 1 <= counts[-1] <= high + 3, (counts, low, high)
 
 
-FULL = GenerationLoad(training_waits=0.6, idle=0.0, generates=1.0, scores=0.0, slots=0.9, stale=True)
-AHEAD = GenerationLoad(training_waits=0.0, idle=0.6, generates=0.4, scores=0.0, slots=0.5, stale=True)
-FIT = GenerationLoad(training_waits=0.0, idle=0.02, generates=0.98, scores=0.0, slots=0.8, stale=True)
+FULL = GenerationLoad(training_waits=0.6, idle=0.0, generates=1.0, scores=0.0, slots=0.9, batch=0.0, stale=True)
+AHEAD = GenerationLoad(training_waits=0.0, idle=0.6, generates=0.4, scores=0.0, slots=0.5, batch=0.0, stale=True)
+FIT = GenerationLoad(training_waits=0.0, idle=0.02, generates=0.98, scores=0.0, slots=0.8, batch=0.0, stale=True)
 
 
 def feed(scaler: Autoscaler, load: GenerationLoad, speed: float, steps: int) -> list[int]:

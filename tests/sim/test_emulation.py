@@ -146,7 +146,7 @@ def test_what_is_cut_off_says_so(device: str, waits: list[float]) -> None:
     assert waits
 
 
-@pytest.mark.parametrize(("link", "transfer"), [("host", 10.0), ("network", 100.0)])
+@pytest.mark.parametrize(("link", "transfer"), [("host", 10.0), ("network", 110.0)])
 def test_new_weights_take_their_way_unless_samples_run_meanwhile(
     device: str, waits: list[float], link: str, transfer: float
 ) -> None:

@@ -21,6 +21,15 @@ def test_shipped_models_name_their_sources_and_have_plausible_figures(name: str)
     assert model.decode.seconds(4096, 1000.0) > model.decode.seconds(64, 1000.0) > model.decode.seconds(64)
 
 
+@pytest.mark.parametrize("name", [name for name in latency.names() if name.startswith("h100-")])
+def test_shipped_models_of_cards_that_compute_alike_train_alike(name: str) -> None:
+    """The data sheets of both have 989 TFLOP/s, and the same host around them."""
+    one, other = latency.load(name), latency.load(name.replace("h100", "h200"))
+    assert (one.train.token_s, one.train.pair_s) == (other.train.token_s, other.train.pair_s)
+    assert one.weights == other.weights
+    assert other.train.apply_s <= one.train.apply_s <= 1.5 * other.train.apply_s
+
+
 def test_training_adds_tokens_pairs_and_the_batch_itself() -> None:
     model = latency.TrainLatency(token_s=2.0, pair_s=0.5, latency_s=1.0)
     assert model.seconds([1, 2]) == 1.0 + (2.0 + 0.5) + (4.0 + 2.0)

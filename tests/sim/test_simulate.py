@@ -20,9 +20,9 @@ from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group, run
 from distflow.sim import predict
 from distflow.sim.fluid_engine import FluidEngine, FluidSample, SampleTurns
-from distflow.sim.latency import DEVICES, DecodeLatency, DeviceLatency, TrainLatency, WeightLatency
+from distflow.sim.latency import DEVICES, DecodeLatency, DeviceCount, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, read_trace
-from distflow.sim.predict import Load, Prediction, SimulateOptions, load_of, simulate
+from distflow.sim.predict import Load, Prediction, SimulateOptions, load_of, on_one_host, simulate
 from distflow.sim.workload import Job
 from distflow.types import Version
 
@@ -135,17 +135,49 @@ def test_context_makes_each_step_longer_than_the_one_before() -> None:
 
 def test_a_step_without_staleness_is_the_sum_of_its_parts() -> None:
     """64 samples of 100 tokens in 2 · 32 slots: 1 s; the last group trained, update, weights over the link, swap."""
-    found = simulate(load_for(0), DEVICE, ALIKE, SimulateOptions(steps=4))
+    found = simulate(load_for(0, one_host=False), DEVICE, ALIKE, SimulateOptions(steps=4))
     train_s = 64 * 120 * 1e-4
-    parts = 1.0 + train_s + 0.5 + 0.25 + 1.0 + 0.1
+    parts = 1.0 + train_s + 0.5 + 0.25 + 1.0 + 0.05 + 0.1
     assert found.step_s == pytest.approx(parts, abs=0.1)
     assert found.staleness == {0: 1.0}
     generating, training = found.pools
     assert generating.shares["decode"] == pytest.approx(1.0 / parts, abs=0.05)
     assert training.shares["train"] == pytest.approx(train_s / parts, abs=0.05)
+    assert generating.shares["loads"] == pytest.approx(0.1 / parts, abs=0.01)
     assert training.shares["first"] == pytest.approx((1.0 + 1.0 + 0.1) / parts, abs=0.1)
     assert sum(generating.shares.values()) == pytest.approx(1.0, abs=0.01)
     assert sum(training.shares.values()) == pytest.approx(1.0, abs=0.01)
+
+
+def test_weights_cross_a_link_only_between_hosts() -> None:
+    """1 GB: 0.05 s out of a host's memory, and 1 s more over a link; 3 devices are on one host, 9 are not."""
+    near, far = (
+        simulate(load_for(0, one_host=here), DEVICE, ALIKE, SimulateOptions(steps=3)) for here in (True, False)
+    )
+    assert far.step_s - near.step_s == pytest.approx(1.0, abs=0.1)
+    assert (near.arrives_s, far.arrives_s) == (pytest.approx(0.05), pytest.approx(1.05))
+    assert [on_one_host(load_for(0, rollouts=n), DEVICE) for n in (7, 8)] == [True, False]
+    assert not on_one_host(load_for(0, rollouts=4, engine_gpus=2), DEVICE)
+    assert not on_one_host(load_for(0), replace(DEVICE, gpus=DeviceCount(engine=4)))
+    words = ["layout=async", "layout.pools.trainer.hosts=[gpu-1]"]
+    assert load_of(plan_recipe("quickstart", words, need_files=False)[1]).one_host is False
+
+
+def test_recomputed_activations_take_another_forward() -> None:
+    words = ["layout=async", "models.policy.gradient_checkpointing=true"]
+    assert load_of(plan_recipe("quickstart", words, need_files=False)[1]).job.recomputes
+    plain, again = (
+        simulate(replace(load, job=replace(load.job, recomputes=on)), DEVICE, ALIKE, SimulateOptions(steps=3))
+        for load in [load_for(0)]
+        for on in (False, True)
+    )
+    trained_s = [one.pools[1].shares["train"] * one.step_s for one in (plain, again)]
+    assert trained_s[1] / trained_s[0] == pytest.approx(4 / 3, rel=0.02)
+    # Of 3 parts a forward is one; a device that was measured with recomputation had 4.
+    measured = TrainLatency(1e-4, recomputed=True)
+    assert DEVICE.train.passes(2, 1, recomputes=True) == pytest.approx(2 * 4 / 3 + 1 / 3)
+    assert measured.passes(2, 1, recomputes=True) == pytest.approx(2 + 1 / 4)
+    assert measured.passes(1) == pytest.approx(3 / 4)
 
 
 def test_staleness_hides_what_does_not_bound_the_step() -> None:
@@ -260,10 +292,10 @@ def test_what_cannot_be_meant_is_refused(words: list[str], message: str) -> None
     ("old", "new", "message"),
     [
         ("sample_s", "samples_s", r"decode.samples_s means nothing in a latency model; did you mean 'sample_s'"),
-        ("floor_s: 0.0065", "floor_s: .inf", r"Expected `float` <= 3600.0 - at `\$.decode.floor_s`"),
-        ("floor_s: 0.0065", "floor_s: 3601", r"Expected `float` <= 3600.0 - at `\$.decode.floor_s`"),
-        ("link_bytes_s: 5.0e9", "link_bytes_s: 1e-9", r"Expected `float` >= 1.0 - at `\$.weights.link_bytes_s`"),
-        ("apply_s: 1.0", "apply_s: .inf", r"not a latency model: Expected `float` <= 3600.0 - at `\$.train.apply_s`"),
+        ("floor_s: 6.48e-03", "floor_s: .inf", r"Expected `float` <= 3600.0 - at `\$.decode.floor_s`"),
+        ("floor_s: 6.48e-03", "floor_s: 3601", r"Expected `float` <= 3600.0 - at `\$.decode.floor_s`"),
+        ("link_bytes_s: 5.0e+9", "link_bytes_s: 1e-9", r"Expected `float` >= 1.0 - at `\$.weights.link_bytes_s`"),
+        ("apply_s: 0.075", "apply_s: .inf", r"not a latency model: Expected `float` <= 3600.0 - at `\$.train.apply_s`"),
     ],
 )
 def test_what_no_latency_model_has_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -273,6 +305,25 @@ def test_what_no_latency_model_has_is_refused(tmp_path: Path, old: str, new: str
         CliRunner().invoke(
             group, ["simulate", "quickstart", "--device", str(file)], standalone_mode=False, catch_exceptions=False
         )
+
+
+def test_slots_are_shown_beside_what_the_memory_of_an_engine_holds() -> None:
+    sizes = "{model_type: qwen2, hidden_size: 3584, num_hidden_layers: 28, num_attention_heads: 28, "
+    sizes += "num_key_value_heads: 4, intermediate_size: 18944, max_position_embeddings: 32768}"
+    rollout = "layout.pools.rollout"
+    words = ["batch.prompts=64", "batch.samples_per_prompt=8", "--prompt-tokens", "8", "--lengths", "median=4,sigma=0"]
+    words += [f"models.policy.init={sizes}", f"{rollout}.engine=sglang", f"{rollout}.device=cuda:0"]
+    # 57,344 bytes of keys and values a token; 8 of the prompt and 2 of the response before the mean token.
+    few = [*words, f"{rollout}.slots=32", f"{rollout}.engine_options.memory_fraction=0.5"]
+    shown, data = invoke(*few), json.loads(invoke(*few, "--json"))
+    assert data["kv_samples"] > 32
+    assert f"of 32, KV memory for {data['kv_samples']} samples of the mean 10 tokens" in shown
+    assert "warning" not in shown
+    many = [*few[:-1], f"{rollout}.engine_options.memory_fraction=0.01"]
+    assert (
+        "warning: the 32 slots of an engine of rollout are more than its KV memory has room for samples (0 of"
+        in invoke(*many)
+    )
 
 
 @pytest.mark.parametrize(
@@ -329,9 +380,15 @@ def test_looking_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) ->
 
 def test_engines_of_several_gpus_are_not_taken_for_faster_ones() -> None:
     two = [f"layout.pools.rollout.{key}" for key in ("engine=sglang", "engine_options.tensor_parallel=2")]
-    for words in (["simulate", "quickstart"], ["plan", "quickstart", "layout=async", "--optimize"]):
-        shown = CliRunner().invoke(group, [*words, *two, "layout.pools.rollout.device=cuda:0", "--steps", "1"])
-        assert "rollout shares its model among 2 GPUs, and the times of NVIDIA H100 SXM 80 GB are of 1" in shown.output
+    words = ["quickstart", "layout=async", *two, "layout.pools.rollout.device=cuda:0", "--steps", "1"]
+    shown = CliRunner().invoke(group, ["simulate", *words])
+    assert (
+        "rollout has 2 GPUs, and the times of NVIDIA H100 SXM 80 GB are of 1: it is simulated as fast" in shown.output
+    )
+    assert "`distflow profile` measures a latency model of engines with 2 GPUs" in shown.output
+    refused = CliRunner().invoke(group, ["plan", *words, "--optimize"]).exception
+    assert "rollout shares its model among 2 GPUs, and the times of NVIDIA H100 SXM 80 GB are of 1" in str(refused)
+    assert "`distflow profile RECIPE -o mine.yaml`" in str(refused)
 
 
 def test_a_trace_of_lengths_is_read_or_refused(tmp_path: Path) -> None:
@@ -347,3 +404,14 @@ def test_a_trace_of_lengths_is_read_or_refused(tmp_path: Path) -> None:
 def test_it_starts_without_torch() -> None:
     program = "import sys, distflow.sim.report, distflow.sim.faults; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.5, 5.0])
+def test_rows_of_a_batch_share_its_latency_in_the_formulas_too(tmp_path: Path, latency_s: float) -> None:
+    file = tmp_path / "own.yaml"
+    text = (DEVICES / "h100-qwen2.5-7b.yaml").read_text()
+    file.write_text(text.replace("apply_s: 0.075", f"apply_s: 0.075, latency_s: {latency_s}"))
+    words = ["simulate", "quickstart", "layout=split", "--device", str(file), "--steps", "4", "--json"]
+    found = json.loads(CliRunner().invoke(group, words, standalone_mode=False).output)
+    assert found["ideal_s"] <= found["step_s"]
+    assert found["model_s"] == pytest.approx(found["step_s"], rel=0.6)

@@ -32,7 +32,9 @@ from distflow.sim.splits import (
 )
 from distflow.sim.theory import StepTimes
 
-DEVICE = load("h100-qwen2.5-7b")
+_SHIPPED = load("h100-qwen2.5-7b")
+DEVICE = replace(_SHIPPED, weights=replace(_SHIPPED.weights, swap_s=0.3, host_bytes_s=5e9))
+"""With weights that load as quickly as the steps here are short, which would wait for little else."""
 RECIPE = (
     "layout=async",
     "batch={prompts: 16, samples_per_prompt: 8, ledgers: 8}",
@@ -85,7 +87,10 @@ def test_devices_are_counted_by_the_plan_and_by_the_latency_model() -> None:
     assert split_rule(plan, large).devices == 2 * 4 + 8
     sglang = "layout.pools.rollout={engine: sglang, engine_options: {tensor_parallel: 2}, device: cuda}"
     _, wide = plan_recipe("quickstart", [*RECIPE, sglang], need_files=False)
-    assert (split_rule(wide, DEVICE).engine, split_rule(wide, DEVICE).devices) == (2, 5)
+    with pytest.raises(UserError, match=r"an engine of rollout shares its model among 2 GPUs, and the times of"):
+        split_rule(wide, DEVICE)
+    measured = replace(DEVICE, gpus=DeviceCount(engine=2))
+    assert (split_rule(wide, measured).engine, split_rule(wide, measured).devices) == (2, 5)
     with pytest.raises(UserError, match="8 devices are too few: a worker of rollout takes 4, and 1 of trainer 8"):
         split_rule(plan, large, 8)
     with pytest.raises(UserError, match="1 device is too few: .* give more with --hosts"):
@@ -161,6 +166,17 @@ def invoke(*words: str) -> str:
     done = CliRunner().invoke(group, [*arguments, *words])
     assert done.exit_code == 0, done.output
     return done.stdout
+
+
+def test_each_simulation_is_told_as_it_is_done() -> None:
+    _, plan = plan_recipe("quickstart", RECIPE, need_files=False)
+    told: list[str] = []
+    ways = SimulateWays(DEVICE, LENGTHS, "", None, 2, False)
+    trials = Trials(split_rule(plan, DEVICE), lambda split, stale: load_of(plan), ways, 2, told.append)
+    trials.simulate(trials.rule.present)
+    assert told[0].startswith("simulating 2 + 1, estimated to take ")
+    found = trials.known[trials.rule.present]
+    assert told[1:] == [f"2 + 1: {found.step_s:.1f} s a training step, limited by {limit_of(found).name}"]
 
 
 def test_the_command_proposes_words_that_can_be_typed() -> None:
