@@ -2,8 +2,9 @@
 
     python -m benchmarks.faults leases --seed 0 --count 10000       # leases, stealing, dealing, terms, weights
     python -m benchmarks.faults calls --seed 0 --count 10000        # calls of other pools
+    python -m benchmarks.faults agents --seed 0 --count 10000       # host agents: reports, silence, terms of training
 
-A scenario follows from its seed. It takes some hundredths of a second of one core, so run it with `nice` and in the
+A scenario follows from its seed. It takes 0.05 to 0.2 s of one core, so run it with `nice` and in the
 background. Every 500 scenarios it says how far it is.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +21,7 @@ from typing import get_args
 from distflow.config.schema import Schedule
 from distflow.sim.faults import Arithmetic, BrokenPromise, judge, scenario_of, variants
 from distflow.testing.call_faults import judge_calls
+from tests.launch import meshes, terms
 
 EVERY, COLLECT = 500, 100
 
@@ -39,7 +42,44 @@ def judge_leases(seed: int) -> BrokenPromise | None:
     return judge(seed, scenario_of(every[seed % len(every)], seed))
 
 
-JUDGES: dict[str, Callable[[int], BrokenPromise | None]] = {"leases": judge_leases, "calls": judge_calls}
+def judge_agents(seed: int) -> BrokenPromise | None:
+    """Host agents under random events: what they know of each other (one seed of ten), or the terms they agree on."""
+    rng = random.Random(f"{seed}/agents")
+    try:
+        if seed % 10:
+            _check_terms(rng)
+        else:
+            events = [(rng.choice(meshes.EVENTS), rng.randrange(64), rng.randrange(7)) for _ in range(rng.randrange(9))]
+            meshes.check_events(rng.randrange(10_000), rng.choice([0.0, 0.1]), events)
+    except Exception as error:  # Whatever a core raises is a fault of it.
+        return BrokenPromise(seed, f"{type(error).__name__}: {error}")
+    return None
+
+
+def _check_terms(rng: random.Random) -> None:
+    """Never two terms that train, and where nothing was killed and all hear each other again, one does."""
+    layout, harmless = rng.choice(terms.LAYOUTS), rng.random() < 0.5
+    critics = 0 if harmless else min(rng.randrange(3), len(layout) - 1)
+    world = terms.World(layout, shrinks=harmless or rng.random() < 0.5, seed=rng.randrange(10_000), critics=critics)
+    for _ in range(rng.randrange(15)):
+        kind, where, number = rng.choice(terms.EVENTS), rng.randrange(8), rng.randrange(256)
+        if not (harmless and kind in ("crash", "kill")):
+            world.happens(kind, where, number)
+            world.check()
+    if harmless:
+        world.happens("heal", 0, 0)
+        before = len(world.commits)
+        for _ in range(120):
+            world.second()
+        assert len(world.commits) > before, f"nothing trains: {[agent.pool.term for agent in world.agents]}"
+        world.check()
+
+
+JUDGES: dict[str, Callable[[int], BrokenPromise | None]] = {
+    "leases": judge_leases,
+    "calls": judge_calls,
+    "agents": judge_agents,
+}
 
 
 def main() -> int:

@@ -18,6 +18,12 @@ from distflow.launch.run.record import HostEntry
 SILENCE_S = 15.0
 TURN_S = 1.0
 """An agent's loop waits for so long at most."""
+KNOWN_S = 5.0
+"""Within so long all that live know of a death, and of a silence."""
+SETTLED_S = 10.0
+"""Within so long all that live have the same reports, whatever was lost before."""
+HOSTS = 20
+EVENTS = ("publish", "publish", "crash", "sleep", "wake", "restart", "join", "split", "heal", "cut")
 
 
 class Mesh:
@@ -133,3 +139,59 @@ class Mesh:
             for host, agent in self.agents.items()
             if host not in self.asleep
         }
+
+
+def split(mesh: Mesh, part: set[int]) -> None:
+    mesh.group = {host: int(host in part) for host in mesh.group}
+
+
+def near(agent: Gossip, now: float) -> set[int]:
+    """Hosts that have confirmed a pulse of this agent lately, and itself."""
+    return {agent.host, *(host for host in agent.others if agent.unseen_s(host, now) < SILENCE_S)}
+
+
+def happens(mesh: Mesh, kind: str, number: int) -> None:
+    host = sorted(mesh.agents)[number % len(mesh.agents)]
+    if kind in ("split", "heal", "cut"):
+        befalls_the_network(mesh, kind, host, number)
+    elif kind == "publish" and host not in mesh.asleep:
+        mesh.publish(host, reason=str(mesh.now))
+    elif kind == "crash" and len(mesh.agents) > HOSTS - 4:
+        mesh.wake(host)
+        del mesh.agents[host]
+    elif kind == "sleep" and len(mesh.asleep) < 4:
+        mesh.asleep.add(host)
+    elif kind == "wake":
+        for sleeping in sorted(mesh.asleep):
+            mesh.wake(sleeping)
+    elif kind == "restart" and host not in mesh.asleep:
+        mesh.restart(host)
+    elif kind == "join" and len(mesh.group) < HOSTS + 4:
+        mesh.join(len(mesh.group), knows=range(len(mesh.group)))
+
+
+def befalls_the_network(mesh: Mesh, kind: str, host: int, number: int) -> None:
+    if kind == "split":
+        split(mesh, {one for one in mesh.group if (one * 7 + number) % 5 < 2})
+    elif kind == "heal":
+        mesh.group, mesh.cut = dict.fromkeys(mesh.group, 0), set()
+    elif kind == "cut":
+        mesh.cut.add((host, (host + 1 + number) % HOSTS))
+
+
+def check_events(seed: int, loss: float, events: Iterable[tuple[str, int, int]]) -> None:
+    """Whatever happens, in the end all have the same reports, and only the dead are silent. Raises AssertionError."""
+    mesh = Mesh(HOSTS, seed, loss=loss, doubling=0.1, late_s=0.3)
+    for kind, number, seconds in events:
+        happens(mesh, kind, number)
+        mesh.run(seconds)
+    for kind in ("heal", "wake"):
+        happens(mesh, kind, 0)
+    mesh.loss = 0.0
+    mesh.run(2 * SETTLED_S)
+    assert len(mesh.serials()) == 1
+    dead = set(mesh.group) - mesh.agents.keys()
+    for host, agent in mesh.agents.items():
+        assert {other for other in agent.others if agent.unheard_s(other) >= KNOWN_S} == dead
+        assert near(agent, mesh.now) == set(mesh.agents)
+        assert agent.report(host) == agent.own

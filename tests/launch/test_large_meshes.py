@@ -24,14 +24,9 @@ from distflow.launch.cluster.gossip import FEW, Gossip
 from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.run.record import HostEntry, RunRecord, agent_name
 from tests.budget import within
-from tests.launch.meshes import SILENCE_S, Mesh
+from tests.launch import meshes
+from tests.launch.meshes import HOSTS, KNOWN_S, SETTLED_S, SILENCE_S, Mesh, check_events, near, split
 from tests.launch.real_meshes import LiveMesh
-
-KNOWN_S = 5.0
-"""Within so long all that live know of a death, and of a silence."""
-SETTLED_S = 10.0
-"""Within so long all that live have the same reports, whatever was lost before."""
-HOSTS = 20
 
 
 def settled(hosts: int = HOSTS, seed: int = 0, **network: float) -> Mesh:
@@ -42,52 +37,14 @@ def settled(hosts: int = HOSTS, seed: int = 0, **network: float) -> Mesh:
     return mesh
 
 
-def split(mesh: Mesh, part: set[int]) -> None:
-    mesh.group = {host: int(host in part) for host in mesh.group}
-
-
-def near(agent: Gossip, now: float) -> set[int]:
-    """Hosts that have confirmed a pulse of this agent lately, and itself."""
-    return {agent.host, *(host for host in agent.others if agent.unseen_s(host, now) < SILENCE_S)}
-
-
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["publish", "publish", "crash", "sleep", "wake", "restart", "join", "split", "heal", "cut"]),
+        st.sampled_from(meshes.EVENTS),
         st.integers(0, 63),
         st.integers(0, 6),
     ),
     max_size=8,
 )
-
-
-def happens(mesh: Mesh, kind: str, number: int) -> None:
-    host = sorted(mesh.agents)[number % len(mesh.agents)]
-    if kind in ("split", "heal", "cut"):
-        befalls_the_network(mesh, kind, host, number)
-    elif kind == "publish" and host not in mesh.asleep:
-        mesh.publish(host, reason=str(mesh.now))
-    elif kind == "crash" and len(mesh.agents) > HOSTS - 4:
-        mesh.wake(host)
-        del mesh.agents[host]
-    elif kind == "sleep" and len(mesh.asleep) < 4:
-        mesh.asleep.add(host)
-    elif kind == "wake":
-        for sleeping in sorted(mesh.asleep):
-            mesh.wake(sleeping)
-    elif kind == "restart" and host not in mesh.asleep:
-        mesh.restart(host)
-    elif kind == "join" and len(mesh.group) < HOSTS + 4:
-        mesh.join(len(mesh.group), knows=range(len(mesh.group)))
-
-
-def befalls_the_network(mesh: Mesh, kind: str, host: int, number: int) -> None:
-    if kind == "split":
-        split(mesh, {one for one in mesh.group if (one * 7 + number) % 5 < 2})
-    elif kind == "heal":
-        mesh.group, mesh.cut = dict.fromkeys(mesh.group, 0), set()
-    elif kind == "cut":
-        mesh.cut.add((host, (host + 1 + number) % HOSTS))
 
 
 @settings(max_examples=5)
@@ -96,20 +53,7 @@ def befalls_the_network(mesh: Mesh, kind: str, host: int, number: int) -> None:
 def test_whatever_happened_in_the_end_all_have_the_same_and_only_the_dead_are_silent(
     seed: int, loss: float, events: list[tuple[str, int, int]]
 ) -> None:
-    mesh = Mesh(HOSTS, seed, loss=loss, doubling=0.1, late_s=0.3)
-    for kind, number, seconds in events:
-        happens(mesh, kind, number)
-        mesh.run(seconds)
-    for kind in ("heal", "wake"):
-        happens(mesh, kind, 0)
-    mesh.loss = 0.0
-    mesh.run(2 * SETTLED_S)
-    assert len(mesh.serials()) == 1
-    dead = set(mesh.group) - mesh.agents.keys()
-    for host, agent in mesh.agents.items():
-        assert {other for other in agent.others if agent.unheard_s(other) >= KNOWN_S} == dead
-        assert near(agent, mesh.now) == set(mesh.agents)
-        assert agent.report(host) == agent.own
+    check_events(seed, loss, events)
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.1])
