@@ -17,7 +17,7 @@ import torch
 
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
-from distflow.weights.shm import ShmPublisher, ShmReader
+from distflow.weights.segments.shm import ShmPublisher, ShmReader
 
 GIB = 1 << 30
 

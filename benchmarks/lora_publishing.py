@@ -42,8 +42,8 @@ from distflow.weights.canary import canary_rows
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.segment_file import SEGMENTS
-from distflow.weights.shm import ShmPublisher, ShmReader, segment_prefix
+from distflow.weights.segments.segment_file import SEGMENTS
+from distflow.weights.segments.shm import ShmPublisher, ShmReader, segment_prefix
 from distflow.workers.models import outline, torch_dtype
 from distflow.workers.tokenizers import build_tokenizer
 from tests.learning.processes import Members

@@ -29,7 +29,7 @@ from distflow.runtime.weight_publisher import Canaries
 from distflow.testing.backend_contract import tiny_model
 from distflow.types import Version
 from distflow.weights.canary import canary_rows
-from distflow.weights.shm import ShmPublisher
+from distflow.weights.segments.shm import ShmPublisher
 from distflow.workers.backends.deepspeed_backend import GATHERED_BYTES
 from tests.learning.processes import together
 

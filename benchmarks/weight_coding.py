@@ -29,9 +29,9 @@ from pathlib import Path
 import torch
 
 from distflow.types import Version
-from distflow.weights.delta_chain import DeltaFile
-from distflow.weights.rounding import from_fp8, to_fp8
-from distflow.weights.shard_copies import PartCopies
+from distflow.weights.encodings.rounding import from_fp8, to_fp8
+from distflow.weights.shards.copies import PartCopies
+from distflow.weights.swarm.delta_chain import DeltaFile
 
 MIB = 1 << 20
 LOOK_S = 0.001

@@ -39,14 +39,14 @@ from distflow.config.schema import ModelConfig
 from distflow.flow.resolve import resolve
 from distflow.runtime.protocols import BackendSpec
 from distflow.types import Version
-from distflow.weights.delta import encode
-from distflow.weights.delta_chain import DeltaFile
-from distflow.weights.delta_fetch import make
+from distflow.weights.encodings.delta import encode
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads
-from distflow.weights.segment_file import SEGMENTS
-from distflow.weights.shm import HEADER_BYTES, AnnouncedSegment, ShmPublisher, segment_prefix
-from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.swarm_server import SwarmServer
+from distflow.weights.segments.segment_file import SEGMENTS
+from distflow.weights.segments.shm import HEADER_BYTES, AnnouncedSegment, ShmPublisher, segment_prefix
+from distflow.weights.swarm.delta_chain import DeltaFile
+from distflow.weights.swarm.delta_fetch import make
+from distflow.weights.swarm.reader import SwarmReader
+from distflow.weights.swarm.server import SwarmServer
 
 KINDS = {"full": 1, "delta": 1 << 30}
 """How versions are sent, each with the number of versions after which one crosses in full."""

@@ -40,6 +40,10 @@ ROOMS["agent"] = ROOMS["observe"] | {"observe"}
 ROOMS["deploy"] = ROOMS["agent"] | {"agent"}
 ROOMS["commands"] = ROOMS["deploy"] | {"deploy"}
 """Of launch, and what each may import of the others."""
+IN_WEIGHTS: dict[str, set[str]] = {"segments": set()}
+IN_WEIGHTS |= {"encodings": {"segments"}, "one_sided": {"segments"}, "shards": {"segments"}}
+IN_WEIGHTS["swarm"] = {"encodings", "one_sided", "segments"}
+"""The rooms of weights, which know of the files beside them, and what each may import of the others."""
 BARRED = {
     "cluster": {"os", "pathlib", "random", "socket", "subprocess", "threading", "time", "zmq"},
     "observe": {"multiprocessing", "subprocess"},
@@ -108,6 +112,23 @@ def test_rooms_of_launch_are_entered_one_way() -> None:
             target = inside[1] if top == "distflow" and inside[:1] == ["launch"] and len(inside) > 1 else None
             if top in BARRED.get(room, ()) or (target is not None and target not in ROOMS[room] | {room}):
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} must not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_of_weights_are_entered_one_way() -> None:
+    wrong = []
+    folder = ROOT / "distflow" / "weights"
+    for path in folder.rglob("*.py"):
+        room = path.relative_to(folder).parts[0]
+        allowed = IN_WEIGHTS.get(room, set()) | {room}
+        for line, module in imports(path):
+            parts = module.split(".")
+            target = parts[2] if parts[:2] == ["distflow", "weights"] and len(parts) > 2 else None
+            if room in IN_WEIGHTS and target in IN_WEIGHTS and target not in allowed:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} must not import {module}")
+            if path.parent == folder and target in IN_WEIGHTS:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {module} is behind it")
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(IN_WEIGHTS)
     assert not wrong, "\n".join(wrong)
 
 

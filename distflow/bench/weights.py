@@ -26,8 +26,8 @@ from distflow.bench.team import Team
 from distflow.bench.turns import Figures, Measurement, Turn, take_turns
 from distflow.bench.weights_parts import PartSetting
 from distflow.bench.weights_workers import WeightsSetting
-from distflow.weights.segment_file import SEGMENTS
-from distflow.weights.shm import segment_prefix
+from distflow.weights.segments.segment_file import SEGMENTS
+from distflow.weights.segments.shm import segment_prefix
 
 PUBLISHER = "publisher"
 STEPPER, FOLLOWER = "stepper", "follower"

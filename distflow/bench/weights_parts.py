@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import FileStore
 from distflow.bench.weights_workers import LOOPBACK, MODEL, TENSORS, TIMEOUT_S, WeightsSetting, obey
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
-from distflow.weights.shard_plan import Box, RankPart, TensorLayout, boxes_of, plan_pieces
-from distflow.weights.shard_transfer import HeldPart, ShardTransfer
-from distflow.weights.shm import ShmPublisher
-from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.swarm_server import SwarmServer
+from distflow.weights.segments.shm import ShmPublisher
+from distflow.weights.shards.plan import Box, RankPart, TensorLayout, boxes_of, plan_pieces
+from distflow.weights.shards.transfer import HeldPart, ShardTransfer
+from distflow.weights.swarm.reader import SwarmReader
+from distflow.weights.swarm.server import SwarmServer
 
 COLUMNS = 1024
 LR = 1e-6

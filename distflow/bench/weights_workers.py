@@ -20,11 +20,11 @@ from distflow.comm.traffic import Traffic
 from distflow.config.plugins import LIBRARIES, NIXL
 from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
-from distflow.weights.one_sided import ExposedMemory, NixlSetting, one_sided_reads
-from distflow.weights.segment_file import SEGMENTS
-from distflow.weights.shm import ShmPublisher, ShmReader
-from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.swarm_server import SwarmServer
+from distflow.weights.one_sided.reads import ExposedMemory, NixlSetting, one_sided_reads
+from distflow.weights.segments.segment_file import SEGMENTS
+from distflow.weights.segments.shm import ShmPublisher, ShmReader
+from distflow.weights.swarm.reader import SwarmReader
+from distflow.weights.swarm.server import SwarmServer
 from distflow.weights.transport import NamedTensors
 
 LOOPBACK = "127.0.0.1"

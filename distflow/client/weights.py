@@ -15,9 +15,9 @@ from distflow.errors import ChecksumError, Overtaken, UserError
 from distflow.types import Version
 from distflow.weights.client_requests import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights
 from distflow.weights.manifest import Manifest
-from distflow.weights.segment_file import memory_name
-from distflow.weights.shm import ShmReader
-from distflow.weights.swarm_reader import SwarmReader
+from distflow.weights.segments.segment_file import memory_name
+from distflow.weights.segments.shm import ShmReader
+from distflow.weights.swarm.reader import SwarmReader
 
 T = TypeVar("T")
 Replies = Mapping[str, Mapping[str, Any]]

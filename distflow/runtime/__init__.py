@@ -13,12 +13,12 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 | weights (weights/prefetch.py; readers  | fetches and checks a version, then   | its own condition: an announcement,  |
 | on hosts without a publisher)          | wakes the board                      | on the endpoint's thread             |
 | swarm-serve, -requests, -chunks        | chunks of weights for other hosts,   | sockets: readers; a queue: requests  |
-| (weights/chunk_server.py; publishers   | two for each connection              |                                      |
-| and readers)                           |                                      |                                      |
+| (weights/swarm/chunk_server.py;        | two for each connection              |                                      |
+| publishers and readers)                |                                      |                                      |
 | weights-sums, swarm-describe           | checksums or digests of a version,   | a queue: `publish`                   |
-| (weights/announcing.py; publishers)    | then announces it                    |                                      |
-| weights-memory (weights/shm.py)        | reserves it for versions to come     | nothing                              |
-| swarm-fetch (weights/swarm_link.py)    | receives and checks chunks           | a socket: publisher, other readers   |
+| (weights/swarm/announcing.py)          | then announces it                    |                                      |
+| weights-memory (weights/segments/)     | reserves it for versions to come     | nothing                              |
+| swarm-fetch (weights/swarm/link.py)    | receives and checks chunks           | a socket: publisher, other readers   |
 | consumers (disk.py)                    | lists clients' lossless consumers    | its own condition: an ask            |
 | checkpoint, model folders              | parts and COMMIT; Hugging Face       | a queue: `save`                      |
 | (checkpoint/writer_thread.py)          | folders                              |                                      |

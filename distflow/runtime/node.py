@@ -38,7 +38,7 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
-from distflow.weights.one_sided import NixlSetting
+from distflow.weights.one_sided.reads import NixlSetting
 
 Handler = Callable[[Message], None]
 AGENT_POOL = "agent"

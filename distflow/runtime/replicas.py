@@ -30,9 +30,9 @@ from distflow.runtime.assembly import Setting
 from distflow.runtime.groups import Agreements, MemberGroup, leave
 from distflow.runtime.node import Hosts, Node
 from distflow.types import WorkerName
-from distflow.weights.shard_conductor import FORM_S, ShardConductor
-from distflow.weights.shard_link import LinkSurroundings, ShardLink
-from distflow.weights.shard_messages import GO, GROUP, REPORT
+from distflow.weights.shards.conductor import FORM_S, ShardConductor
+from distflow.weights.shards.link import LinkSurroundings, ShardLink
+from distflow.weights.shards.messages import GO, GROUP, REPORT
 
 EVERYONE = "*"
 """Name of the group of all homes; that of a home's own replicas is the name of its pool."""

@@ -32,21 +32,21 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Hosts, Node
 from distflow.runtime.protocols import Backend
 from distflow.types import Version, WorkerName
-from distflow.weights.announcing import Announcing
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.client_requests import ASK_PUBLISHERS, ASK_WEIGHTS, AskedPublishers, AskedWeights, WaitingClients
+from distflow.weights.encodings.rounded_publisher import RoundedPublisher
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
-from distflow.weights.one_sided import ExposedMemory, one_sided_reads
+from distflow.weights.one_sided.reads import ExposedMemory, one_sided_reads
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.rounded_publisher import RoundedPublisher
-from distflow.weights.segment_file import memory_name
-from distflow.weights.shard_link import ShardLink
-from distflow.weights.shard_reader import ShardedReader
-from distflow.weights.shm import ShmPublisher, ShmReader
-from distflow.weights.swarm_reader import LOOPBACK, SwarmReader
-from distflow.weights.swarm_server import SwarmServer
+from distflow.weights.segments.segment_file import memory_name
+from distflow.weights.segments.shm import ShmPublisher, ShmReader
+from distflow.weights.shards.link import ShardLink
+from distflow.weights.shards.reader import ShardedReader
+from distflow.weights.swarm.announcing import Announcing
+from distflow.weights.swarm.reader import LOOPBACK, SwarmReader
+from distflow.weights.swarm.server import SwarmServer
 from distflow.weights.transport import WeightPublisher, WeightReader
 
 WEIGHTS = "weights"

@@ -19,7 +19,7 @@ from distflow.errors import ChecksumError, ProtocolError
 from distflow.types import Version
 from distflow.weights.canary import Canary
 from distflow.weights.one_sided_messages import RemoteMemory
-from distflow.weights.swarm import Content, SwarmPlace
+from distflow.weights.swarm_messages import Content, SwarmPlace
 
 CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16
@@ -30,7 +30,7 @@ _SEGMENT = re.compile(r"/dev/shm/distflow-[^/\0]{1,200}")
 DTYPE_BYTES = {"torch.float64": 8, "torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 """Types of published tensors, and the bytes of one value."""
 FP8 = "torch.float8_e4m3fn"
-"""The type of a tensor that was rounded for the network (distflow/weights/rounding.py)."""
+"""The type of a tensor that was rounded for the network (distflow/weights/encodings/rounding.py)."""
 BLOCK = 128
 """Values of such a tensor that share a scale, of one byte."""
 _PRECISIONS = {FP8: "fp8", **{dtype: dtype.removeprefix("torch.") for dtype in DTYPE_BYTES}}
@@ -47,7 +47,7 @@ class TensorEntry(Row, frozen=True):
 
 
 class Delta(Row, frozen=True):
-    """The bytes that make version `number` of version `base` (distflow/weights/delta.py), `size` in all."""
+    """The bytes that make version `number` of version `base` (distflow/weights/encodings/delta.py), `size` in all."""
 
     number: Whole
     base: Whole

@@ -2,7 +2,7 @@
 
 Regions are plain numbers (address, bytes, device): descriptors are made of them where they are used, since NIXL's own
 form of them on the wire is a pickle. An agent's metadata is not: fields with their lengths, one after the other, which
-NIXL reads in a process of its own (`one_sided_process.py`).
+NIXL reads in a process of its own (`one_sided/process.py`).
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from distflow.client import WeightSubscription
 from distflow.client import weights as weights_module
 from distflow.errors import ChecksumError, UserError
 from distflow.types import Version
-from distflow.weights import patience
 from distflow.weights.client_requests import ASK_PUBLISHERS, ASK_WEIGHTS
 from distflow.weights.manifest import Manifest
-from distflow.weights.segment_file import SEGMENTS
+from distflow.weights.segments.segment_file import SEGMENTS
+from distflow.weights.swarm import patience
 from tests.polling import WAIT_S
 from tests.weights.swarm_kit import Host
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.types import Completion
-from distflow.weights import shard_transfer
+from distflow.weights.shards import transfer as shard_transfer
 
 AFTER = 3
 """Messages that it still takes."""

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from distflow.comm.message import WIRE_FORMAT, decode, decode_all, encode
 from distflow.errors import ProtocolError, ReplicaLost
-from distflow.weights.swarm import read_ask, read_indices, read_opening, read_peers
+from distflow.weights.swarm_messages import read_ask, read_indices, read_opening, read_peers
 from tests.messages.corpus import FOLDER, Example, examples
 from tests.messages.mutations import garbled, mutated
 from tests.messages.receivers import (

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from distflow.weights import one_sided_process
+from distflow.weights.one_sided import process as one_sided_process
 from distflow.weights.one_sided_messages import RemoteMemory
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from distflow.weights.chunk_plan import ChunkDealer, ChunkPlan
 from distflow.weights.manifest import CHUNK_BYTES
-from distflow.weights.patience import Patience
+from distflow.weights.swarm.chunk_plan import ChunkDealer, ChunkPlan
+from distflow.weights.swarm.patience import Patience
 
 STEP_S = 0.05
 TICK_S = 0.1

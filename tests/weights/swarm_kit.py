@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from distflow.types import Version
+from distflow.weights.encodings.rounded_publisher import RoundedPublisher
+from distflow.weights.encodings.rounding import Rounding
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
-from distflow.weights.one_sided import ExposedMemory
-from distflow.weights.rounded_publisher import RoundedPublisher
-from distflow.weights.rounding import Rounding
-from distflow.weights.segment_file import SEGMENTS
-from distflow.weights.shm import HEADER_BYTES, ShmPublisher, segment_prefix
-from distflow.weights.swarm import SwarmPlace
-from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.swarm_server import SwarmServer
+from distflow.weights.one_sided.reads import ExposedMemory
+from distflow.weights.segments.segment_file import SEGMENTS
+from distflow.weights.segments.shm import HEADER_BYTES, ShmPublisher, segment_prefix
+from distflow.weights.swarm.reader import SwarmReader
+from distflow.weights.swarm.server import SwarmServer
+from distflow.weights.swarm_messages import SwarmPlace
 from tests.polling import WAIT_S
 
 

@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.weights.chunk_plan import ChunkDealer, ChunkPlan, Want, ring_peers
+from distflow.weights.swarm.chunk_plan import ChunkDealer, ChunkPlan, Want, ring_peers
 
 SEED = 0
 """Number of each reader's connection to the publisher; the others are 1 + the other reader."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from distflow.weights import swarm_client
 from distflow.weights.manifest import coding_threads
-from distflow.weights.swarm import Opening, SwarmPlace
-from distflow.weights.swarm_client import SwarmClient
+from distflow.weights.swarm import client as swarm_client
+from distflow.weights.swarm.client import SwarmClient
+from distflow.weights.swarm_messages import Opening, SwarmPlace
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (8, 4), (32, 4), (96, 12), (128, 16), (384, 16)])

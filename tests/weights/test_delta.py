@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.errors import ProtocolError
-from distflow.weights import delta
-from distflow.weights.delta import Kind, apply_part, encode, encode_part, parts_of
-from distflow.weights.delta_chain import DeltaFile
+from distflow.weights.encodings import delta
+from distflow.weights.encodings.delta import Kind, apply_part, encode, encode_part, parts_of
 from distflow.weights.manifest import CHUNK_BYTES, digests
+from distflow.weights.swarm.delta_chain import DeltaFile
 
 
 def applied(part: bytes, base: bytes) -> bytes:

@@ -16,10 +16,11 @@ import pytest
 
 from distflow.errors import ChecksumError, Overtaken
 from distflow.flow.sizes import PINNED, PUBLISHED
-from distflow.weights import one_sided, one_sided_core
 from distflow.weights.manifest import Manifest
-from distflow.weights.one_sided import ExposedMemory, NixlProcess, NixlSetting, OneSidedReads
-from distflow.weights.swarm_reader import SwarmReader
+from distflow.weights.one_sided import core as one_sided_core
+from distflow.weights.one_sided import reads as one_sided
+from distflow.weights.one_sided.reads import ExposedMemory, NixlProcess, NixlSetting, OneSidedReads
+from distflow.weights.swarm.reader import SwarmReader
 from tests.polling import WAIT_S
 from tests.weights.swarm_kit import Host, flip, holds, left_of, new_tag
 

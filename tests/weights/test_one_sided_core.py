@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from distflow.errors import ProtocolError
 from distflow.types import Version
-from distflow.weights.host_segments import HostSegments
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
-from distflow.weights.one_sided import net_devices
-from distflow.weights.one_sided_core import IN_FLIGHT, MOST_PAUSE, PIECE_CHUNKS, Pauses, PieceReads
+from distflow.weights.one_sided.core import IN_FLIGHT, MOST_PAUSE, PIECE_CHUNKS, Pauses, PieceReads
+from distflow.weights.one_sided.reads import net_devices
 from distflow.weights.one_sided_messages import MOST_METADATA, RemoteMemory
-from distflow.weights.swarm import SwarmPlace
+from distflow.weights.segments.host_segments import HostSegments
+from distflow.weights.swarm_messages import SwarmPlace
 from tests.weights.swarm_kit import new_tag
 
 PIECE = PIECE_CHUNKS * CHUNK_BYTES

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import Overtaken, UserError
-from distflow.weights import patience, private_segments, swarm_client
 from distflow.weights.manifest import CHUNK_BYTES
-from distflow.weights.private_segments import PrivateSegments
-from distflow.weights.swarm_reader import SwarmReader
+from distflow.weights.swarm import client as swarm_client
+from distflow.weights.swarm import patience, private_segments
+from distflow.weights.swarm.private_segments import PrivateSegments
+from distflow.weights.swarm.reader import SwarmReader
 from tests.polling import WAIT_S
 from tests.weights.swarm_kit import Host, Proxy, holds, new_reader, new_tag
 from tests.weights.test_swarm_readers import SIZE, fetch_together

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from distflow.types import Version
-from distflow.weights.page_lock import PageLock
-from distflow.weights.shm import ShmPublisher, ShmReader
+from distflow.weights.segments.page_lock import PageLock
+from distflow.weights.segments.shm import ShmPublisher, ShmReader
 
 GPU = torch.device("cuda:0")
 pytestmark = [

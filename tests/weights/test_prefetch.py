@@ -14,7 +14,7 @@ from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.shm import ShmReader
+from distflow.weights.segments.shm import ShmReader
 from tests.polling import WAIT_S, eventually
 from tests.weights.swarm_kit import Host, new_reader, weights
 

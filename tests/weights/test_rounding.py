@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from distflow.weights.encodings.rounding import _PIECE, _TURN, from_fp8, restored, rounded, to_fp8
 from distflow.weights.manifest import BLOCK, FP8, TensorEntry
-from distflow.weights.rounding import _PIECE, _TURN, from_fp8, restored, rounded, to_fp8
 
 
 def there_and_back(values: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import pytest
 from distflow.errors import UserError
 from distflow.types import Version
 from distflow.weights.manifest import Manifest, TensorEntry
-from distflow.weights.shard_conductor import AGAIN_S, FORM_S, SETTLE_S, SILENT_S, WAIT_S, ShardConductor, ShardMessage
-from distflow.weights.shard_messages import GO, GROUP, HeldRange, ShardReport
+from distflow.weights.shards.conductor import AGAIN_S, FORM_S, SETTLE_S, SILENT_S, WAIT_S, ShardConductor, ShardMessage
+from distflow.weights.shards.messages import GO, GROUP, HeldRange, ShardReport
 
 TRAINERS, READERS = ("trainer/0", "trainer/1"), ("rollout/0", "rollout/1")
 ROWS = 6

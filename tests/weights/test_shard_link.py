@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
-from distflow.weights.shard_conductor import ShardConductor
-from distflow.weights.shard_copies import PartCopies
-from distflow.weights.shard_link import LinkSurroundings, ShardLink
+from distflow.weights.shards.conductor import ShardConductor
+from distflow.weights.shards.copies import PartCopies
+from distflow.weights.shards.link import LinkSurroundings, ShardLink
 from distflow.weights.transport import NamedTensors
 from tests.polling import WAIT_S
 from tests.weights.swarm_kit import SummingPublisher, new_tag

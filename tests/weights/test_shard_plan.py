@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.weights import shard_plan
-from distflow.weights.shard_plan import Box, RankPart, TensorLayout, boxes_of, plan_pieces
+from distflow.weights.shards import plan as shard_plan
+from distflow.weights.shards.plan import Box, RankPart, TensorLayout, boxes_of, plan_pieces
 from tests.budget import within
 
 

@@ -13,7 +13,7 @@ import torch
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.shard_reader import HOLD_S, ShardedReader
+from distflow.weights.shards.reader import HOLD_S, ShardedReader
 
 
 def manifest(number: int, term: int = 0) -> Manifest:

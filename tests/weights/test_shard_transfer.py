@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distflow.weights import shard_plan, shard_transfer
-from distflow.weights.shard_plan import Box, RankPart, ShardPiece, TensorLayout, boxes_of, plan_pieces
-from distflow.weights.shard_transfer import HeldPart, ShardTransfer
+from distflow.weights.shards import plan as shard_plan
+from distflow.weights.shards import transfer as shard_transfer
+from distflow.weights.shards.plan import Box, RankPart, ShardPiece, TensorLayout, boxes_of, plan_pieces
+from distflow.weights.shards.transfer import HeldPart, ShardTransfer
 from tests.weights.weight_processes import Actor, Role, start
 
 TRAINERS, READERS = 2, 3

@@ -14,13 +14,13 @@ import xxhash
 from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.types import Version
-from distflow.weights import shm
-from distflow.weights.announcing import Announcing
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, checksums, verify
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.segment_file import SEGMENTS
-from distflow.weights.shm import AnnouncedSegment, ShmPublisher, ShmReader
+from distflow.weights.segments import shm
+from distflow.weights.segments.segment_file import SEGMENTS
+from distflow.weights.segments.shm import AnnouncedSegment, ShmPublisher, ShmReader
+from distflow.weights.swarm.announcing import Announcing
 from tests.polling import WAIT_S
 from tests.weights.swarm_kit import SummingPublisher
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.weights.manifest import CHUNK_BYTES
-from distflow.weights.patience import MISSING_S, MOST_PATIENCE_S, RETRY_S, TELL_S, Patience
+from distflow.weights.swarm.patience import MISSING_S, MOST_PATIENCE_S, RETRY_S, TELL_S, Patience
 from tests.weights.slow_site import SlowSite
 
 MBIT = 1e6 / 8

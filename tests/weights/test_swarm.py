@@ -18,13 +18,15 @@ from msgspec import structs
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.flow.sizes import PUBLISHED
 from distflow.types import Version
-from distflow.weights import chunk_server, patience, swarm_client, swarm_socket
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
-from distflow.weights.shm import HEADER_BYTES, AnnouncedSegment, ShmReader
-from distflow.weights.swarm import ChunkAsk, Opening, Secret, SwarmPlace, pack, read_ask, read_opening
-from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.swarm_server import SwarmServer
-from distflow.weights.swarm_socket import connect
+from distflow.weights.segments.shm import HEADER_BYTES, AnnouncedSegment, ShmReader
+from distflow.weights.swarm import chunk_server, patience
+from distflow.weights.swarm import client as swarm_client
+from distflow.weights.swarm import sockets as swarm_socket
+from distflow.weights.swarm.reader import SwarmReader
+from distflow.weights.swarm.server import SwarmServer
+from distflow.weights.swarm.sockets import connect
+from distflow.weights.swarm_messages import ChunkAsk, Opening, Secret, SwarmPlace, pack, read_ask, read_opening
 from tests.polling import WAIT_S, eventually
 from tests.weights.swarm_kit import Host, Proxy, flip, holds, left_of, new_reader, new_tag, weights
 

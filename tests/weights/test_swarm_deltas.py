@@ -12,12 +12,12 @@ from msgspec import structs
 from distflow.errors import Overtaken, ProtocolError
 from distflow.flow.sizes import PUBLISHED
 from distflow.types import Version
-from distflow.weights.delta_chain import DeltaFile, DeltaMemory
-from distflow.weights.held_version import HeldVersion
+from distflow.weights.encodings.rounding import Rounding
 from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
-from distflow.weights.rounding import Rounding
-from distflow.weights.shm import HEADER_BYTES, ShmReader
-from distflow.weights.swarm_reader import SwarmReader
+from distflow.weights.segments.shm import HEADER_BYTES, ShmReader
+from distflow.weights.swarm.delta_chain import DeltaFile, DeltaMemory
+from distflow.weights.swarm.held_version import HeldVersion
+from distflow.weights.swarm.reader import SwarmReader
 from tests.polling import eventually
 from tests.weights.swarm_kit import Host, left_of, new_reader, new_tag, newest_memory
 from tests.weights.test_swarm_readers import fetch_together

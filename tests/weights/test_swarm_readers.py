@@ -12,15 +12,17 @@ from msgspec import structs
 
 from distflow.errors import UserError
 from distflow.flow.sizes import FETCHED
-from distflow.weights import host_segments, swarm_client, swarm_socket
-from distflow.weights.chunk_server import ChunkServer
-from distflow.weights.held_version import HeldVersion
-from distflow.weights.host_segments import HostSegments
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
-from distflow.weights.segment_file import SEGMENTS
-from distflow.weights.shm import HEADER_BYTES, segment_prefix
-from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.swarm_socket import address_of, listen
+from distflow.weights.segments import host_segments
+from distflow.weights.segments.host_segments import HostSegments
+from distflow.weights.segments.segment_file import SEGMENTS
+from distflow.weights.segments.shm import HEADER_BYTES, segment_prefix
+from distflow.weights.swarm import client as swarm_client
+from distflow.weights.swarm import sockets as swarm_socket
+from distflow.weights.swarm.chunk_server import ChunkServer
+from distflow.weights.swarm.held_version import HeldVersion
+from distflow.weights.swarm.reader import SwarmReader
+from distflow.weights.swarm.sockets import address_of, listen
 from tests.polling import WAIT_S, eventually
 from tests.weights.swarm_kit import Host, Proxy, holds, left_of, new_reader, new_tag, newest_memory
 

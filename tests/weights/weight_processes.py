@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from distflow.types import Version
-from distflow.weights import shm
-from distflow.weights.host_segments import TURN, HostSegments
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
-from distflow.weights.private_segments import PrivateSegments
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.segment_file import SEGMENTS
-from distflow.weights.shm import ShmReader, segment_prefix
-from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.swarm_server import SwarmServer
+from distflow.weights.segments import shm
+from distflow.weights.segments.host_segments import TURN, HostSegments
+from distflow.weights.segments.segment_file import SEGMENTS
+from distflow.weights.segments.shm import ShmReader, segment_prefix
+from distflow.weights.swarm.private_segments import PrivateSegments
+from distflow.weights.swarm.reader import SwarmReader
+from distflow.weights.swarm.server import SwarmServer
 from tests.polling import WAIT_S
 from tests.weights.swarm_kit import SummingPublisher, holds, newest_memory, weights
 

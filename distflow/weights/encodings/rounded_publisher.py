@@ -7,9 +7,9 @@ from collections.abc import Callable
 from msgspec import structs
 
 from distflow.errors import Overtaken
+from distflow.weights.encodings.rounding import Rounding, rounded
 from distflow.weights.manifest import FP8, Manifest, TensorEntry
-from distflow.weights.rounding import Rounding, rounded
-from distflow.weights.shm import HEADER_BYTES, AnnouncedSegment, ShmPublisher, tensor_views
+from distflow.weights.segments.shm import HEADER_BYTES, AnnouncedSegment, ShmPublisher, tensor_views
 
 
 class RoundedPublisher:

@@ -7,12 +7,12 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 from distflow.flow.sizes import CHAINED
-from distflow.weights.chunk_plan import ChunkDealer
-from distflow.weights.chunk_server import ChunkServer
-from distflow.weights.delta import encode
-from distflow.weights.held_version import HeldVersion
+from distflow.weights.encodings.delta import encode
 from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
-from distflow.weights.shm import HEADER, HEADER_BYTES
+from distflow.weights.segments.shm import HEADER, HEADER_BYTES
+from distflow.weights.swarm.chunk_plan import ChunkDealer
+from distflow.weights.swarm.chunk_server import ChunkServer
+from distflow.weights.swarm.held_version import HeldVersion
 
 
 class DeltaFile:

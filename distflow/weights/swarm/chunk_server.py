@@ -19,8 +19,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from distflow.errors import ProtocolError
 from distflow.log import logger
-from distflow.weights.held_version import HeldVersion
-from distflow.weights.swarm import (
+from distflow.weights.swarm.held_version import HeldVersion
+from distflow.weights.swarm.sockets import HANDSHAKE_S, Refused, address_of, hang_up, listen, receive_for, take, welcome
+from distflow.weights.swarm_messages import (
     FRAME,
     LENGTH,
     MAX_ASK_BYTES,
@@ -37,7 +38,6 @@ from distflow.weights.swarm import (
     read_opening,
     seal_nonce,
 )
-from distflow.weights.swarm_socket import HANDSHAKE_S, Refused, address_of, hang_up, listen, receive_for, take, welcome
 
 CLOSE_S = 5.0
 ACCEPT_PAUSE_S = 0.5

@@ -36,8 +36,8 @@ from distflow.errors import ChecksumError, Overtaken, ProtocolError
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.types import Version
 from distflow.weights.manifest import FP8, Manifest, TensorEntry, checksums, verify
-from distflow.weights.page_lock import PageLock
-from distflow.weights.segment_file import SEGMENTS, map_shared, no_room, open_own, reserve, write
+from distflow.weights.segments.page_lock import PageLock
+from distflow.weights.segments.segment_file import SEGMENTS, map_shared, no_room, open_own, reserve, write
 from distflow.weights.transport import NamedTensors
 
 ALIGN = 64

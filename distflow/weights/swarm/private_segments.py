@@ -14,12 +14,12 @@ from typing import Any
 from distflow.errors import UserError
 from distflow.flow.sizes import FETCHED
 from distflow.types import Version
-from distflow.weights.chunk_server import ServerTraffic
-from distflow.weights.held_version import HeldVersion
-from distflow.weights.host_segments import SharedSegment
 from distflow.weights.manifest import Manifest
-from distflow.weights.shm import HEADER_BYTES
-from distflow.weights.swarm import SwarmPlace
+from distflow.weights.segments.host_segments import SharedSegment
+from distflow.weights.segments.shm import HEADER_BYTES
+from distflow.weights.swarm.chunk_server import ServerTraffic
+from distflow.weights.swarm.held_version import HeldVersion
+from distflow.weights.swarm_messages import SwarmPlace
 
 
 class PrivateSegments:

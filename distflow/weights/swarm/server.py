@@ -14,16 +14,16 @@ from msgspec import structs
 from distflow.errors import Overtaken
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.log import logger
-from distflow.weights.announcing import Announcing
-from distflow.weights.chunk_plan import ChunkDealer
-from distflow.weights.chunk_server import ChunkServer, ServerTraffic
-from distflow.weights.delta_chain import DeltaChain
-from distflow.weights.held_version import HeldVersion
+from distflow.weights.encodings.rounded_publisher import RoundedPublisher
 from distflow.weights.manifest import Manifest, digests
-from distflow.weights.one_sided import ExposedMemory
-from distflow.weights.rounded_publisher import RoundedPublisher
-from distflow.weights.shm import AnnouncedSegment
-from distflow.weights.swarm import SwarmPlace
+from distflow.weights.one_sided.reads import ExposedMemory
+from distflow.weights.segments.shm import AnnouncedSegment
+from distflow.weights.swarm.announcing import Announcing
+from distflow.weights.swarm.chunk_plan import ChunkDealer
+from distflow.weights.swarm.chunk_server import ChunkServer, ServerTraffic
+from distflow.weights.swarm.delta_chain import DeltaChain
+from distflow.weights.swarm.held_version import HeldVersion
+from distflow.weights.swarm_messages import SwarmPlace
 
 PIN_S = 3.0
 """After this long without a request, a version is no longer considered being read."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from distflow.comm.curve import KEY_HINT
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
-from distflow.weights.chunk_plan import ChunkPlan, ring_peers
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads
-from distflow.weights.patience import Patience
-from distflow.weights.swarm import ChunkAsk, Content, Opening, Says, SwarmPlace
-from distflow.weights.swarm_link import Landing, SwarmLink
-from distflow.weights.swarm_socket import Refused
+from distflow.weights.swarm.chunk_plan import ChunkPlan, ring_peers
+from distflow.weights.swarm.link import Landing, SwarmLink
+from distflow.weights.swarm.patience import Patience
+from distflow.weights.swarm.sockets import Refused
+from distflow.weights.swarm_messages import ChunkAsk, Content, Opening, Says, SwarmPlace
 
 CONNECTIONS = 4
 """At least, to the publisher, and to all other readers together: each has a thread that receives and hashes."""

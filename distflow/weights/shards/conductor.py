@@ -18,8 +18,8 @@ import msgspec
 
 from distflow.errors import UserError
 from distflow.weights.manifest import DTYPE_BYTES, Manifest, TensorEntry
-from distflow.weights.shard_messages import GO, GROUP, HeldRange, ShardGo, ShardGroup, ShardReport
-from distflow.weights.shard_plan import Box, RankPart, TensorLayout, boxes_of, plan_pieces
+from distflow.weights.shards.messages import GO, GROUP, HeldRange, ShardGo, ShardGroup, ShardReport
+from distflow.weights.shards.plan import Box, RankPart, TensorLayout, boxes_of, plan_pieces
 
 SETTLE_S = 1.0
 """Readers that come within this time are taken into one group."""

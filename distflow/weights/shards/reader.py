@@ -1,4 +1,4 @@
-"""A WeightReader that takes versions which come in parts (`shard_link.py`), and all others as announced.
+"""A WeightReader that takes versions which come in parts (`link.py`), and all others as announced.
 
 Every version is announced as if there were no group, and what announces it works always. A reader of a group waits a
 moment before it follows an announcement, for the same version to come in parts; if it does not, or not well, the

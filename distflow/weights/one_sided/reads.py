@@ -4,7 +4,7 @@ A version is announced as always, and with it where it lies. The reader of a hos
 process with NIXL read it into the segment of the host, checks each chunk by the digest from the announcement as pieces
 come, and leaves to the swarm what is late, lost or changed. The publisher has no part in a read: its own process has
 registered the segments. A read that was given up may still write, so its process is ended first, and until the kernel
-says that it has ended nobody uses the segment (`one_sided_process.py`).
+says that it has ended nobody uses the segment (`process.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distflow.comm.traffic import NIXL, Traffic
 from distflow.errors import ProtocolError
 from distflow.log import logger
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, intact_chunks
-from distflow.weights.one_sided_core import STILL_S, Pauses, PieceReads
+from distflow.weights.one_sided.core import STILL_S, Pauses, PieceReads
 from distflow.weights.one_sided_messages import (
     Answer,
     Attach,
@@ -44,9 +44,9 @@ from distflow.weights.one_sided_messages import (
     Ready,
     RemoteMemory,
 )
-from distflow.weights.shm import HEADER_BYTES
+from distflow.weights.segments.shm import HEADER_BYTES
 
-ENTRY = "distflow.weights.one_sided_process:run"
+ENTRY = "distflow.weights.one_sided.process:run"
 START_S = 15.0
 ANSWER_S = 5.0
 REGISTERED_BYTES_S = 1 << 30

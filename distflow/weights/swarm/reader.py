@@ -2,7 +2,7 @@
 
 A version for which the host has an older one may be made of that, by what has changed (`delta_fetch.py`). What a reader
 has fetched or made it serves to readers on other hosts. A reader outside the run does the same in memory of its own,
-and serves nobody. With `weights.link: nixl` it first reads it from the publisher's memory (`one_sided.py`).
+and serves nobody. With `weights.link: nixl` it first reads it from the publisher's memory (`one_sided/reads.py`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
-from distflow.weights.chunk_server import ChunkServer, ServerTraffic
-from distflow.weights.delta_fetch import DeltaFetch, make
-from distflow.weights.held_version import HeldVersion
-from distflow.weights.host_segments import HostSegments, SharedSegment
+from distflow.weights.encodings.rounding import restored
 from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, intact_chunks
-from distflow.weights.one_sided import OneSidedReads, StillWritten
-from distflow.weights.private_segments import NotServing, PrivateSegments
-from distflow.weights.rounding import restored
-from distflow.weights.shm import HEADER_BYTES, tensor_views
-from distflow.weights.swarm import Opening, SwarmPlace
-from distflow.weights.swarm_client import FetchRules, SwarmClient
+from distflow.weights.one_sided.reads import OneSidedReads, StillWritten
+from distflow.weights.segments.host_segments import HostSegments, SharedSegment
+from distflow.weights.segments.shm import HEADER_BYTES, tensor_views
+from distflow.weights.swarm.chunk_server import ChunkServer, ServerTraffic
+from distflow.weights.swarm.client import FetchRules, SwarmClient
+from distflow.weights.swarm.delta_fetch import DeltaFetch, make
+from distflow.weights.swarm.held_version import HeldVersion
+from distflow.weights.swarm.private_segments import NotServing, PrivateSegments
+from distflow.weights.swarm_messages import Opening, SwarmPlace
 from distflow.weights.transport import NamedTensors
 
 LOOK_S = 0.01

@@ -11,13 +11,13 @@ import numpy as np
 from distflow.errors import ProtocolError
 from distflow.log import logger
 from distflow.types import Version
-from distflow.weights.chunk_server import ChunkServer
-from distflow.weights.delta import apply_part, parts_of
-from distflow.weights.delta_chain import DeltaFile, DeltaMemory
-from distflow.weights.held_version import HeldVersion
+from distflow.weights.encodings.delta import apply_part, parts_of
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads, digest
-from distflow.weights.private_segments import NotServing
-from distflow.weights.swarm_client import FetchRules, SwarmClient
+from distflow.weights.swarm.chunk_server import ChunkServer
+from distflow.weights.swarm.client import FetchRules, SwarmClient
+from distflow.weights.swarm.delta_chain import DeltaFile, DeltaMemory
+from distflow.weights.swarm.held_version import HeldVersion
+from distflow.weights.swarm.private_segments import NotServing
 
 log = logger(__name__)
 

@@ -1,4 +1,4 @@
-"""What members of a group that moves weights in parts tell each other; one of them decides (`shard_conductor.py`)."""
+"""What members of a group that moves weights in parts tell each other; one of them decides (`conductor.py`)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from distflow.comm.curve import DEAD_LINK_MS
 from distflow.errors import ProtocolError
-from distflow.weights.swarm import GREETING, NONCE_BYTES, PROOF_BYTES, Secret, target_of
+from distflow.weights.swarm_messages import GREETING, NONCE_BYTES, PROOF_BYTES, Secret, target_of
 
 CONNECT_S = 1.0
 HANDSHAKE_S = 5.0

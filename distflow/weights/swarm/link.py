@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from distflow.errors import ProtocolError
 from distflow.log import logger
 from distflow.weights.manifest import CHUNK_BYTES, digest
-from distflow.weights.swarm import (
+from distflow.weights.swarm.sockets import connect, hang_up, receive_for
+from distflow.weights.swarm_messages import (
     FRAME,
     MOST_AT_ONCE,
     MOST_TOLD,
@@ -32,7 +33,6 @@ from distflow.weights.swarm import (
     read_peers,
     seal_nonce,
 )
-from distflow.weights.swarm_socket import connect, hang_up, receive_for
 
 STEP_S = 0.1
 """How often the thread that receives a chunk notes how much of it has come."""

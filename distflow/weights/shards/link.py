@@ -25,12 +25,12 @@ from distflow.errors import ChecksumError, ProtocolError, UserError
 from distflow.log import logger
 from distflow.types import Version
 from distflow.weights.manifest import Manifest, TensorEntry, verify
-from distflow.weights.shard_conductor import FORM_S, ShardConductor, ShardMessage, tensor_layouts
-from distflow.weights.shard_copies import HeldShard, PartCopies
-from distflow.weights.shard_messages import GROUP, REPORT, HeldRange, ShardGo, ShardGroup, ShardReport
-from distflow.weights.shard_plan import Box, ShardPiece, plan_pieces
-from distflow.weights.shard_transfer import HeldPart, ShardTransfer
-from distflow.weights.shm import tensor_views
+from distflow.weights.segments.shm import tensor_views
+from distflow.weights.shards.conductor import FORM_S, ShardConductor, ShardMessage, tensor_layouts
+from distflow.weights.shards.copies import HeldShard, PartCopies
+from distflow.weights.shards.messages import GROUP, REPORT, HeldRange, ShardGo, ShardGroup, ShardReport
+from distflow.weights.shards.plan import Box, ShardPiece, plan_pieces
+from distflow.weights.shards.transfer import HeldPart, ShardTransfer
 from distflow.weights.transport import NamedTensors
 
 STILL_S = 10.0

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from distflow.flow.sizes import PARTS_KEPT
 from distflow.types import Version
-from distflow.weights.shard_plan import boxes_of
-from distflow.weights.shard_transfer import HeldPart
+from distflow.weights.shards.plan import boxes_of
+from distflow.weights.shards.transfer import HeldPart
 
 _NONE = Version(-1, -1)
 Parts = dict[str, list[HeldPart]]

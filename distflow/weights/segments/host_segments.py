@@ -7,7 +7,7 @@ Readers agree by locks on files, which the kernel releases when a process ends, 
 - `…-swarm-t<term>-<n>`, a segment: held exclusively while it is written, shared by each reader that uses it. One that
   nobody holds is written next, unless it is the newest whole one, which is kept for readers on other hosts. There are
   FETCHED of them, unless a reader does not let go of an older one. A process that reads into it by NIXL
-  (`one_sided_process.py`) holds a record lock on it besides.
+  (`one_sided/process.py`) holds a record lock on it besides.
 
 A segment begins like a publisher's, with its version, or term −1 until all of its chunks have arrived and been checked.
 """
@@ -26,8 +26,8 @@ from distflow.flow.sizes import FETCHED
 from distflow.log import logger
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
-from distflow.weights.segment_file import SEGMENTS, open_own, reserve
-from distflow.weights.shm import HEADER, HEADER_BYTES, segment_prefix
+from distflow.weights.segments.segment_file import SEGMENTS, open_own, reserve
+from distflow.weights.segments.shm import HEADER, HEADER_BYTES, segment_prefix
 
 TURN = struct.Struct("<qqq")
 """Term and number of the version that is fetched, chunks of it that have arrived."""

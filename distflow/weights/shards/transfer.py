@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from distflow.comm.collective import interface_of
-from distflow.weights.shard_plan import Box, ShardPiece
+from distflow.weights.shards.plan import Box, ShardPiece
 
 BUNDLE_BYTES = 8 << 20
 WINDOW = 2

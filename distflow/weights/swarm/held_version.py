@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from distflow.weights.chunk_plan import ChunkDealer
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
-from distflow.weights.shm import HEADER, HEADER_BYTES
+from distflow.weights.segments.shm import HEADER, HEADER_BYTES
+from distflow.weights.swarm.chunk_plan import ChunkDealer
 
 
 class HeldVersion:

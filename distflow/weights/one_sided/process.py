@@ -36,7 +36,7 @@ from distflow.weights.one_sided_messages import (
     Ready,
     RemoteMemory,
 )
-from distflow.weights.segment_file import open_own
+from distflow.weights.segments.segment_file import open_own
 
 DEVICES, TRANSPORTS = "UCX_NET_DEVICES", "UCX_TLS"
 """The environment variables that say which network devices UCX uses, and listens on, and which transports. Where they

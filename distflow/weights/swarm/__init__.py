@@ -1,0 +1,1 @@
+"""Weights across hosts: chunks of a version from whoever holds them, each checked by its digest."""
