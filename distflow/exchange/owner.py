@@ -7,8 +7,7 @@ and composes the messages. No clock, no socket: `handle`, `tick`, `take`, `advan
 State of an owner: it is at version v, with training step v *open*. Asks are answered at once while a ledger is
 leasable, otherwise refused or parked, and answered evenly as soon as something is leasable again. The
 step is *closed* when its set has arrived in all own ledgers, and *complete* when all of it is taken; then
-`advance(v + 1)` opens the next. At v = T (or after `finish`) every report is answered with Finished until the worker
-says Bye.
+`advance(v + 1)` opens the next. At v = T (or after `finish`) every report is answered with Finished until Bye comes.
 
 Example (one ledger, b = 2, s = 0, T = 1):
     Ask(groups=3)            -> Grant of k 0, 1            the gate allows (v + 1 + s)·b = 2
@@ -373,9 +372,9 @@ class OwnerCore:
         return self._grant_message(peer, number, entries)
 
     def _grant_message(self, peer: Peer, number: int, entries: Sequence[Entry]) -> Outgoing:
-        leases, ask = tuple([entry.to_grant() for entry in entries]), peer.unconfirmed[number].ask
-        step = max((entry.step for entry in entries), default=self.version)
-        return self._to(peer, Grant(self.name, self.term, peer.incarnation, number, ask, leases, step))
+        about = (self.name, self.term, peer.incarnation, number, peer.unconfirmed[number].ask)
+        step = max((entry.step for entry in entries), default=0)
+        return self._to(peer, Grant(*about, tuple([entry.to_grant() for entry in entries]), step))
 
     # -- announcements
     def _announce_closed(self) -> list[Outgoing]:

@@ -77,7 +77,12 @@ class AskWalk:
         self._unanswered = 0
         self._wait = settings.park_s
         self._due = 0.0
-        self._forget_steps()
+        self._home_step = -1
+        """For which the home owner leased last."""
+        self._looks = False
+        """Whether to try another owner before the home one."""
+        self._behind: int | None = None
+        """An owner that leases for an earlier step than the home one."""
 
     def begin(self, owners: Sequence[int], now: float) -> None:
         """Start to ask: an owner that leases for an earlier step than the home one, or looking for such a one; else the
@@ -110,7 +115,7 @@ class AskWalk:
         """The list of owners has changed: no ask is in flight, and the next one begins at `home`."""
         self.end()
         self._home = home
-        self._forget_steps()
+        self._home_step, self._looks, self._behind = -1, False, None
 
     def is_answer(self, owner: int, number: int) -> bool:
         """Whether a grant or refusal of this owner answers the current ask."""
@@ -155,14 +160,6 @@ class AskWalk:
         """Move the ask to the next owner of this round, or begin another round."""
         left = [owner for owner in self._ahead if owner in owners]
         self._put_to_next(left or self._others(self.owner, owners) or list(owners), now)
-
-    def _forget_steps(self) -> None:
-        self._home_step = -1
-        """For which the home owner leased last."""
-        self._looks = False
-        """Whether to try another owner before the home one."""
-        self._behind: int | None = None
-        """An owner that leases for an earlier step than the home one."""
 
     def _others(self, but: int | None, owners: Sequence[int]) -> list[int]:
         others = [owner for owner in owners if owner != but]

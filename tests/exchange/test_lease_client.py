@@ -369,7 +369,7 @@ def test_leases_that_are_taken_back_before_they_started_are_asked_for_again() ->
 
 
 def test_owners_that_lease_for_an_earlier_step_are_asked_first() -> None:
-    """The home owner goes on to step 1; the other one, which nobody else asks, is asked until it does, and once more."""
+    """The home owner goes on to step 1: the other one, which nobody else asks, is asked until it does."""
     holder, asked = new_holder(2, replace(SMALL, max_staleness=2)), []
     steps = {0: [0, 0, 1, 1, 2], 1: [0, 0, 1, 1, 2]}
     numbers = {0: 0, 1: 0}
