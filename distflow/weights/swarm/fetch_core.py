@@ -1,0 +1,414 @@
+"""What a reader decides while it fetches versions: a state machine without sockets, threads and clocks.
+
+It is told what happens on its connections and what time it is, and returns what to do: connect, ask, hang up, tell the
+readers that wait for what is on its way here. `client.py` has the sockets and threads around it, `distflow/sim/` has
+virtual time. Which chunk is asked of whom is for `chunk_plan.py`, how long to wait for `patience.py`.
+
+Wherever `now` is given, it is in seconds, of one clock that never goes back.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from distflow.comm.curve import KEY_HINT
+from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
+from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
+from distflow.weights.swarm.chunk_plan import ChunkPlan, ring_peers
+from distflow.weights.swarm.patience import Patience
+from distflow.weights.swarm_messages import ChunkAsk, Content, Says
+
+RECONNECT_S = 0.2
+BAN_S = 10.0
+"""After wrong chunks a reader is asked nothing for this long, the next time for twice as long, and so on: they may have
+come of a version that it was writing over."""
+ATTEMPTS = 3
+"""How often one chunk of the publisher, or chunks of one reader, may arrive with wrong bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Where the bytes of one chunk go, and their digest."""
+
+    data: memoryview
+    digest: bytes
+    trusted: bool
+    """Whether it counts from its first byte on, or only once it is right: its sender has sent wrong ones."""
+
+    @property
+    def right(self) -> bool:
+        """Whether the bytes that are there have the announced digest."""
+        return digest(self.data) == self.digest
+
+
+class Line:
+    """One connection to a holder of weights: what has come on it."""
+
+    def __init__(self, number: int, address: str, now: float) -> None:
+        self.number = number
+        self.address = address
+        self.heard_at = now
+        """When bytes came last."""
+        self.received = 0
+        """Bytes of chunks that somebody here wanted, and of those that are on their way; without wrong ones."""
+        self.over = False
+        """Whether it is lost; set by the core."""
+
+    def judge(self, landing: Landing, size: int, *, genuine: bool = True) -> bool:
+        """Whether a chunk that has come, in `size` bytes, is right; `genuine`: its seal is."""
+        right = genuine and landing.right
+        if right != landing.trusted:
+            self.received += size if right else -size
+        return right
+
+
+L = TypeVar("L", bound=Line)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask(Generic[L]):
+    """Send a request."""
+
+    line: L
+    ask: ChunkAsk
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp(Generic[L]):
+    """End a connection; `lost` is called once it is over."""
+
+    line: L
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Tell the readers that wait for this version of bytes that are on their way, by address."""
+
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something for the log."""
+
+    text: str
+    warns: bool = True
+
+
+Action = Ask[L] | HangUp[L] | Expect | Note
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A version to fetch."""
+
+    manifest: Manifest
+    into: Callable[[int], memoryview]
+    """Where a chunk's bytes go."""
+    arrived: Callable[[int], None]
+    """Called for each chunk that is there and right, but for those that were there before."""
+    no_progress_s: float
+    """After so long without a byte the fetch ends."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """The fetch under way."""
+
+    wanted: Wanted
+    plan: ChunkPlan
+    patience: Patience
+    error: Exception | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.wanted.manifest
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """What is wrong with an address."""
+
+    retry_at: float = 0.0
+    banned: int = 0
+    """How often it has sent wrong chunks."""
+    banned_until: float = 0.0
+
+    def ban(self, now: float) -> None:
+        """Ask nothing there for a while, each time for longer; of several connections the first one counts."""
+        if now >= self.banned_until:
+            self.banned_until = self.retry_at = now + BAN_S * 2**self.banned
+            self.banned += 1
+
+
+class FetchCore(Generic[L]):
+    """Fetches of the reader that serves at `own` ("": nowhere) from the swarm around one `publisher`, one at a time.
+
+    It has `connections` to the publisher, and as many to all other readers together, at least one to each of those that
+    it fetches from. They stay open between fetches: so the publisher knows which readers there are.
+    """
+
+    def __init__(self, publisher: str, own: str, connections: int) -> None:
+        self._publisher = publisher
+        self._own = own
+        self._connections = connections
+        self._lines: dict[int, L] = {}
+        self._connecting: list[str] = []
+        self._peers: tuple[str, ...] = ()
+        self._received = 0
+        """Bytes of chunks that came on connections that are over."""
+        self._trouble: dict[str, _Trouble] = {}
+        self._refused = False
+        self._job: _Job | None = None
+        self._closed = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the fetch under way has everything."""
+        return self._job is not None and self._job.plan.done
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the fetch under way has failed: Overtaken, ChecksumError, NoProgressError."""
+        return None if self._job is None or self._job.plan.done else self._job.error
+
+    @property
+    def ended(self) -> bool:
+        """Whether the fetch under way is over, well or not."""
+        return self.done or self.error is not None
+
+    @property
+    def lines(self) -> list[L]:
+        """The connections that are open."""
+        return list(self._lines.values())
+
+    def begin(self, wanted: Wanted, there: Collection[int], now: float) -> list[Action[L]]:
+        """Fetch a version; `there`: the chunks of it that are here already."""
+        count = wanted.manifest.chunks
+        start = zlib.crc32(self._own.encode()) % max(count, 1)
+        plan = ChunkPlan(count, start=start, there=there, deals=self._own != "")
+        self._job = _Job(wanted, plan, Patience(self._own, self._count(), now))
+        # A fetch that ended early has hung up itself: only connections that fail wait before the next attempt.
+        self._trouble.pop(self._publisher, None)
+        return [action for line in self.lines for action in self._join(self._job, line)]
+
+    def end(self) -> list[Action[L]]:
+        """What comes from now on is for nobody. A fetch that has failed gives up its connections."""
+        done, self._job = self.done, None
+        return [] if done else self._hang_up()
+
+    def close(self) -> list[Action[L]]:
+        """Hang up everywhere, for good."""
+        self._closed = True
+        return self._hang_up()
+
+    def connect(self, now: float) -> str | None:
+        """The address of the next connection to make, of those that are missing; `opened` or `failed` answers it."""
+        if self._closed or self._job is None or self._job.plan.done:
+            return None
+        there = [*self._connecting, *(line.address for line in self._lines.values())]
+        for address, wanted in self._places(now):
+            if there.count(address) < wanted and self._usable(address, now):
+                self._connecting.append(address)
+                return address
+        return None
+
+    def opened(self, line: L) -> list[Action[L]]:
+        """A connection is there."""
+        self._connecting.remove(line.address)
+        if line.over:
+            return []
+        if self._closed:
+            return [HangUp(line)]
+        self._lines[line.number] = line
+        return [] if self._job is None else self._join(self._job, line)
+
+    def failed(self, address: str, now: float, *, refused: bool) -> list[Action[L]]:
+        """A connection could not be made; `refused`: for another token."""
+        self._connecting.remove(address)
+        self._trouble.setdefault(address, _Trouble()).retry_at = now + RECONNECT_S
+        if refused and address == self._publisher and not self._refused:
+            # Not final: a proxy between the hosts may accept connections for a server that is not back yet.
+            self._refused = True
+            return [Note(f"{address} refused the connection for weight transfer — {KEY_HINT}")]
+        return []
+
+    def lost(self, line: L, now: float) -> list[Action[L]]:
+        """A connection is over; nothing more comes on it, and none of its landings is written to."""
+        line.over = True
+        if self._lines.pop(line.number, None) is not None:
+            self._received += line.received
+        trouble = self._trouble.setdefault(line.address, _Trouble())
+        trouble.retry_at = max(trouble.retry_at, now + RECONNECT_S)
+        if self._job is None:
+            return []
+        self._job.plan.leave(line.number)
+        return self._pump(self._job, self.lines)
+
+    def made(self, manifest: Manifest) -> list[Action[L]]:
+        """All of a version is here, though the publisher has not given it to this reader: that is told there."""
+        line = next((line for line in self._lines.values() if line.address == self._publisher), None)
+        return [] if line is None else [Ask(line, _ask("made", manifest))]
+
+    def tick(self, now: float, *, superseded: bool, closed: bool = False) -> list[Action[L]]:
+        """Look after the fetch, several times a second: end it if waiting longer is pointless, replace connections that
+        are stuck, ask elsewhere.
+
+        `superseded`: there is a newer version; `closed`: nobody waits for this one any more.
+        """
+        job = self._job
+        if job is None or job.plan.done:
+            return []
+        job.patience.received(self._count(), now)
+        told = job.patience.tells(now)
+        out: list[Action[L]] = [] if told is None or not self._own else [Expect(told)]
+        job.error = job.error or self._pointless(job, now, superseded=superseded, closed=closed)
+        if job.error is None:
+            out += [*self._replace(job, now), *self._urge(job, now)]
+        return out
+
+    # -- what comes
+    def landing(self, line: L, content: Content, chunk: int, size: int) -> Landing | None:
+        """Where a chunk goes that begins to arrive; None: nobody wants it. Raises ProtocolError."""
+        job = self._job
+        if job is None or content != job.manifest.content or not job.plan.begin(line.number, chunk):
+            return None
+        if size != min(CHUNK_BYTES, job.manifest.size - chunk * CHUNK_BYTES):
+            raise ProtocolError(f"chunk {chunk} of {job.manifest.title} in {size} bytes")
+        trouble = self._trouble.get(line.address)
+        trusted = trouble is None or not trouble.banned
+        return Landing(job.wanted.into(chunk), job.manifest.digest_of(chunk), trusted)
+
+    def landed(self, line: L, content: Content, chunk: int, now: float, *, right: bool) -> list[Action[L]]:
+        """A chunk with a landing has arrived."""
+        job = self._job
+        if job is None or job.error is not None or content != job.manifest.content:
+            return []
+        if right:
+            job.plan.right(line.number, chunk)
+            job.wanted.arrived(chunk)
+            return self._pump(job, [line])
+        return [*self._wrong(job, line, chunk, now), *self._pump(job, [line])]
+
+    def heard(self, line: L, says: Says, content: Content, chunk: int, chunks: tuple[int, ...]) -> list[Action[L]]:
+        """Something about chunks."""
+        job = self._job
+        if job is None or content != job.manifest.content or line.number not in job.plan.connections:
+            return []
+        if says is Says.GIVEN:
+            job.plan.given(line.number, chunks)
+            return []
+        if says is Says.HAVE:
+            job.plan.offers(line.number, chunks)
+        elif says is Says.DEALT:
+            job.plan.all_dealt(line.number)
+        elif says is Says.GONE and line.address == self._publisher:
+            job.error = Overtaken(f"{job.manifest.title}: overwritten by a newer version while it was fetched")
+        else:
+            job.plan.refused(line.number, chunk, gone=says is Says.GONE)
+        return self._pump(job, [line])
+
+    def coming(self, content: Content, counts: Mapping[str, int], now: float) -> None:
+        """Another reader says who has received how many bytes."""
+        if self._job is not None and content == self._job.manifest.content:
+            self._job.patience.heard(counts, now)
+
+    def met(self, peers: tuple[str, ...]) -> list[Action[L]]:
+        """The publisher says which readers there are."""
+        gone, self._peers = not set(self._peers) <= set(peers), peers
+        if not gone or self._job is None:
+            return []
+        # What they were given, and nobody else has, the publisher gives to whoever asks.
+        self._job.plan.urge(again=False)
+        return self._pump(self._job, self.lines)
+
+    # -- details
+    def _places(self, now: float) -> Iterator[tuple[str, int]]:
+        """Where to be connected to, and how often."""
+        yield self._publisher, self._connections
+        peers = ring_peers(self._own, [peer for peer in self._peers if peer != self._own and self._usable(peer, now)])
+        for peer in peers:
+            yield peer, max(1, self._connections // len(peers))
+
+    def _usable(self, address: str, now: float) -> bool:
+        trouble = self._trouble.get(address)
+        return trouble is None or now >= trouble.retry_at
+
+    def _join(self, job: _Job, line: L) -> list[Action[L]]:
+        """Use a connection for the fetch under way."""
+        seed = line.address == self._publisher
+        job.plan.join(line.number, seed=seed)
+        return [*([] if seed else [Ask(line, _ask("follow", job.manifest))]), *self._pump(job, [line])]
+
+    def _pump(self, job: _Job, lines: Iterable[L]) -> list[Action[L]]:
+        """Ask for what can be asked for now."""
+        out: list[Action[L]] = []
+        for line in lines:
+            want = job.plan.next(line.number) if line.number in job.plan.connections else None
+            if want is not None:
+                out.append(Ask(line, _ask(want.what, job.manifest, want.chunks, want.deals)))
+        return out
+
+    def _hang_up(self) -> list[Action[L]]:
+        return [HangUp(line) for line in self._lines.values()]
+
+    def _count(self) -> int:
+        """Bytes of chunks received so far."""
+        return self._received + sum(line.received for line in self._lines.values())
+
+    def _pointless(self, job: _Job, now: float, *, superseded: bool, closed: bool) -> Exception | None:
+        """Why waiting longer is."""
+        title, silence = job.manifest.title, job.patience.silence_s(now)
+        if closed:
+            return Overtaken(f"{title}: the reader was closed")
+        if job.patience.stalled(now) and superseded:
+            return Overtaken(f"{title}: no chunk from {self._publisher}, and there is a newer version")
+        if silence > job.wanted.no_progress_s:
+            why = KEY_HINT if self._refused else "is that host up and its port reachable?"
+            return NoProgressError(
+                f"{title} from {self._publisher}: no chunk for {silence:.0f} s, "
+                f"{job.plan.arrived} of {job.plan.count} arrived — {why}"
+            )
+        return None
+
+    def _replace(self, job: _Job, now: float) -> Iterator[Action[L]]:
+        """Hang up on those that owe chunks and send nothing."""
+        patience = job.patience
+        for line in self._lines.values():
+            quiet_s = now - max(line.heard_at, patience.moved_at)
+            if job.plan.waits_for(line.number) and quiet_s > patience.wait_s:
+                yield Note(f"{job.manifest.title}: nothing comes from {line.address}, connecting anew", warns=False)
+                yield HangUp(line)
+
+    def _urge(self, job: _Job, now: float) -> list[Action[L]]:
+        urge = job.patience.urges(now)
+        if urge is None:
+            return []
+        job.plan.urge(again=urge == "again")
+        return self._pump(job, self.lines)
+
+    def _wrong(self, job: _Job, line: L, chunk: int, now: float) -> list[Action[L]]:
+        what = (
+            f"{job.manifest.title}: chunk {chunk} of {job.plan.count} from {line.address} does not have the announced "
+            f"digest"
+        )
+        times = job.plan.wrong(line.number, chunk)
+        if times < ATTEMPTS:
+            return [Note(f"{what}; requesting it again")]
+        if line.address == self._publisher:
+            job.error = ChecksumError(f"{what}, {times} times — the link or the publisher's memory is corrupt")
+            return []
+        self._trouble.setdefault(line.address, _Trouble()).ban(now)
+        return [Note(f"{what}, nor had others from there; fetching from elsewhere"), HangUp(line)]
+
+
+def _ask(
+    what: Literal["deal", "want", "again", "follow", "made"],
+    manifest: Manifest,
+    chunks: tuple[int, ...] = (),
+    deals: int = 0,
+) -> ChunkAsk:
+    return ChunkAsk(what, manifest.model, *manifest.version, chunks, deals, manifest.base)
