@@ -11,7 +11,7 @@ from distflow.types import Version
 from distflow.weights.manifest import DIGEST_BYTES, Manifest, coding_threads
 from distflow.weights.swarm import client as swarm_client
 from distflow.weights.swarm.client import SwarmClient
-from distflow.weights.swarm.fetch_core import Wanted
+from distflow.weights.swarm.fetch_core import WantedVersion
 from distflow.weights.swarm_messages import Opening, SwarmPlace
 
 
@@ -30,6 +30,6 @@ def test_a_reader_receives_on_as_many_connections(
     made: list[str] = []
     monkeypatch.setattr(client, "_connect_to", made.append)
     manifest = Manifest("policy", Version(0, 1), "", 1, (), (), bytes(DIGEST_BYTES))
-    client._core.begin(Wanted(manifest, lambda chunk: memoryview(b""), lambda chunk: None, 1.0), (), 0.0)
+    client._core.begin(WantedVersion(manifest, lambda chunk: memoryview(b""), lambda chunk: None, 1.0), (), 0.0)
     client._connect()
     assert made == ["tcp://127.0.0.1:1"] * connections

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from distflow.log import logger
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads
-from distflow.weights.swarm.fetch_core import Action, Ask, Expect, FetchCore, HangUp, Landing, Wanted
+from distflow.weights.swarm.fetch_core import Action, Expect, FetchCore, HangUp, Landing, SendAsk, WantedVersion
 from distflow.weights.swarm.link import SwarmLink
 from distflow.weights.swarm.sockets import Refused
 from distflow.weights.swarm_messages import Content, Opening, Says, SwarmPlace
@@ -66,7 +66,7 @@ class SwarmClient:
         def into(chunk: int) -> memoryview:
             return memory[chunk * CHUNK_BYTES : min((chunk + 1) * CHUNK_BYTES, manifest.size)]
 
-        core, wanted = self._core, Wanted(manifest, into, arrived, rules.no_progress_s)
+        core, wanted = self._core, WantedVersion(manifest, into, arrived, rules.no_progress_s)
         with self._condition:
             out = core.begin(wanted, there, time.monotonic())
         try:
@@ -102,7 +102,7 @@ class SwarmClient:
 
     def _hang_up(self, out: Iterable[Action[SwarmLink]]) -> None:
         """Hang up, and wait until nothing more comes."""
-        links = [action.line for action in out if isinstance(action, HangUp)]
+        links = [action.link for action in out if isinstance(action, HangUp)]
         for link in links:
             link.close()
         for link in links:
@@ -112,10 +112,10 @@ class SwarmClient:
 
     def _do(self, out: Iterable[Action[SwarmLink]]) -> None:
         for action in out:
-            if isinstance(action, Ask):
-                action.line.ask(action.ask)
+            if isinstance(action, SendAsk):
+                action.link.ask(action.ask)
             elif isinstance(action, HangUp):
-                action.line.close()
+                action.link.close()
             elif not isinstance(action, Expect):
                 (log.warning if action.warns else log.info)("%s", action.text)
 

@@ -44,7 +44,7 @@ class Landing:
         return digest(self.data) == self.digest
 
 
-class Line:
+class ChunkLink:
     """One connection to a holder of weights: what has come on it."""
 
     def __init__(self, number: int, address: str, now: float) -> None:
@@ -65,14 +65,14 @@ class Line:
         return right
 
 
-L = TypeVar("L", bound=Line)
+L = TypeVar("L", bound=ChunkLink)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask(Generic[L]):
+class SendAsk(Generic[L]):
     """Send a request."""
 
-    line: L
+    link: L
     ask: ChunkAsk
 
 
@@ -80,7 +80,7 @@ class Ask(Generic[L]):
 class HangUp(Generic[L]):
     """End a connection; `lost` is called once it is over."""
 
-    line: L
+    link: L
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +98,11 @@ class Note:
     warns: bool = True
 
 
-Action = Ask[L] | HangUp[L] | Expect | Note
+Action = SendAsk[L] | HangUp[L] | Expect | Note
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedVersion:
     """A version to fetch."""
 
     manifest: Manifest
@@ -118,7 +118,7 @@ class Wanted:
 class _Job:
     """The fetch under way."""
 
-    wanted: Wanted
+    wanted: WantedVersion
     plan: ChunkPlan
     patience: Patience
     error: Exception | None = None
@@ -138,7 +138,7 @@ class _Trouble:
     banned_until: float = 0.0
 
     def ban(self, now: float) -> None:
-        """Ask nothing there for a while, each time for longer; of several connections the first one counts."""
+        """SendAsk nothing there for a while, each time for longer; of several connections the first one counts."""
         if now >= self.banned_until:
             self.banned_until = self.retry_at = now + BAN_S * 2**self.banned
             self.banned += 1
@@ -155,7 +155,7 @@ class FetchCore(Generic[L]):
         self._publisher = publisher
         self._own = own
         self._connections = connections
-        self._lines: dict[int, L] = {}
+        self._links: dict[int, L] = {}
         self._connecting: list[str] = []
         self._peers: tuple[str, ...] = ()
         self._received = 0
@@ -181,11 +181,11 @@ class FetchCore(Generic[L]):
         return self.done or self.error is not None
 
     @property
-    def lines(self) -> list[L]:
+    def links(self) -> list[L]:
         """The connections that are open."""
-        return list(self._lines.values())
+        return list(self._links.values())
 
-    def begin(self, wanted: Wanted, there: Collection[int], now: float) -> list[Action[L]]:
+    def begin(self, wanted: WantedVersion, there: Collection[int], now: float) -> list[Action[L]]:
         """Fetch a version; `there`: the chunks of it that are here already."""
         count = wanted.manifest.chunks
         start = zlib.crc32(self._own.encode()) % max(count, 1)
@@ -193,7 +193,7 @@ class FetchCore(Generic[L]):
         self._job = _Job(wanted, plan, Patience(self._own, self._count(), now))
         # A fetch that ended early has hung up itself: only connections that fail wait before the next attempt.
         self._trouble.pop(self._publisher, None)
-        return [action for line in self.lines for action in self._join(self._job, line)]
+        return [action for link in self.links for action in self._join(self._job, link)]
 
     def end(self) -> list[Action[L]]:
         """What comes from now on is for nobody. A fetch that has failed gives up its connections."""
@@ -209,22 +209,22 @@ class FetchCore(Generic[L]):
         """The address of the next connection to make, of those that are missing; `opened` or `failed` answers it."""
         if self._closed or self._job is None or self._job.plan.done:
             return None
-        there = [*self._connecting, *(line.address for line in self._lines.values())]
+        there = [*self._connecting, *(link.address for link in self._links.values())]
         for address, wanted in self._places(now):
             if there.count(address) < wanted and self._usable(address, now):
                 self._connecting.append(address)
                 return address
         return None
 
-    def opened(self, line: L) -> list[Action[L]]:
+    def opened(self, link: L) -> list[Action[L]]:
         """A connection is there."""
-        self._connecting.remove(line.address)
-        if line.over:
+        self._connecting.remove(link.address)
+        if link.over:
             return []
         if self._closed:
-            return [HangUp(line)]
-        self._lines[line.number] = line
-        return [] if self._job is None else self._join(self._job, line)
+            return [HangUp(link)]
+        self._links[link.number] = link
+        return [] if self._job is None else self._join(self._job, link)
 
     def failed(self, address: str, now: float, *, refused: bool) -> list[Action[L]]:
         """A connection could not be made; `refused`: for another token."""
@@ -236,22 +236,22 @@ class FetchCore(Generic[L]):
             return [Note(f"{address} refused the connection for weight transfer — {KEY_HINT}")]
         return []
 
-    def lost(self, line: L, now: float) -> list[Action[L]]:
+    def lost(self, link: L, now: float) -> list[Action[L]]:
         """A connection is over; nothing more comes on it, and none of its landings is written to."""
-        line.over = True
-        if self._lines.pop(line.number, None) is not None:
-            self._received += line.received
-        trouble = self._trouble.setdefault(line.address, _Trouble())
+        link.over = True
+        if self._links.pop(link.number, None) is not None:
+            self._received += link.received
+        trouble = self._trouble.setdefault(link.address, _Trouble())
         trouble.retry_at = max(trouble.retry_at, now + RECONNECT_S)
         if self._job is None:
             return []
-        self._job.plan.leave(line.number)
-        return self._pump(self._job, self.lines)
+        self._job.plan.leave(link.number)
+        return self._pump(self._job, self.links)
 
     def made(self, manifest: Manifest) -> list[Action[L]]:
         """All of a version is here, though the publisher has not given it to this reader: that is told there."""
-        line = next((line for line in self._lines.values() if line.address == self._publisher), None)
-        return [] if line is None else [Ask(line, _ask("made", manifest))]
+        link = next((link for link in self._links.values() if link.address == self._publisher), None)
+        return [] if link is None else [SendAsk(link, _ask("made", manifest))]
 
     def tick(self, now: float, *, superseded: bool, closed: bool = False) -> list[Action[L]]:
         """Look after the fetch, several times a second: end it if waiting longer is pointless, replace connections that
@@ -271,45 +271,45 @@ class FetchCore(Generic[L]):
         return out
 
     # -- what comes
-    def landing(self, line: L, content: Content, chunk: int, size: int) -> Landing | None:
+    def landing(self, link: L, content: Content, chunk: int, size: int) -> Landing | None:
         """Where a chunk goes that begins to arrive; None: nobody wants it. Raises ProtocolError."""
         job = self._job
-        if job is None or content != job.manifest.content or not job.plan.begin(line.number, chunk):
+        if job is None or content != job.manifest.content or not job.plan.begin(link.number, chunk):
             return None
         if size != min(CHUNK_BYTES, job.manifest.size - chunk * CHUNK_BYTES):
             raise ProtocolError(f"chunk {chunk} of {job.manifest.title} in {size} bytes")
-        trouble = self._trouble.get(line.address)
+        trouble = self._trouble.get(link.address)
         trusted = trouble is None or not trouble.banned
         return Landing(job.wanted.into(chunk), job.manifest.digest_of(chunk), trusted)
 
-    def landed(self, line: L, content: Content, chunk: int, now: float, *, right: bool) -> list[Action[L]]:
+    def landed(self, link: L, content: Content, chunk: int, now: float, *, right: bool) -> list[Action[L]]:
         """A chunk with a landing has arrived."""
         job = self._job
         if job is None or job.error is not None or content != job.manifest.content:
             return []
         if right:
-            job.plan.right(line.number, chunk)
+            job.plan.right(link.number, chunk)
             job.wanted.arrived(chunk)
-            return self._pump(job, [line])
-        return [*self._wrong(job, line, chunk, now), *self._pump(job, [line])]
+            return self._pump(job, [link])
+        return [*self._wrong(job, link, chunk, now), *self._pump(job, [link])]
 
-    def heard(self, line: L, says: Says, content: Content, chunk: int, chunks: tuple[int, ...]) -> list[Action[L]]:
+    def heard(self, link: L, says: Says, content: Content, chunk: int, chunks: tuple[int, ...]) -> list[Action[L]]:
         """Something about chunks."""
         job = self._job
-        if job is None or content != job.manifest.content or line.number not in job.plan.connections:
+        if job is None or content != job.manifest.content or link.number not in job.plan.connections:
             return []
         if says is Says.GIVEN:
-            job.plan.given(line.number, chunks)
+            job.plan.given(link.number, chunks)
             return []
         if says is Says.HAVE:
-            job.plan.offers(line.number, chunks)
+            job.plan.offers(link.number, chunks)
         elif says is Says.DEALT:
-            job.plan.all_dealt(line.number)
-        elif says is Says.GONE and line.address == self._publisher:
+            job.plan.all_dealt(link.number)
+        elif says is Says.GONE and link.address == self._publisher:
             job.error = Overtaken(f"{job.manifest.title}: overwritten by a newer version while it was fetched")
         else:
-            job.plan.refused(line.number, chunk, gone=says is Says.GONE)
-        return self._pump(job, [line])
+            job.plan.refused(link.number, chunk, gone=says is Says.GONE)
+        return self._pump(job, [link])
 
     def coming(self, content: Content, counts: Mapping[str, int], now: float) -> None:
         """Another reader says who has received how many bytes."""
@@ -323,7 +323,7 @@ class FetchCore(Generic[L]):
             return []
         # What they were given, and nobody else has, the publisher gives to whoever asks.
         self._job.plan.urge(again=False)
-        return self._pump(self._job, self.lines)
+        return self._pump(self._job, self.links)
 
     # -- details
     def _places(self, now: float) -> Iterator[tuple[str, int]]:
@@ -337,27 +337,27 @@ class FetchCore(Generic[L]):
         trouble = self._trouble.get(address)
         return trouble is None or now >= trouble.retry_at
 
-    def _join(self, job: _Job, line: L) -> list[Action[L]]:
+    def _join(self, job: _Job, link: L) -> list[Action[L]]:
         """Use a connection for the fetch under way."""
-        seed = line.address == self._publisher
-        job.plan.join(line.number, seed=seed)
-        return [*([] if seed else [Ask(line, _ask("follow", job.manifest))]), *self._pump(job, [line])]
+        seed = link.address == self._publisher
+        job.plan.join(link.number, seed=seed)
+        return [*([] if seed else [SendAsk(link, _ask("follow", job.manifest))]), *self._pump(job, [link])]
 
-    def _pump(self, job: _Job, lines: Iterable[L]) -> list[Action[L]]:
-        """Ask for what can be asked for now."""
+    def _pump(self, job: _Job, links: Iterable[L]) -> list[Action[L]]:
+        """SendAsk for what can be asked for now."""
         out: list[Action[L]] = []
-        for line in lines:
-            want = job.plan.next(line.number) if line.number in job.plan.connections else None
+        for link in links:
+            want = job.plan.next(link.number) if link.number in job.plan.connections else None
             if want is not None:
-                out.append(Ask(line, _ask(want.what, job.manifest, want.chunks, want.deals)))
+                out.append(SendAsk(link, _ask(want.what, job.manifest, want.chunks, want.deals)))
         return out
 
     def _hang_up(self) -> list[Action[L]]:
-        return [HangUp(line) for line in self._lines.values()]
+        return [HangUp(link) for link in self._links.values()]
 
     def _count(self) -> int:
         """Bytes of chunks received so far."""
-        return self._received + sum(line.received for line in self._lines.values())
+        return self._received + sum(link.received for link in self._links.values())
 
     def _pointless(self, job: _Job, now: float, *, superseded: bool, closed: bool) -> Exception | None:
         """Why waiting longer is."""
@@ -377,32 +377,32 @@ class FetchCore(Generic[L]):
     def _replace(self, job: _Job, now: float) -> Iterator[Action[L]]:
         """Hang up on those that owe chunks and send nothing."""
         patience = job.patience
-        for line in self._lines.values():
-            quiet_s = now - max(line.heard_at, patience.moved_at)
-            if job.plan.waits_for(line.number) and quiet_s > patience.wait_s:
-                yield Note(f"{job.manifest.title}: nothing comes from {line.address}, connecting anew", warns=False)
-                yield HangUp(line)
+        for link in self._links.values():
+            quiet_s = now - max(link.heard_at, patience.moved_at)
+            if job.plan.waits_for(link.number) and quiet_s > patience.wait_s:
+                yield Note(f"{job.manifest.title}: nothing comes from {link.address}, connecting anew", warns=False)
+                yield HangUp(link)
 
     def _urge(self, job: _Job, now: float) -> list[Action[L]]:
         urge = job.patience.urges(now)
         if urge is None:
             return []
         job.plan.urge(again=urge == "again")
-        return self._pump(job, self.lines)
+        return self._pump(job, self.links)
 
-    def _wrong(self, job: _Job, line: L, chunk: int, now: float) -> list[Action[L]]:
+    def _wrong(self, job: _Job, link: L, chunk: int, now: float) -> list[Action[L]]:
         what = (
-            f"{job.manifest.title}: chunk {chunk} of {job.plan.count} from {line.address} does not have the announced "
+            f"{job.manifest.title}: chunk {chunk} of {job.plan.count} from {link.address} does not have the announced "
             f"digest"
         )
-        times = job.plan.wrong(line.number, chunk)
+        times = job.plan.wrong(link.number, chunk)
         if times < ATTEMPTS:
             return [Note(f"{what}; requesting it again")]
-        if line.address == self._publisher:
+        if link.address == self._publisher:
             job.error = ChecksumError(f"{what}, {times} times — the link or the publisher's memory is corrupt")
             return []
-        self._trouble.setdefault(line.address, _Trouble()).ban(now)
-        return [Note(f"{what}, nor had others from there; fetching from elsewhere"), HangUp(line)]
+        self._trouble.setdefault(link.address, _Trouble()).ban(now)
+        return [Note(f"{what}, nor had others from there; fetching from elsewhere"), HangUp(link)]
 
 
 def _ask(

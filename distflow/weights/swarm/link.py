@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from distflow.errors import ProtocolError
 from distflow.log import logger
 from distflow.weights.manifest import CHUNK_BYTES
-from distflow.weights.swarm.fetch_core import Landing, Line
+from distflow.weights.swarm.fetch_core import ChunkLink, Landing
 from distflow.weights.swarm.sockets import connect, hang_up, receive_for
 from distflow.weights.swarm_messages import (
     FRAME,
@@ -78,7 +78,7 @@ class Receiver(Protocol):
         ...
 
 
-class SwarmLink(Line):
+class SwarmLink(ChunkLink):
     """Connects in the constructor: raises OSError, Refused for another token. `own`: what it says of this reader."""
 
     def __init__(self, number: int, address: str, place: SwarmPlace, own: Opening, receiver: Receiver) -> None:

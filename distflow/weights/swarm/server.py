@@ -20,9 +20,10 @@ from distflow.weights.one_sided.reads import ExposedMemory
 from distflow.weights.segments.shm import AnnouncedSegment
 from distflow.weights.swarm.announcing import Announcing
 from distflow.weights.swarm.chunk_plan import ChunkDealer
-from distflow.weights.swarm.chunk_server import ChunkServer, ServerTraffic
+from distflow.weights.swarm.chunk_server import ChunkServer
 from distflow.weights.swarm.delta_chain import DeltaChain
 from distflow.weights.swarm.held_version import HeldVersion
+from distflow.weights.swarm.serve_core import ServerTraffic
 from distflow.weights.swarm_messages import SwarmPlace
 
 PIN_S = 3.0
