@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from distflow.errors import ProtocolError
 from distflow.log import logger
 from distflow.weights.swarm.held_version import HeldVersion
-from distflow.weights.swarm.serve_core import SendChunk, SendFrame, ServeCore, ServedReader
+from distflow.weights.swarm.serve_core import MOST_WAITING, SendChunk, SendFrame, ServeCore, ServedReader
 from distflow.weights.swarm.sockets import HANDSHAKE_S, Refused, address_of, hang_up, listen, receive_for, take, welcome
 from distflow.weights.swarm_messages import (
     FRAME,
@@ -43,8 +43,6 @@ MOST_CONNECTIONS = 1024
 MOST_STRANGERS = 64
 """Connections that have yet to prove that they know a token. One more takes the place of the oldest: a reader proves it
 at once."""
-MOST_WAITING = 256
-"""Requests of one connection that have not been answered; a reader asks for a window of chunks at a time."""
 
 log = logger(__name__)
 

@@ -19,6 +19,8 @@ from distflow.weights.swarm_messages import MOST_TOLD, ChunkAsk, Content, Says, 
 
 MOST_HELD = 8
 """Versions that are served at a time; who holds deltas between them forgets these itself."""
+MOST_WAITING = 256
+"""Requests of one connection that have not been answered; a reader asks for a window of chunks at a time."""
 
 
 @dataclass(slots=True)
