@@ -70,8 +70,8 @@ class SwarmHost:
 
         def attempt() -> None:
             if self.alive and self.incarnation == incarnation:
-                if self.asleep_s > 0.0:
-                    self.network.after(self.asleep_s, attempt)
+                if self._awake_at > self.network.now:
+                    self.network.at(self._awake_at, attempt)
                 else:
                     event()
 

@@ -179,6 +179,7 @@ class ReaderHost(SwarmHost):
                 self._hang_up(self.client.close())
             own = self.address if self.passes_on else ""
             self.client, self._place = FetchCore(place.address, own, CONNECTIONS), place
+            self._banned.clear()
         return self.client
 
     def _cycle(self, fetch: _Fetch) -> None:
@@ -191,7 +192,7 @@ class ReaderHost(SwarmHost):
                 # On the thread that looks after the fetch: it waits for the outcome.
                 self.network.connect(self, place, address, partial(self._met_publisher, client, fetch))
                 return
-            assert self.network.now >= self._banned.get(address, 0.0), f"{self.name} connects to {address}, which lies"
+            assert self.clock >= self._banned.get(address, 0.0), f"{self.name} connects to {address}, which lies"
             self.network.connect(self, place, address, partial(self._connected, client))
         self.after(TICK_S, partial(self._look, fetch))
 
@@ -206,7 +207,7 @@ class ReaderHost(SwarmHost):
         if isinstance(found, str):
             self._do(client.failed(found, self.clock, refused=refused))
         else:
-            self._do(client.opened(found))
+            self._do(client.opened(found, self.clock))
 
     def _look(self, fetch: _Fetch) -> None:
         client = self.client
@@ -320,7 +321,7 @@ class ReaderHost(SwarmHost):
     def _note_wrong(self, wire: SwarmWire) -> None:
         """After several wrong chunks on a connection nothing is to be asked there for a while."""
         self._wrong[wire.number] += 1
-        now = self.network.now
+        now = self.clock
         if self._wrong[wire.number] >= ATTEMPTS and now >= self._banned.get(wire.address, 0.0):
             self._banned[wire.address] = now + BAN_S
 

@@ -1,8 +1,8 @@
 """One simulated connection between a reader and a holder of weights.
 
-What is sent arrives in order. While the two hosts are cut off from each other nothing does; after DEAD_LINK_S the system
-gives the connection up. A chunk goes in pieces, between which others share the sender's bandwidth. Its bytes are read in
-two halves, with the first piece and with the last: what is written over in between goes out torn.
+What is sent arrives in order. While the two hosts are cut off from each other nothing does; after DEAD_LINK_S the
+system gives the connection up. A chunk goes in pieces, between which others share the sender's bandwidth. Its bytes are
+read in two halves, with the first piece and with the last: what is written over in between goes out torn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DEAD_LINK_S = DEAD_LINK_MS / 1000
 KEEPALIVE_S = 25.0
 """After so long the system notices that a host is gone to which nothing is sent."""
-PIECES = 4
+PIECES = 8
 
 
 class SwarmWire(ChunkLink):
@@ -174,7 +174,7 @@ class SwarmWire(ChunkLink):
             return
         at = max(network.now + network.delay(), healed, self._arrives[to_reader])
         self._arrives[to_reader] = at
-        network.after(at - network.now, partial(receiver.when_awake, partial(self._arrived, hear, to_reader=to_reader)))
+        network.at(at, partial(receiver.when_awake, partial(self._arrived, hear, to_reader=to_reader)))
 
     def _arrived(self, hear: Callable[[], None], *, to_reader: bool) -> None:
         if self.open if to_reader else self.serving:

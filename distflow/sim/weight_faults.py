@@ -1,8 +1,8 @@
 """Random faults where weights are fetched: a scenario follows from its seed, and each must keep what a run promises.
 
-No reader ends a fetch with wrong or torn bytes, or goes back to an older version; every reader that lives has the newest
-version in the end, and none waits longer than it may; who sends wrong bytes is left alone; a reader gives up only what
-did not come; and as long as nothing goes wrong, the publisher sends a version about once to each site.
+No reader ends a fetch with wrong or torn bytes, or goes back to an older version; every reader that lives has the
+newest version in the end, and none waits longer than it may; who sends wrong bytes is left alone; a reader gives up
+only what did not come; and as long as nothing goes wrong, the publisher sends a version about once to each site.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def weights_of(seed: int) -> WeightScenario:
         describe_s=rng.choice([0.01, 1.0]),
         sites=[rng.choice(["", "far"]) for _ in range(readers)] if rng.random() < 0.3 else (),
         outside=frozenset(n for n in range(2, readers + 1) if rng.random() < 0.1),
-        rates=[CHUNK_BYTES * rng.choice([1.0, 10.0, 1000.0]) for _ in range(readers + 1)],
+        rates=[CHUNK_BYTES * rng.choice([2.0, 10.0, 1000.0]) for _ in range(readers + 1)],
         delay_s=rng.choice([0.001, 0.05, 0.3]),
-        no_progress_s=rng.choice([5.0, 30.0]),
+        no_progress_s=rng.choice([30.0, 100.0]),
         calm_at=BEGINS_S,
         seed=seed,
     )
@@ -90,5 +90,6 @@ def check_weights(scenario: WeightScenario, record: WeightRecord) -> None:
     if scenario.faultless:
         size = (scenario.chunks - 1) * CHUNK_BYTES + scenario.last_bytes
         for (version, site), sent in record.sent.items():
-            inside = sum(scenario.site(n) == site for n in range(1, 1 + len(scenario.joins)))
-            assert sent <= UPLINK * size, f"{sent / size:.2f} times {version} sent to {inside} readers at site {site!r}"
+            # What goes to one that passes nothing on is dealt to others all the same.
+            most = UPLINK * size * (1 + sum(scenario.site(n) == site for n in scenario.outside))
+            assert sent <= most, f"{version} was sent {sent / size:.2f} times to site {site!r}"

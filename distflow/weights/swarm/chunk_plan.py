@@ -155,6 +155,9 @@ class ChunkPlan:
         if not self._all_dealt:
             source.deals += free
             return Want("deal", deals=free)
+        if self._urge == "want" and any(one.deals for one in self._sources.values()):
+            # What is missing may have been given to this reader, which has not heard of it yet.
+            return None
         return self._take(source, self._urge, _popped(self._missing, self._open, free))
 
     def begin(self, link: int, chunk: int) -> bool:

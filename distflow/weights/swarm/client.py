@@ -139,7 +139,7 @@ class SwarmClient:
                 out = self._core.failed(address, time.monotonic(), refused=isinstance(error, Refused))
         else:
             with self._condition:
-                out = self._core.opened(link)
+                out = self._core.opened(link, time.monotonic())
         self._do(out)
 
     # -- on the connections' threads

@@ -25,6 +25,10 @@ RECONNECT_S = 0.2
 BAN_S = 10.0
 """After wrong chunks a reader is asked nothing for this long, the next time for twice as long, and so on: they may have
 come of a version that it was writing over."""
+STILL_S = 5.0
+"""A process that looks after its fetch less often than this was stopped meanwhile."""
+BLOCKED_S = 7.0
+"""So much longer it takes while it connects to the publisher, which may not answer."""
 ATTEMPTS = 3
 """How often one chunk of the publisher, or chunks of one reader, may arrive with wrong bytes."""
 
@@ -164,6 +168,7 @@ class FetchCore(Generic[L]):
         self._refused = False
         self._job: _Job | None = None
         self._closed = False
+        self._looked_at = 0.0
 
     @property
     def done(self) -> bool:
@@ -187,7 +192,7 @@ class FetchCore(Generic[L]):
 
     def begin(self, wanted: WantedVersion, there: Collection[int], now: float) -> list[Action[L]]:
         """Fetch a version; `there`: the chunks of it that are here already."""
-        count = wanted.manifest.chunks
+        count, self._looked_at = wanted.manifest.chunks, now
         start = zlib.crc32(self._own.encode()) % max(count, 1)
         plan = ChunkPlan(count, start=start, there=there, deals=self._own != "")
         self._job = _Job(wanted, plan, Patience(self._own, self._count(), now))
@@ -207,6 +212,7 @@ class FetchCore(Generic[L]):
 
     def connect(self, now: float) -> str | None:
         """The address of the next connection to make, of those that are missing; `opened` or `failed` answers it."""
+        self._look(now)
         if self._closed or self._job is None or self._job.plan.done:
             return None
         there = [*self._connecting, *(link.address for link in self._links.values())]
@@ -216,8 +222,9 @@ class FetchCore(Generic[L]):
                 return address
         return None
 
-    def opened(self, link: L) -> list[Action[L]]:
+    def opened(self, link: L, now: float) -> list[Action[L]]:
         """A connection is there."""
+        self._look(now)
         self._connecting.remove(link.address)
         if link.over:
             return []
@@ -228,6 +235,7 @@ class FetchCore(Generic[L]):
 
     def failed(self, address: str, now: float, *, refused: bool) -> list[Action[L]]:
         """A connection could not be made; `refused`: for another token."""
+        self._look(now)
         self._connecting.remove(address)
         self._trouble.setdefault(address, _Trouble()).retry_at = now + RECONNECT_S
         if refused and address == self._publisher and not self._refused:
@@ -238,6 +246,7 @@ class FetchCore(Generic[L]):
 
     def lost(self, link: L, now: float) -> list[Action[L]]:
         """A connection is over; nothing more comes on it, and none of its landings is written to."""
+        self._look(now)
         link.over = True
         if self._links.pop(link.number, None) is not None:
             self._received += link.received
@@ -259,6 +268,7 @@ class FetchCore(Generic[L]):
 
         `superseded`: there is a newer version; `closed`: nobody waits for this one any more.
         """
+        self._look(now)
         job = self._job
         if job is None or job.plan.done:
             return []
@@ -284,6 +294,7 @@ class FetchCore(Generic[L]):
 
     def landed(self, link: L, content: Content, chunk: int, now: float, *, right: bool) -> list[Action[L]]:
         """A chunk with a landing has arrived."""
+        self._look(now)
         job = self._job
         if job is None or job.error is not None or content != job.manifest.content:
             return []
@@ -313,6 +324,7 @@ class FetchCore(Generic[L]):
 
     def coming(self, content: Content, counts: Mapping[str, int], now: float) -> None:
         """Another reader says who has received how many bytes."""
+        self._look(now)
         if self._job is not None and content == self._job.manifest.content:
             self._job.patience.heard(counts, now)
 
@@ -326,6 +338,13 @@ class FetchCore(Generic[L]):
         return self._pump(self._job, self.links)
 
     # -- details
+    def _look(self, now: float) -> None:
+        """Something happens, or it is time to look: after a long while in which nothing did, the process stood still."""
+        still_s, self._looked_at = now - self._looked_at, now
+        most = STILL_S + (BLOCKED_S if self._publisher in self._connecting else 0.0)
+        if self._job is not None and still_s > most:
+            self._job.patience.stood_still(still_s)
+
     def _places(self, now: float) -> Iterator[tuple[str, int]]:
         """Where to be connected to, and how often."""
         yield self._publisher, self._connections
