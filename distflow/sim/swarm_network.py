@@ -29,6 +29,9 @@ from distflow.weights.swarm.fetch_core import STILL_S
 from distflow.weights.swarm.sockets import CONNECT_S, HANDSHAKE_S
 from distflow.weights.swarm_messages import Content, SwarmPlace
 
+WAITS_S = 0.5
+"""How often a trainer that waits for readers looks whether they have its version."""
+
 
 class SwarmNetwork:
     """One run of a scenario."""
@@ -45,6 +48,7 @@ class SwarmNetwork:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = count()
         self._numbers = count()
+        self._to_publish = 0
         self.publisher = PublisherHost(self)
         self.readers = [ReaderHost(self, 1 + n) for n in range(len(scenario.joins))]
 
@@ -156,8 +160,17 @@ class SwarmNetwork:
         self.after(scenario.calm_at, lambda: None)
 
     def _publish(self) -> None:
-        if self.publisher.alive:
+        newest = None if self.announced is None else self.announced.version
+        late = newest is None or self.publisher.waits or any(one.alive and not one.has(newest) for one in self.readers)
+        if self.scenario.in_step and late:
+            self._to_publish += 1
+            self.after(WAITS_S, self._publish_later)
+        elif self.publisher.alive:
             self.publisher.when_awake(self.publisher.publish)
+
+    def _publish_later(self) -> None:
+        self._to_publish -= 1
+        self._publish()
 
     def _reset(self, between: set[int]) -> None:
         for holder in (self.publisher, *self.readers):
@@ -177,7 +190,7 @@ class SwarmNetwork:
 
     # -- the end
     def _over(self) -> bool:
-        if self.now < self.scenario.calm_at or self.publisher.waits or self.announced is None:
+        if self.now < self.scenario.calm_at or self._to_publish or self.publisher.waits or self.announced is None:
             return False
         return all(reader.gone or reader.has(self.announced.version) for reader in self.readers)
 

@@ -80,8 +80,10 @@ class ReaderHost(SwarmHost):
         """Hear what was announced last."""
         self.client, self._place, self.links = None, None, []
         self._fetch, self._wanted, self._known = None, None, TORN
-        self._wrong: Counter[int] = Counter()
-        """Wrong chunks of the fetch under way, by connection."""
+        self._wrong: Counter[str] = Counter()
+        """Wrong chunks of the fetch under way, by the address that they came from."""
+        self._received = 0
+        """Most bytes that counted as received."""
         self._banned: dict[str, float] = {}
         """Until when nothing may be asked of an address."""
         self._quiet_since = (self.network.now, 0.0)
@@ -168,7 +170,8 @@ class ReaderHost(SwarmHost):
         )
         fetch.begun = True
         self._wrong.clear()
-        self.moved()
+        self._received = client.received
+        self._begin_quiet(fetch)
         self._do(client.begin(wanted, fetch.there, self.clock))
         self._cycle(fetch)
 
@@ -192,7 +195,6 @@ class ReaderHost(SwarmHost):
                 # On the thread that looks after the fetch: it waits for the outcome.
                 self.network.connect(self, place, address, partial(self._met_publisher, client, fetch))
                 return
-            assert self.clock >= self._banned.get(address, 0.0), f"{self.name} connects to {address}, which lies"
             self.network.connect(self, place, address, partial(self._connected, client))
         self.after(TICK_S, partial(self._look, fetch))
 
@@ -299,13 +301,18 @@ class ReaderHost(SwarmHost):
 
     def moved(self) -> None:
         """Bytes have come that somebody here wanted."""
+        if self._fetch is not None and self.client is not None and self.client.received > self._received:
+            self._received = self.client.received
+            self._begin_quiet(self._fetch)
+
+    def _begin_quiet(self, fetch: _Fetch) -> None:
         self._quiet_since = (self.network.now, self.slept_s)
-        if self._fetch is not None:
-            self.network.moved[self._fetch.manifest.content] = self.network.now
+        self.network.moved[fetch.manifest.content] = self.network.now
 
     def _do(self, out: Iterable[Action[SwarmWire]]) -> None:
         for action in out:
             if isinstance(action, SendAsk):
+                self._check_ban(action.link)
                 action.link.ask(action.ask)
             elif isinstance(action, HangUp):
                 action.link.hang_up()
@@ -319,11 +326,14 @@ class ReaderHost(SwarmHost):
 
     # -- promises that can be seen on the way
     def _note_wrong(self, wire: SwarmWire) -> None:
-        """After several wrong chunks on a connection nothing is to be asked there for a while."""
-        self._wrong[wire.number] += 1
+        """After several wrong chunks from an address nothing is to be asked there for a while."""
+        self._wrong[wire.address] += 1
         now = self.clock
-        if self._wrong[wire.number] >= ATTEMPTS and now >= self._banned.get(wire.address, 0.0):
+        if self._wrong[wire.address] >= ATTEMPTS and now >= self._banned.get(wire.address, 0.0):
             self._banned[wire.address] = now + BAN_S
+
+    def _check_ban(self, wire: SwarmWire) -> None:
+        assert self.clock >= self._banned.get(wire.address, 0.0), f"{self.name} asks {wire.holder.name}, which lies"
 
     def _quiet_s(self) -> float:
         """For how long this process has got nothing, without the time in which it stood still."""

@@ -48,6 +48,8 @@ class WeightScenario:
     """Of the last chunk."""
     publishes: Sequence[float] = ()
     """When the trainer has versions after the first; one that it is still copying is waited for."""
+    in_step: bool = False
+    """Whether the trainer waits with the next version until every reader has the last one."""
     copy_s: float = 0.1
     """Seconds to copy a version into shared memory."""
     describe_s: float = 0.1

@@ -13,7 +13,7 @@ on. If B is lost before A has 3, A asks the publisher, which sees that B is gone
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -66,7 +66,7 @@ class ChunkPlan:
         self._start = start
         self._open = set(range(count)).difference(there)
         self._sources: dict[int, _Source] = {}
-        self._wrong: dict[tuple[str, int], int] = {}
+        self._wrong: Counter[int] = Counter()
         self._all_dealt = False
         self._missing: deque[int] = deque()
         """What to ask the publisher for by number, since it was last urged; `_urge` says how."""
@@ -170,18 +170,25 @@ class ChunkPlan:
         self.arrived += 1
 
     def wrong(self, link: int, chunk: int) -> int:
-        """A chunk arrived with wrong bytes and will be asked for again.
+        """A chunk arrived with wrong bytes and will be asked for again, at a reader only if it `offers` it once more.
 
-        Returns how often that has happened: to this chunk if it is the publisher's, else to all of this reader's.
+        Returns how often it has come wrong from the publisher.
         """
         source = self._sources[link]
         source.asked.remove(chunk)
+        self.lacks(link, chunk)
         self._reopen([chunk])
         if source.seed:
             self._missing.append(chunk)
-        whose = ("chunk", chunk) if source.seed else ("reader", link)
-        self._wrong[whose] = self._wrong.setdefault(whose, 0) + 1
-        return self._wrong[whose]
+            self._wrong[chunk] += 1
+        return self._wrong[chunk]
+
+    def lacks(self, link: int, chunk: int) -> None:
+        """The other end does not have the right bytes of a chunk."""
+        source = self._sources[link]
+        if chunk in source.has:
+            source.has.remove(chunk)
+            source.queue = deque(other for other in source.queue if other != chunk)
 
     def _take(self, source: _Source, what: Literal["want", "again"], chunks: Iterable[int]) -> Want | None:
         taken = tuple(chunks)

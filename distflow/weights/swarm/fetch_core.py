@@ -10,8 +10,9 @@ Wherever `now` is given, it is in seconds, of one clock that never goes back.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from distflow.comm.curve import KEY_HINT
@@ -30,7 +31,7 @@ STILL_S = 5.0
 BLOCKED_S = 7.0
 """So much longer it takes while it connects to the publisher, which may not answer."""
 ATTEMPTS = 3
-"""How often one chunk of the publisher, or chunks of one reader, may arrive with wrong bytes."""
+"""How often in a fetch one chunk of the publisher, or chunks of one reader, may arrive with wrong bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ class _Job:
     wanted: WantedVersion
     plan: ChunkPlan
     patience: Patience
+    wrong: Counter[str] = field(default_factory=Counter)
+    """Chunks with wrong bytes, by the address of the reader that they came from."""
     error: Exception | None = None
 
     @property
@@ -195,7 +198,7 @@ class FetchCore(Generic[L]):
         count, self._looked_at = wanted.manifest.chunks, now
         start = zlib.crc32(self._own.encode()) % max(count, 1)
         plan = ChunkPlan(count, start=start, there=there, deals=self._own != "")
-        self._job = _Job(wanted, plan, Patience(self._own, self._count(), now))
+        self._job = _Job(wanted, plan, Patience(self._own, self.received, now))
         # A fetch that ended early has hung up itself: only connections that fail wait before the next attempt.
         self._trouble.pop(self._publisher, None)
         return [action for link in self.links for action in self._join(self._job, link)]
@@ -228,7 +231,7 @@ class FetchCore(Generic[L]):
         self._connecting.remove(link.address)
         if link.over:
             return []
-        if self._closed:
+        if self._closed or now < self._trouble.get(link.address, _Trouble()).banned_until:
             return [HangUp(link)]
         self._links[link.number] = link
         return [] if self._job is None else self._join(self._job, link)
@@ -272,7 +275,7 @@ class FetchCore(Generic[L]):
         job = self._job
         if job is None or job.plan.done:
             return []
-        job.patience.received(self._count(), now)
+        job.patience.received(self.received, now)
         told = job.patience.tells(now)
         out: list[Action[L]] = [] if told is None or not self._own else [Expect(told)]
         job.error = job.error or self._pointless(job, now, superseded=superseded, closed=closed)
@@ -302,7 +305,7 @@ class FetchCore(Generic[L]):
             job.plan.right(link.number, chunk)
             job.wanted.arrived(chunk)
             return self._pump(job, [link])
-        return [*self._wrong(job, link, chunk, now), *self._pump(job, [link])]
+        return self._wrong(job, link, chunk, now)
 
     def heard(self, link: L, says: Says, content: Content, chunk: int, chunks: tuple[int, ...]) -> list[Action[L]]:
         """Something about chunks."""
@@ -339,7 +342,7 @@ class FetchCore(Generic[L]):
 
     # -- details
     def _look(self, now: float) -> None:
-        """Something happens, or it is time to look: after a long while in which nothing did, the process stood still."""
+        """Something happens, or it is time to look. If nothing did for long, the process stood still meanwhile."""
         still_s, self._looked_at = now - self._looked_at, now
         most = STILL_S + (BLOCKED_S if self._publisher in self._connecting else 0.0)
         if self._job is not None and still_s > most:
@@ -374,8 +377,9 @@ class FetchCore(Generic[L]):
     def _hang_up(self) -> list[Action[L]]:
         return [HangUp(link) for link in self._links.values()]
 
-    def _count(self) -> int:
-        """Bytes of chunks received so far."""
+    @property
+    def received(self) -> int:
+        """Bytes of chunks received so far, on all connections."""
         return self._received + sum(link.received for link in self._links.values())
 
     def _pointless(self, job: _Job, now: float, *, superseded: bool, closed: bool) -> Exception | None:
@@ -415,13 +419,22 @@ class FetchCore(Generic[L]):
             f"digest"
         )
         times = job.plan.wrong(link.number, chunk)
-        if times < ATTEMPTS:
-            return [Note(f"{what}; requesting it again")]
         if link.address == self._publisher:
-            job.error = ChecksumError(f"{what}, {times} times — the link or the publisher's memory is corrupt")
-            return []
-        self._trouble.setdefault(link.address, _Trouble()).ban(now)
-        return [Note(f"{what}, nor had others from there; fetching from elsewhere"), HangUp(link)]
+            if times >= ATTEMPTS:
+                job.error = ChecksumError(f"{what}, {times} times — the link or the publisher's memory is corrupt")
+                return []
+            return [Note(f"{what}; requesting it again"), *self._pump(job, [link])]
+        job.wrong[link.address] += 1
+        same = [one for one in self._links.values() if one.address == link.address]
+        if job.wrong[link.address] >= ATTEMPTS:
+            self._trouble.setdefault(link.address, _Trouble()).ban(now)
+            for one in same:
+                job.plan.leave(one.number)
+            note = Note(f"{what}, nor had others from there; fetching from elsewhere")
+            return [note, *map(HangUp, same), *self._pump(job, self.links)]
+        for one in same:
+            job.plan.lacks(one.number, chunk)
+        return [Note(f"{what}; requesting it elsewhere"), *self._pump(job, self.links)]
 
 
 def _ask(
