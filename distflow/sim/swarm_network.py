@@ -162,7 +162,7 @@ class SwarmNetwork:
     def _publish(self) -> None:
         newest = None if self.announced is None else self.announced.version
         late = newest is None or self.publisher.waits or any(one.alive and not one.has(newest) for one in self.readers)
-        if self.scenario.in_step and late:
+        if self.scenario.in_step and late and not self.publisher.gone:
             self._to_publish += 1
             self.after(WAITS_S, self._publish_later)
         elif self.publisher.alive:
@@ -190,9 +190,22 @@ class SwarmNetwork:
 
     # -- the end
     def _over(self) -> bool:
-        if self.now < self.scenario.calm_at or self._to_publish or self.publisher.waits or self.announced is None:
+        if self.now < self.scenario.calm_at or self._to_publish:
             return False
-        return all(reader.gone or reader.has(self.announced.version) for reader in self.readers)
+        if self.announced is None:
+            return self.publisher.gone
+        newest, content = self.announced.version, self.announced.content
+        if self.publisher.gone:
+            return all(one.has(newest) or not self._in_reach(one, content) for one in self.readers)
+        return not self.publisher.waits and all(one.gone or one.has(newest) for one in self.readers)
+
+    def _in_reach(self, reader: ReaderHost, content: Content) -> bool:
+        """Whether readers that this one knows of have, all together, what it fetches."""
+        known = [one for one in self.readers if one.alive and one.address in reader.known()]
+        return reader.fetches(content) and all(
+            any(one.offers(content, chunk) for one in known) or reader.offers(content, chunk)
+            for chunk in range(self.scenario.chunks)
+        )
 
     def _describe(self) -> str:
         newest = None if self.announced is None else self.announced.version

@@ -15,23 +15,14 @@ from distflow.errors import Overtaken
 from distflow.flow.sizes import FETCHED
 from distflow.sim.scenario import Crash
 from distflow.sim.swarm_hosts import SwarmHost
-from distflow.sim.swarm_memory import TORN, HeldSegment, SimulatedSegment
+from distflow.sim.swarm_memory import MODEL, TORN, HeldSegment, SimulatedSegment
 from distflow.sim.swarm_wire import SwarmWire
 from distflow.types import Version
 from distflow.weights.manifest import Manifest, digest
 from distflow.weights.swarm.client import CONNECTIONS, TICK_S
-from distflow.weights.swarm.fetch_core import (
-    ATTEMPTS,
-    BAN_S,
-    Action,
-    Expect,
-    FetchCore,
-    HangUp,
-    Landing,
-    SendAsk,
-    WantedVersion,
-)
-from distflow.weights.swarm_messages import Content, Says, SwarmPlace
+from distflow.weights.swarm.fetch_actions import Action, Expect, HangUp, Landing, SendAsk, WantedVersion
+from distflow.weights.swarm.fetch_core import ATTEMPTS, BAN_S, FetchCore
+from distflow.weights.swarm_messages import ChunkAsk, Content, Says, SwarmPlace
 
 if TYPE_CHECKING:
     # It makes them: at run time the import goes the other way.
@@ -294,6 +285,7 @@ class ReaderHost(SwarmHost):
 
     def lost(self, wire: SwarmWire) -> None:
         """A connection is over."""
+        wire.open = False
         if not wire.over:
             self._do(wire.client.lost(wire, self.clock))
         if wire in self.links:
@@ -350,6 +342,19 @@ class ReaderHost(SwarmHost):
     def has(self, version: Version) -> bool:
         """Whether its process has this version, or a newer one."""
         return self.alive and bool(self.versions) and self.versions[-1] >= version
+
+    def known(self) -> tuple[str, ...]:
+        """The addresses of the readers that this one has been told of."""
+        return () if self.client is None else self.client.peers
+
+    def fetches(self, content: Content) -> bool:
+        """Whether it is at this version."""
+        return self.alive and self._fetch is not None and self._fetch.manifest.content == content
+
+    def offers(self, content: Content, chunk: int) -> bool:
+        """Whether it serves a chunk, or has it itself."""
+        held = self.server.find(ChunkAsk("want", MODEL, *content[:2], base=content.base))
+        return held is not None and held.has(chunk)
 
     def doing(self) -> str:
         """What it is at, for a person."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from distflow.comm.curve import DEAD_LINK_MS
 from distflow.sim.swarm_memory import HALF, HeldSegment
-from distflow.weights.swarm.fetch_core import ChunkLink, Landing
+from distflow.weights.swarm.fetch_actions import ChunkLink, Landing
 from distflow.weights.swarm.serve_core import MOST_WAITING, SendChunk, SendFrame, ServedReader
 from distflow.weights.swarm_messages import ChunkAsk, Says, pack, read_ask, read_counts, read_indices, read_peers
 
@@ -49,20 +49,20 @@ class SwarmWire(ChunkLink):
         self._arrives = {True: 0.0, False: 0.0}
         self._asks: deque[ChunkAsk] = deque()
         self._out: Iterator[SendFrame | SendChunk[HeldSegment]] | None = None
-        self._busy = self._woken = False
+        self._busy = self._woken = self._hung_up = False
         self._landing: Landing | None = None
 
     # -- at the reader's end
     def ask(self, ask: ChunkAsk) -> None:
         """Send a request."""
-        if self.open:
+        if self.open and not self._hung_up:
             self._carry(partial(self._asked, pack(ask)), to_reader=False)
 
     def hang_up(self) -> None:
-        """The reader ends it."""
-        if self.open:
-            self.open = False
-            self.reader.after(0.0, partial(self.reader.lost, self))
+        """The reader ends it. What comes before its thread has found out is received still."""
+        if self.open and not self._hung_up:
+            self._hung_up = True
+            self.reader.after(self._network.delay(), partial(self.reader.lost, self))
             self._carry(self._left, to_reader=False)
 
     def _heard(self, what: SendFrame) -> None:

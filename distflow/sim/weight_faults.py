@@ -31,7 +31,7 @@ def judge_weights(seed: int) -> BrokenPromise | None:
 
 
 def weights_of(seed: int) -> WeightScenario:
-    """The scenario of a seed; in one of four nothing goes wrong."""
+    """The scenario of a seed; in one of four nothing goes wrong, in one of ten the publisher is gone at last."""
     rng = random.Random(f"{seed}/weights")
     readers = rng.randint(1, 6)
     scenario = WeightScenario(
@@ -50,7 +50,23 @@ def weights_of(seed: int) -> WeightScenario:
         calm_at=BEGINS_S,
         seed=seed,
     )
-    return scenario if rng.random() < 0.25 else _with_faults(scenario, rng)
+    kind = rng.random()
+    if kind < 0.25:
+        return scenario
+    return _with_faults(scenario, rng) if kind < 0.9 else _orphaned(_with_faults(scenario, rng), rng)
+
+
+def _orphaned(scenario: WeightScenario, rng: random.Random) -> WeightScenario:
+    """The publisher is gone for good; all readers stay, and pass on what they have."""
+    return replace(
+        scenario,
+        joins=[0.0 for _ in scenario.joins],
+        outside=frozenset(),
+        crashes=[Crash(0, rng.uniform(0.0, 2.0) if rng.random() < 0.5 else rng.uniform(0.0, BEGINS_S), None)],
+        damages=(),
+        liars=frozenset(),
+        no_progress_s=2 * LONGEST_S,
+    )
 
 
 def _with_faults(scenario: WeightScenario, rng: random.Random) -> WeightScenario:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from distflow.log import logger
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads
-from distflow.weights.swarm.fetch_core import Action, Expect, FetchCore, HangUp, Landing, SendAsk, WantedVersion
+from distflow.weights.swarm.fetch_actions import Action, Expect, HangUp, Landing, SendAsk, WantedVersion
+from distflow.weights.swarm.fetch_core import FetchCore
 from distflow.weights.swarm.link import SwarmLink
 from distflow.weights.swarm.sockets import Refused
 from distflow.weights.swarm_messages import Content, Opening, Says, SwarmPlace

@@ -10,15 +10,15 @@ Wherever `now` is given, it is in seconds, of one clock that never goes back.
 from __future__ import annotations
 
 import zlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, Literal
 
 from distflow.comm.curve import KEY_HINT
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
-from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
+from distflow.weights.manifest import CHUNK_BYTES, Manifest
 from distflow.weights.swarm.chunk_plan import ChunkPlan, ring_peers
+from distflow.weights.swarm.fetch_actions import Action, Expect, HangUp, L, Landing, Note, SendAsk, WantedVersion
 from distflow.weights.swarm.patience import Patience
 from distflow.weights.swarm_messages import ChunkAsk, Content, Says
 
@@ -34,91 +34,6 @@ ATTEMPTS = 3
 """How often in a fetch one chunk of the publisher, or chunks of one reader, may arrive with wrong bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """Where the bytes of one chunk go, and their digest."""
-
-    data: memoryview
-    digest: bytes
-    trusted: bool
-    """Whether it counts from its first byte on, or only once it is right: its sender has sent wrong ones."""
-
-    @property
-    def right(self) -> bool:
-        """Whether the bytes that are there have the announced digest."""
-        return digest(self.data) == self.digest
-
-
-class ChunkLink:
-    """One connection to a holder of weights: what has come on it."""
-
-    def __init__(self, number: int, address: str, now: float) -> None:
-        self.number = number
-        self.address = address
-        self.heard_at = now
-        """When bytes came last."""
-        self.received = 0
-        """Bytes of chunks that somebody here wanted, and of those that are on their way; without wrong ones."""
-        self.over = False
-        """Whether it is lost; set by the core."""
-
-    def judge(self, landing: Landing, size: int, *, genuine: bool = True) -> bool:
-        """Whether a chunk that has come, in `size` bytes, is right; `genuine`: its seal is."""
-        right = genuine and landing.right
-        if right != landing.trusted:
-            self.received += size if right else -size
-        return right
-
-
-L = TypeVar("L", bound=ChunkLink)
-
-
-@dataclass(frozen=True, slots=True)
-class SendAsk(Generic[L]):
-    """Send a request."""
-
-    link: L
-    ask: ChunkAsk
-
-
-@dataclass(frozen=True, slots=True)
-class HangUp(Generic[L]):
-    """End a connection; `lost` is called once it is over."""
-
-    link: L
-
-
-@dataclass(frozen=True, slots=True)
-class Expect:
-    """Tell the readers that wait for this version of bytes that are on their way, by address."""
-
-    counts: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something for the log."""
-
-    text: str
-    warns: bool = True
-
-
-Action = SendAsk[L] | HangUp[L] | Expect | Note
-
-
-@dataclass(frozen=True, slots=True)
-class WantedVersion:
-    """A version to fetch."""
-
-    manifest: Manifest
-    into: Callable[[int], memoryview]
-    """Where a chunk's bytes go."""
-    arrived: Callable[[int], None]
-    """Called for each chunk that is there and right, but for those that were there before."""
-    no_progress_s: float
-    """After so long without a byte the fetch ends."""
-
-
 @dataclass(slots=True)
 class _Job:
     """The fetch under way."""
@@ -126,8 +41,6 @@ class _Job:
     wanted: WantedVersion
     plan: ChunkPlan
     patience: Patience
-    wrong: Counter[str] = field(default_factory=Counter)
-    """Chunks with wrong bytes, by the address of the reader that they came from."""
     error: Exception | None = None
 
     @property
@@ -164,7 +77,8 @@ class FetchCore(Generic[L]):
         self._connections = connections
         self._links: dict[int, L] = {}
         self._connecting: list[str] = []
-        self._peers: tuple[str, ...] = ()
+        self.peers: tuple[str, ...] = ()
+        """Where readers serve, as the publisher has said last."""
         self._received = 0
         """Bytes of chunks that came on connections that are over."""
         self._trouble: dict[str, _Trouble] = {}
@@ -333,7 +247,7 @@ class FetchCore(Generic[L]):
 
     def met(self, peers: tuple[str, ...]) -> list[Action[L]]:
         """The publisher says which readers there are."""
-        gone, self._peers = not set(self._peers) <= set(peers), peers
+        gone, self.peers = not set(self.peers) <= set(peers), peers
         if not gone or self._job is None:
             return []
         # What they were given, and nobody else has, the publisher gives to whoever asks.
@@ -351,7 +265,7 @@ class FetchCore(Generic[L]):
     def _places(self, now: float) -> Iterator[tuple[str, int]]:
         """Where to be connected to, and how often."""
         yield self._publisher, self._connections
-        peers = ring_peers(self._own, [peer for peer in self._peers if peer != self._own and self._usable(peer, now)])
+        peers = ring_peers(self._own, [peer for peer in self.peers if peer != self._own and self._usable(peer, now)])
         for peer in peers:
             yield peer, max(1, self._connections // len(peers))
 
@@ -362,7 +276,7 @@ class FetchCore(Generic[L]):
     def _join(self, job: _Job, link: L) -> list[Action[L]]:
         """Use a connection for the fetch under way."""
         seed = link.address == self._publisher
-        job.plan.join(link.number, seed=seed)
+        job.plan.join(link.number, seed=seed, holder=link.address)
         return [*([] if seed else [SendAsk(link, _ask("follow", job.manifest))]), *self._pump(job, [link])]
 
     def _pump(self, job: _Job, links: Iterable[L]) -> list[Action[L]]:
@@ -404,7 +318,11 @@ class FetchCore(Generic[L]):
             quiet_s = now - max(link.heard_at, patience.moved_at)
             if job.plan.waits_for(link.number) and quiet_s > patience.wait_s:
                 yield Note(f"{job.manifest.title}: nothing comes from {link.address}, connecting anew", warns=False)
-                yield HangUp(link)
+                yield from self._hang_up_on(job, link)
+
+    def _hang_up_on(self, job: _Job, link: L) -> list[Action[L]]:
+        job.plan.close(link.number)
+        return [HangUp(link)]
 
     def _urge(self, job: _Job, now: float) -> list[Action[L]]:
         urge = job.patience.urges(now)
@@ -419,22 +337,15 @@ class FetchCore(Generic[L]):
             f"digest"
         )
         times = job.plan.wrong(link.number, chunk)
+        if times < ATTEMPTS:
+            return [Note(f"{what}; requesting it again"), *self._pump(job, self.links)]
         if link.address == self._publisher:
-            if times >= ATTEMPTS:
-                job.error = ChecksumError(f"{what}, {times} times — the link or the publisher's memory is corrupt")
-                return []
-            return [Note(f"{what}; requesting it again"), *self._pump(job, [link])]
-        job.wrong[link.address] += 1
+            job.error = ChecksumError(f"{what}, {times} times — the link or the publisher's memory is corrupt")
+            return []
+        self._trouble.setdefault(link.address, _Trouble()).ban(now)
+        note = Note(f"{what}, nor had others from there; fetching from elsewhere")
         same = [one for one in self._links.values() if one.address == link.address]
-        if job.wrong[link.address] >= ATTEMPTS:
-            self._trouble.setdefault(link.address, _Trouble()).ban(now)
-            for one in same:
-                job.plan.leave(one.number)
-            note = Note(f"{what}, nor had others from there; fetching from elsewhere")
-            return [note, *map(HangUp, same), *self._pump(job, self.links)]
-        for one in same:
-            job.plan.lacks(one.number, chunk)
-        return [Note(f"{what}; requesting it elsewhere"), *self._pump(job, self.links)]
+        return [note, *(action for one in same for action in self._hang_up_on(job, one))]
 
 
 def _ask(

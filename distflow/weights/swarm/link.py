@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from distflow.errors import ProtocolError
 from distflow.log import logger
 from distflow.weights.manifest import CHUNK_BYTES
-from distflow.weights.swarm.fetch_core import ChunkLink, Landing
+from distflow.weights.swarm.fetch_actions import ChunkLink, Landing
 from distflow.weights.swarm.sockets import connect, hang_up, receive_for
 from distflow.weights.swarm_messages import (
     FRAME,
