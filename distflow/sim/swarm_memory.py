@@ -53,4 +53,4 @@ class HeldSegment(HeldChunks):
 def manifest_of(version: Version, place: str, segment: SimulatedSegment, last_bytes: int) -> Manifest:
     """What is announced of the version in a segment."""
     size = (len(segment.data) - 1) * CHUNK_BYTES + last_bytes
-    return Manifest(MODEL, version, place, size, (), (), b"".join(map(digest, segment.data)))
+    return Manifest(MODEL, version, place, size, (), (), b"".join(digest(bytes(data)) for data in segment.data))

@@ -69,8 +69,10 @@ class ReaderHost(SwarmHost):
 
     def start(self) -> None:
         """Hear what was announced last."""
-        self.client, self._place, self.links = None, None, []
-        self._fetch, self._wanted, self._known = None, None, TORN
+        self.client, self.links, self._fetch = None, [], None
+        self._place: SwarmPlace | None = None
+        self._wanted: Manifest | None = None
+        self._known = TORN
         self._wrong: Counter[str] = Counter()
         """Wrong chunks of the fetch under way, by the address that they came from."""
         self._received = 0

@@ -37,6 +37,7 @@ class SwarmWire(ChunkLink):
         self, number: int, reader: ReaderHost, holder: SwarmHost, served: ServedReader[HeldSegment], address: str
     ) -> None:
         super().__init__(number, address, reader.clock)
+        assert reader.client is not None, "it has connected"
         self.client = reader.client
         self.served = served
         self.reader = reader

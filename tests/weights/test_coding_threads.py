@@ -11,7 +11,7 @@ from distflow.types import Version
 from distflow.weights.manifest import DIGEST_BYTES, Manifest, coding_threads
 from distflow.weights.swarm import client as swarm_client
 from distflow.weights.swarm.client import SwarmClient
-from distflow.weights.swarm.fetch_core import WantedVersion
+from distflow.weights.swarm.fetch_actions import WantedVersion
 from distflow.weights.swarm_messages import Opening, SwarmPlace
 
 
