@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.sim.scenario import Crash, Pause
-from distflow.sim.swarm_memory import TORN, HeldSegment, SimulatedSegment, content_of, manifest_of
+from distflow.sim.swarm_memory import MODEL, TORN, HeldSegment, SimulatedSegment, content_of, manifest_of
 from distflow.sim.swarm_wire import KEEPALIVE_S, SwarmWire
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.segments.turns import Pin, SegmentTurns
 from distflow.weights.swarm.chunk_plan import ChunkDealer
 from distflow.weights.swarm.serve_core import SendChunk, ServeCore, ServedReader
-from distflow.weights.swarm_messages import SwarmPlace
+from distflow.weights.swarm_messages import ChunkAsk, Content, SwarmPlace
 
 if TYPE_CHECKING:
     # It makes them: at run time the import goes the other way.
@@ -43,6 +43,9 @@ class SwarmHost:
         self.server = ServeCore[HeldSegment](introduces=number == 0)
         self.wires: list[SwarmWire] = []
         """Connections of readers."""
+        self.died_at = -1.0
+        self.clear_since = 0.0
+        """Since when the process runs."""
         self.slept_s = 0.0
         """For how long processes here have been suspended."""
         self._awake_at = 0.0
@@ -99,6 +102,7 @@ class SwarmHost:
         before = self.network.now + self.asleep_s
         self._awake_at = max(before, self.network.now + pause.seconds)
         self.slept_s += self._awake_at - before
+        self.clear_since = max(self.clear_since, self._awake_at)
 
     def jump(self, seconds: float) -> None:
         """The clock goes forward."""
@@ -108,7 +112,7 @@ class SwarmHost:
         """The process ends, or the host: then nobody hears of it, and its memory is gone."""
         if not self.alive:
             return
-        self.alive, self.up = False, crash.noticed
+        self.alive, self.up, self.died_at = False, crash.noticed, self.network.now
         self.gone = crash.restart_s is None
         for wire in self.ends():
             wire.end_at(self)
@@ -124,6 +128,7 @@ class SwarmHost:
         self.incarnation += 1
         self.alive = self.up = True
         self._awake_at, self._free_at = 0.0, self.network.now
+        self.clear_since = self.network.now
         self.tokens = set()
         self.server = ServeCore[HeldSegment](introduces=self.number == 0)
         self.start()
@@ -164,6 +169,11 @@ class SwarmHost:
             if self.server.introduces:
                 self.tell()
 
+    def serves(self, content: Content, chunk: int) -> bool:
+        """Whether a chunk can be had here."""
+        held = self.server.find(ChunkAsk("want", MODEL, content.term, content.number, base=content.base))
+        return held is not None and held.has(chunk)
+
     def tell(self) -> None:
         """There may be something to tell readers."""
         for wire in list(self.wires):
@@ -172,15 +182,14 @@ class SwarmHost:
     def on_read(self, held: HeldSegment) -> None:
         """A chunk is about to be sent."""
 
-    def spoilt(self, half: bytes) -> bytes:
-        """What of a chunk's bytes arrives."""
+    def spoilt(self, data: bytes) -> bytes:
+        """What arrives of bytes of a chunk."""
         scenario, lies = self.network.scenario, self.number in self.network.scenario.liars
         bad = self.network.now < scenario.calm_at and self.network.chance(scenario.wrong)
-        return bytes([half[0] ^ 1]) + half[1:] if lies or bad else half
+        return bytes([data[0] ^ 1]) + data[1:] if lies or bad else data
 
-    def has_sent(self, wire: SwarmWire, what: SendChunk[HeldSegment], *, torn: bool) -> None:
-        """A chunk has been sent; `torn`: it was written over meanwhile."""
-        self.network.record.torn += torn
+    def has_sent(self, wire: SwarmWire, what: SendChunk[HeldSegment]) -> None:
+        """A chunk has been sent."""
         if self.number:
             self.network.record.passed_on += 1
         else:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from distflow.types import Version
-from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
+from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, digest
 from distflow.weights.swarm.chunk_plan import ChunkDealer
 from distflow.weights.swarm.serve_core import HeldChunks
 
-HALF = 8
-"""Of the 16 bytes: what is read, or written, at once."""
+PIECES = 8
+"""In which a chunk goes over the network."""
 TORN = Version(-1, 0)
 MODEL = "policy"
+
+
+def part(number: int) -> slice:
+    """What of the 16 bytes goes with a piece."""
+    return slice(number * DIGEST_BYTES // PIECES, (number + 1) * DIGEST_BYTES // PIECES)
 
 
 def content_of(version: Version, chunk: int) -> bytes:
@@ -25,7 +30,7 @@ class SimulatedSegment:
         self.name = name
         self.stored = TORN
         """The version that is whole in it, as its header says."""
-        self.data = [bytearray(2 * HALF) for _ in range(chunks)]
+        self.data = [bytearray(DIGEST_BYTES) for _ in range(chunks)]
 
     @property
     def true(self) -> bool:

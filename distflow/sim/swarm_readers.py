@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from distflow.errors import Overtaken
+from distflow.errors import NoProgressError, Overtaken
 from distflow.flow.sizes import FETCHED
 from distflow.sim.scenario import Crash
 from distflow.sim.swarm_hosts import SwarmHost
-from distflow.sim.swarm_memory import MODEL, TORN, HeldSegment, SimulatedSegment
+from distflow.sim.swarm_memory import TORN, HeldSegment, SimulatedSegment
 from distflow.sim.swarm_wire import SwarmWire
 from distflow.types import Version
 from distflow.weights.manifest import Manifest, digest
 from distflow.weights.swarm.client import CONNECTIONS, TICK_S
 from distflow.weights.swarm.fetch_actions import Action, Expect, HangUp, Landing, SendAsk, WantedVersion
 from distflow.weights.swarm.fetch_core import ATTEMPTS, BAN_S, FetchCore
-from distflow.weights.swarm_messages import ChunkAsk, Content, Says, SwarmPlace
+from distflow.weights.swarm.patience import RETRY_S
+from distflow.weights.swarm_messages import Content, Says, SwarmPlace
 
 if TYPE_CHECKING:
     # It makes them: at run time the import goes the other way.
@@ -59,6 +60,10 @@ class ReaderHost(SwarmHost):
         self.client: FetchCore[SwarmWire] | None = None
         self.links: list[SwarmWire] = []
         """Its own connections."""
+        self.content = Content(0, 0)
+        """What it has begun to fetch last."""
+        self.gave_up_at = -2.0
+        """When a fetch failed last, of which nothing came."""
         self._fetch: _Fetch | None = None
         self.forget_memory()
 
@@ -79,6 +84,7 @@ class ReaderHost(SwarmHost):
         """Most bytes that counted as received."""
         self._banned: dict[str, float] = {}
         """Until when nothing may be asked of an address."""
+        self.fetch_began = self.network.now
         self._quiet_since = (self.network.now, 0.0)
         """When bytes came last, and for how long the process had stood still by then."""
         self.versions = []
@@ -161,7 +167,8 @@ class ReaderHost(SwarmHost):
             arrived,
             self.network.scenario.no_progress_s,
         )
-        fetch.begun = True
+        fetch.begun, self.content = True, fetch.manifest.content
+        self.fetch_began = self.network.now
         self._wrong.clear()
         self._received = client.received
         self._begin_quiet(fetch)
@@ -257,6 +264,8 @@ class ReaderHost(SwarmHost):
             self._consider()
             return
         self.network.check_failure(self, error, self._quiet_s())
+        if isinstance(error, NoProgressError):
+            self.gave_up_at = self.network.now
         self.die(Crash(self.number, self.network.now, RESTART_S))
 
     # -- what comes on connections
@@ -335,10 +344,12 @@ class ReaderHost(SwarmHost):
         return self.network.now - since - (self.slept_s - slept)
 
     def _check_patience(self, fetch: _Fetch) -> None:
-        """It does not wait any longer than it may."""
+        """It waits no longer than it may, and less where there is a newer version."""
         quiet_s = self.network.now - self.network.moved[fetch.manifest.content]
         stood_still = sum(pause.seconds for pause in self.network.scenario.pauses)
         most = self.network.scenario.no_progress_s + stood_still + LATE_S
+        if self._wanted is not None:
+            most = min(most, RETRY_S + stood_still + LATE_S)
         assert quiet_s <= most, f"{self.name}: {fetch.manifest.title}: nobody has got anything for {quiet_s:.0f} s"
 
     def has(self, version: Version) -> bool:
@@ -348,15 +359,6 @@ class ReaderHost(SwarmHost):
     def known(self) -> tuple[str, ...]:
         """The addresses of the readers that this one has been told of."""
         return () if self.client is None else self.client.peers
-
-    def fetches(self, content: Content) -> bool:
-        """Whether it is at this version."""
-        return self.alive and self._fetch is not None and self._fetch.manifest.content == content
-
-    def offers(self, content: Content, chunk: int) -> bool:
-        """Whether it serves a chunk, or has it itself."""
-        held = self.server.find(ChunkAsk("want", MODEL, *content[:2], base=content.base))
-        return held is not None and held.has(chunk)
 
     def doing(self) -> str:
         """What it is at, for a person."""

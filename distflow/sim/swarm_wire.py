@@ -1,8 +1,8 @@
 """One simulated connection between a reader and a holder of weights.
 
 What is sent arrives in order. While the two hosts are cut off from each other nothing does; after DEAD_LINK_S the
-system gives the connection up. A chunk goes in pieces, between which others share the sender's bandwidth. Its bytes are
-read in two halves, with the first piece and with the last: what is written over in between goes out torn.
+system gives the connection up. A chunk goes in pieces, between which others share the sender's bandwidth. Each piece is
+read as it is sent, and written as it comes: what is written over in between goes out torn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from distflow.comm.curve import DEAD_LINK_MS
-from distflow.sim.swarm_memory import HALF, HeldSegment
+from distflow.sim.swarm_memory import PIECES, HeldSegment, part
 from distflow.weights.swarm.fetch_actions import ChunkLink, Landing
 from distflow.weights.swarm.serve_core import MOST_WAITING, SendChunk, SendFrame, ServedReader
 from distflow.weights.swarm_messages import ChunkAsk, Says, pack, read_ask, read_counts, read_indices, read_peers
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 DEAD_LINK_S = DEAD_LINK_MS / 1000
 KEEPALIVE_S = 25.0
 """After so long the system notices that a host is gone to which nothing is sent."""
-PIECES = 8
 
 
 class SwarmWire(ChunkLink):
@@ -76,8 +75,8 @@ class SwarmWire(ChunkLink):
         else:
             reader.heard(self, what.says, what.content, what.chunk, read_indices(what.payload))
 
-    def _piece(self, what: SendChunk[HeldSegment], number: int, half: bytes, nbytes: int) -> None:
-        """A part of a chunk has come; `half` of its bytes with the first and with the last one."""
+    def _piece(self, what: SendChunk[HeldSegment], number: int, data: bytes, nbytes: int) -> None:
+        """A piece of a chunk has come."""
         reader, chunk = self.reader, what.chunk
         self.heard_at = reader.clock
         if number == 0:
@@ -88,10 +87,8 @@ class SwarmWire(ChunkLink):
         if landing.trusted:
             self.received += nbytes
         reader.moved()
-        if number == 0:
-            landing.data[:HALF] = half
-        elif number == PIECES - 1:
-            landing.data[HALF:] = half
+        landing.data[part(number)] = data
+        if number == PIECES - 1:
             right = self.judge(landing, what.held.size_of(chunk))
             reader.landed(self, what.held.manifest.content, chunk, right=right)
 
@@ -118,7 +115,7 @@ class SwarmWire(ChunkLink):
             elif isinstance(what, SendChunk):
                 self._busy = True
                 self.holder.on_read(what.held)
-                self._send(what, bytes(what.held.segment.data[what.chunk][:HALF]), 0)
+                self._send(what, 0)
             else:
                 self._carry(partial(self._heard, what), to_reader=True)
 
@@ -128,22 +125,22 @@ class SwarmWire(ChunkLink):
         woken, self._woken = self._woken, False
         return self.served.news() if woken else None
 
-    def _send(self, what: SendChunk[HeldSegment], first: bytes, number: int) -> None:
+    def _send(self, what: SendChunk[HeldSegment], number: int) -> None:
         nbytes = what.held.size_of(what.chunk) * (number + 1) // PIECES
         nbytes -= what.held.size_of(what.chunk) * number // PIECES
-        self.holder.after(self.holder.occupy(nbytes), partial(self._sent, what, first, number, nbytes))
+        self.holder.after(self.holder.occupy(nbytes), partial(self._sent, what, number, nbytes))
 
-    def _sent(self, what: SendChunk[HeldSegment], first: bytes, number: int, nbytes: int) -> None:
+    def _sent(self, what: SendChunk[HeldSegment], number: int, nbytes: int) -> None:
         if not self.serving:
             return
-        last = number == PIECES - 1
-        data = what.held.segment.data[what.chunk]
-        half = self.holder.spoilt(bytes(data[HALF:])) if last else first
-        self._carry(partial(self._piece, what, number, half, nbytes), to_reader=True)
+        data, last = bytes(what.held.segment.data[what.chunk][part(number)]), number == PIECES - 1
+        self._carry(
+            partial(self._piece, what, number, self.holder.spoilt(data) if last else data, nbytes), to_reader=True
+        )
         if not last:
-            self._send(what, first, number + 1)
+            self._send(what, number + 1)
             return
-        self.holder.has_sent(self, what, torn=bytes(data[:HALF]) != first)
+        self.holder.has_sent(self, what)
         self._busy = False
         self._work()
 

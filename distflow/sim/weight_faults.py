@@ -19,7 +19,7 @@ from distflow.weights.manifest import CHUNK_BYTES
 BEGINS_S = 30.0
 """Faults begin within so many seconds."""
 LONGEST_S = 40.0
-"""One lasts at most so long."""
+"""One lasts at most so long; a process may stand still for three times that."""
 UPLINK = 1.25
 """Times the model that a publisher sends to a site while nothing goes wrong."""
 
@@ -46,7 +46,7 @@ def weights_of(seed: int) -> WeightScenario:
         outside=frozenset(n for n in range(2, readers + 1) if rng.random() < 0.1),
         rates=[CHUNK_BYTES * rng.choice([2.0, 10.0, 1000.0]) for _ in range(readers + 1)],
         delay_s=rng.choice([0.001, 0.05, 0.3]),
-        no_progress_s=rng.choice([30.0, 100.0]),
+        no_progress_s=rng.choice([30.0, 100.0, 100.0]),
         calm_at=BEGINS_S,
         seed=seed,
     )
@@ -65,7 +65,7 @@ def _orphaned(scenario: WeightScenario, rng: random.Random) -> WeightScenario:
         crashes=[Crash(0, rng.uniform(0.0, 2.0) if rng.random() < 0.5 else rng.uniform(0.0, BEGINS_S), None)],
         damages=(),
         liars=frozenset(),
-        no_progress_s=2 * LONGEST_S,
+        no_progress_s=100.0,
     )
 
 
@@ -81,7 +81,7 @@ def _with_faults(scenario: WeightScenario, rng: random.Random) -> WeightScenario
     return replace(
         scenario,
         crashes=[_crash(rng, rng.randrange(hosts), at()) for _ in some(4)],
-        pauses=[Pause(rng.randrange(hosts), at(), rng.uniform(0.5, LONGEST_S)) for _ in some(3)],
+        pauses=[Pause(rng.randrange(hosts), at(), rng.uniform(0.5, rng.choice([1, 3]) * LONGEST_S)) for _ in some(3)],
         cuts=[
             LinkCut((one, rng.choice([n for n in range(hosts) if n != one])), at(), rng.uniform(0.2, LONGEST_S), reset)
             for one, reset in ((rng.randrange(hosts), rng.random() < 0.5) for _ in some(4))
@@ -90,7 +90,7 @@ def _with_faults(scenario: WeightScenario, rng: random.Random) -> WeightScenario
         damages=[Damage(rng.randrange(1, hosts), at()) for _ in some(3)],
         liars=frozenset(n for n in range(1, hosts) if rng.random() < 0.15) if rng.random() < 0.3 else frozenset(),
         wrong=rng.choice([0.0, 0.0, 0.02, 0.3]),
-        calm_at=BEGINS_S + LONGEST_S,
+        calm_at=BEGINS_S + 3 * LONGEST_S,
     )
 
 

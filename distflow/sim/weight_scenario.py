@@ -106,8 +106,6 @@ class WeightRecord:
     """Fetches, by how they ended."""
     published: list[Version] = field(default_factory=list)
     """That were announced."""
-    torn: int = 0
-    """Chunks that were sent while they were written over."""
     wrong: int = 0
     """Chunks that arrived with wrong bytes."""
     passed_on: int = 0
