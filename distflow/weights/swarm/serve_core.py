@@ -139,6 +139,8 @@ class ServedReader(Generic[H]):
         self.site = site
         self._core = core
         self._follows: ChunkAsk | None = None
+        self._of: H | None = None
+        """What it has been told of: a version that is fetched anew begins with nothing."""
         self._told = 0
         self._told_coming: Mapping[str, int] = {}
         self._peers: set[str] = set()
@@ -147,7 +149,7 @@ class ServedReader(Generic[H]):
         """What to send for a request."""
         held = self._core.find(ask)
         if ask.what == "follow":
-            self._follows, self._told, self._told_coming = ask, 0, {}
+            self._follows, self._of = ask, None
         elif ask.what == "deal":
             yield from self._deal(ask, held)
         elif ask.what == "made":
@@ -167,6 +169,8 @@ class ServedReader(Generic[H]):
         held = None if ask is None else self._core.find(ask)
         if ask is None or held is None:
             return
+        if held is not self._of:
+            self._of, self._told, self._told_coming = held, 0, {}
         while new := held.order[self._told : self._told + MOST_TOLD]:
             self._told += len(new)
             yield SendFrame(Says.HAVE, ask.content, 0, packed(new))
