@@ -143,7 +143,7 @@ class ReaderHost(SwarmHost):
             self.tell()
         there: list[int] = []
         if interrupted == manifest.version and arrived:
-            there = [n for n, data in enumerate(segment.data) if digest(data) == manifest.digest_of(n)]
+            there = [n for n, data in enumerate(segment.data) if digest(bytes(data)) == manifest.digest_of(n)]
         for chunk in there:
             held.add(chunk)
         self._fetch = _Fetch(manifest, segment, held, there, 0)
