@@ -33,12 +33,12 @@ def judge_weights(seed: int) -> BrokenPromise | None:
 def weights_of(seed: int) -> WeightScenario:
     """The scenario of a seed; in one of four nothing goes wrong, in one of ten the publisher is gone at last."""
     rng = random.Random(f"{seed}/weights")
-    readers = rng.randint(1, 6)
+    readers, chunks = rng.randint(1, 6), rng.choice([1, 3, 8, 20])
     scenario = WeightScenario(
         joins=[0.0, *(rng.choice([0.0, 0.0, rng.uniform(0.0, BEGINS_S)]) for _ in range(readers - 1))],
-        chunks=rng.choice([1, 3, 8, 20]),
+        chunks=chunks,
         last_bytes=rng.choice([1, CHUNK_BYTES]),
-        publishes=sorted(rng.uniform(0.0, BEGINS_S) for _ in range(rng.choice([0, 1, 2, 6]))),
+        publishes=sorted(rng.uniform(0.0, BEGINS_S) for _ in range(rng.choice([0, 1, 2, 6, 30 if chunks < 20 else 6]))),
         in_step=rng.random() < 0.5,
         copy_s=rng.choice([0.01, 1.0]),
         describe_s=rng.choice([0.01, 1.0]),

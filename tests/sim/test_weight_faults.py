@@ -17,7 +17,7 @@ from distflow.weights.swarm.chunk_plan import ChunkDealer
 from distflow.weights.swarm.fetch_actions import Landing
 from distflow.weights.swarm.patience import Patience
 
-SCENARIOS = 200
+SCENARIOS = 150
 FOUND = (20, 76, 86, 196, 1717)
 """Seeds that broke a promise once: a chunk was asked for that had just been dealt on another connection; one landed on
 a connection that was given up; a process that had been stopped took that for silence; of two readers with wrong bytes
