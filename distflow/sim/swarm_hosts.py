@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -49,6 +50,8 @@ class SwarmHost:
         self.slept_s = 0.0
         """For how long processes here have been suspended."""
         self._awake_at = 0.0
+        self._waiting: deque[Callable[[], None]] = deque()
+        """What came while it was suspended."""
         self._offset = 1000.0 * number
         self._free_at = 0.0
 
@@ -68,17 +71,23 @@ class SwarmHost:
         return max(0.0, self._awake_at - self.network.now)
 
     def when_awake(self, event: Callable[[], None]) -> None:
-        """Run it once the process is not suspended; not at all if it has died by then."""
-        incarnation = self.incarnation
+        """Run it once the process is not suspended, in the order in which things came; not if it has died by then."""
+        if not self.alive:
+            return
+        if self._awake_at <= self.network.now and not self._waiting:
+            event()
+            return
+        self._waiting.append(event)
+        if len(self._waiting) == 1:
+            self.network.at(self._awake_at, partial(self._resume, self.incarnation))
 
-        def attempt() -> None:
-            if self.alive and self.incarnation == incarnation:
-                if self._awake_at > self.network.now:
-                    self.network.at(self._awake_at, attempt)
-                else:
-                    event()
-
-        attempt()
+    def _resume(self, incarnation: int) -> None:
+        while self._waiting and (self.incarnation, self.alive) == (incarnation, True):
+            if self._awake_at > self.network.now:
+                # It was suspended once more meanwhile.
+                self.network.at(self._awake_at, partial(self._resume, incarnation))
+                return
+            self._waiting.popleft()()
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         """Schedule what this incarnation does."""
@@ -128,6 +137,7 @@ class SwarmHost:
         self.incarnation += 1
         self.alive = self.up = True
         self._awake_at, self._free_at = 0.0, self.network.now
+        self._waiting.clear()
         self.clear_since = self.network.now
         self.tokens = set()
         self.server = ServeCore[HeldSegment](introduces=self.number == 0)

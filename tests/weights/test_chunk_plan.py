@@ -257,6 +257,19 @@ def test_what_is_dealt_is_asked_for_nowhere_else_while_it_is_on_its_way() -> Non
     assert plan.next(1) == ("want", (0, 2), 0), "the connection is gone, and what was to come on it"
 
 
+def test_what_may_have_been_dealt_is_not_asked_for_by_number() -> None:
+    plan = ChunkPlan(2, window=2)
+    for link in (SEED, 1):
+        plan.join(link, seed=True)
+    assert plan.next(SEED) == ("deal", (), 2)
+    plan.all_dealt(1)
+    plan.urge(again=False)
+    assert plan.next(1) is None, "the other connection has yet to say what it brings"
+    plan.given(SEED, [0])
+    plan.all_dealt(SEED)
+    assert plan.next(1) == ("want", (1,), 0)
+
+
 def test_what_has_come_wrong_from_a_reader_is_asked_of_it_again_only_without_the_publisher() -> None:
     plan = ChunkPlan(2, window=2)
     plan.join(SEED, seed=True)
