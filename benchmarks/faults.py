@@ -3,6 +3,7 @@
     python -m benchmarks.faults leases --seed 0 --count 10000       # leases, stealing, dealing, terms, weights
     python -m benchmarks.faults calls --seed 0 --count 10000        # calls of other pools
     python -m benchmarks.faults agents --seed 0 --count 10000       # host agents: reports, silence, terms of training
+    python -m benchmarks.faults weights --seed 0 --count 10000      # fetches of versions of weights
 
 A scenario follows from its seed. It takes 0.05 to 0.2 s of one core, so run it with `nice` and in the
 background. Every 500 scenarios it says how far it is.
@@ -20,6 +21,7 @@ from typing import get_args
 
 from distflow.config.schema import Schedule
 from distflow.sim.faults import Arithmetic, BrokenPromise, broken_by, judge, scenario_of, variants
+from distflow.sim.weight_faults import judge_weights
 from distflow.testing.call_faults import judge_calls
 from tests.launch import meshes, terms
 
@@ -78,6 +80,7 @@ JUDGES: dict[str, Callable[[int], BrokenPromise | None]] = {
     "leases": judge_leases,
     "calls": judge_calls,
     "agents": judge_agents,
+    "weights": judge_weights,
 }
 
 

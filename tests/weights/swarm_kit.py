@@ -166,9 +166,10 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 assert self._open.wait(WAIT_S), "the test healed the link"
-                target.sendall(data)
+                # Before the other end can have finished with it.
                 self.passed += len(data)
                 self.seen += data
+                target.sendall(data)
                 # Slow enough that a test can cut the link in the middle.
                 time.sleep(0.002)
                 with self._turn:

@@ -257,6 +257,52 @@ def test_what_is_dealt_is_asked_for_nowhere_else_while_it_is_on_its_way() -> Non
     assert plan.next(1) == ("want", (0, 2), 0), "the connection is gone, and what was to come on it"
 
 
+def test_what_may_have_been_dealt_is_not_asked_for_by_number() -> None:
+    plan = ChunkPlan(2, window=2)
+    for link in (SEED, 1):
+        plan.join(link, seed=True)
+    assert plan.next(SEED) == ("deal", (), 2)
+    plan.all_dealt(1)
+    plan.urge(again=False)
+    assert plan.next(1) is None, "the other connection has yet to say what it brings"
+    plan.given(SEED, [0])
+    plan.all_dealt(SEED)
+    assert plan.next(1) == ("want", (1,), 0)
+
+
+def test_what_has_come_wrong_from_a_reader_is_asked_of_it_again_only_without_the_publisher() -> None:
+    plan = ChunkPlan(2, window=2)
+    plan.join(SEED, seed=True)
+    for link in (1, 2):
+        plan.join(link, seed=False, holder="a")
+    plan.all_dealt(SEED)
+    plan.offers(1, [0, 1])
+    assert plan.next(1) == ("want", (0, 1), 0)
+    assert plan.wrong(1, 0) == 1
+    plan.offers(2, [0])
+    assert plan.next(2) is None, "it is the same reader"
+    plan.urge(again=True)
+    assert plan.next(SEED) == ("again", (0,), 0)
+    plan.leave(SEED)
+    assert plan.next(2) is None
+    plan.urge(again=True)
+    assert plan.next(2) == ("want", (0,), 0)
+    assert plan.wrong(2, 0) == 2
+
+
+def test_nothing_is_asked_on_a_connection_that_is_given_up_and_what_was_asked_may_come() -> None:
+    plan = ChunkPlan(3, window=1)
+    for link in (1, 2):
+        plan.join(link, seed=False)
+        plan.offers(link, [0, 1])
+    assert plan.next(1) == ("want", (0,), 0)
+    plan.close(1)
+    assert plan.next(2) == ("want", (1,), 0)
+    assert plan.begin(1, 0), "its bytes may be on their way into memory, where no other may write"
+    plan.right(1, 0)
+    assert plan.next(1) is None
+
+
 def test_of_several_that_doubt_a_reader_one_gets_the_chunk() -> None:
     dealer, present = ChunkDealer(1), {"a", "b", "c"}
     assert dealer.deal("a", "", 1) == [0]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from distflow.weights.manifest import coding_threads
+from distflow.types import Version
+from distflow.weights.manifest import DIGEST_BYTES, Manifest, coding_threads
 from distflow.weights.swarm import client as swarm_client
 from distflow.weights.swarm.client import SwarmClient
+from distflow.weights.swarm.fetch_actions import WantedVersion
 from distflow.weights.swarm_messages import Opening, SwarmPlace
 
 
@@ -28,5 +29,7 @@ def test_a_reader_receives_on_as_many_connections(
     client: Any = SwarmClient(SwarmPlace("tcp://127.0.0.1:1", bytes(16), False), Opening("tcp://127.0.0.1:2"))
     made: list[str] = []
     monkeypatch.setattr(client, "_connect_to", made.append)
-    client._connect(SimpleNamespace(plan=SimpleNamespace(done=False)))
+    manifest = Manifest("policy", Version(0, 1), "", 1, (), (), bytes(DIGEST_BYTES))
+    client._core.begin(WantedVersion(manifest, lambda chunk: memoryview(b""), lambda chunk: None, 1.0), (), 0.0)
+    client._connect()
     assert made == ["tcp://127.0.0.1:1"] * connections

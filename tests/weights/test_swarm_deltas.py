@@ -68,7 +68,7 @@ def sent_for(host: Host, reader: SwarmReader, manifest: Manifest) -> int:
 
 def deltas_of(host: Host) -> list[HeldVersion]:
     """What the publisher serves of deltas, the oldest first."""
-    found = host.server._server._held
+    found = host.server._server.core._held
     return [held for (_, content), held in sorted(found.items(), key=lambda item: item[0]) if content.base >= 0]
 
 

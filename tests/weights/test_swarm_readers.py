@@ -17,7 +17,7 @@ from distflow.weights.segments import host_segments
 from distflow.weights.segments.host_segments import HostSegments
 from distflow.weights.segments.segment_file import SEGMENTS
 from distflow.weights.segments.shm import HEADER_BYTES, segment_prefix
-from distflow.weights.swarm import client as swarm_client
+from distflow.weights.swarm import fetch_core
 from distflow.weights.swarm import sockets as swarm_socket
 from distflow.weights.swarm.chunk_server import ChunkServer
 from distflow.weights.swarm.held_version import HeldVersion
@@ -205,7 +205,7 @@ def test_a_reader_whose_memory_is_corrupt_is_left_and_the_chunk_comes_from_elsew
 
 
 def test_a_reader_that_was_wrong_is_asked_again_later(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swarm_client, "BAN_S", 0.2)
+    monkeypatch.setattr(fetch_core, "BAN_S", 0.2)
     bad, late = new_reader(), new_reader()
     manifest = host.publish(1)
     bad.fetch(manifest)
@@ -215,7 +215,7 @@ def test_a_reader_that_was_wrong_is_asked_again_later(host: Host, monkeypatch: p
     late.fetch(manifest)
     client, address = late._client, bad._server and bad._server.address
     assert client is not None
-    eventually(lambda: client._usable(str(address), time.monotonic()), "the end of the ban")
+    eventually(lambda: client._core._usable(str(address), time.monotonic()), "the end of the ban")
     manifest = host.publish(2)
     bad.fetch(manifest)
     before = host.server.traffic.chunks

@@ -38,6 +38,7 @@ from distflow.types import Version
 from distflow.weights.manifest import FP8, Manifest, TensorEntry, checksums, verify
 from distflow.weights.segments.page_lock import PageLock
 from distflow.weights.segments.segment_file import SEGMENTS, map_shared, no_room, open_own, reserve, write
+from distflow.weights.segments.turns import SegmentTurns
 from distflow.weights.transport import NamedTensors
 
 ALIGN = 64
@@ -106,7 +107,7 @@ class ShmPublisher:
         self._closing = threading.Event()
         self._entries: tuple[TensorEntry, ...] = ()
         self._size = 0
-        self._turn = 0
+        self._turns = SegmentTurns([str(path) for path in self._paths])
         self._gpu: torch.device | None = None
         """Where the tensors come from, if that is one."""
 
@@ -152,18 +153,11 @@ class ShmPublisher:
             path.unlink(missing_ok=True)
 
     def _free_slot(self) -> _Slot:
-        slot = self._slots[self._next_slot()]
+        slot = self._slots[self._turns.next(None if self._pinned is None else self._pinned())]
         if slot.done():
             return slot.result()
         with self._shown(f"shared memory for a version of {self._model!r}"):
             return slot.result()
-
-    def _next_slot(self) -> int:
-        slot = self._turn % len(self._paths)
-        if self._pinned is not None and self._pinned() == str(self._paths[slot]):
-            slot = (slot + 1) % len(self._paths)
-        self._turn = slot + 1
-        return slot
 
     def _lay_out(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write the first version into the first segment, which grows as needed: its size is known only at the end."""

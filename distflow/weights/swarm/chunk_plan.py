@@ -13,7 +13,7 @@ on. If B is lost before A has 3, A asks the publisher, which sees that B is gone
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -36,6 +36,11 @@ class _Source:
 
     seed: bool
     """Whether it is to the publisher, which has all chunks and deals them."""
+    holder: str
+    """What the connections to the same holder have in common."""
+    closing: bool = False
+    doubted: set[int] = field(default_factory=set)
+    """What it says it has, and the holder has sent wrong bytes of."""
     asked: set[int] = field(default_factory=set)
     deals: int = 0
     """Chunks that were asked for without saying which; the publisher has not said either."""
@@ -66,7 +71,9 @@ class ChunkPlan:
         self._start = start
         self._open = set(range(count)).difference(there)
         self._sources: dict[int, _Source] = {}
-        self._wrong: dict[tuple[str, int], int] = {}
+        self._wrong: Counter[tuple[str, int | str]] = Counter()
+        self._doubts: defaultdict[str, set[int]] = defaultdict(set)
+        """Chunks that have come wrong, by the reader that has sent them."""
         self._all_dealt = False
         self._missing: deque[int] = deque()
         """What to ask the publisher for by number, since it was last urged; `_urge` says how."""
@@ -90,9 +97,13 @@ class ChunkPlan:
         """Whether something was asked on this connection and has not come."""
         return link in self._sources and self._sources[link].under_way > 0
 
-    def join(self, link: int, *, seed: bool) -> None:
-        """A connection to the publisher, or to another reader, is there."""
-        self._sources[link] = _Source(seed)
+    def join(self, link: int, *, seed: bool, holder: str = "") -> None:
+        """A connection to the publisher, or to another reader, is there; `holder`: its name, if it may have several."""
+        self._sources[link] = _Source(seed, holder or str(link))
+
+    def close(self, link: int) -> None:
+        """Ask nothing more on a connection; what was asked for may come until it is gone."""
+        self._sources[link].closing = True
 
     def leave(self, link: int) -> None:
         """A connection is gone, and nothing comes on it any more."""
@@ -105,7 +116,10 @@ class ChunkPlan:
     def offers(self, link: int, chunks: Iterable[int]) -> None:
         """The reader at the other end has got these."""
         source = self._sources[link]
-        new = [chunk for chunk in chunks if chunk < self.count and chunk not in source.has]
+        doubts = self._doubts[source.holder]
+        told = [chunk for chunk in chunks if chunk < self.count and chunk not in source.has]
+        new = [chunk for chunk in told if chunk not in doubts]
+        source.doubted.update(chunk for chunk in told if chunk in doubts)
         source.has.update(new)
         source.queue.extend(new)
 
@@ -137,7 +151,15 @@ class ChunkPlan:
             self._reopen([chunk])
 
     def urge(self, *, again: bool) -> None:
-        """Nothing comes: ask the publisher for what no reader has. `again`: whoever it has given it to."""
+        """Nothing comes: ask the publisher for what no reader has. `again`: whoever it has given it to. Without it,
+        readers are asked for what has come wrong of them, too.
+        """
+        if again and not any(source.seed for source in self._sources.values()):
+            self._doubts.clear()
+            for source in self._sources.values():
+                source.has.update(source.doubted)
+                source.queue.extend(source.doubted)
+                source.doubted.clear()
         self._urge = "again" if again else "want"
         missing = sorted(self._open.difference(*(source.has for source in self._sources.values())))
         self._missing = deque(missing)
@@ -148,13 +170,16 @@ class ChunkPlan:
         """What to ask on this connection now."""
         source = self._sources[link]
         free = self._window - source.under_way
-        if free <= 0 or not self._open:
+        if free <= 0 or source.closing or not self._open:
             return None
         if not source.seed:
             return self._take(source, "want", _popped(source.queue, self._open, free))
         if not self._all_dealt:
             source.deals += free
             return Want("deal", deals=free)
+        if self._urge == "want" and any(one.deals for one in self._sources.values()):
+            # What is missing may have been given to this reader, which has not heard of it yet.
+            return None
         return self._take(source, self._urge, _popped(self._missing, self._open, free))
 
     def begin(self, link: int, chunk: int) -> bool:
@@ -167,17 +192,24 @@ class ChunkPlan:
         self.arrived += 1
 
     def wrong(self, link: int, chunk: int) -> int:
-        """A chunk arrived with wrong bytes and will be asked for again.
+        """A chunk arrived with wrong bytes and will be asked for again; of the same reader only without the publisher.
 
         Returns how often that has happened: to this chunk if it is the publisher's, else to all of this reader's.
         """
         source = self._sources[link]
         source.asked.remove(chunk)
+        for other in self._sources.values():
+            if other.holder == source.holder and chunk in other.has:
+                other.has.remove(chunk)
+                other.doubted.add(chunk)
+                other.queue = deque(one for one in other.queue if one != chunk)
         self._reopen([chunk])
         if source.seed:
             self._missing.append(chunk)
-        whose = ("chunk", chunk) if source.seed else ("reader", link)
-        self._wrong[whose] = self._wrong.setdefault(whose, 0) + 1
+        else:
+            self._doubts[source.holder].add(chunk)
+        whose = ("chunk", chunk) if source.seed else ("reader", source.holder)
+        self._wrong[whose] += 1
         return self._wrong[whose]
 
     def _take(self, source: _Source, what: Literal["want", "again"], chunks: Iterable[int]) -> Want | None:

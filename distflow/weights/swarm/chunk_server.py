@@ -10,30 +10,27 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
-import msgspec
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from distflow.errors import ProtocolError
 from distflow.log import logger
 from distflow.weights.swarm.held_version import HeldVersion
+from distflow.weights.swarm.serve_core import MOST_WAITING, SendChunk, SendFrame, ServeCore, ServedReader
 from distflow.weights.swarm.sockets import HANDSHAKE_S, Refused, address_of, hang_up, listen, receive_for, take, welcome
 from distflow.weights.swarm_messages import (
     FRAME,
     LENGTH,
     MAX_ASK_BYTES,
-    MOST_TOLD,
     SEAL_BYTES,
     ChunkAsk,
-    Content,
     Opening,
     Says,
     Secret,
     SwarmPlace,
-    packed,
     read_ask,
     read_opening,
     seal_nonce,
@@ -46,22 +43,8 @@ MOST_CONNECTIONS = 1024
 MOST_STRANGERS = 64
 """Connections that have yet to prove that they know a token. One more takes the place of the oldest: a reader proves it
 at once."""
-MOST_WAITING = 256
-"""Requests of one connection that have not been answered; a reader asks for a window of chunks at a time."""
-MOST_HELD = 8
-"""Versions that are served at a time; who holds deltas between them forgets these itself."""
 
 log = logger(__name__)
-
-
-@dataclass(slots=True)
-class ServerTraffic:
-    """What a server has sent so far, and whom it has refused."""
-
-    chunks: int = 0
-    sent_bytes: int = 0
-    gone: int = 0
-    refused: int = 0
 
 
 class ChunkServer:
@@ -74,11 +57,10 @@ class ChunkServer:
     def __init__(
         self, host: str, *, introduces: bool, on_read: Callable[[HeldVersion], None] = lambda held: None
     ) -> None:
-        self.traffic = ServerTraffic()
-        self.introduces = introduces
+        self.core = ServeCore[HeldVersion](introduces=introduces)
+        self.traffic = self.core.traffic
         self.on_read = on_read
         self.lock = threading.Lock()
-        self._held: dict[tuple[str, Content], HeldVersion] = {}
         self._known: dict[bytes, Secret] = {}
         self._sealed: set[bytes] = set()
         self._connections: list[_Connection] = []
@@ -99,28 +81,18 @@ class ChunkServer:
     def hold(self, held: HeldVersion) -> None:
         """Serve a version from now on; the oldest of too many is forgotten."""
         with self.lock:
-            self._held[held.manifest.model, held.manifest.content] = held
-            whole = sorted((key for key in self._held if key[1].base < 0), key=lambda key: key[1])
-            for key in whole[:-MOST_HELD]:
-                del self._held[key]
+            self.core.hold(held)
         self.tell()
 
     def forget(self, held: HeldVersion) -> None:
         """Serve a version no more, nor what was asked for of it before."""
-        held.over = True
         with self.lock:
-            if self._held.get((held.manifest.model, held.manifest.content)) is held:
-                del self._held[held.manifest.model, held.manifest.content]
+            self.core.forget(held)
 
     def forget_terms_before(self, term: int) -> None:
         """Serve no version of earlier terms any more: their segments have no names, only who maps them keeps them."""
         with self.lock:
-            self._held = {key: held for key, held in self._held.items() if held.manifest.version.term >= term}
-
-    def find(self, ask: ChunkAsk) -> HeldVersion | None:
-        """What is asked for, if it is held."""
-        with self.lock:
-            return self._held.get((ask.model, ask.content))
+            self.core.forget_terms_before(term)
 
     def tell(self) -> None:
         """There is something new: connections tell their readers."""
@@ -141,21 +113,19 @@ class ChunkServer:
         with self.lock:
             return dict(self._known)
 
-    def present(self, site: str | None = None) -> set[str]:
-        """The readers of a site (None: of all) that are connected, by the addresses at which they serve."""
-        connections = [one for one in list(self._connections) if one.reader]
-        return {one.reader for one in connections if site is None or one.site == site}
-
     def told(self) -> dict[str, Any]:
         """What was sent so far, and how many readers there are, for the status."""
-        return {**asdict(self.traffic), "readers": len(self.present())}
+        with self.lock:
+            return {**asdict(self.traffic), "readers": len(self.core.present())}
 
     def left(self, connection: _Connection) -> None:
         """A connection is over."""
         with self.lock:
             if connection in self._connections:
                 self._connections.remove(connection)
-        if self.introduces:
+            if connection.served in self.core.readers:
+                self.core.readers.remove(connection.served)
+        if self.core.introduces:
             self.tell()
 
     def close(self) -> None:
@@ -170,7 +140,8 @@ class ChunkServer:
             thread.join(CLOSE_S)
             if thread.is_alive():
                 log.warning("%s did not stop within %g s", thread.name, CLOSE_S)
-        self._held.clear()
+        with self.lock:
+            self.core.clear()
 
     def _accept(self) -> None:
         told = full = False
@@ -221,8 +192,8 @@ class _Connection:
     """One reader's connection."""
 
     def __init__(self, server: ChunkServer, link: socket.socket) -> None:
-        self.reader = ""
-        self.site = ""
+        self.served: ServedReader[HeldVersion] | None = None
+        """Once it has said who it is."""
         self.known = False
         """Whether it knows a token."""
         self._server = server
@@ -231,10 +202,6 @@ class _Connection:
         self._over = False
         self._seal: AESGCM | None = None
         self._sealed = 0
-        self._follows: ChunkAsk | None = None
-        self._told = 0
-        self._told_coming: Mapping[str, int] = {}
-        self._peers: set[str] = set()
         self.threads = [
             threading.Thread(target=target, name=f"swarm-{name}", daemon=True)
             for target, name in ((self._receive, "requests"), (self._send, "chunks"))
@@ -281,11 +248,11 @@ class _Connection:
     def _begin(self, secret: Secret, nonces: bytes, opening: Opening) -> None:
         if self._server.seals(secret):
             self._seal = AESGCM(secret.seal_key(nonces))
-        # In this order: whoever sees the reader sees its site.
-        self.site = opening.site
-        self.reader = opening.serves
+        self.served = ServedReader(self._server.core, opening.serves, opening.site)
+        with self._server.lock:
+            self._server.core.readers.append(self.served)
         self.threads[1].start()
-        if self._server.introduces:
+        if self._server.core.introduces:
             self._server.tell()
 
     def _body(self) -> memoryview:
@@ -295,74 +262,47 @@ class _Connection:
         return take(self._link, size)
 
     def _send(self) -> None:
+        served = self.served
+        assert served is not None, "it has said who it is"
         try:
             while not self._over:
-                job = self._jobs.get()
-                if job is not None:
-                    self._answer(job)
-                self._tell_news()
+                ask = self._jobs.get()
+                if ask is not None:
+                    self._send_all(served.answer(ask))
+                self._send_all(served.news())
         except ConnectionError:
             # The reader is gone, or this server is closing.
             pass
         except OSError as error:
             if not self._over:
-                log.warning("hung up on a reader of weights at %s: %s", self.reader or "no address", error)
+                log.warning("hung up on a reader of weights at %s: %s", served.reader or "no address", error)
         finally:
             self.close()
 
-    def _answer(self, ask: ChunkAsk) -> None:
-        held = self._server.find(ask)
-        if ask.what == "follow":
-            self._follows, self._told, self._told_coming = ask, 0, {}
-        elif ask.what == "deal":
-            self._deal(ask, held)
-        elif ask.what == "made":
-            if held is not None and held.dealer is not None:
-                with self._server.lock:
-                    held.dealer.made(self.reader, self.site)
-        else:
-            for chunk in ask.chunks:
-                self._give(ask, held, chunk)
-
-    def _deal(self, ask: ChunkAsk, held: HeldVersion | None) -> None:
-        if held is None or held.dealer is None:
-            self._frame(Says.GONE, ask)
-            return
-        with self._server.lock:
-            chunks = held.dealer.deal(self.reader, self.site, ask.count)
-        if chunks:
-            self._frame(Says.GIVEN, ask, 0, packed(chunks))
-        for chunk in chunks:
-            self._chunk(ask, held, chunk)
-        if len(chunks) < ask.count:
-            self._frame(Says.DEALT, ask)
-
-    def _give(self, ask: ChunkAsk, held: HeldVersion | None, chunk: int) -> None:
-        if held is not None and held.dealer is not None and held.has(chunk):
-            site, again = self.site, ask.what == "again"
-            present = self._server.present(site)
+    def _send_all(self, out: Iterator[SendFrame | SendChunk[HeldVersion]]) -> None:
+        while True:
             with self._server.lock:
-                gives = held.dealer.gives(self.reader, site, chunk, present, again=again)
-            if not gives:
-                self._frame(Says.ELSEWHERE, ask, chunk)
+                what = next(out, None)
+            if what is None:
                 return
-        self._chunk(ask, held, chunk)
+            if isinstance(what, SendChunk):
+                self._chunk(what.held, what.chunk)
+            else:
+                header = FRAME.pack(what.says, len(what.payload), *what.content, what.chunk)
+                self._link.sendall(header + what.payload)
 
-    def _chunk(self, ask: ChunkAsk, held: HeldVersion | None, chunk: int) -> None:
-        if held is None or not held.has(chunk):
-            self._server.traffic.gone += 1
-            self._frame(Says.GONE, ask, chunk)
-            return
+    def _chunk(self, held: HeldVersion, chunk: int) -> None:
         self._server.on_read(held)
         start, size = held.span(chunk)
+        content = held.manifest.content
         if self._seal is not None:
-            header = FRAME.pack(Says.CHUNK, size + SEAL_BYTES, *ask.content, chunk)
+            header = FRAME.pack(Says.CHUNK, size + SEAL_BYTES, *content, chunk)
             sealed = self._seal.encrypt(seal_nonce(self._sealed), held.bytes_of(chunk), header)
             self._sealed += 1
             self._link.sendall(header, socket.MSG_MORE)
             self._link.sendall(sealed)
         else:
-            self._link.sendall(FRAME.pack(Says.CHUNK, size, *ask.content, chunk), socket.MSG_MORE)
+            self._link.sendall(FRAME.pack(Says.CHUNK, size, *content, chunk), socket.MSG_MORE)
             end = start + size
             while start < end:
                 sent = os.sendfile(self._link.fileno(), held.file.fileno(), start, end - start)
@@ -372,22 +312,3 @@ class _Connection:
         with self._server.lock:
             self._server.traffic.chunks += 1
             self._server.traffic.sent_bytes += size
-
-    def _tell_news(self) -> None:
-        if self._server.introduces and (peers := self._server.present(self.site)) != self._peers:
-            self._peers = peers
-            self._frame(Says.PEERS, None, 0, msgspec.msgpack.encode(sorted(peers)))
-        ask = self._follows
-        held = None if ask is None else self._server.find(ask)
-        if ask is None or held is None:
-            return
-        while new := held.order[self._told : self._told + MOST_TOLD]:
-            self._told += len(new)
-            self._frame(Says.HAVE, ask, 0, packed(new))
-        if held.coming != self._told_coming:
-            self._told_coming = held.coming
-            self._frame(Says.COMING, ask, 0, msgspec.msgpack.encode(self._told_coming))
-
-    def _frame(self, says: Says, ask: ChunkAsk | None, chunk: int = 0, payload: bytes = b"") -> None:
-        content = Content(0, 0) if ask is None else ask.content
-        self._link.sendall(FRAME.pack(says, len(payload), *content, chunk) + payload)

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from cryptography.exceptions import InvalidTag
@@ -14,7 +13,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from distflow.errors import ProtocolError
 from distflow.log import logger
-from distflow.weights.manifest import CHUNK_BYTES, digest
+from distflow.weights.manifest import CHUNK_BYTES
+from distflow.weights.swarm.fetch_actions import ChunkLink, Landing
 from distflow.weights.swarm.sockets import connect, hang_up, receive_for
 from distflow.weights.swarm_messages import (
     FRAME,
@@ -50,16 +50,6 @@ MOST_PAYLOAD = {
 log = logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """Where the bytes of one chunk go, and their digest."""
-
-    data: memoryview
-    digest: bytes
-    trusted: bool
-    """Whether it counts from its first byte on, or only once it is right: its sender has sent wrong ones."""
-
-
 class Receiver(Protocol):
     """Who hears what comes on a connection, on that connection's thread."""
 
@@ -88,20 +78,12 @@ class Receiver(Protocol):
         ...
 
 
-class SwarmLink:
+class SwarmLink(ChunkLink):
     """Connects in the constructor: raises OSError, Refused for another token. `own`: what it says of this reader."""
 
     def __init__(self, number: int, address: str, place: SwarmPlace, own: Opening, receiver: Receiver) -> None:
-        self.number = number
-        self.address = address
-        self.seed = address == place.address
-        self.heard_at = time.monotonic()
-        """When bytes came last."""
-        self.received = 0
-        """Bytes of chunks that somebody here wanted, and of those that are on their way; without wrong ones."""
+        super().__init__(number, address, time.monotonic())
         secret = Secret(place.token)
-        self.over = False
-        """Set by the receiver, under its lock, when the connection is lost."""
         self._socket, nonces = connect(address, secret)
         self._seal = AESGCM(secret.seal_key(nonces)) if place.encrypted else None
         self._sealed = 0
@@ -175,11 +157,8 @@ class SwarmLink:
         receive_for(self._socket, STEP_S)
         self._receive(into, counts=landing.trusted)
         receive_for(self._socket, 0)
-        right = self._seal is None or self._unseal(self._seal, seal_nonce(number), into, header, landing.data)
-        right = right and digest(landing.data) == landing.digest
-        if right != landing.trusted:
-            self.received += size if right else -size
-        self._receiver.landed(self, content, chunk, right=right)
+        genuine = self._seal is None or self._unseal(self._seal, seal_nonce(number), into, header, landing.data)
+        self._receiver.landed(self, content, chunk, right=self.judge(landing, size, genuine=genuine))
 
     def _unseal(self, seal: AESGCM, nonce: bytes, sealed: memoryview, header: bytes, into: memoryview) -> bool:
         try:

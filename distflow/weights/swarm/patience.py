@@ -58,6 +58,12 @@ class Patience:
             self._counts.update(new)
             self._progress(now)
 
+    def stood_still(self, seconds: float) -> None:
+        """This process was stopped for so long, or its clock jumped: in that time nothing could come."""
+        self.moved_at += seconds
+        self.progress_at += seconds
+        self._urge_at += seconds
+
     def silence_s(self, now: float) -> float:
         """Seconds since bytes came last, here or at a reader that tells of itself."""
         return now - self.progress_at

@@ -17,8 +17,8 @@ from distflow.types import Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.segments.host_segments import SharedSegment
 from distflow.weights.segments.shm import HEADER_BYTES
-from distflow.weights.swarm.chunk_server import ServerTraffic
 from distflow.weights.swarm.held_version import HeldVersion
+from distflow.weights.swarm.serve_core import ServerTraffic
 from distflow.weights.swarm_messages import SwarmPlace
 
 

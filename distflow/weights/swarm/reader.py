@@ -21,11 +21,12 @@ from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, intac
 from distflow.weights.one_sided.reads import OneSidedReads, StillWritten
 from distflow.weights.segments.host_segments import HostSegments, SharedSegment
 from distflow.weights.segments.shm import HEADER_BYTES, tensor_views
-from distflow.weights.swarm.chunk_server import ChunkServer, ServerTraffic
+from distflow.weights.swarm.chunk_server import ChunkServer
 from distflow.weights.swarm.client import FetchRules, SwarmClient
 from distflow.weights.swarm.delta_fetch import DeltaFetch, make
 from distflow.weights.swarm.held_version import HeldVersion
 from distflow.weights.swarm.private_segments import NotServing, PrivateSegments
+from distflow.weights.swarm.serve_core import ServerTraffic
 from distflow.weights.swarm_messages import Opening, SwarmPlace
 from distflow.weights.transport import NamedTensors
 

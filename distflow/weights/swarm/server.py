@@ -18,15 +18,14 @@ from distflow.weights.encodings.rounded_publisher import RoundedPublisher
 from distflow.weights.manifest import Manifest, digests
 from distflow.weights.one_sided.reads import ExposedMemory
 from distflow.weights.segments.shm import AnnouncedSegment
+from distflow.weights.segments.turns import Pin
 from distflow.weights.swarm.announcing import Announcing
 from distflow.weights.swarm.chunk_plan import ChunkDealer
-from distflow.weights.swarm.chunk_server import ChunkServer, ServerTraffic
+from distflow.weights.swarm.chunk_server import ChunkServer
 from distflow.weights.swarm.delta_chain import DeltaChain
 from distflow.weights.swarm.held_version import HeldVersion
+from distflow.weights.swarm.serve_core import ServerTraffic
 from distflow.weights.swarm_messages import SwarmPlace
-
-PIN_S = 3.0
-"""After this long without a request, a version is no longer considered being read."""
 
 log = logger(__name__)
 
@@ -54,7 +53,7 @@ class SwarmServer:
         exposed: ExposedMemory | None = None,
         on_fault: Callable[[BaseException], None] = _tell,
     ) -> None:
-        self._pin: tuple[Path, float] | None = None
+        self._pin = Pin()
         self._lock = threading.Lock()
         self._held: list[HeldVersion] = []
         self._server = ChunkServer(host, introduces=True, on_read=self._pin_for)
@@ -111,7 +110,7 @@ class SwarmServer:
     def pinned(self) -> str | None:
         """The segment that a reader is fetching: ShmPublisher does not overwrite it."""
         with self._lock:
-            return None if self._pin is None or time.monotonic() > self._pin[1] else str(self._pin[0])
+            return self._pin.pinned(time.monotonic())
 
     def close(self) -> None:
         """End all threads and stop serving."""
@@ -122,7 +121,5 @@ class SwarmServer:
             self._rounding.close()
 
     def _pin_for(self, held: HeldVersion) -> None:
-        place, now = Path(held.manifest.place), time.monotonic()
         with self._lock:
-            if self._pin is None or now > self._pin[1] or self._pin[0] == place:
-                self._pin = (place, now + PIN_S)
+            self._pin.read(held.manifest.place, time.monotonic())

@@ -1,0 +1,112 @@
+"""Random faults where weights are fetched: a scenario follows from its seed, and each must keep what a run promises.
+
+No reader ends a fetch with wrong or torn bytes, or goes back to an older version; every reader that lives has the
+newest version in the end, and none waits longer than it may; who sends wrong bytes is left alone; a reader gives up
+only what did not come; and where nothing goes wrong and all keep up, a version is sent about once to each site.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from distflow.sim.faults import BrokenPromise, broken_by
+from distflow.sim.scenario import Crash, Pause
+from distflow.sim.swarm_network import SwarmNetwork
+from distflow.sim.weight_scenario import ClockJump, Damage, LinkCut, WeightRecord, WeightScenario
+from distflow.weights.manifest import CHUNK_BYTES
+
+BEGINS_S = 30.0
+"""Faults begin within so many seconds."""
+LONGEST_S = 40.0
+"""One lasts at most so long; a process may stand still for three times that."""
+UPLINK = 1.25
+"""Times the model that a publisher sends to a site while nothing goes wrong."""
+
+
+def judge_weights(seed: int) -> BrokenPromise | None:
+    """Simulate the scenario of a seed, and say what it broke."""
+    scenario = weights_of(seed)
+    return broken_by(seed, lambda: check_weights(scenario, SwarmNetwork(scenario).run()))
+
+
+def weights_of(seed: int) -> WeightScenario:
+    """The scenario of a seed; in one of four nothing goes wrong, in one of ten the publisher is gone at last."""
+    rng = random.Random(f"{seed}/weights")
+    readers, chunks = rng.randint(1, 6), rng.choice([1, 3, 8, 20])
+    scenario = WeightScenario(
+        joins=[0.0, *(rng.choice([0.0, 0.0, rng.uniform(0.0, BEGINS_S)]) for _ in range(readers - 1))],
+        chunks=chunks,
+        last_bytes=rng.choice([1, CHUNK_BYTES]),
+        publishes=sorted(rng.uniform(0.0, BEGINS_S) for _ in range(rng.choice([0, 1, 2, 6, 30 if chunks < 20 else 6]))),
+        in_step=rng.random() < 0.5,
+        copy_s=rng.choice([0.01, 1.0]),
+        describe_s=rng.choice([0.01, 1.0]),
+        sites=[rng.choice(["", "far"]) for _ in range(readers)] if rng.random() < 0.3 else (),
+        outside=frozenset(n for n in range(2, readers + 1) if rng.random() < 0.1),
+        rates=[CHUNK_BYTES * rng.choice([2.0, 10.0, 1000.0]) for _ in range(readers + 1)],
+        delay_s=rng.choice([0.001, 0.05, 0.3]),
+        no_progress_s=rng.choice([30.0, 100.0, 100.0]),
+        calm_at=BEGINS_S,
+        seed=seed,
+    )
+    kind = rng.random()
+    if kind < 0.25:
+        return scenario
+    return _with_faults(scenario, rng) if kind < 0.9 else _orphaned(_with_faults(scenario, rng), rng)
+
+
+def _orphaned(scenario: WeightScenario, rng: random.Random) -> WeightScenario:
+    """The publisher is gone for good; all readers stay, and pass on what they have."""
+    return replace(
+        scenario,
+        joins=[0.0 for _ in scenario.joins],
+        outside=frozenset(),
+        crashes=[Crash(0, rng.uniform(0.0, 2.0) if rng.random() < 0.5 else rng.uniform(0.0, BEGINS_S), None)],
+        damages=(),
+        liars=frozenset(),
+        no_progress_s=100.0,
+    )
+
+
+def _with_faults(scenario: WeightScenario, rng: random.Random) -> WeightScenario:
+    hosts = 1 + len(scenario.joins)
+
+    def at() -> float:
+        return rng.uniform(0.0, BEGINS_S)
+
+    def some(most: int) -> range:
+        return range(rng.choice([0, 0, rng.randint(0, most)]))
+
+    return replace(
+        scenario,
+        crashes=[_crash(rng, rng.randrange(hosts), at()) for _ in some(4)],
+        pauses=[Pause(rng.randrange(hosts), at(), rng.uniform(0.5, rng.choice([1, 3]) * LONGEST_S)) for _ in some(3)],
+        cuts=[
+            LinkCut((one, rng.choice([n for n in range(hosts) if n != one])), at(), rng.uniform(0.2, LONGEST_S), reset)
+            for one, reset in ((rng.randrange(hosts), rng.random() < 0.5) for _ in some(4))
+        ],
+        jumps=[ClockJump(rng.randrange(hosts), at(), rng.choice([1.0, 100.0])) for _ in some(2)],
+        damages=[Damage(rng.randrange(1, hosts), at()) for _ in some(3)],
+        liars=frozenset(n for n in range(1, hosts) if rng.random() < 0.15) if rng.random() < 0.3 else frozenset(),
+        wrong=rng.choice([0.0, 0.0, 0.02, 0.3]),
+        calm_at=BEGINS_S + 3 * LONGEST_S,
+    )
+
+
+def _crash(rng: random.Random, host: int, at: float) -> Crash:
+    # The publisher always comes back: without it nothing is promised.
+    restart_s = rng.uniform(0.0, LONGEST_S - 5.0)
+    return Crash(host, at, restart_s if host == 0 else rng.choice([None, restart_s]), noticed=rng.random() < 0.7)
+
+
+def check_weights(scenario: WeightScenario, record: WeightRecord) -> None:
+    """What can be seen only at the end. Raises AssertionError."""
+    for host, versions in record.versions.items():
+        assert all(version in record.published for version in versions), f"host {host} has {versions}"
+    if scenario.faultless and scenario.in_step:
+        size = (scenario.chunks - 1) * CHUNK_BYTES + scenario.last_bytes
+        for (version, site), sent in record.sent.items():
+            # What goes to one that passes nothing on is dealt to others all the same.
+            most = UPLINK * size * (1 + sum(scenario.site(n) == site for n in scenario.outside))
+            assert sent <= most, f"{version} was sent {sent / size:.2f} times to site {site!r}"
