@@ -38,8 +38,8 @@ DONE, STOPPED = 0, 130
 
 
 CURE_OF_GPU = (
-    "look at it with `nvidia-smi -q` and `dmesg`; to go on without it, leave it out of CUDA_VISIBLE_DEVICES and resume the "
-    "run with fewer workers on its host"
+    "look at it with `nvidia-smi -q` and `dmesg`; to go on without it, leave it out of CUDA_VISIBLE_DEVICES and resume "
+    "the run with fewer workers on its host"
 )
 SWITCH_S = 5e-4
 """How long a thread that handles messages or writes dumps may keep the main one from going on, which gives Python up in
