@@ -64,8 +64,11 @@ def test_long_prompts_of_the_schedules_are_long_in_each_pass(monkeypatch: pytest
 
 
 @pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """Runs one benchmark of `distflow bench` at a tiny size, and returns what it prints."""
+def bench(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., dict[str, Any]]:
+    """Runs one benchmark of `distflow bench` at a tiny size, without other systems, and returns what it prints."""
+    monkeypatch.setattr(other_systems, "USUAL", tmp_path / "bin" / "python")
 
     def run(*arguments: str) -> dict[str, Any]:
         assert cli.run(["bench", *arguments, "--json", "--repetitions", "1"]) == 0

@@ -293,6 +293,7 @@ class HolderCore:
         if not link.first_time(grant.number):
             # The owner does not know yet that the grant arrived: report it.
             return [] if self._leaving and link.unfinished() else [self._progress(link)]
+        self._walk.granted(self._links.numbers[link.name], grant.step)
         for lease in grant.leases:
             rightful = self._link_of(lease.position)
             if rightful is not link:

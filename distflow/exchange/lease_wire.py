@@ -107,6 +107,7 @@ class _GrantHead(Form, frozen=True):
     ask: Whole
     leases: tuple[_LeaseHead, ...]
     bulk: bytes
+    step: Whole
 
 
 class _ProgressHead(Form, frozen=True):
@@ -195,9 +196,8 @@ def _head(message: Message, bulk: bytearray) -> Form:
     """The form of a message; its tokens and log-probs go to the end of `bulk`."""
     if isinstance(message, Grant):
         leases = tuple([_lease_head(lease, bulk) for lease in message.leases])
-        return _GrantHead(
-            message.owner, message.term, message.incarnation, message.number, message.ask, leases, _inside(bulk)
-        )
+        about = (message.owner, message.term, message.incarnation, message.number, message.ask)
+        return _GrantHead(*about, leases, _inside(bulk), message.step)
     if isinstance(message, Progress):
         pieces = tuple([_piece_head(piece, bulk) for piece in message.pieces])
         return _ProgressHead(message.report, message.running, pieces, _inside(bulk))
@@ -223,7 +223,7 @@ def _message(head: Any, payload: Sequence[memoryview]) -> Any:
         begun = sum(sample.tokens for lease in head.leases for sample in lease.begun)
         bulk = _Bulk(head.bulk, payload, prompts * TOKEN_BYTES + begun * (TOKEN_BYTES + LOGPROB_BYTES))
         leases = tuple([_lease(lease, bulk) for lease in head.leases])
-        return Grant(head.owner, head.term, head.incarnation, head.number, head.ask, leases)
+        return Grant(head.owner, head.term, head.incarnation, head.number, head.ask, leases, head.step)
     if not isinstance(head, _WITH_PIECES):
         if payload:
             _Bulk(b"", payload, 0)

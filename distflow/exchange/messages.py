@@ -241,7 +241,7 @@ class Grant(msgspec.Struct, frozen=True):
 
     Example:
 
-        Grant("trainer/0", term=0, incarnation=0, number=4, ask=4, leases=())
+        Grant("trainer/0", term=0, incarnation=0, number=4, ask=4, leases=(), step=7)
     """
 
     owner: str
@@ -250,6 +250,8 @@ class Grant(msgspec.Struct, frozen=True):
     number: int
     ask: int
     leases: tuple[Lease, ...]
+    step: int = 0
+    """The latest training step for which one of them is: how far ahead of its training this owner leases."""
 
 
 class Refuse(Form, frozen=True):

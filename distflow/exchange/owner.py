@@ -374,7 +374,8 @@ class OwnerCore:
 
     def _grant_message(self, peer: Peer, number: int, entries: Sequence[Entry]) -> Outgoing:
         leases, ask = tuple([entry.to_grant() for entry in entries]), peer.unconfirmed[number].ask
-        return self._to(peer, Grant(self.name, self.term, peer.incarnation, number, ask, leases))
+        step = max((entry.step for entry in entries), default=self.version)
+        return self._to(peer, Grant(self.name, self.term, peer.incarnation, number, ask, leases, step))
 
     # -- announcements
     def _announce_closed(self) -> list[Outgoing]:

@@ -6,6 +6,11 @@ others again. The wait is 1 s (± 50%) and doubles with each owner asked in vain
 rare; of many owners a round takes 8 at random. If a result was dropped here, its owner is about to lease another group
 and is asked next. With one owner the ask parks at once, and the rounds become repetitions that make up for a lost
 message. A grant ends the walk.
+
+Owners may lease several training steps ahead (`max_staleness`), and some may be the home of fewer holders than others,
+or of none. So when the home owner begins to lease for a later step, the next ask goes to another one first, taken at
+random. If that one leases for an earlier step, it is asked until it has caught up, then another one is tried; if not,
+the home owner again. Otherwise those that nobody asks first would hold up the steps that others have long had ready.
 """
 
 from __future__ import annotations
@@ -72,12 +77,29 @@ class AskWalk:
         self._unanswered = 0
         self._wait = settings.park_s
         self._due = 0.0
+        self._forget_steps()
 
     def begin(self, owners: Sequence[int], now: float) -> None:
-        """Start to ask, at the home owner if it still has work."""
+        """Start to ask: an owner that leases for an earlier step than the home one, or looking for such a one; else the
+        home one, if it still has work.
+        """
         self._wait, self.since = self._settings.park_s, now
-        home = [owner for owner in owners if owner == self._home]
-        self._put_to_next([*home, *self._others(self._home, owners)][:_OWNERS_A_ROUND], now)
+        home, others = [owner for owner in owners if owner == self._home], self._others(self._home, owners)
+        first = [owner for owner in owners if owner == self._behind] or (others[:1] if self._looks else [])
+        rest = [owner for owner in [*home, *others] if owner not in first]
+        self._put_to_next([*first, *rest][:_OWNERS_A_ROUND], now)
+
+    def granted(self, owner: int, step: int) -> None:
+        """An owner leases for this training step now."""
+        if not self._settings.max_staleness:
+            return  # All lease for the same step.
+        if owner == self._home:
+            self._looks = self._looks or -1 < self._home_step < step
+            self._home_step = max(step, self._home_step)
+            return
+        is_behind = step < self._home_step
+        self._looks = owner == self._behind and not is_behind
+        self._behind = owner if is_behind else None
 
     def end(self) -> None:
         """Stop: the ask was answered, or nothing is wanted any more."""
@@ -88,6 +110,7 @@ class AskWalk:
         """The list of owners has changed: no ask is in flight, and the next one begins at `home`."""
         self.end()
         self._home = home
+        self._forget_steps()
 
     def is_answer(self, owner: int, number: int) -> bool:
         """Whether a grant or refusal of this owner answers the current ask."""
@@ -95,6 +118,8 @@ class AskWalk:
 
     def refused(self, parked: bool, owners: Sequence[int], now: float) -> bool:
         """The owner has nothing now. Returns True if the ask moved to another owner and must be sent there."""
+        self._looks = False
+        self._behind = None if self.owner == self._behind else self._behind
         if not parked:
             self._lengthen_wait()
             self.move(owners, now)
@@ -130,6 +155,14 @@ class AskWalk:
         """Move the ask to the next owner of this round, or begin another round."""
         left = [owner for owner in self._ahead if owner in owners]
         self._put_to_next(left or self._others(self.owner, owners) or list(owners), now)
+
+    def _forget_steps(self) -> None:
+        self._home_step = -1
+        """For which the home owner leased last."""
+        self._looks = False
+        """Whether to try another owner before the home one."""
+        self._behind: int | None = None
+        """An owner that leases for an earlier step than the home one."""
 
     def _others(self, but: int | None, owners: Sequence[int]) -> list[int]:
         others = [owner for owner in owners if owner != but]

@@ -167,11 +167,11 @@ class SimulatedReplica:
                 break
             self.send(taken.messages)
             self._train_on(taken.positions)
-            if taken.over:
-                self._own_over = True
-                self.send(self.intake.search(self.network.now))
+            self._own_over = self._own_over or taken.over
             if taken.train:
                 self._compute()
+        if self._own_over and not self._busy and not self._meeting and not self.owner.finished:
+            self.send(self.intake.search(self.network.now))
         self.network.train_when_ready()
 
     def _compute(self) -> None:

@@ -232,6 +232,21 @@ def test_replicas_that_steal_train_on_everything_once(seed: int, loss: float, an
     assert record.moved > 0
 
 
+def test_a_simulated_replica_steals_as_often_as_it_is_idle() -> None:
+    """One group after another, as the budget says: of 12 of its own, a slow one computes fewer than half."""
+    limits = replace(SMALL, groups_per_ledger=6, memory_bytes=10**6, training_steps=1)
+    scenario = Scenario(
+        limits,
+        owners=2,
+        workers=2,
+        slots=96,
+        seconds=lambda _: 1.0,
+        stealing=True,
+        batch_s=lambda number: 0.1 if number else 4.0,
+    )
+    assert LeaseNetwork(scenario).run().moved > 6
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_memory_for_three_steps_reaches_a_lag_of_two(lazy: bool) -> None:
     """What a step has kept is free once it is over: otherwise nothing could be leased ahead any more."""

@@ -43,8 +43,8 @@ def lease(position: int, attempt: int = 1, term: int = 0) -> Lease:
     return Lease(p.uid, position % 4, position // 4, attempt, 0, p.prompt_ids, p.prompt_text, p.task, 0, term)
 
 
-def grant(*positions: int, number: int = 1, ask: int = 1, owner: str = HOME, term: int = 0) -> Grant:
-    return Grant(owner, term, 2, number, ask, tuple(lease(p, term=term) for p in positions))
+def grant(*positions: int, number: int = 1, ask: int = 1, owner: str = HOME, term: int = 0, step: int = 0) -> Grant:
+    return Grant(owner, term, 2, number, ask, tuple(lease(p, term=term) for p in positions), step)
 
 
 def asks(out: Sequence[Outgoing]) -> list[tuple[str, int, int, bool]]:
@@ -366,3 +366,27 @@ def test_leases_that_are_taken_back_before_they_started_are_asked_for_again() ->
     holder.handle(Cancel(HOME, 0, 2, (2,)), 0.0)
     assert (holder.take_granted(), holder.to_ask) == ([], True)
     assert asks(holder.want(100, 0.0)) != []
+
+
+def test_owners_that_lease_for_an_earlier_step_are_asked_first() -> None:
+    """The home owner goes on to step 1; the other one, which nobody else asks, is asked until it does, and once more."""
+    holder, asked = new_holder(2, replace(SMALL, max_staleness=2)), []
+    steps = {0: [0, 0, 1, 1, 2], 1: [0, 0, 1, 1, 2]}
+    numbers = {0: 0, 1: 0}
+    for position in range(10):
+        ((to, ask, _, _),) = asks(holder.want(1000, 0.0))
+        owner = int(to.rpartition("/")[2])
+        numbers[owner] += 1
+        asked.append((owner, steps[owner].pop(0)))
+        leased = grant(2 * position + owner, number=numbers[owner], ask=ask, owner=to, step=asked[-1][1])
+        holder.handle(leased, 0.0)
+        holder.take_granted()
+    assert asked == [(0, 0), (0, 0), (0, 1), (1, 0), (1, 0), (1, 1), (1, 1), (0, 1), (0, 2), (1, 2)]
+
+
+def test_all_owners_lease_for_one_step_without_staleness_so_the_home_is_asked_first() -> None:
+    holder = new_holder(3, replace(SMALL, max_staleness=0))
+    for step in range(3):
+        assert asks(holder.want(1000, 0.0))[0][0] == HOME
+        holder.handle(grant(4 * step, number=step + 1, ask=step + 1, step=step), 0.0)
+        holder.take_granted()

@@ -180,6 +180,16 @@ def test_recomputed_activations_take_another_forward() -> None:
     assert measured.passes(1) == pytest.approx(3 / 4)
 
 
+def test_trainers_that_no_rollout_asks_first_get_samples_as_early_as_the_others() -> None:
+    """Five rollouts for eight trainers; who has leased as far ahead as may be waits long for newer weights."""
+    slow = WeightLatency(1e9, publish_s=0.05, swap_s=0.4, link_bytes_s=2.5e8)
+    device = replace(DEVICE, train=TrainLatency(1e-3, apply_s=0.1), weights=slow)
+    load = load_for(8, rollouts=5, replicas=8, slots=16, one_host=False)
+    load = replace(load, settings=replace(load.settings, ledgers=16))
+    training = simulate(load, device, Lognormal(100, 0.6), SimulateOptions(steps=20)).pools[1]
+    assert training.shares["first"] + training.shares["later"] < 0.05
+
+
 def test_staleness_hides_what_does_not_bound_the_step() -> None:
     fresh, stale = (simulate(load_for(s), DEVICE, ALIKE, SimulateOptions(steps=6)) for s in (0, 2))
     assert stale.step_s < 0.6 * fresh.step_s
