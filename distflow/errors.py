@@ -123,6 +123,13 @@ class ReplicaLost(WorkerFailed):
     """Of the worker's process: a temporary failure, as sysexits.h has it."""
 
 
+class DeviceFault(WorkerFailed):
+    """A GPU has failed under a worker: the code is not to blame, and its process can do nothing more with that GPU."""
+
+    exit_code = 71
+    """Of the worker's process: an error of the system, as sysexits.h has it."""
+
+
 class NoProgressError(WorkerFailed):
     """A named wait saw no progress within its limit."""
 
@@ -159,6 +166,48 @@ class TermEnded(DistflowError):
 
 class RunEnded(DistflowError):
     """The workers that own the samples have ended the run before its last training step; unwinds a worker's script."""
+
+
+_DEVICE_FAULTS = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "hardware stack error",
+    "an illegal memory access",
+    "an illegal instruction",
+    "misaligned address",
+    "unspecified launch failure",
+    "launch timed out",
+    "contained error",
+    "device(s) is/are busy or unavailable",
+    "GPU is lost",
+    "unknown error",
+    "CUBLAS_STATUS_EXECUTION_FAILED",
+    "CUBLAS_STATUS_INTERNAL_ERROR",
+)
+"""What `cudaGetErrorString` and cuBLAS say of a GPU that has failed, or of a context that can do nothing more. What a
+new process would only repeat is not among them: memory that is too small, arguments out of range, a failed assertion in
+a kernel ("device-side assert triggered"), which is how PyTorch reports an index that is out of range."""
+_OF_CUDA = ("CUDA error", "CUDA failure", "CUDA driver error", "HIP error")
+"""How `torch.AcceleratorError`, other errors of PyTorch, and those of NCCL begin, in their own spelling or another."""
+
+
+def device_fault(error: BaseException) -> str:
+    """What a GPU reported, if that is what this error or one that it came from is about; else empty.
+
+    An error of NCCL about another member of the group (`ncclRemoteError`) is not one of this worker's GPU.
+    """
+    seen: list[BaseException] = []
+    last: BaseException | None = error
+    while last is not None and last not in seen:
+        seen.append(last)
+        text = str(last)
+        told = isinstance(last, RuntimeError) and any(word.lower() in text.lower() for word in _OF_CUDA)
+        if told and "ncclRemoteError" not in text:
+            fault = next((fault for fault in _DEVICE_FAULTS if fault.lower() in text.lower()), None)
+            if fault is not None:
+                return fault
+        last = last.__cause__ or last.__context__
+    return ""
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -13,6 +13,7 @@ from distflow.flow.lanes import ONE_HOST, Whereabouts, nixl_pools, parts_readers
 from distflow.flow.memory import MIB, STEPS_OF_ROWS, rows_bytes, step_bytes
 from distflow.flow.memory_fit import UNSEEN, Capacity, gpu_bytes, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.plugin_options import repeats_samples
 from distflow.flow.sharding import divides_models
 from distflow.flow.slots_fit import SlotsFit, slots_fit
 from distflow.flow.validation import val_lines
@@ -124,6 +125,7 @@ def _batch(plan: Plan) -> list[str]:
         *_rows_waiting(plan),
         *_difficulty(plan),
         *_schedule(plan),
+        *_copies(plan),
         f"{_staleness(plan)}; up to {batch.max_refills} refills a ledger and step",
         f"whole run: {batch.training_steps * batch.prompts} prompts, {batch.training_steps * batch.samples} samples",
     ]
@@ -164,6 +166,18 @@ def _schedule(plan: Plan) -> list[str]:
         "skew_aware": ["the longest groups, as predicted, first, and on workers of their own where that is faster"],
     }
     return orders[plan.batch.schedule]
+
+
+def _copies(plan: Plan) -> list[str]:
+    """Which groups a second worker may generate, too (`layout.hedging`)."""
+    if not (plan.recipe.layout.hedging and plan.origin.allows("repeatable")):
+        return []
+    if repeats_samples(plan.recipe, [pool for pool in plan.pools if pool.generates and not pool.validates]):
+        return ["copies of groups that wait or take long on one worker go to half-idle ones (layout.hedging)"]
+    return [
+        "groups are copied from silent workers only, not from slow ones: the engine would give a copy other tokens "
+        "(layout.hedging)"
+    ]
 
 
 def _waiting(plan: Plan) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from distflow import log
 from distflow.comm.addresses import ensure_socket_dir, leave_socket_dir
 from distflow.comm.processes import name_process
-from distflow.errors import DistflowError, RunStopped, StepError, TermEnded, UserError
+from distflow.errors import DeviceFault, DistflowError, RunStopped, StepError, TermEnded, UserError, device_fault
 from distflow.flow.document import WorkerDocument, read_worker_document
 from distflow.flow.file_import import scope_in
 from distflow.flow.planner import make_plan
@@ -37,6 +37,10 @@ from distflow.types import WorkerName
 DONE, STOPPED = 0, 130
 
 
+CURE_OF_GPU = (
+    "look at it with `nvidia-smi -q` and `dmesg`; to go on without it, leave it out of CUDA_VISIBLE_DEVICES and resume "
+    "the run with fewer workers on its host"
+)
 SWITCH_S = 5e-4
 """How long a thread that handles messages or writes dumps may keep the main one from going on, which gives Python up in
 each operation of torch. Python's own 5 ms are as long as a decode step of a small model."""
@@ -45,8 +49,8 @@ each operation of torch. Python's own 5 ms are as long as a decode step of a sma
 def run_worker(document: Path, incarnation: int) -> int:
     """Run the worker described by `document`, for the `incarnation`th time from 0; returns its exit code.
 
-    0 done, 2 the user's recipe or plug-in, 3 failed for good, 130 stopped, 75 to be started again in another term, 1 an
-    internal error. A failure is also written to `<run>/workers/<pool>-<i>.failure.json`.
+    0 done, 2 the user's recipe or plug-in, 3 failed for good, 130 stopped, 75 to be started again in another term, 71 a
+    GPU has failed, 1 an internal error. A failure is also written to `<run>/workers/<pool>-<i>.failure.json`.
     """
     try:
         found = read_worker_document(document)
@@ -165,17 +169,20 @@ def _execute(source: str, path: Path, stem: str) -> Callable[[Worker], None]:
 
 
 def _report(error: Exception, path: Path, worker: str) -> int:
-    code = error.exit_code if isinstance(error, DistflowError) else 1
+    fault = device_fault(error)
+    code = DeviceFault.exit_code if fault else error.exit_code if isinstance(error, DistflowError) else 1
     text = "".join(traceback.format_exception(error))
     if isinstance(error, StepError):
         frames, message = split(error)
     else:
         frames = text
         message = str(error) if isinstance(error, DistflowError) else traceback.format_exception_only(error)[-1].strip()
+    if fault:
+        message = f"the GPU failed ({fault}): {message} — {CURE_OF_GPU}"
     failure = {
         "worker": worker,
         "exit_code": code,
-        "error": type(error).__name__,
+        "error": DeviceFault.__name__ if fault else type(error).__name__,
         "message": message,
         "traceback": frames,
     }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import count, takewhile
@@ -36,6 +37,7 @@ from distflow.launch.run.folder import try_claim
 from distflow.launch.run.record import (
     AGENT,
     HOSTS,
+    BadGpu,
     HostEntry,
     ProcessId,
     RunRecord,
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
 TRY_S = 2.0
 OFFER_S = 3 * TRY_S
 """How long the lock stays released: enough for other agents, if there are any, to take it."""
+BAD_AFTER = 2
+"""A GPU that has failed so often in a run is called bad: once may be chance, or a kernel's fault."""
 _parsed = lru_cache(1 << 13)(WorkerName.parse)
 log = logger(__name__)
 
@@ -155,6 +159,7 @@ def compose(before: RunRecord, mesh: Gossip, state: RunState, pid: int) -> RunRe
         term=newest.number,
         renewed=before.renewed if newest.begun is None else str(newest.begun),
         waits_for=waits[0] if waits else "",
+        bad_gpus=_bad_gpus(before, mesh),
         pid=pid,
         workers=_ordered(before, entries),
         pids=marks,
@@ -162,6 +167,20 @@ def compose(before: RunRecord, mesh: Gossip, state: RunState, pid: int) -> RunRe
         hosts=_hosts(before, mesh),
         roster=dict(_roster(before, mesh, entries)),
     )
+
+
+def _bad_gpus(before: RunRecord, mesh: Gossip) -> tuple[BadGpu, ...]:
+    """Those under which workers of the launch have failed often enough that chance is no longer the likeliest cause."""
+    faults = Counter(
+        (host, number)
+        for host, report in mesh.reports.items()
+        for hosted in report.workers.values()
+        for death in hosted.deaths
+        for number in death.gpus
+    )
+    known = [bad for bad in before.bad_gpus if bad.host not in mesh.reports]
+    found = [BadGpu(host, number, count) for (host, number), count in faults.items() if count >= BAD_AFTER]
+    return tuple(sorted((*known, *found), key=lambda bad: (bad.host, bad.number)))
 
 
 def _unreported(before: RunRecord, mesh: Gossip) -> dict[str, ProcessId]:

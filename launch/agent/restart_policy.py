@@ -5,8 +5,8 @@
        └──a worker failed for good───────▶ failing ────────────▶ over: failed
 
 Leaving, stopping and failing have a deadline, at which workers get SIGTERM, and SIGKILL a little later. It moves on as
-long as any worker, here or elsewhere, reads or writes more of a checkpoint. In a run on
-many hosts each agent decides about its own workers; "training workers" and "all" above mean those on all hosts.
+long as any worker anywhere reads or writes more of a checkpoint. In a run on many hosts each agent decides about its
+own workers; "training workers" and "all" above mean those on all hosts. A worker whose GPU failed counts as killed.
 Example: rollout/1 is killed while running: the others are told `lost`, and rollout/1 starts again as incarnation 1.
 trainer/0 is killed: the training pool is broken. All training workers, here and elsewhere, are ended, and restart once
 the agents have agreed from which checkpoint (`renew`); without `renews` the run fails.
@@ -25,7 +25,7 @@ from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cluster.cluster_view import Elsewhere
 from distflow.launch.cluster.host_report import Death, HostReport
 from distflow.launch.cluster.term_vote import ELSEWHERE, SCALED
-from distflow.launch.run.exit_status import AGAIN, KNOWN_CODES, STOPPED, Exit, Outcome
+from distflow.launch.run.exit_status import AGAIN, FAULTY, KNOWN_CODES, STOPPED, Exit, Outcome
 from distflow.launch.run.record import Failure, WorkerEntry
 
 Phase = Literal["running", "leaving", "stopping", "failing", "over"]
@@ -311,21 +311,19 @@ class RestartPolicy:
 
     def _exited_while_running(self, life: Life, ending: Exit, now: float) -> list[Action]:
         name = life.entry.name
-        if life.entry.trains and self.renews and (self.broken or ending.code in (None, AGAIN)):
-            life.deaths.append(Death(life.incarnation, str(ending)))
-            lost = Tell("lost", {"worker": name, "incarnation": life.incarnation, "reason": str(ending)})
-            if self.broken is None and ending.code is None:
+        if life.entry.trains and self.renews and (self.broken or ending.accident or ending.code == AGAIN):
+            lost = _died(life, ending)
+            if self.broken is None and ending.accident:
                 self.culprits.add(name)
             leaves = ending.code == AGAIN and self.asked_to_leave
             return [lost, *self.break_up(SCALED if leaves else f"{name} was ended by {ending}")]
         if ending.code == STOPPED and not life.told:
             return self.stop(f"{name} was stopped", now)
-        if ending.code not in (None, 0, STOPPED):
+        if not ending.accident and ending.code not in (0, STOPPED):
             return self.fail(self._explain(name, ending), now)
         if ending.code == 0 and life.entry.trains:
             return self._leave_if_trained(now)
-        life.deaths.append(Death(life.incarnation, str(ending)))
-        lost = Tell("lost", {"worker": name, "incarnation": life.incarnation, "reason": str(ending)})
+        lost = _died(life, ending)
         if life.told:
             # If it is wanted again by now, this does not count as a restart after an accident.
             return [lost] if life.drained else [lost, *self._again(life)]
@@ -334,17 +332,14 @@ class RestartPolicy:
             return [lost, *(self._again(life) if ending.term is not None and ending.term < self.term else [])]
         if life.entry.trains:
             return [lost, *self.fail(self._explain(name, ending), now)]
-        if not self._restarts.take(life.restarted, now):
-            return [lost, *self.fail(self._too_often(name, ending), now)]
-        return [lost, *self._again(life)]
+        again = self._restarts.take(life.restarted, now)
+        return [lost, *(self._again(life) if again else self.fail(self._too_often(name, ending), now))]
 
     def _too_often(self, name: str, ending: Exit) -> Failure:
         limit, failure = self._restarts, self._explain(name, ending)
-        often = (
-            f"it had been restarted {limit.count} times within {limit.window_s:g} s "
-            "(limits.restarts, limits.restart_window_s)"
-        )
-        return structs.replace(failure, message=f"{failure.message}; {often}")
+        often = f"it had been restarted {limit.count} times within {limit.window_s:g} s"
+        keys = "(limits.restarts, limits.restart_window_s)"
+        return structs.replace(failure, message=f"{failure.message}; {often} {keys}")
 
     def _leave_if_trained(self, now: float) -> list[Action]:
         if self._training() or self.broken:
@@ -361,7 +356,7 @@ class RestartPolicy:
 
     def _fault_in_stopping(self, life: Life, ending: Exit) -> Failure | None:
         """Why a worker could not stop properly (it could not save, say): worth reporting although the run stops."""
-        if ending.code in KNOWN_CODES:
+        if ending.code in (*KNOWN_CODES, FAULTY):
             return self._explain(life.entry.name, ending)
         if ending.code is not None or not life.entry.trains or self.at_once:
             return None
@@ -396,3 +391,9 @@ class RestartPolicy:
             self.outcome = Outcome("done", 0)
         self.phase = "over"
         self._term_at = self._kill_at = FOREVER
+
+
+def _died(life: Life, ending: Exit) -> Tell:
+    """Note the death of a worker's incarnation, for its peers."""
+    life.deaths.append(Death(life.incarnation, str(ending), life.entry.gpus if ending.code == FAULTY else ()))
+    return Tell("lost", {"worker": life.entry.name, "incarnation": life.incarnation, "reason": str(ending)})

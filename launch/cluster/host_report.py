@@ -33,6 +33,8 @@ class Death(Form, frozen=True):
 
     incarnation: Whole
     reason: str
+    gpus: tuple[HostNumber, ...] = ()
+    """Numbers of the GPUs, on its host, of which one has failed under it."""
 
 
 class HostedWorker(Form, frozen=True):

@@ -71,6 +71,7 @@ class Seen:
         told = {"run": record.name, "state": record.state, "lost": self.lost, "workers": self.rows, "waits": waits}
         told |= {"verdict": graph.verdict(), "consumers": _consumers(self.rows), **_progress(record)}
         told |= {"prompts": one} if (one := _prompts(self.rows)) else {}
+        told["bad_gpus"] = [{"host": one.host, "gpu": one.number, "faults": one.faults} for one in record.bad_gpus]
         lost_hosts = [record.hosts[number].name for number in record.silent]
         return told | ({"silent_hosts": lost_hosts} if record.hosts else {})
 
@@ -106,6 +107,13 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
         yield (
             f"{record.hosts[number].name}: no message from its agent for {record.host_silence_s:g} s or more; "
             "its workers may still be running"
+        )
+    for bad in record.bad_gpus:
+        where = record.hosts[bad.host].name if record.hosts else "this machine"
+        yield (
+            f"GPU {bad.number} of {where} has failed {bad.faults} times in this run (see the workers' logs, `dmesg`, "
+            "`nvidia-smi -q`) — reset or replace it, or stop the run and go on without it: leave it out of "
+            "CUDA_VISIBLE_DEVICES, and `distflow launch --resume` with fewer workers there (layout.pools.NAME.each)"
         )
     yield from filter(None, [without_agents(record), counted_rewards(rows)])
     yield from (*tracker_troubles(rows), *copy_troubles(rows))

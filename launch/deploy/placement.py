@@ -137,7 +137,19 @@ def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
             text += f"; weights over the network, from {' and '.join(dict.fromkeys(far))}"
         name = f"{host.name} at {host.site}" if host.site else host.name
         lines.append(f"{number}  {name}  {len(workers)} of {len(host.slots)} slots  {text}")
-    return [*lines, *_divided_lines(plan, placement)]
+    return [*lines, *_divided_lines(plan, placement), *_checkpoint_lines(plan, placement)]
+
+
+def _checkpoint_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
+    """A line where one host has all checkpoints, as far as is known before the hosts are looked at."""
+    training = {placement.places[name].host for name in plan.members}
+    if plan.recipe.run.copy_to is not None or len(training) > 1:
+        return []
+    (number,) = training
+    return [
+        f"note: only {placement.hosts[number].name} trains: unless the run folder is on a shared file system, all "
+        "checkpoints are lost with it — run.copy_to keeps a copy elsewhere"
+    ]
 
 
 def shared_memory_lines(plan: Plan, placement: WorkerPlacement | None) -> list[str]:

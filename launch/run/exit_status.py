@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
-from distflow.errors import WorkerFailed
+from distflow.errors import DeviceFault, WorkerFailed
 from distflow.launch.run.folder import try_claim
 from distflow.launch.run.record import Failure, RunRecord, RunState, agent_name, read_record
 from distflow.runtime.disk import END_ROOM, write_last
@@ -24,6 +24,8 @@ STOPPED = 130
 KNOWN_CODES = (1, 2, 3)
 AGAIN = 75
 """Exit code of a training worker that ended because another one is gone: `errors.ReplicaLost`."""
+FAULTY = DeviceFault.exit_code
+"""Exit code of a worker whose GPU has failed: counts as killed."""
 TAKEOVER_S = 6.0
 """Time for the agents of other hosts to take over `run.json` from one that died; they try every 2 s."""
 LOOK_S = 0.5
@@ -42,9 +44,14 @@ class Exit:
     term: int | None = None
     """Term of the training workers in which a generating worker learned that no more samples are needed."""
 
+    @property
+    def accident(self) -> bool:
+        """Whether something else than its own code ended it: a signal, or its GPU, which has failed."""
+        return self.code in (None, FAULTY)
+
     def __str__(self) -> str:
         if self.code is not None:
-            return f"exit code {self.code}"
+            return f"exit code {self.code}{' (its GPU has failed)' if self.code == FAULTY else ''}"
         if self.early is not None:
             return f"exit code {self.early} before its work was done (does a plug-in call os._exit?)"
         if self.signal is None:
@@ -94,7 +101,9 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
     told = None if ending.code is None else _told(path)
     if told is not None:
         error, message, traceback = (_encodable(told[name]) for name in ("error", "message", "traceback"))
-        return Failure(worker, 3 if ending.code == AGAIN else int(told["exit_code"]), error, message, traceback, log)
+        return Failure(
+            worker, 3 if ending.code in (AGAIN, FAULTY) else int(told["exit_code"]), error, message, traceback, log
+        )
     if ending.code is None:
         hint = f"resume from the last checkpoint: `distflow launch … --run {run_dir.name} --resume`"
         how = "was killed by" if ending.early is None else "ended with"

@@ -91,6 +91,20 @@ class HostEntry(Form, frozen=True):
     """Where it stands, as in the hosts file."""
 
 
+class BadGpu(Form, frozen=True):
+    """A GPU that has failed again and again under the run's workers.
+
+    Example:
+
+        BadGpu(host=1, number=3, faults=2)
+    """
+
+    host: int
+    number: int
+    """As CUDA counts the GPUs that workers of its host may use."""
+    faults: int
+
+
 def sites_of(hosts: Sequence[HostEntry]) -> dict[str, str]:
     """Where the hosts stand that have a site, by number."""
     return {str(number): host.site for number, host in enumerate(hosts) if host.site}
@@ -141,6 +155,8 @@ class RunRecord(Form, frozen=True):
     """Why and from which checkpoint the training workers last restarted."""
     waits_for: str = ""
     """What the training workers wait for before they restart, if for more than a moment."""
+    bad_gpus: tuple[BadGpu, ...] = ()
+    """GPUs that have failed at least twice since the launch."""
     on_failure: OnFailure = "restart"
     """What happens when a training worker is killed."""
     state: RunState = "starting"

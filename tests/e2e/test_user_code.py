@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distflow.data.randomness import permutation
-from tests.e2e.runs import Launch, Run, cli
+from tests.e2e.runs import Launch, Run, check_trained_once, cli
 
 STEPS = 4
 GROUPS, SAMPLES, LEDGERS = 32, 8, 8
@@ -57,6 +57,9 @@ def content(sample):
 """
 
 STEP_FILE = """\
+import os
+from pathlib import Path
+
 import torch
 
 from distflow import Batch, Ragged, StepContext, step
@@ -71,6 +74,28 @@ def raising(batch: Batch, ctx: StepContext) -> Batch:
     if ctx.training_step == 1:
         helper(batch.dense("reward"))
     return plain(batch, ctx)
+
+
+def fail_gpu(times):
+    for number in range(times):
+        try:
+            os.close(os.open(Path(__file__).parent / f"failed-{number}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+
+@step(role="train", reads=["reward", "group", "response_ids"], writes=["advantage"], scope="group")
+def on_failing_gpu(batch: Batch, ctx: StepContext) -> Batch:
+    if ctx.training_step == 2:
+        fail_gpu(times=1)
+    return plain(batch, ctx)
+
+
+@step(role="score", reads=["reward"], writes=["rewards/mine"])
+def scored_on_failing_gpu(batch: Batch, ctx: StepContext) -> Batch:
+    fail_gpu(times=2)
+    return batch.with_columns(**{"rewards/mine": batch.dense("reward")})
 
 
 @step(role="train", reads=["reward", "group", "response_ids"], writes=["advantage"], scope="group")
@@ -145,6 +170,7 @@ def script(w):
 
 
 OWN_SCRIPT = "layout: {pools: {rollout: {script: './scripts.py'}}}"
+SCORED_ON_FAILING_GPU = "flow: {steps: {filter: {call: './steps.py:scored_on_failing_gpu'}}}"
 NEVER = "flow: {steps: {reward: {call: './steps.py:never_content'}}}"
 Recipe = Callable[..., str]
 
@@ -197,6 +223,30 @@ def shown_first(output: str, file: str) -> bool:
     """The first frame that the output shows is in the user's file."""
     frames = re.findall(r'File "([^"]+)", line \d+', output)
     return bool(frames) and frames[0].endswith(file)
+
+
+def test_a_training_worker_whose_gpu_failed_comes_back(launch: Launch, recipe: Recipe) -> None:
+    run = launch(recipe(advantage("on_failing_gpu")), "run.save_every=1")
+    assert run.wait() == 0, run.output
+    assert run.record()["term"] == 1
+    assert "trainer/0 was ended by exit code 71 (its GPU has failed)" in run.output
+    check_trained_once(run, STEPS, GROUPS)
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(2, 0), (0, 3)])
+def test_a_generating_worker_whose_gpu_failed_is_started_again(
+    launch: Launch, recipe: Recipe, restarts: int, code: int
+) -> None:
+    run = launch(recipe(SCORED_ON_FAILING_GPU), f"limits.restarts={restarts}")
+    assert run.wait() == code, run.output
+    logs = "".join(log.read_text() for log in run.folder.glob("logs/agent-0.log"))
+    # Both workers may meet it before either has ended.
+    assert logs.count("ended with exit code 71 (its GPU has failed)") in ((1, 2) if code else (2,))
+    if code:
+        failure = run.record()["failure"]
+        assert failure["error"] == "DeviceFault"
+        assert failure["message"].startswith("the GPU failed (uncorrectable ECC error): ")
+        assert "it had been restarted 0 times" in failure["message"]
 
 
 def test_samples_on_which_the_reward_fails_are_dropped_and_replaced(launch: Launch, recipe: Recipe) -> None:

@@ -258,6 +258,20 @@ def test_a_schedule_is_shown_and_does_not_make_another_run() -> None:
     assert planned("quickstart", "run.deterministic=true").batch.schedule == "fifo"
 
 
+def test_the_page_says_which_groups_are_copied() -> None:
+    slow = "copies of groups that wait or take long on one worker go to half-idle ones (layout.hedging)"
+    silent = "groups are copied from silent workers only, not from slow ones: the engine would give a copy other tokens"
+    assert slow in render_page(planned("quickstart"))
+    vllm = [f"layout.pools.rollout.{word}" for word in ("engine=vllm", "engine_options={seeded: false}", "device=cuda")]
+    page = render_page(planned("quickstart", *vllm))
+    assert silent in page
+    assert slow not in page
+    for words in (["layout.hedging=false"], ["flow=sft", "layout=colocated"]):
+        page = render_page(planned("quickstart", *words))
+        assert slow not in page
+        assert silent not in page
+
+
 @pytest.mark.parametrize(
     "override, message",
     [

@@ -13,12 +13,15 @@ from msgspec import structs
 from distflow.launch.agent import record_writer as recording
 from distflow.launch.agent.record_writer import OFFER_S, TRY_S, RecordWriter, compose
 from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import DesiredWorkers, HostedWorker, HostReport, from_wire, to_wire
+from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport, from_wire, to_wire
+from distflow.launch.commands.status import _findings
+from distflow.launch.observe.wait_graph import wait_graph
 from distflow.launch.run.exit_status import Exit, Outcome, explain, failure_file, finish
 from distflow.launch.run.folder import claim
 from distflow.launch.run.process_table import process_id
 from distflow.launch.run.record import (
     FILE_NAME,
+    BadGpu,
     Failure,
     HostEntry,
     ProcessId,
@@ -125,6 +128,22 @@ def test_processes_of_hosts_that_have_not_reported_stay_in_the_record() -> None:
     before, mesh = many(Path("/none"), 64)
     names = {"rollout/7", "rollout/15", "rollout/23", "rollout/31", "rollout/39", "rollout/47", "rollout/55"}
     assert compose(before, mesh, "running", 1).pids.keys() == {*names, "rollout/63", "agent/7", "nursery/7"}
+
+
+def test_a_gpu_that_failed_twice_is_bad_whichever_workers_it_failed_under(tmp_path: Path) -> None:
+    mesh = Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
+    fault, killed = Death(0, "exit code 71", (3,)), Death(1, "signal 9")
+    others = {"rollout/1": hosted_with(Death(0, "exit code 71", (4,))), "trainer/0": hosted_with(fault)}
+    mesh.reports[0] = HostReport(0, HostEntry("", ""), workers={"rollout/0": hosted_with(fault, killed), **others})
+    found = compose(record(tmp_path), mesh, "running", 1)
+    assert found.bad_gpus == (BadGpu(0, 3, 2),)
+    line = next(_findings(found, [], wait_graph([], {})))
+    assert line.startswith("GPU 3 of this machine has failed 2 times in this run")
+    assert "CUDA_VISIBLE_DEVICES" in line
+
+
+def hosted_with(*deaths: Death) -> HostedWorker:
+    return HostedWorker(False, 1, "running", deaths=deaths)
 
 
 def test_a_turn_without_news_composes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

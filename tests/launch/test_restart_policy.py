@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from distflow.launch.agent.restart_policy import GRACE_S, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cluster.cluster_view import Elsewhere
-from distflow.launch.run.exit_status import Exit
+from distflow.launch.run.exit_status import FAULTY, Exit
 from distflow.launch.run.record import Failure, WorkerEntry
 
 KILLED = Exit(None, signal.SIGKILL)
+FAULT = Exit(FAULTY)
 TWICE = RestartLimit(2, 100.0)
 WORKERS = [WorkerEntry("rollout/0", False), WorkerEntry("rollout/1", False), WorkerEntry("trainer/0", True)]
 
@@ -36,6 +37,30 @@ def test_a_killed_rollout_is_announced_and_started_again():
     lost, start = core.exited("rollout/1", KILLED, now=1.0)
     assert lost == Tell("lost", {"worker": "rollout/1", "incarnation": 0, "reason": str(KILLED)})
     assert start == StartWorker(WORKERS[1], 1)
+
+
+def test_a_worker_whose_gpu_failed_counts_as_killed_and_names_its_gpu():
+    core = supervisor(restarts=1)
+    core.lives["rollout/1"].entry = WorkerEntry("rollout/1", False, gpus=(3,))
+    lost, start = core.exited("rollout/1", FAULT, now=1.0)
+    assert lost == Tell(
+        "lost", {"worker": "rollout/1", "incarnation": 0, "reason": "exit code 71 (its GPU has failed)"}
+    )
+    assert isinstance(start, StartWorker)
+    assert core.lives["rollout/1"].deaths[0].gpus == (3,)
+    core.started("rollout/1", 200)
+    core.exited("rollout/1", FAULT, now=2.0)
+    assert core.phase == "failing", "not for ever"
+
+
+def test_a_training_pool_goes_on_after_a_fault_of_a_gpu():
+    core = RestartPolicy(WORKERS, TWICE, 30.0, explained, renews=True)
+    for number, action in enumerate(core.start_unforked()):
+        assert isinstance(action, StartWorker)
+        core.started(action.worker.name, 100 + number)
+    core.exited("trainer/0", FAULT, 1.0)
+    assert (core.phase, core.culprits) == ("running", {"trainer/0"})
+    assert core.broken == "trainer/0 was ended by exit code 71 (its GPU has failed)"
 
 
 def test_restarts_are_counted_for_each_worker():

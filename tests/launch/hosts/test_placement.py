@@ -101,6 +101,19 @@ def test_they_go_to_the_host_with_most_slots_and_are_spread_only_where_none_has_
     assert not any("divided" in line for line in together)
 
 
+def test_checkpoints_that_only_one_host_has_are_told_of():
+    def noted(*overrides, slots=2):
+        plan = plan_recipe("quickstart", overrides)[1]
+        lines = placement_lines(plan, place_workers(plan, parse_hosts(f"a slots={slots}\nb slots={slots}", "hosts")))
+        return [line for line in lines if "checkpoints are lost" in line]
+
+    (line,) = noted("layout.pools.trainer.hosts=[b]")
+    assert line.startswith("note: only b trains: unless the run folder is on a shared file system, all checkpoints are")
+    assert line.endswith("run.copy_to keeps a copy elsewhere")
+    assert noted("run.copy_to=/elsewhere") == []
+    assert noted(*FOUR, slots=4) == [], "two hosts train"
+
+
 def test_hosts_of_a_site_without_a_training_worker_read_weights_from_one_of_the_others():
     text = "a slots=2\nb slots=2\nc slots=1 site=far\nd slots=1 site=far"
     pinned = ["layout.pools.trainer.hosts=[a, b]"]
