@@ -76,7 +76,10 @@ class SwarmClient:
                 self._connect()
                 with self._condition:
                     self._condition.wait_for(lambda: core.ended, TICK_S)
-                superseded, closed = rules.superseded(), rules.closed()
+                with self._condition:
+                    stalled = core.stalled(time.monotonic())
+                # Whether there is a newer version may have to be asked for.
+                superseded, closed = stalled and rules.superseded(), rules.closed()
                 with self._condition:
                     out = core.tick(time.monotonic(), superseded=superseded, closed=closed)
                 for counts in (action.counts for action in out if isinstance(action, Expect)):

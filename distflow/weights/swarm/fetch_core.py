@@ -179,6 +179,14 @@ class FetchCore(Generic[L]):
         link = next((link for link in self._links.values() if link.address == self._publisher), None)
         return [] if link is None else [SendAsk(link, _ask("made", manifest))]
 
+    def stalled(self, now: float) -> bool:
+        """Whether nothing has come for so long that a newer version would be taken instead."""
+        job = self._job
+        if job is None:
+            return False
+        job.patience.received(self.received, now)
+        return job.patience.stalled(now)
+
     def tick(self, now: float, *, superseded: bool, closed: bool = False) -> list[Action[L]]:
         """Look after the fetch, several times a second: end it if waiting longer is pointless, replace connections that
         are stuck, ask elsewhere.
