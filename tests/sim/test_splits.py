@@ -135,7 +135,10 @@ def test_the_best_split_is_that_of_a_search_over_all() -> None:
     [
         (["layout.pools.rollout.count=1"], "decoding"),
         (["layout.pools.rollout.count=6"], "training alone"),
-        (["layout.pools.rollout={count: 6, slots: 64}", "layout.pools.trainer.count=4"], "the longest samples"),
+        (
+            ["layout.pools.rollout={count: 6, slots: 64}", "layout.pools.trainer.count=4", "batch.prompts=32"],
+            "the longest samples",
+        ),
         (["layout.max_staleness=0", "flow.steps.sample.with.max_new_tokens=4"], "new weights"),
     ],
 )
