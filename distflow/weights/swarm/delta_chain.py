@@ -1,12 +1,13 @@
-"""Deltas in the memory of a host, to be served from there, and those that a publisher keeps: to its last keyframe."""
+"""Deltas in the memory of a host, to be served from there, and those that a publisher keeps: to its newest versions."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from distflow.flow.sizes import CHAINED
+from distflow.flow.sizes import CHAINED, MOST_DELTAS
 from distflow.weights.encodings.delta import encode
 from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
 from distflow.weights.segments.shm import HEADER, HEADER_BYTES
@@ -60,35 +61,42 @@ class DeltaMemory:
         self.held.whole = True
 
 
-class DeltaChain:
-    """The deltas between a publisher's versions. Every `keyframe_every`th version has none, and none reaches beyond it.
+def chained(former: Sequence[Delta], last: Delta | None, size: int) -> tuple[Delta, ...]:
+    """The deltas that lead to a version of `size` bytes: the `last` one, and as many of the former as are kept.
 
-    All of them together are at most CHAINED times as large as a version: a reader that would need more takes that.
+    Without a last one there are none. All together are at most CHAINED times as large as the version, and MOST_DELTAS.
+    """
+    if last is None:
+        return ()
+    # What leads to a version that was never announced leads nowhere.
+    chain = [*(delta for delta in former if delta.number <= last.base), last]
+    sizes = [delta.size for delta in chain]
+    begin = next(n for n in range(len(sizes)) if sum(sizes[n:]) <= CHAINED * size)
+    return tuple(chain[max(begin, len(chain) - MOST_DELTAS) :])
+
+
+class DeltaChain:
+    """The deltas between a publisher's versions, of which the newest ones are kept (`chained`).
+
+    They are served beside the versions, each of which can be had whole: what a reader takes depends on what it has.
     """
 
-    def __init__(self, server: ChunkServer, keyframe_every: int) -> None:
+    def __init__(self, server: ChunkServer) -> None:
         self._server = server
-        self._keyframe_every = keyframe_every
-        self._since = 0
-        """Versions since the last keyframe."""
         self._chain: list[tuple[Delta, HeldVersion]] = []
 
     def lead_to(self, new: HeldVersion, former: HeldVersion | None) -> tuple[Delta, ...]:
-        """The deltas that lead to a version, the last one from the `former`; none if it is a keyframe."""
-        made = self._encode(new, former) if self._since < self._keyframe_every - 1 else None
-        if made is not None and self._chain and self._chain[-1][0].number != made[0].base:
-            # The version that it led to was never announced.
-            self._drop(len(self._chain))
-        if made is None:
-            self._drop(len(self._chain))
-            self._since = 0
-            return ()
-        self._since += 1
-        self._chain.append(made)
-        sizes = [delta.size for delta, _ in self._chain]
-        self._drop(next(n for n in range(len(sizes)) if sum(sizes[n:]) <= CHAINED * new.manifest.size))
-        self._server.hold(made[1])
-        return tuple(delta for delta, _ in self._chain)
+        """The deltas that lead to a version, the last one from the `former`; none if that one is worth nothing."""
+        made = self._encode(new, former)
+        found = chained([delta for delta, _ in self._chain], None if made is None else made[0], new.manifest.size)
+        for delta, held in self._chain:
+            if delta not in found:
+                self._server.forget(held)
+        self._chain = [one for one in self._chain if one[0] in found]
+        if made is not None:
+            self._chain.append(made)
+            self._server.hold(made[1])
+        return found
 
     def _encode(self, new: HeldVersion, former: HeldVersion | None) -> tuple[Delta, HeldVersion] | None:
         """None where there is none: another layout, an older version that is gone, or nearly everything changed."""
@@ -103,11 +111,6 @@ class DeltaChain:
             memory = DeltaMemory(manifest, file, ChunkDealer(manifest.chunks))
         memory.finish()
         return delta, memory.held
-
-    def _drop(self, count: int) -> None:
-        for _, held in self._chain[:count]:
-            self._server.forget(held)
-        del self._chain[:count]
 
 
 def _follows(new: Manifest, former: Manifest) -> bool:
