@@ -43,8 +43,8 @@ from distflow.weights.encodings.delta import encode
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads
 from distflow.weights.segments.segment_file import SEGMENTS
 from distflow.weights.segments.shm import HEADER_BYTES, AnnouncedSegment, ShmPublisher, segment_prefix
-from distflow.weights.swarm.delta_chain import DeltaFile
 from distflow.weights.swarm.delta_fetch import make
+from distflow.weights.swarm.delta_memory import DeltaFile
 from distflow.weights.swarm.reader import SwarmReader
 from distflow.weights.swarm.server import SwarmServer
 

@@ -15,7 +15,7 @@ from distflow.types import Version
 from distflow.weights.encodings.rounding import Rounding
 from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
 from distflow.weights.segments.shm import HEADER_BYTES, ShmReader
-from distflow.weights.swarm.delta_chain import DeltaFile, DeltaMemory
+from distflow.weights.swarm.delta_memory import DeltaFile, DeltaMemory
 from distflow.weights.swarm.held_version import HeldVersion
 from distflow.weights.swarm.reader import SwarmReader
 from tests.polling import eventually
