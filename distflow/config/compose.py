@@ -53,6 +53,23 @@ def compose(source: Path, overrides: Sequence[str], problems: list[Problem], *, 
         raise RecipeError([*problems, *error.problems]) from error
 
 
+def listed_values(listed: str) -> list[str]:
+    """The values that are listed: parted at commas, except those within brackets or quotes."""
+    found, depth, quote = [""], 0, ""
+    for letter in listed:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{(") - (letter in "]})")
+        if letter == "," and not depth and not quote:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [value.strip() for value in found]
+
+
 @dataclass(frozen=True, slots=True)
 class _Sorted:
     """Overrides by what they do."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from distflow.errors import UserError
+from distflow.launch.commands.simulate import is_given, load_options, ways_of
 
 if TYPE_CHECKING:
     from distflow.config.load import LoadedRecipe
@@ -21,44 +21,6 @@ if TYPE_CHECKING:
     from distflow.sim.costs import PoolNeed, SiteOffer
     from distflow.sim.predict import Load
     from distflow.sim.splits import PoolSplit, SplitRule, SplitSearch
-
-DEVICE = "h100-qwen2.5-7b"
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def load_options(steps: int | None) -> Callable[[Command], Command]:
-    """Options that say what to simulate a recipe on; `steps`: the default of --steps."""
-    file = click.Path(dir_okay=False, path_type=Path)
-    counted = click.IntRange(1, 1000)
-    options = (
-        click.option(
-            "--device",
-            default=DEVICE,
-            show_default=True,
-            metavar="NAME|FILE",
-            help="Latency model of device and model size: a shipped name, or a .yaml file.",
-        ),
-        click.option(
-            "--lengths",
-            metavar="KEY=VALUE,…",
-            help="Response lengths: median (tokens, 900), sigma (of the logarithm, 1.1), prompt_share (0.6).",
-        ),
-        click.option("--trace", type=file, metavar="FILE", help="Measured lengths: a line of them for each prompt."),
-        click.option(
-            "--prompt-tokens",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Tokens of a prompt.  [default: half of the longest]",
-        ),
-        click.option("--steps", type=counted, default=steps, show_default=True, help="Simulated steps that count."),
-    )
-
-    def add(command: Command) -> Command:
-        for option in options:
-            command = option(command)
-        return command
-
-    return add
 
 
 @click.command()
@@ -102,11 +64,6 @@ def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], 
     if optimize:
         return _optimize(recipe, overrides, load, hosts, as_json=given["as_json"])
     return _show_plan(recipe, overrides, hosts=hosts, **given)
-
-
-def is_given(context: click.Context, name: str) -> bool:
-    """Whether an option is on the command line, and not just at its default."""
-    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _show_plan(
@@ -153,7 +110,6 @@ def _optimize(
     """Propose a split of the devices between the pool that generates and the one that trains."""
     from distflow.errors import RecipeError
     from distflow.flow.recipe_check import plan_recipe
-    from distflow.launch.commands.simulate import ways_of
     from distflow.launch.deploy.hostfile import HostsError, select
     from distflow.sim import splits, splits_report
     from distflow.sim.costs import cheapest

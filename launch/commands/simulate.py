@@ -11,22 +11,57 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from distflow.config.outputs import check_writable
 from distflow.errors import UserError
-from distflow.launch.commands.plan import is_given, load_options
-from distflow.launch.commands.sweep import values_of
 
 if TYPE_CHECKING:
     from distflow.sim.fluid_engine import SampleTurns
     from distflow.sim.predict import Prediction
     from distflow.sim.report import Simulated, SimulateWays
 
+DEVICE = "h100-qwen2.5-7b"
 MOST = 100
 """Simulations that one command makes."""
 MOST_TURN_S = 3600.0
 DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def load_options(steps: int | None) -> Callable[[Command], Command]:
+    """Options that say what to simulate a recipe on; `steps`: the default of --steps."""
+    file = click.Path(dir_okay=False, path_type=Path)
+    counted = click.IntRange(1, 1000)
+    options = (
+        click.option(
+            "--device",
+            default=DEVICE,
+            show_default=True,
+            metavar="NAME|FILE",
+            help="Latency model of device and model size: a shipped name, or a .yaml file.",
+        ),
+        click.option(
+            "--lengths",
+            metavar="KEY=VALUE,…",
+            help="Response lengths: median (tokens, 900), sigma (of the logarithm, 1.1), prompt_share (0.6).",
+        ),
+        click.option("--trace", type=file, metavar="FILE", help="Measured lengths: a line of them for each prompt."),
+        click.option(
+            "--prompt-tokens",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Tokens of a prompt.  [default: half of the longest]",
+        ),
+        click.option("--steps", type=counted, default=steps, show_default=True, help="Simulated steps that count."),
+    )
+
+    def add(command: Command) -> Command:
+        for option in options:
+            command = option(command)
+        return command
+
+    return add
 
 
 def _output_options(command: Command) -> Command:
@@ -89,6 +124,11 @@ def command(
     found = [_simulated(recipe, words, differing, ways) for words, differing in combinations]
     _show(found, ways, outputs)
     return 0
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    """Whether an option is on the command line, and not just at its default."""
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _check_alone(context: click.Context) -> None:
@@ -171,7 +211,9 @@ def distribution(text: str) -> dict[str, float]:
 
 def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, ...]]]:
     """The overrides of each simulation, and those in which they differ."""
-    listed = [(word.partition("=")[0], values_of(word.partition("=")[2])) for word in overrides]
+    from distflow.config.compose import listed_values
+
+    listed = [(word.partition("=")[0], listed_values(word.partition("=")[2])) for word in overrides]
     for key, count in Counter(key.lstrip("+~") for key, _ in listed).items():
         if count > 1:
             raise UserError(f"{key}: given {count} times — give it once, several values as one list: {key}=1,2,3")
