@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distflow.launch.deploy.placement import WorkerPlacement
     from distflow.sim.costs import PoolNeed, SiteOffer
     from distflow.sim.predict import Load
-    from distflow.sim.splits import PoolSplit, SplitRule, SplitSearch
+    from distflow.sim.splits import PoolSplit, SplitSearch
 
 
 @click.command()
@@ -112,7 +112,7 @@ def _optimize(
     from distflow.flow.recipe_check import plan_recipe
     from distflow.launch.deploy.hostfile import HostsError, select
     from distflow.sim import splits, splits_report
-    from distflow.sim.costs import cheapest
+    from distflow.sim.costs import cheapest, pool_needs, slots_of_others
     from distflow.sim.predict import load_of
     from distflow.sim.report import of_cuts, of_own_devices
 
@@ -120,8 +120,9 @@ def _optimize(
     ways = ways_of(given, timeline=False)
     offers = _offers(hosts)
     rule = splits.split_rule(plan, ways.device, given["devices"])
+    needs = pool_needs(plan, rule)
     if hosts and given["devices"] is None:
-        left = sum(len(host.slots) for host in hosts) - _slots_of_others(plan, rule)
+        left = sum(len(host.slots) for host in hosts) - slots_of_others(needs, rule)
         rule = splits.split_rule(plan, ways.device, left, option="--hosts")
 
     def load_for(split: PoolSplit, stale: int | None) -> Load:
@@ -146,8 +147,9 @@ def _optimize(
             return False
         return True
 
-    costs = cheapest(trials, offers, _pool_needs(plan, rule), fits)
-    notes = [*of_own_devices(plan), *of_cuts(trials.here.job, ways, trials.moments), *_link_notes(plan, found, hosts)]
+    costs = cheapest(trials, offers, needs, fits)
+    notes = [*of_own_devices(plan), *of_cuts(trials.here.job, ways, trials.moments)]
+    notes += _link_notes(needs[rule.training_pool], found, hosts)
     if as_json:
         import json
 
@@ -200,20 +202,12 @@ def _offers(hosts: Sequence[Host]) -> list[SiteOffer]:
     ]
 
 
-def _slots_of_others(plan: Plan, rule: SplitRule) -> int:
-    """What pools that are not divided take of the hosts."""
-    needs = _pool_needs(plan, rule)
-    kept = needs.keys() - {rule.generating_pool, rule.training_pool}
-    return sum(needs[name].workers * needs[name].each for name in kept)
-
-
-def _link_notes(plan: Plan, found: SplitSearch, hosts: Sequence[Host]) -> list[str]:
+def _link_notes(trains: PoolNeed, found: SplitSearch, hosts: Sequence[Host]) -> list[str]:
     """About the links between the hosts, which no simulation knows."""
     if len(hosts) < 2:
         return []
     lines = ["links between hosts are taken to be all alike, and fast enough for gradients"]
     pool, trainers = found.rule.training_pool, found.proposed.split.trainers
-    trains = _pool_needs(plan, found.rule)[pool]
     sites = {host.site: [other for other in hosts if other.site == host.site] for host in hosts}
     used = {host.site for host in hosts if trains.may_use(host.name)}
     if len(used) < 2 or trainers < 2:
@@ -223,20 +217,6 @@ def _link_notes(plan: Plan, found: SplitSearch, hosts: Sequence[Host]) -> list[s
     names = ", ".join(host.name for host in sites[site] if trains.may_use(host.name))
     pin = f"'layout.pools.{pool}.hosts=[{names}]'"
     return [*lines, f"those between sites are slow: pin {pool} to one of them, such as {pin} (docs/sites.md)"]
-
-
-def _pool_needs(plan: Plan, rule: SplitRule) -> dict[str, PoolNeed]:
-    """What each pool takes of the hosts."""
-    from distflow.flow.gpus import width
-    from distflow.sim.costs import PoolNeed
-
-    each = {rule.generating_pool: rule.engine, rule.training_pool: rule.trainer}
-    found = {}
-    for pool in plan.pools:
-        wide = max(1, *(width(worker) for worker in plan.workers if worker.name.pool == pool.name))
-        patterns = tuple(plan.recipe.layout.pools[pool.name].hosts)
-        found[pool.name] = PoolNeed(pool.count, each.get(pool.name, wide), wide, patterns)
-    return found
 
 
 def _show(plan: Plan, placement: WorkerPlacement | None) -> None:
