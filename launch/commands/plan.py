@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distflow.errors import UserError
-from distflow.launch.commands.simulate import is_given, load_options, ways_of
+from distflow.launch.commands.simulate import is_given, load_options, simulation_input
 
 if TYPE_CHECKING:
     from distflow.config.load import LoadedRecipe
@@ -113,17 +113,17 @@ def _optimize(
     from distflow.launch.deploy.hostfile import HostsError, select
     from distflow.sim import splits, splits_report
     from distflow.sim.costs import cheapest, pool_needs, slots_of_others
+    from distflow.sim.notes import emulation_notes, truncation_notes
     from distflow.sim.predict import load_of
-    from distflow.sim.report import of_cuts, of_own_devices
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
-    ways = ways_of(given, timeline=False)
+    inputs = simulation_input(given, timeline=False)
     offers = _offers(hosts)
-    rule = splits.split_rule(plan, ways.device, given["devices"])
+    rule = splits.split_rule(plan, inputs.device, given["devices"])
     needs = pool_needs(plan, rule)
     if hosts and given["devices"] is None:
         left = sum(len(host.slots) for host in hosts) - slots_of_others(needs, rule)
-        rule = splits.split_rule(plan, ways.device, left, option="--hosts")
+        rule = splits.split_rule(plan, inputs.device, left, option="--hosts")
 
     def load_for(split: PoolSplit, stale: int | None) -> Load:
         bound = () if stale is None else (f"layout.max_staleness={stale}",)
@@ -134,9 +134,9 @@ def _optimize(
                 _placement(other, hosts)
             except HostsError as error:
                 raise RecipeError(error.problems) from error
-        return _on_hosts(load_of(other, prompt_tokens=ways.prompt_tokens), hosts)
+        return _on_hosts(load_of(other, prompt_tokens=inputs.prompt_tokens), hosts)
 
-    trials = splits.Trials(rule, load_for, ways, given["steps"], lambda line: click.echo(line, err=True))
+    trials = splits.Trials(rule, load_for, inputs, given["steps"], lambda line: click.echo(line, err=True))
     found = splits.search(trials)
 
     def fits(words: Sequence[str], include: str) -> bool:
@@ -148,7 +148,7 @@ def _optimize(
         return True
 
     costs = cheapest(trials, offers, needs, fits)
-    notes = [*of_own_devices(plan), *of_cuts(trials.here.job, ways, trials.moments)]
+    notes = [*emulation_notes(plan), *truncation_notes(trials.here.job, inputs.prompt_tokens, trials.moments)]
     notes += _link_notes(needs[rule.training_pool], found, hosts)
     if as_json:
         import json
@@ -157,7 +157,7 @@ def _optimize(
         return 0
     from distflow.launch.commands.metrics import print_columns
 
-    click.echo("\n".join(splits_report.above(found, ways)))
+    click.echo("\n".join(splits_report.above(found, inputs)))
     print_columns(splits_report.table(found))
     click.echo("\n".join(splits_report.below(found, notes)))
     if offers:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from distflow.sim.report import Simulated
+    from distflow.sim.plan_simulation import Simulated
 
 INSTALL = "pip install 'distflow-rl[plot]'"
 WIDTH_IN, HEIGHT_IN, LEGEND_IN, DPI = 3.2, 2.3, 0.35, 110

@@ -18,8 +18,8 @@ from distflow.errors import UserError
 
 if TYPE_CHECKING:
     from distflow.sim.fluid_engine import SampleTurns
+    from distflow.sim.plan_simulation import Simulated, SimulationInput
     from distflow.sim.predict import Prediction
-    from distflow.sim.report import Simulated, SimulateWays
 
 DEVICE = "h100-qwen2.5-7b"
 MOST = 100
@@ -110,7 +110,7 @@ def command(
         raise UserError("--seed: the first seed of --faults — give --faults N, too, or leave it out")
     outputs = {name: given.pop(name) for name in ("as_json", "output", "plot")}
     turns = _turns(given.pop("turn_tokens"), given.pop("turn_s"))
-    ways = replace(ways_of(given, timeline=outputs["output"] is not None), turns=turns)
+    inputs = replace(simulation_input(given, timeline=outputs["output"] is not None), turns=turns)
     if outputs["plot"] is not None:
         from distflow.launch.commands.plot import check_output
 
@@ -121,8 +121,8 @@ def command(
     for option, name in (("-o", "output"), ("--plot", "plot")):
         if outputs[name] is not None:
             check_writable(option, outputs[name])
-    found = [_simulated(recipe, words, differing, ways) for words, differing in combinations]
-    _show(found, ways, outputs)
+    found = [_simulated(recipe, words, differing, inputs) for words, differing in combinations]
+    _show(found, inputs, outputs)
     return 0
 
 
@@ -156,21 +156,21 @@ def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> in
     return 1 if broken else 0
 
 
-def ways_of(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
+def simulation_input(given: Mapping[str, Any], *, timeline: bool) -> SimulationInput:
     """How to simulate, by the options `load_options`. Raises UserError."""
     from distflow.sim.latency import load
     from distflow.sim.lengths import Lognormal, read_trace
-    from distflow.sim.report import SimulateWays
+    from distflow.sim.plan_simulation import SimulationInput
 
     device = load(given["device"])
     about = (given["prompt_tokens"], given["steps"], timeline)
     if given["trace"] is not None:
         if given["lengths"] is not None:
             raise UserError("--trace: has all lengths itself — leave out --lengths")
-        return SimulateWays(device, read_trace(given["trace"]), f"lengths of {given['trace']}", *about)
+        return SimulationInput(device, read_trace(given["trace"]), f"lengths of {given['trace']}", *about)
     values = distribution(given["lengths"] or "")
     shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
-    return SimulateWays(device, Lognormal(**values), f"lognormal lengths, {shown}", *about)
+    return SimulationInput(device, Lognormal(**values), f"lognormal lengths, {shown}", *about)
 
 
 def _turns(tokens: int | None, seconds: float | None) -> SampleTurns:
@@ -227,31 +227,15 @@ def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, 
     return found
 
 
-def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], ways: SimulateWays) -> Simulated:
-    from distflow.flow.gpus import width
+def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], inputs: SimulationInput) -> Simulated:
     from distflow.flow.recipe_check import plan_recipe
-    from distflow.flow.slots_fit import slots_fit
-    from distflow.sim.predict import SimulateOptions, load_of, simulate
-    from distflow.sim.report import Simulated, of_cuts, of_other_gpus, of_own_devices, of_slots
-    from distflow.sim.schedule_of import schedule_of, speed_up_of
-    from distflow.sim.theory import LengthMoments, ideal_s, schedule
+    from distflow.sim.plan_simulation import simulate_plan
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
-    load = load_of(plan, prompt_tokens=ways.prompt_tokens)
-    load = replace(load, job=replace(load.job, turns=ways.turns))
-    prediction = simulate(load, ways.device, ways.lengths, SimulateOptions(steps=ways.steps, timeline=ways.timeline))
-    moments = LengthMoments.of(ways.lengths, load.job.response_tokens)
-    step = schedule_of(load, ways.device)
-    model, ideal = schedule(step, ways.device, moments), ideal_s(step, ways.device, moments)
-    maker = next(worker for worker in plan.workers if worker.name.pool == load.generating_pool)
-    fit, context = slots_fit(plan, maker), load.job.prompt_tokens + moments.before
-    notes = [*of_own_devices(plan), *of_other_gpus(ways.device, width(maker), load.generating_pool)]
-    notes += [*of_cuts(load.job, ways, moments), *of_slots(fit, context, load.generating_pool)]
-    theory = speed_up_of(load, ways.device, moments)
-    return Simulated(differing, prediction, model, ideal, theory, tuple(notes), fit, context)
+    return simulate_plan(plan, inputs, differing)
 
 
-def _show(found: Sequence[Simulated], ways: SimulateWays, outputs: Mapping[str, Any]) -> None:
+def _show(found: Sequence[Simulated], inputs: SimulationInput, outputs: Mapping[str, Any]) -> None:
     from distflow.sim import report
 
     if outputs["as_json"]:
@@ -264,7 +248,7 @@ def _show(found: Sequence[Simulated], ways: SimulateWays, outputs: Mapping[str, 
         for note in dict.fromkeys(note for one in found for note in one.notes):
             click.echo(note)
     else:
-        click.echo("\n".join(report.page(found[0], ways)))
+        click.echo("\n".join(report.page(found[0], inputs)))
     if outputs["output"] is not None:
         from distflow.launch.commands.trace import write_trace
 
