@@ -177,7 +177,7 @@ def load_of(plan: Plan, *, prompt_tokens: int | None = None) -> Load:
     """
     if plan.reads is not None:
         raise UserError("simulate: this flow trains on files and generates nothing — distflow plan shows what it does")
-    makers = [pool for pool in plan.pools if plan.primary in pool.generates and not pool.validates]
+    makers = plan.generating_pools
     if len(makers) != 1:
         names = ", ".join(pool.name for pool in makers)
         raise UserError(f"simulate: {names} generate with {plan.primary}: several such pools are not built yet")

@@ -188,7 +188,7 @@ def _two_pools(plan: Plan) -> tuple[PoolPlan, PoolPlan]:
     """The generating and the training pool."""
     if plan.reads is not None:
         raise UserError("plan --optimize: this flow trains on files and generates nothing, so nothing is to be split")
-    makers = [pool for pool in plan.pools if plan.primary in pool.generates and not pool.validates]
+    makers = plan.generating_pools
     if len(makers) > 1:
         raise UserError(
             f"plan --optimize: {', '.join(pool.name for pool in makers)} all generate with {plan.primary}, and which "
