@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from distflow.data.decoding import read
 from distflow.exchange.dealing import DealRule, Hand, Lengths, Offer, deal, deal_step, in_messages, padded, ranks
-from distflow.exchange.steal_core import GROUPS, KEPT, REPEAT_S, Send, Transfer, TransferAnswer
+from distflow.exchange.group_transfer import GROUPS, KEPT, REPEAT_S, Send, Transfer, TransferAnswer
 
 UNEVEN = 1.05
 """Most that a replica may have of what is dealt before all groups are there, by its equal share."""

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 from distflow.exchange.deal_core import DealCore, News
 from distflow.exchange.dealing import Lengths, padded, ranks
+from distflow.exchange.group_transfer import Send
 from distflow.exchange.messages import Outgoing
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.steal_core import Send, StealCore
+from distflow.exchange.steal_core import StealCore
 
 Sending = Outgoing | Send
 

@@ -18,10 +18,11 @@ from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import decoder, read
 from distflow.errors import ProtocolError
 from distflow.exchange.deal_core import DealCore, News
+from distflow.exchange.group_transfer import GROUPS, Send, Transfer
 from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import Outgoing
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
-from distflow.exchange.steal_core import GROUPS, KINDS, Send, Transfer
+from distflow.exchange.steal_core import KINDS
 from distflow.runtime.calls import Calls
 from distflow.runtime.node import Node
 

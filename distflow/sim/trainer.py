@@ -14,10 +14,10 @@ from typing import Protocol
 
 from distflow.exchange.deal_core import DealCore, News
 from distflow.exchange.dealing import CostRule, DealRule
+from distflow.exchange.group_transfer import GROUPS, Send
 from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Result
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.steal_core import GROUPS, Send
 from distflow.sim.account import FIRST, LATER, TRAIN, UPDATE, ReplicaTime
 from distflow.sim.scenario import Record, Scenario
 from distflow.sim.workload import Workload
