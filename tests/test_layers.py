@@ -21,9 +21,10 @@ ALLOWED: dict[str, set[str]] = {
     "flow": GROUND | {"config"},
     "data": GROUND | {"config"},
 }
+ALLOWED["metrics"] = ALLOWED["data"] | {"data", "flow"}
 ALLOWED["algorithms"] = ALLOWED["data"] | {"data", "flow"}
 ALLOWED["comm"] = ALLOWED["algorithms"] | {"algorithms"}
-ALLOWED["exchange"] = ALLOWED["comm"] | {"comm"}
+ALLOWED["exchange"] = ALLOWED["comm"] | {"comm", "metrics"}
 ALLOWED["weights"] = ALLOWED["comm"] | {"comm"}
 ALLOWED["sim"] = ALLOWED["exchange"] | {"exchange", "weights"}
 ALLOWED["runtime"] = ALLOWED["exchange"] | {"exchange", "weights"}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distflow.data.batch_cost import BatchCost
+from distflow.metrics.batch_cost import BatchCost
 from distflow.sim.fluid_engine import FluidEngine
 
 DECODE, LEASES, WEIGHTS, TRAINS = "decode", "leases", "weights", "trains"

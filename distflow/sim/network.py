@@ -19,13 +19,13 @@ from functools import partial
 import msgpack
 import msgspec
 
-from distflow.data.batch_cost import BatchCost
 from distflow.exchange.deal_core import News
 from distflow.exchange.group_transfer import Send
 from distflow.exchange.intake_core import Sending
 from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Progress, Result
+from distflow.metrics.batch_cost import BatchCost
 from distflow.sim.account import SimulatedTraffic, Totals
 from distflow.sim.event_queue import EventQueue
 from distflow.sim.scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at

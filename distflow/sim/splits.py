@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from distflow.data.rollout_count import divisible
 from distflow.errors import RecipeError, UserError
 from distflow.flow.estimate import divides
 from distflow.flow.gpus import width
 from distflow.flow.plan import Plan, PoolPlan
+from distflow.metrics.rollout_count import divisible
 from distflow.sim.account import DECODE, FIRST, LATER, LEASES, LOADS, OTHERS, STALLED, TRAIN, UPDATE, WEIGHTS
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.notes import counted

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from distflow.config.outputs import cannot_write
-from distflow.data.metrics_merge import validated
 from distflow.errors import UserError, did_you_mean
 from distflow.launch.commands.metrics import Steps, chosen_keys, read_runs
+from distflow.metrics.merge import validated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -37,7 +37,7 @@ from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
 from distflow.launch.run.exit_status import STOPPED
 from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_files, try_lock
 from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name, read_record
-from distflow.sim.autoscale import Autoscaler, AutoscaleRule, check_pool
+from distflow.metrics.autoscale import Autoscaler, AutoscaleRule, check_pool
 from distflow.types import WorkerName
 
 AUTO = "auto"

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Self
 
-from distflow.data.rollout_count import GenerationLoad
 from distflow.errors import UserError
 from distflow.flow.plan import Plan
+from distflow.metrics.rollout_count import GenerationLoad
 
 TOKENS_S = "perf/tokens_per_s"
 LONGER = 4
