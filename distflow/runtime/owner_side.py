@@ -108,10 +108,10 @@ def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Proble
         with user_code(f"{where}, at prompt position 0"):
             return prompts.prompt(0), []
     except UserError as error:
-        message, cure = str(error), "correct data.source, data.with or the tokenizer"
+        message, hint = str(error), "correct data.source, data.with or the tokenizer"
     except DistflowError as error:
-        message, cure = f"it fails:\n{error}", "the workers would fail in the same way"
-    return None, [Problem(key_where, "data.source", message, cure)]
+        message, hint = f"it fails:\n{error}", "the workers would fail in the same way"
+    return None, [Problem(key_where, "data.source", message, hint)]
 
 
 def lessors(owners: Sequence[str], kind: LeaseKind) -> list[str]:
@@ -306,8 +306,8 @@ def _lacking(known: Sequence[str], fields: Iterable[str]) -> str:
     lacking = [name for name in fields if name not in known and not any(fnmatch(name, p) for p in patterns)]
     if not lacking:
         return ""
-    cure = "only what the run itself reads reaches the training workers: add others to run.dump_fields"
-    return f"samples have no field {lacking[0]!r} when they arrive — {did_you_mean(lacking[0], known)}; {cure}"
+    hint = "only what the run itself reads reaches the training workers: add others to run.dump_fields"
+    return f"samples have no field {lacking[0]!r} when they arrive — {did_you_mean(lacking[0], known)}; {hint}"
 
 
 def _difficulty(config: DifficultyConfig, order: PromptOrder, setting: Setting) -> Difficulty:

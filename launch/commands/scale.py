@@ -122,10 +122,10 @@ def _changes(record: RunRecord, change: str | None, leave: Sequence[str], *, mor
         return _Changes({pool: count})
     if len(record.hosts) < 2 and not more_hosts:
         where = record.hosts[0].name if record.hosts else "this machine"
-        cure = "add a host to take its workers with --hosts FILE"
+        hint = "add a host to take its workers with --hosts FILE"
         if not record.hosts:
-            cure = f"to move it, end it with `distflow stop {record.name}` and go on with launch --resume --hosts FILE"
-        raise UserError(f"--leave {', '.join(leave)}: {record.name} is on {where} alone — {cure}")
+            hint = f"to move it, end it with `distflow stop {record.name}` and go on with launch --resume --hosts FILE"
+        raise UserError(f"--leave {', '.join(leave)}: {record.name} is on {where} alone — {hint}")
     numbers = {host.name: number for number, host in enumerate(record.hosts)}
     for name in leave:
         if name not in numbers:
