@@ -28,22 +28,11 @@ from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Progr
 from distflow.metrics.batch_cost import BatchCost
 from distflow.sim.account import SimulatedTraffic, Totals
 from distflow.sim.event_queue import EventQueue
-from distflow.sim.scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at
+from distflow.sim.scenario import Record, Scenario
 from distflow.sim.trainer import SimulatedReplica
 from distflow.sim.worker import Had, SimulatedWorker
 from distflow.types import Version
 
-__all__ = [
-    "SMALL",
-    "Crash",
-    "LeaseNetwork",
-    "Leave",
-    "Pause",
-    "Record",
-    "Scenario",
-    "StuckError",
-    "prompt_at",
-]
 MESSAGE = 150
 """Approximate bytes of a message without leases, tokens or results."""
 GROUP_HELD = 12

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Message
-from distflow.sim.workload import FixedWorkload, Workload, prompt_at
-
-__all__ = ["SMALL", "Crash", "Leave", "Pause", "Record", "Renewal", "Scenario", "StuckError", "prompt_at"]
+from distflow.sim.workload import FixedWorkload, Workload
 
 
 class StuckError(AssertionError):

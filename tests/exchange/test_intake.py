@@ -18,7 +18,9 @@ from distflow.exchange.intake_core import IntakeCall, IntakeCore, IntakeRule, Ta
 from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.steal_core import ASK
-from distflow.sim.network import SMALL, LeaseNetwork, Scenario, prompt_at
+from distflow.sim.network import LeaseNetwork
+from distflow.sim.scenario import SMALL, Scenario
+from distflow.sim.workload import prompt_at
 from distflow.types import Version
 from tests.budget import within
 
