@@ -9,7 +9,7 @@ from typing import Any
 
 from distflow.config.schema import Recipe
 from distflow.errors import UserError
-from distflow.flow.estimate import LIBRARIES, Estimate, divides, estimate
+from distflow.flow.estimate import LIBRARY_BYTES, Estimate, divides, estimate
 from distflow.flow.gpus import first_gpus, width
 from distflow.flow.memory import ASSUMED_GPU, consumer_bytes, gpu_share
 from distflow.flow.plan import Plan, WorkerPlan
@@ -163,7 +163,7 @@ def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
 def counted_twice(workers: Iterable[WorkerPlan]) -> int:
     """Bytes of the libraries that workers of one host share, beyond once: those of one Python are forked from it."""
     forked = sum(worker.python is None for worker in workers)
-    return LIBRARIES * max(0, forked - 1)
+    return LIBRARY_BYTES * max(0, forked - 1)
 
 
 def _shared(plan: Plan, gpus: int) -> str:

@@ -19,7 +19,7 @@ from functools import partial
 import msgpack
 import msgspec
 
-from distflow.exchange.deal_core import News
+from distflow.exchange.deal_core import ReadyGroups
 from distflow.exchange.group_transfer import Send
 from distflow.exchange.intake_core import Sending
 from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
@@ -59,7 +59,7 @@ class LeaseNetwork(EventQueue):
         self.began_on: dict[int, set[Version]] = {}
         self.arrived: dict[int, float] = {}
         self.last_arrival = 0.0
-        self._met: dict[str, News] = {}
+        self._met: dict[str, ReadyGroups] = {}
         self._timeline = timeline
         self.trainers = self._new_trainers()
         self.version = self.trainers[self.owner_names[0]].owner.version
@@ -168,7 +168,7 @@ class LeaseNetwork(EventQueue):
         """Whether a replica waits for the others to meet."""
         return bool(self._met)
 
-    def meet(self, name: str, news: News) -> None:
+    def meet(self, name: str, news: ReadyGroups) -> None:
         """A replica waits for the others; when all have come, each hears a little later what all had to tell."""
         first = not self._met
         self._met[name] = news

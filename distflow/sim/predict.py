@@ -21,6 +21,7 @@ from distflow.flow.estimate import divides
 from distflow.flow.gpus import width
 from distflow.flow.plan import Plan
 from distflow.sim.account import (
+    COLOCATED,
     DECODE,
     FIRST,
     LATER,
@@ -29,7 +30,6 @@ from distflow.sim.account import (
     OTHERS,
     STALLED,
     TRAIN,
-    TRAINS,
     UPDATE,
     WEIGHTS,
     SimulatedSpan,
@@ -358,7 +358,9 @@ def _named(load: Load, name: str) -> str:
 
 def _pools(load: Load, begin: Totals, end: Totals) -> tuple[PoolUse, ...]:
     seconds = end.at - begin.at
-    generating = _shares(begin.generating, end.generating, load.rollouts * seconds, (DECODE, LEASES, WEIGHTS, TRAINS))
+    generating = _shares(
+        begin.generating, end.generating, load.rollouts * seconds, (DECODE, LEASES, WEIGHTS, COLOCATED)
+    )
     generating[STALLED] = (end.stalled_s - begin.stalled_s) / (load.rollouts * seconds)
     generating[LOADS] = (end.loading_s - begin.loading_s) / (load.rollouts * seconds)
     # It may take new weights while it has nothing to decode.

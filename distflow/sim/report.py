@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distflow.sim.account import COLOCATED, DECODE, FIRST, LATER, LEASES, LOADS, OTHERS, STALLED, TRAIN, UPDATE, WEIGHTS
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.notes import counted
 from distflow.sim.plan_simulation import Simulated, SimulationInput
 from distflow.sim.predict import LEFT_OUT, PoolUse, Prediction
 
 STATES: Mapping[str, str] = {
-    "decode": "generates",
-    "leases": "waits for leases: all that max_staleness or memory allows is leased",
-    "weights": "waits for newer weights, which its leases need",
-    "stalled": "computes prompts or environments",
-    "loads": "loads new weights",
-    "trains": "trains (colocated)",
-    "train": "trains",
-    "first": "waits for the first samples of the step",
-    "later": "waits for more samples of the step",
-    "others": "waits for other replicas, after the last sample",
-    "update": "optimizer step, and publishing weights",
+    DECODE: "generates",
+    LEASES: "waits for leases: all that max_staleness or memory allows is leased",
+    WEIGHTS: "waits for newer weights, which its leases need",
+    STALLED: "computes prompts or environments",
+    LOADS: "loads new weights",
+    COLOCATED: "trains (colocated)",
+    TRAIN: "trains",
+    FIRST: "waits for the first samples of the step",
+    LATER: "waits for more samples of the step",
+    OTHERS: "waits for other replicas, after the last sample",
+    UPDATE: "optimizer step, and publishing weights",
 }
 """States of `distflow.sim.account`."""
 LEAST = 0.0005

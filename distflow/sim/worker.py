@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Had = tuple[FluidEngine, FluidSample]
 
 
-class Surroundings(Protocol):
+class WorkerNetwork(Protocol):
     """The part of the network that a worker uses."""
 
     scenario: Scenario
@@ -65,7 +65,7 @@ class Surroundings(Protocol):
 class SimulatedWorker:
     """A generating worker: its cores, a weight receiver, and an engine that takes time."""
 
-    def __init__(self, network: Surroundings, number: int) -> None:
+    def __init__(self, network: WorkerNetwork, number: int) -> None:
         self.network = network
         self.number = number
         self.name = f"rollout/{number}"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distflow.exchange.entry import Entry
-from distflow.exchange.hedging import Copies
+from distflow.exchange.hedging import CopyCandidates
 from distflow.exchange.holder_table import Peer, Peers, PendingGrant
 from distflow.exchange.owner import OwnerCore
 from distflow.sim import trainer
@@ -24,7 +24,7 @@ BUDGET_S = 3.0
 SEEDS_AT_LEAST = 10
 
 
-class Checked(Copies):
+class Checked(CopyCandidates):
     """Compares every choice with that of a full look, which is simple and slow."""
 
     def __init__(self, owner: OwnerCore) -> None:
