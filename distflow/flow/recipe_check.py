@@ -22,11 +22,12 @@ from distflow.errors import Problem, Problems, RecipeError, UserError, did_you_m
 from distflow.flow.chosen_function import chosen_function
 from distflow.flow.data_check import check_data, keyed_sources
 from distflow.flow.graph import read_steps
+from distflow.flow.imported_step import check_step
 from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.rescaling import resized
-from distflow.flow.resolve import check_call, check_step, resolve
+from distflow.flow.resolve import check_call, resolve
 from distflow.flow.step_declaration import read_declaration
 from distflow.flow.step_settings import functions_of
 from distflow.flow.structure import build_structure

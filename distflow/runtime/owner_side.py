@@ -47,9 +47,10 @@ from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import KINDS as STORE_KINDS
 from distflow.exchange.store_channel import OWNERS, ClientStep, SampleStore, refusal
 from distflow.flow.edges import SAMPLES
+from distflow.flow.imported_step import check_step
 from distflow.flow.memory import MIB
 from distflow.flow.plan import Plan, StepPlan
-from distflow.flow.resolve import check_step, resolve
+from distflow.flow.resolve import resolve
 from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
