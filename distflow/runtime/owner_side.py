@@ -209,7 +209,7 @@ def build_feed(
         node.on_request(kind, thread.put)
     for kind in OWNER_KINDS:
         node.on(kind, thread.put)
-    node.told["prompts"].append(lambda: [feed.counts])
+    node.status_rows["prompts"].append(lambda: [feed.counts])
     return thread
 
 
@@ -257,9 +257,9 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     begins = list(setting.begins.items())
     node.facts |= {facts.OWNERS: list(setting.owners), facts.TERM: setting.document.term, facts.BEGINS: begins}
     node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))
-    node.told["consumers"].append(lambda: [one._asdict() for one in store.consumers.counts()])
+    node.status_rows["consumers"].append(lambda: [one._asdict() for one in store.consumers.counts()])
     outside = Outside(inbound.core, store, plan, written, lambda: node.board.current is not None)
-    node.told["outside"].append(outside.told)
+    node.status_rows["outside"].append(outside.status)
     node.on_tick(store.tick)
     node.on_close(partial(_close, store, node))
     return Owned(inbound, store)
