@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import agents, emulated, house
+from benchmarks import agents, control_path, emulated, house
 from distflow.bench import other_systems
 from distflow.bench.hosts import bits_per_second, why_no_hosts
 from distflow.bench.team import MemberFailed, Team
@@ -150,6 +150,16 @@ def test_another_system_takes_turns_and_says_who_is_left_out(script: str) -> Non
             others.turns["dead"]()
 
 
+def test_the_python_of_other_systems_may_be_a_relative_path(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers" / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    with other_systems.OtherSystems(script, "peers/python", ["quick"], {}) as others:
+        assert others.turns["quick"]() == {"seconds": 0.5}
+
+
 def test_a_system_that_is_not_installed_is_left_out_with_the_reason(script: str) -> None:
     with other_systems.OtherSystems(script, sys.executable, ["quick"], {"dies": 1}) as others:
         assert others.turns == {}
@@ -180,3 +190,8 @@ def test_a_rate_that_tc_would_not_take(rate: str) -> None:
     with pytest.raises(UserError, match="expected a number and kbit, mbit, gbit"):
         bits_per_second(rate)
     assert bits_per_second("200mbit") == 2e8
+
+
+def test_the_control_path_can_be_measured() -> None:
+    found = control_path.once(control_path.HERE, groups=40, tokens=8, gap_ms=1.0)
+    assert min(found[f"{side}_{what}_us"] for side in ("owner", "holder") for what in ("threads", "process")) > 0.0
