@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from distflow.config.schema import Refresh
 from distflow.errors import UserError
 from distflow.exchange.lease_settings import LeaseSettings, planned_settings
 from distflow.exchange.messages import Message
@@ -72,6 +73,7 @@ class Load:
     stealing: bool = True
     dealing: bool = False
     colocated: bool = False
+    refresh: Refresh = "eager"
     generating_pool: str = "rollout"
     training_pool: str = "trainer"
     engine_gpus: int = 1
@@ -209,6 +211,7 @@ def load_of(plan: Plan, *, prompt_tokens: int | None = None) -> Load:
         stealing=plan.recipe.layout.stealing and not deals,
         dealing=deals,
         colocated=colocated,
+        refresh=plan.recipe.layout.refresh,
         generating_pool=maker.name,
         training_pool=home.name,
         engine_gpus=width(worker),
@@ -247,6 +250,7 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Simul
         workload=workload,
         crashes=options.crashes,
         colocated=load.colocated,
+        refresh=load.refresh,
         lazy_take=not load.streamed,
         stealing=load.stealing,
         dealing=load.dealing,

@@ -114,7 +114,7 @@ class SimulatedWorker:
             term=self.network.term,
             seed=scenario.seed * 1000 + self.number,
         )
-        self.core = RolloutCore(self.holder)
+        self.core = RolloutCore(self.holder, scenario.refresh)
         self._generate_for(self.network.version)
         self.time.settle(self.network.now)
         self.network.started(self)
