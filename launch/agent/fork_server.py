@@ -35,10 +35,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from distflow.cluster.processes import Exit
 from distflow.comm.processes import module_command, name_process
 from distflow.errors import UserError
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, become, environment_of, start_agent
-from distflow.launch.run.exit_status import Exit, conclude, exit_of, failure_file
+from distflow.launch.run.exit_status import conclude, exit_of, failure_file
 from distflow.launch.run.record import read_record
 from distflow.runtime.process_record import note_end, note_start, read_process
 

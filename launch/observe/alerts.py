@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
+from distflow.cluster.processes import ProcessId, agent_name
 from distflow.comm.tracker_processes import COUNTS, DROPPED_ROWS
 from distflow.comm.tracker_processes import FAILURES as TRACKER_FAILURES
 from distflow.data.metrics_merge import MetricsReader
 from distflow.data.rollout_count import GENERATE, PHASE, SCORE, STALENESS
 from distflow.data.rollout_count import ROLLOUT_IDLE as ROLLOUT
 from distflow.data.rollout_count import TRAINER_IDLE as TRAINER
-from distflow.launch.run.record import ProcessId, RunRecord, agent_name
+from distflow.launch.run.record import RunRecord
 from distflow.runtime.checkpoint.commit import COPIED, COPY_FAILED
 from distflow.runtime.disk import DROPPED, REFUSED
 

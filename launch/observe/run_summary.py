@@ -14,11 +14,11 @@ from pathlib import Path
 import click
 import yaml
 
+from distflow.cluster.processes import STOPPED, Failure
 from distflow.config.schema import StopConfig
 from distflow.data.metrics_merge import MetricsReader, validated
 from distflow.launch.observe.alerts import where_time_went
-from distflow.launch.run.exit_status import STOPPED
-from distflow.launch.run.record import Failure, RunRecord
+from distflow.launch.run.record import RunRecord
 from distflow.launch.run.resume import best_checkpoint
 from distflow.runtime.process_record import read_troubles
 from distflow.types import VAL, VAL_LOSS

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 import msgpack
 from msgspec import structs
 
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import HostReport
+from distflow.cluster.processes import HostEntry
 from distflow.comm.beats import STRIDE, Beat
 from distflow.comm.probes import RUMOUR_BEATS
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostReport
-from distflow.launch.run.record import HostEntry
 
 SILENCE_S = 15.0
 TURN_S = 1.0

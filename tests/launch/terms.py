@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from distflow.launch.cluster.cluster_view import Rules, View, members_of, wanted
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import DesiredWorkers, HostReport, Saved
-from distflow.launch.cluster.term_vote import SCALED, Begin, Break, Pool, Stop, is_to_end
-from distflow.launch.run.record import HostEntry
+from distflow.cluster.cluster_view import Rules, View, members_of, wanted
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import DesiredWorkers, HostReport, Saved
+from distflow.cluster.processes import HostEntry
+from distflow.cluster.term_vote import SCALED, Begin, Break, Pool, Stop, is_to_end
 from distflow.types import in_pool
 
 EVENTS = ("cut", "cut", "heal", "heal", "kill", "crash", "sleep", "scale", "scale", "wait", "wait")

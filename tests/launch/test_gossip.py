@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from distflow.cluster import cluster_view
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport
+from distflow.cluster.processes import Exit, Failure, HostEntry, ProcessId
 from distflow.comm.beats import BEAT_S, Beat
 from distflow.errors import ProtocolError
-from distflow.launch.cluster import cluster_view
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport
-from distflow.launch.run.exit_status import Exit
-from distflow.launch.run.record import Failure, HostEntry, ProcessId
 
 SILENCE_S = 10.0
 

@@ -31,6 +31,7 @@ from typing import Any
 
 from msgspec import structs
 
+from distflow.cluster.host_report import HostReport, to_wire
 from distflow.comm.beats import BEAT_S, HIGHEST, UNSEEN, Beat, Heard
 from distflow.comm.news import News
 from distflow.comm.partners import Partners
@@ -38,7 +39,6 @@ from distflow.comm.probes import Draw
 from distflow.comm.pulses import Pulses
 from distflow.comm.roll_call import RollCall
 from distflow.data.decoding import read
-from distflow.launch.cluster.host_report import HostReport, to_wire
 
 FEW = 16
 """As long as there are no more other hosts than this, each of them gets every beat."""
