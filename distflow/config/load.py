@@ -54,32 +54,6 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
     return examined.loaded
 
 
-def given_twice(overrides: Sequence[str]) -> list[Problem]:
-    """A problem for each key that several overrides give: the last one would win, or change what another one has set.
-
-    A section and a key within it (`run={…} run.seed=1`) are different keys.
-    """
-    texts: dict[str, list[str]] = {}
-    for text in overrides:
-        texts.setdefault(_key(text), []).append(text)
-    cure = "give it once; several values to try, as one list: `distflow simulate … KEY=A,B`, `launch --sweep KEY=A,B`"
-    return [
-        Problem(COMMAND_LINE, key, f"given {len(given)} times ({', '.join(given)}), expected once", cure)
-        for key, given in texts.items()
-        if len(given) > 1
-    ]
-
-
-def replaced(overrides: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
-    """The overrides with others in their place where they give the same key."""
-    keys = set(map(_key, words))
-    return (*(text for text in overrides if _key(text) not in keys), *words)
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
-
-
 def examine_recipe(name_or_path: str, overrides: Sequence[str] = (), *, resolved: bool = False) -> Examined:
     """Like `load_recipe`, but returns the problems. Raises RecipeError if there is nothing to examine.
 
@@ -91,7 +65,7 @@ def examine_recipe(name_or_path: str, overrides: Sequence[str] = (), *, resolved
     )
 
     source = find_recipe(name_or_path)
-    problems = given_twice(overrides)
+    problems: list[Problem] = []
     layers = compose(source, overrides, problems, resolved=resolved)
 
     where = layers.places(f"{shown(source)}:1")

@@ -97,7 +97,7 @@ class AskWalk:
     def granted(self, owner: int, step: int) -> None:
         """An owner leases for this training step now."""
         if not self._settings.max_staleness:
-            return  # All lease for the same step.
+            return  # All lease for the same step, or in any order.
         if owner == self._home:
             self._looks = self._looks or -1 < self._home_step < step
             self._home_step = max(step, self._home_step)

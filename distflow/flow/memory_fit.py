@@ -92,7 +92,6 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
             f"no GPU is seen here, so device auto ({', '.join(unsure)}) is counted as memory of the host; what GPUs "
             f"there would need: layout.pools.{next(iter(unsure))}.device=cuda"
         )
-    notes += _slots_notes(plan, capacity)
     if len(rows) > 1 and plan.owners:
         most = (
             f"{consumer_bytes(plan) / GIB:.2f} GiB of {plan.owners[0]}'s host memory" if len(plan.owners) == 1 else ""
@@ -104,7 +103,7 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
     return [*(table(rows) if len(rows) > 1 else []), *notes, *(f"warning: {text}" for text in warnings(plan, capacity))]
 
 
-def _slots_notes(plan: Plan, capacity: Capacity) -> Iterator[str]:
+def _slot_warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
     """Of engines that have more slots than their memory has room for samples of the greatest length."""
     seen = gpu_bytes(capacity)
     for pool in dict.fromkeys(worker.name.pool for worker in plan.workers):
@@ -112,7 +111,7 @@ def _slots_notes(plan: Plan, capacity: Capacity) -> Iterator[str]:
         few = [fit for fit in fits if fit is not None and fit.slots > fit.samples(fit.longest)]
         if few:
             yield (
-                f"warning: the {few[0].slots} slots of an engine of {pool} are more than its {few[0].of_longest}, on a "
+                f"the {few[0].slots} slots of an engine of {pool} are more than its {few[0].of_longest}, on a "
                 f"GPU of {_gib(seen)} GiB: where samples get that long, some wait or are computed again — "
                 f"layout.pools.{pool}.slots={max(1, few[0].samples(few[0].longest))}, or leave it if most are shorter"
             )
@@ -135,7 +134,7 @@ def memory_data(plan: Plan, capacity: Capacity) -> dict[str, Any]:
 
 
 def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
-    """Yield what would not fit if all workers ran on this host."""
+    """Yield what would not fit if all workers ran on this host, and slots for which engines have no memory."""
     all_placed = placed(plan, capacity)
     for number, there in enumerate(capacity.gpus):
         here = [one for one in all_placed if number in one.gpus]
@@ -158,6 +157,7 @@ def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
             f"this host has {_gib(capacity.host)} GiB of memory, and {len(all_placed)} worker(s) here may need "
             f"{_gib(needed)} — {_host_cure(plan, all_placed)}"
         )
+    yield from _slot_warnings(plan, capacity)
 
 
 def counted_twice(workers: Iterable[WorkerPlan]) -> int:

@@ -25,7 +25,6 @@ class SlotsFit:
     """That the memory is for."""
     longest: int
     """Tokens of the longest sample, prompt included."""
-    gpu_bytes: int
 
     def samples(self, tokens: float) -> int:
         """How many samples of so many tokens it is for."""
@@ -49,4 +48,4 @@ def slots_fit(plan: Plan, worker: WorkerPlan, gpu_bytes: int = ASSUMED_GPU) -> S
     room, longest = cache_room(worker, size, gpu_bytes), plan.engine_tokens(model)
     if room is None:
         return None
-    return SlotsFit(worker.slots, room * width(worker) // size.kv_bytes, longest, gpu_bytes)
+    return SlotsFit(worker.slots, room * width(worker) // size.kv_bytes, longest)

@@ -91,8 +91,6 @@ class FluidEngine:
     turns: SampleTurns = ONE_TURN
     produced: int = 0
     """Tokens made of samples that have left."""
-    busy_s: float = 0.0
-    """Seconds in which it decoded."""
     slot_s: float = 0.0
     """Seconds in which it decoded, times the samples that ran."""
     stalled_s: float = 0.0
@@ -145,7 +143,6 @@ class FluidEngine:
         steps = self._steps_in(seconds)
         self._clock += steps
         self.context += steps * len(self._live)
-        self.busy_s += seconds
         self.slot_s += seconds * len(self._live)
         self.batch.add(len(self._live), steps, seconds)
 

@@ -11,7 +11,6 @@ by the scenario's workload. A training loop ends its step when all replicas have
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Progress, Result
 from distflow.exchange.steal_core import Send
 from distflow.sim.account import SimulatedTraffic, Totals
+from distflow.sim.event_queue import EventQueue
 from distflow.sim.scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at
 from distflow.sim.trainer import SimulatedReplica
 from distflow.sim.worker import Had, SimulatedWorker
@@ -50,13 +50,13 @@ GROUP_HELD = 12
 """And for each group that a report lists."""
 
 
-class LeaseNetwork:
+class LeaseNetwork(EventQueue):
     """One run of a scenario."""
 
     def __init__(self, scenario: Scenario, *, timeline: bool = False) -> None:
+        super().__init__()
         self.scenario = scenario
         self.workload = scenario.work()
-        self.now = 0.0
         self.record = Record()
         self.traffic = SimulatedTraffic()
         self.totals: list[Totals] = []
@@ -72,8 +72,6 @@ class LeaseNetwork:
         self.last_arrival = 0.0
         self._met: dict[str, News] = {}
         self._timeline = timeline
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
         self.trainers = self._new_trainers()
         self.version = self.trainers[self.owner_names[0]].owner.version
         self.workers = {f"rollout/{i}": SimulatedWorker(self, i) for i in range(scenario.workers)}
@@ -96,12 +94,7 @@ class LeaseNetwork:
         self._plan_faults()
         for trainer in self.trainers.values():
             trainer.begin_ticks()
-        while not self._over():
-            at, _, event = heapq.heappop(self._events)
-            if at > scenario.limit_s:
-                raise StuckError(self._describe())
-            self.now = at
-            event()
+        self.run_until(self._over, scenario.limit_s, self._describe)
         for worker in self.workers.values():
             if worker.alive:
                 self.record.produced += worker.engine.produced
@@ -119,12 +112,7 @@ class LeaseNetwork:
         for renewal in scenario.renewals:
             self.after(renewal.at, partial(self._renew, renewal.owners))
 
-    # -- virtual time and the network
-    def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Schedule an event."""
-        self._count += 1
-        heapq.heappush(self._events, (self.now + seconds, self._count, event))
-
+    # -- the network
     def send(self, sender: str, outgoing: Sequence[Sending]) -> None:
         """Send messages; each may be lost, duplicated or reordered."""
         deliver: Callable[[], None]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from distflow.errors import UserError
 from distflow.exchange.lease_settings import LeaseSettings, planned_settings
@@ -215,15 +216,27 @@ def load_of(plan: Plan, *, prompt_tokens: int | None = None) -> Load:
     )
 
 
-def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: SimulateOptions) -> Prediction:
-    """Simulate `options.steps` training steps, after those in which the pipeline fills."""
-    stale = load.settings.max_staleness
-    warm = 2 + (2 if stale is None else stale)
-    last = warm + options.steps
+class Steps(NamedTuple):
+    """Training steps of a simulation: `first` ≤ step < `end` are measured, of all that are `made`."""
+
+    first: int
+    end: int
+    made: int
+
+
+def steps_of(stale: int | None, measured: int) -> Steps:
+    """What it takes to measure so many steps at this `max_staleness`: the pipeline fills before, and goes on after."""
+    first = 2 + (2 if stale is None else stale)
     # Without a bound, memory is what limits how far ahead groups are leased, not the end of the run.
     after = 8 if stale is None else max(1, stale)
+    return Steps(first, first + measured, first + measured + after)
+
+
+def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: SimulateOptions) -> Prediction:
+    """Simulate `options.steps` training steps, after those in which the pipeline fills."""
+    steps = steps_of(load.settings.max_staleness, options.steps)
     slower = max(1.0, load.job.turns.seconds / LONG_TURN_S, _guess_s(load, device, lengths) / LONG_STEP_S)
-    settings = replace(_slower(load.settings, slower), training_steps=last + after, max_refills=10**9)
+    settings = replace(_slower(load.settings, slower), training_steps=steps.made, max_refills=10**9)
     job = replace(load.job, one_host=on_one_host(load, device))
     workload = DeviceWorkload(device, lengths, job, dict(options.slowness))
     scenario = Scenario(
@@ -254,7 +267,7 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Simul
     with _without_collector():
         network = LeaseNetwork(scenario, timeline=options.timeline)
         network.run()
-    return _read(load, network, warm, last, time.process_time() - began)
+    return _read(load, network, steps.first, steps.end, time.process_time() - began)
 
 
 def _guess_s(load: Load, device: DeviceLatency, lengths: Lengths) -> float:

@@ -187,5 +187,5 @@ class Record:
     moved: int = 0
     """Groups that another replica than their owner trained on."""
     snapshot: dict[str, object] = field(default_factory=dict)
-    """Counters of the first owner at the end."""
+    """Of the ledgers of all owners, as in a checkpoint, at the end."""
     seconds: float = 0.0

@@ -22,7 +22,7 @@ from distflow.flow.gpus import width
 from distflow.flow.plan import Plan, PoolPlan
 from distflow.sim.account import DECODE, FIRST, LATER, LEASES, LOADS, OTHERS, STALLED, TRAIN, UPDATE, WEIGHTS
 from distflow.sim.latency import DeviceLatency
-from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate
+from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate, steps_of
 from distflow.sim.report import SimulateWays, counted
 from distflow.sim.schedule_of import schedule_of
 from distflow.sim.theory import LengthMoments, StepTimes, schedule
@@ -211,8 +211,7 @@ def _least(plan: Plan, device: DeviceLatency) -> int:
 
 def cost_s(load: Load, step_s: float, steps: int) -> float:
     """Estimate how many seconds of a core a simulation takes, whose training steps take about `step_s` seconds."""
-    stale = load.settings.max_staleness
-    made = steps + 2 + (2 if stale is None else stale) + max(1, 1 if stale is None else stale)
+    made = steps_of(load.settings.max_staleness, steps).made
     workers = load.rollouts + load.replicas
     return made * (load.prompts * load.job.samples * SAMPLE_S + step_s * workers * WORKER_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +27,7 @@ NOTICED_S = 0.5
 """After so long the host agents have started what ended, at the earliest."""
 
 
-class SwarmHost:
+class SwarmHost(ABC):
     """A host with one process that can die, come back, be suspended, and serve weights."""
 
     def __init__(self, network: SwarmNetwork, number: int) -> None:
@@ -143,21 +144,21 @@ class SwarmHost:
         self.server = ServeCore[HeldSegment](introduces=self.number == 0)
         self.start()
 
+    @abstractmethod
     def start(self) -> None:
         """What the process does first."""
-        raise NotImplementedError
 
     def ends(self) -> list[SwarmWire]:
         """The connections that end with the process."""
         return list(self.wires)
 
+    @abstractmethod
     def forget_memory(self) -> None:
         """The host has lost what was in shared memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def damage(self) -> None:
         """A byte of the newest version changes."""
-        raise NotImplementedError
 
     # -- serving
     def welcome(self, wire: SwarmWire) -> None:
@@ -189,6 +190,7 @@ class SwarmHost:
         for wire in list(self.wires):
             wire.wake()
 
+    @abstractmethod
     def on_read(self, held: HeldSegment) -> None:
         """A chunk is about to be sent."""
 
@@ -203,7 +205,8 @@ class SwarmHost:
         if self.number:
             self.network.record.passed_on += 1
         else:
-            self.network.record.sent[what.held.manifest.version, wire.served.site] += what.held.size_of(what.chunk)
+            manifest = what.held.manifest
+            self.network.record.sent[manifest.version, wire.served.site] += manifest.size_of(what.chunk)
 
 
 class PublisherHost(SwarmHost):

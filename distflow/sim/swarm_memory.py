@@ -50,10 +50,6 @@ class HeldSegment(HeldChunks):
         """The version that the segment holds."""
         return self.segment.stored
 
-    def size_of(self, chunk: int) -> int:
-        """Bytes of a chunk on the network."""
-        return min(CHUNK_BYTES, self.manifest.size - chunk * CHUNK_BYTES)
-
 
 def manifest_of(version: Version, place: str, segment: SimulatedSegment, last_bytes: int) -> Manifest:
     """What is announced of the version in a segment."""

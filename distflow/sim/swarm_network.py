@@ -12,14 +12,13 @@ another way, which is not simulated: each living reader hears them a little late
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable
 from functools import partial
 from itertools import count
 
 from distflow.errors import ChecksumError
-from distflow.sim.scenario import StuckError
+from distflow.sim.event_queue import EventQueue
 from distflow.sim.swarm_hosts import PublisherHost, SwarmHost
 from distflow.sim.swarm_readers import ReaderHost
 from distflow.sim.swarm_wire import SwarmWire
@@ -31,27 +30,23 @@ from distflow.weights.swarm_messages import Content, SwarmPlace
 
 WAITS_S = 0.5
 """How often a trainer that waits for readers looks whether they have its version."""
-
-
 PATIENT_S = 60.0
 """While the publisher can be reached, a fetch does not stand still for so long."""
 
 
-class SwarmNetwork:
+class SwarmNetwork(EventQueue):
     """One run of a scenario."""
 
     def __init__(self, scenario: WeightScenario) -> None:
+        super().__init__()
         self.scenario = scenario
-        self.now = 0.0
         self.record = WeightRecord()
         self.announced: Manifest | None = None
         """What was announced last."""
         self.moved: dict[Content, float] = {}
         """When any reader has got bytes, by what it fetched."""
         self._rng = random.Random(scenario.seed)
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = count()
-        self._numbers = count()
+        self._wires = count()
         self._to_publish = 0
         self.publisher = PublisherHost(self)
         self.readers = [ReaderHost(self, 1 + n) for n in range(len(scenario.joins))]
@@ -59,26 +54,11 @@ class SwarmNetwork:
     def run(self) -> WeightRecord:
         """Simulate until everybody has the newest version. Raises StuckError if that does not happen."""
         self._schedule()
-        while not self._over():
-            if not self._events:
-                raise StuckError(self._describe())
-            at, _, event = heapq.heappop(self._events)
-            if at > self.scenario.calm_at + self.scenario.limit_s:
-                raise StuckError(self._describe())
-            self.now = at
-            event()
+        self.run_until(self._over, self.scenario.calm_at + self.scenario.limit_s, self._describe)
         self.record.seconds = self.now
         return self.record
 
-    # -- virtual time and the network
-    def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Schedule an event."""
-        self.at(self.now + seconds, event)
-
-    def at(self, seconds: float, event: Callable[[], None]) -> None:
-        """Schedule an event for a time; several for the same time happen in the order in which they were scheduled."""
-        heapq.heappush(self._events, (seconds, next(self._count), event))
-
+    # -- the network
     def delay(self) -> float:
         """How long a message takes."""
         return self._rng.random() * self.scenario.delay_s
@@ -112,7 +92,7 @@ class SwarmNetwork:
             reader.after(CONNECT_S, partial(answer, address, False))
         else:
             own = reader.address if reader.passes_on else ""
-            wire = SwarmWire(next(self._numbers), reader, holder, holder.serve(own, reader.site), address)
+            wire = SwarmWire(next(self._wires), reader, holder, holder.serve(own, reader.site), address)
             who, until = (reader.incarnation, holder.incarnation), self.now + HANDSHAKE_S
             self.after(self.delay(), partial(self._shake_hands, wire, who, place.token, until, answer))
 

@@ -115,6 +115,9 @@ class ReaderHost(SwarmHost):
             if newest is not None and segment.stored == newest:
                 segment.data[self.network.any(len(segment.data))][0] ^= 1
 
+    def on_read(self, held: HeldSegment) -> None:
+        """It may be written over all the same: only a publisher waits for those that fetch."""
+
     def announce(self, manifest: Manifest) -> None:
         """A version is there to be fetched."""
         if manifest.version > self._known:

@@ -80,7 +80,7 @@ class SwarmWire(ChunkLink):
         reader, chunk = self.reader, what.chunk
         self.heard_at = reader.clock
         if number == 0:
-            self._landing = reader.landing(self, what.held.manifest.content, chunk, what.held.size_of(chunk))
+            self._landing = reader.landing(self, what.held.manifest.content, chunk, what.held.manifest.size_of(chunk))
         landing = self._landing
         if landing is None:
             return
@@ -89,7 +89,7 @@ class SwarmWire(ChunkLink):
         reader.moved()
         landing.data[part(number)] = data
         if number == PIECES - 1:
-            right = self.judge(landing, what.held.size_of(chunk))
+            right = self.judge(landing, what.held.manifest.size_of(chunk))
             reader.landed(self, what.held.manifest.content, chunk, right=right)
 
     # -- at the holder's end
@@ -126,8 +126,8 @@ class SwarmWire(ChunkLink):
         return self.served.news() if woken else None
 
     def _send(self, what: SendChunk[HeldSegment], number: int) -> None:
-        nbytes = what.held.size_of(what.chunk) * (number + 1) // PIECES
-        nbytes -= what.held.size_of(what.chunk) * number // PIECES
+        nbytes = what.held.manifest.size_of(what.chunk) * (number + 1) // PIECES
+        nbytes -= what.held.manifest.size_of(what.chunk) * number // PIECES
         self.holder.after(self.holder.occupy(nbytes), partial(self._sent, what, number, nbytes))
 
     def _sent(self, what: SendChunk[HeldSegment], number: int, nbytes: int) -> None:

@@ -12,7 +12,6 @@ callers have all that they asked for t; they ask for t + 1 before that.
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +19,7 @@ from functools import partial
 import msgpack
 
 from distflow.exchange.call_messages import CallAnswer, CallMessage, from_wire, kind_of, to_wire
-from distflow.sim.scenario import StuckError
+from distflow.sim.event_queue import EventQueue
 from distflow.testing.call_scenario import FROZEN, VERSIONED, CallRecord, CallScenario
 from distflow.testing.call_workers import AnsweringWorker, AskingWorker, SimulatedProcess
 from distflow.types import Version, WorkerName
@@ -29,12 +28,12 @@ TRAIN_S = 0.5
 """Seconds between the last answer for a training step and the next version."""
 
 
-class CallNetwork:
+class CallNetwork(EventQueue):
     """One run of a scenario."""
 
     def __init__(self, scenario: CallScenario) -> None:
+        super().__init__()
         self.scenario = scenario
-        self.now = 0.0
         self.record = CallRecord()
         self.version = Version(0, 0)
         self.begins: dict[int, int] = {}
@@ -47,8 +46,6 @@ class CallNetwork:
             for index in range(scenario.servers):
                 self._add(f"{pool}/{index}")
         self._rng = random.Random(scenario.seed)
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
         self._opened = -1
         self._training = False
 
@@ -58,22 +55,12 @@ class CallNetwork:
             process.start()
         self._schedule()
         self._open_steps()
-        while not self._over():
-            at, _, event = heapq.heappop(self._events)
-            if at > self.scenario.limit_s:
-                raise StuckError(self._describe())
-            self.now = at
-            event()
+        self.run_until(self._over, self.scenario.limit_s, self._describe)
         self.record.seconds = self.now
         self.record.unused += sum(client.core.unused for client in self.clients.values())
         return self.record
 
-    # -- virtual time and the network
-    def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Schedule an event."""
-        self._count += 1
-        heapq.heappush(self._events, (self.now + seconds, self._count, event))
-
+    # -- the network
     def delay(self) -> float:
         """How long a message takes, or weights."""
         return self._rng.random() * self.scenario.delay_s

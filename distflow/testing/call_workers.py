@@ -7,6 +7,7 @@ the messages alone.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ Key = tuple[str, int, int]
 """Step, training step, group."""
 
 
-class SimulatedProcess:
+class SimulatedProcess(ABC):
     """What can die, come back, and be suspended."""
 
     def __init__(self, network: CallNetwork, name: str) -> None:
@@ -85,9 +86,9 @@ class SimulatedProcess:
         self.alive, self._awake_at = True, 0.0
         self.start()
 
+    @abstractmethod
     def start(self) -> None:
         """Begin, with nothing remembered."""
-        raise NotImplementedError
 
 
 class AskingWorker(SimulatedProcess):

@@ -97,6 +97,10 @@ class Manifest(Form, frozen=True):
         """Number of chunks of the version's bytes."""
         return -(-self.size // CHUNK_BYTES)
 
+    def size_of(self, chunk: int) -> int:
+        """Bytes of a chunk: the last one may be shorter than CHUNK_BYTES."""
+        return min(CHUNK_BYTES, self.size - chunk * CHUNK_BYTES)
+
     def digest_of(self, chunk: int) -> bytes:
         """The expected digest of a chunk."""
         return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]

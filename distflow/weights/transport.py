@@ -2,9 +2,9 @@
 
 A link is a WeightPublisher and a WeightReader. Which one leads from a worker to another is decided in
 `distflow/runtime/ports.py`: inside one process the engine copies straight from the trainer's parameters (`InprocLink`,
-read by `in_place.InPlace`), on one host from a shared segment (`shm.ShmPublisher`, `shm.ShmReader`, read in the same
-way), and from other hosts a version is staged first (`swarm_server.SwarmServer`, `swarm_reader.SwarmReader`, read by
-`prefetch.Stage`).
+read by `in_place.InPlace`), on one host from a shared segment (`ShmPublisher` and `ShmReader` of `segments/shm.py`,
+read in the same way), and from other hosts a version is staged first (`SwarmServer` of `swarm/server.py`, `SwarmReader`
+of `swarm/reader.py`, read by `prefetch.Stage`).
 """
 
 from __future__ import annotations

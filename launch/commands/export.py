@@ -15,7 +15,7 @@ from typing import Any
 import click
 import yaml
 
-from distflow.config.load import load_recipe, recipe_from_mapping, replaced
+from distflow.config.load import load_recipe, recipe_from_mapping
 from distflow.config.plugins import EXPORTER
 from distflow.config.schema import ModelConfig, Recipe
 from distflow.data.files import whole_lines
@@ -134,7 +134,7 @@ def _asked(recipe: str, overrides: Sequence[str], model: Path, name: str, runs_d
     # A path may hold any letter.
     words.append(f"models.{policy}.path={json.dumps(str(model))}")
     words += _kept_models(plan, composed)
-    line = [f"--run={name}", f"--runs-dir={runs_dir}", "--", recipe, *replaced(overrides, words)]
+    line = [f"--run={name}", f"--runs-dir={runs_dir}", "--", recipe, *overrides, *words]
     return as_asked(Options(**launch.make_context("launch", line).params))
 
 

@@ -151,7 +151,6 @@ def _optimize(
     recipe: str, overrides: Sequence[str], given: Mapping[str, Any], hosts: Sequence[Host], *, as_json: bool
 ) -> int:
     """Propose a split of the devices between the pool that generates and the one that trains."""
-    from distflow.config.load import replaced
     from distflow.errors import RecipeError
     from distflow.flow.recipe_check import plan_recipe
     from distflow.launch.commands.simulate import ways_of
@@ -171,7 +170,7 @@ def _optimize(
 
     def load_for(split: PoolSplit, stale: int | None) -> Load:
         bound = () if stale is None else (f"layout.max_staleness={stale}",)
-        _, other = plan_recipe(recipe, replaced(overrides, (*rule.words(split), *bound)), need_files=False)
+        _, other = plan_recipe(recipe, (*overrides, *rule.words(split), *bound), need_files=False)
         # The present layout is what others are compared with, on whatever hosts it is.
         if hosts and split != rule.present:
             try:
@@ -185,7 +184,7 @@ def _optimize(
 
     def fits(words: Sequence[str], include: str) -> bool:
         try:
-            _, other = plan_recipe(recipe, replaced(overrides, words), need_files=False)
+            _, other = plan_recipe(recipe, (*overrides, *words), need_files=False)
             _placement(other, select(hosts, include, None))
         except (RecipeError, HostsError):
             return False

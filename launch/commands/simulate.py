@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from distflow.config.outputs import check_writable
-from distflow.errors import RecipeError, UserError
+from distflow.errors import UserError
 from distflow.launch.commands.plan import is_given, load_options
 from distflow.launch.commands.sweep import values_of
 
@@ -170,11 +171,10 @@ def distribution(text: str) -> dict[str, float]:
 
 def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, ...]]]:
     """The overrides of each simulation, and those in which they differ."""
-    from distflow.config.load import given_twice
-
-    if problems := given_twice(overrides):
-        raise RecipeError(problems)
     listed = [(word.partition("=")[0], values_of(word.partition("=")[2])) for word in overrides]
+    for key, count in Counter(key.lstrip("+~") for key, _ in listed).items():
+        if count > 1:
+            raise UserError(f"{key}: given {count} times — give it once, several values as one list: {key}=1,2,3")
     choices = [[f"{key}={value}" for value in values] for key, values in listed]
     found = [
         (list(words), tuple(word for word, each in zip(words, choices, strict=True) if len(each) > 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config.check import key_of, section_at
-from distflow.config.load import load_recipe, replaced
+from distflow.config.load import load_recipe
 from distflow.config.other_tools import WORDS
 from distflow.errors import RecipeError
 from distflow.flow.chosen_function import chosen_function
@@ -41,27 +41,6 @@ def test_a_wrong_type(tmp_path: Path) -> None:
     path = mine(tmp_path, BASE + "run: {seed: many}\n")
     with pytest.raises(RecipeError, match=r"mine\.yaml:2: run\.seed — expected a whole number, got 'many'"):
         load_recipe(path)
-
-
-@pytest.mark.parametrize("again", ["batch.prompts=16", "++batch.prompts=16", "batch.prompts=8", "~batch.prompts"])
-def test_a_key_that_is_given_twice(again: str) -> None:
-    told = f"command line: batch.prompts — given 2 times (batch.prompts=8, {again}), expected once — give it once; "
-    assert told in refused("quickstart", "batch.prompts=8", again)
-
-
-def test_a_choice_that_is_given_twice_is_told_with_all_else() -> None:
-    told = refused("quickstart", "layout=split", "layout=async", "run.sed=1")
-    assert "layout — given 2 times (layout=split, layout=async)" in told
-    assert "run.sed" in told
-
-
-def test_a_section_and_a_key_within_it_are_not_the_same_key() -> None:
-    assert load_recipe("quickstart", ["batch={prompts: 8}", "batch.prompts=16"]).recipe.batch.prompts == 16
-
-
-def test_overrides_are_replaced_by_those_of_the_same_key() -> None:
-    given = ("+run.seed=1", "batch.prompts=8", "layout=split")
-    assert replaced(given, ["run.seed=2", "layout=async"]) == ("batch.prompts=8", "run.seed=2", "layout=async")
 
 
 @pytest.mark.parametrize(

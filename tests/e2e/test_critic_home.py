@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.load import replaced
 from distflow.exchange.dealing import CostRule, Offer, deal, in_rounds
 from tests.e2e.runs import PACED, PROMPTS, Launch, Run, check_trained_once, cli
 from tests.e2e.test_trainer_recovery import steps_of_term
@@ -86,7 +85,7 @@ def test_the_groups_of_all_owners_are_dealt_to_critics_together(launch: Launch, 
     call = f"flow.steps.critic_update.call={Path(__file__).with_name('noting_critic.py')}:critic_update"
     settings = ["layout.pools.trainer.count=2", "layout.pools.critic.backend=fsdp", "batch.tokens_per_microbatch=256"]
     settings += ["batch.prompts=16", "batch.ledgers=4", "batch.minibatches=2", "run.training_steps=3"]
-    run = launch("quickstart", *replaced(CRITIC, settings), call, f"flow.steps.critic_update.with.folder={tmp_path}")
+    run = launch("quickstart", *CRITIC, *settings, call, f"flow.steps.critic_update.with.folder={tmp_path}")
     assert run.wait() == 0, run.output
     check_trained_once(run, 3, 16)
     noted = [[json.loads(line) for line in (tmp_path / f"critic-{i}").read_text().splitlines()] for i in range(2)]

@@ -127,7 +127,7 @@ def test_held_out_rows_have_the_loss_that_transformers_gives(launch: Launch, tmp
 def test_the_checkpoint_with_the_lowest_loss_is_kept_and_the_last_is_evaluated_as_in_the_run(launch: Launch) -> None:
     best = ["run.save_every=1", "run.keep_checkpoints=1", "run.keep_best=val/loss", "run.keep_best_mode=min"]
     moving = ["models.policy.optimizer.lr=0.03", "models.policy.dtype=float64"]
-    settings = ["val.every=1", *HELD_OUT[1:], *best, *moving, "run.training_steps=6"]
+    settings = [*HELD_OUT, "val.every=1", *best, *moving, "run.training_steps=6"]
     run = launch("quickstart", "flow=dpo", *TWO, *SMALL, *settings, "run.stop_after=3")
     assert run.wait() == 0, run.output
     assert list(measured(run)) == [0, 1, 2, 3]
@@ -167,7 +167,7 @@ def rows():
 
 def test_prompts_that_are_passed_over_show_progress(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    run = launch("quickstart", "flow=sft", "layout=colocated", "batch.prompts=8", "run.training_steps=2",
+    run = launch("quickstart", "flow=sft", "layout=colocated", *SMALL, "batch.prompts=8", "run.training_steps=2",
                  f"data.source={tmp_path}/slow.py:rows", "data.shuffle=false", "data.overlong=drop",
                  "limits.no_progress_s=4")  # fmt: skip
     assert run.wait() == 0, run.output

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from distflow.config.load import replaced
 from distflow.data.randomness import uniforms
 from tests.e2e.long_turns import FIRST, NAMED
 from tests.e2e.runs import Launch, Run
@@ -80,7 +79,7 @@ def test_another_rollout_goes_on_where_a_killed_one_was(launch: Launch) -> None:
 def two_turns(launch: Launch, steps: int, *more: str) -> Run:
     """Samples of two turns, of 0.4 and 2.6 s, with three tokens of the environment between."""
     call = f"flow.steps.sample.call={Path(__file__).with_name('long_turns.py')}:talk"
-    return slow_run(launch, steps, *replaced((call, "layout.hedging=false"), more), tokens=TOKENS - FIRST)
+    return slow_run(launch, steps, call, "layout.hedging=false", *more, tokens=TOKENS - FIRST)
 
 
 def check_turns(run: Run, steps: int) -> None:

@@ -43,7 +43,7 @@ def test_policy_and_critic_take_the_same_steps_on_any_layout(launch: Launch, lay
 )
 def test_several_updates_a_step_are_the_same_on_any_layout(launch: Launch, layouts: list[str], flow: str) -> None:
     """Mini-batches by rank in their ledger: no matter who owns it."""
-    several = (f"flow={flow}", *TWO_BY_FOUR, "models.policy.dtype=float64")
+    several = (f"flow={flow}", *TWO_BY_FOUR, "run.training_steps=4", "models.policy.dtype=float64")
     reference, *others = compare(launch, layouts, 4, 1e-6, *several)
     assert all(0 < line["actor/pg_clipfrac"] < 1 for line in reference.metrics())
     if flow == "ppo":
@@ -104,7 +104,7 @@ def test_the_critic_learns_what_to_expect_and_the_reward_rises(launch: Launch) -
 
 def test_a_policy_that_has_moved_far_enough_rests_while_its_critic_goes_on(launch: Launch) -> None:
     """Its schedule keeps pace with the training steps, on all replicas alike."""
-    settings = ["flow=ppo", "batch.prompts=16", "batch.epochs=3", "batch.minibatches=2", "run.training_steps=4"]
+    settings = [*PPO, "batch.prompts=16", "batch.epochs=3", "batch.minibatches=2", "run.training_steps=4"]
     settings += ["models.policy.optimizer.schedule=linear", "layout.pools.trainer.count=2"]
     plain = launch("quickstart", *settings)
     early = launch("quickstart", *settings, "batch.target_kl=1e-9")

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from distflow.config.load import replaced
 from tests.e2e.runs import SMALL, Launch, Run, check_trained_once
 from tests.e2e.test_layout_invariance import norms, tokens
 
@@ -101,7 +100,7 @@ def test_a_pool_that_shrank_trains_as_one_of_any_size(launch: Launch, backend: s
     if backend == "deepspeed":
         pytest.importorskip("deepspeed")
         three[-1] = "models.policy.dtype=float32"
-    run = launch("quickstart", *replaced((*SMALL, *SHRINKING), three))
+    run = launch("quickstart", *SMALL, *SHRINKING, *three)
     run.until(lambda: run.steps_done() >= 18, "the sixth training step")
     kill_for_good(run, "trainer/1")
     assert run.wait() == 0, run.output

@@ -345,7 +345,7 @@ def test_a_step_that_raises_shows_the_users_file_before_anything_else(launch: La
     run = launch(recipe(advantage("raising")))
     assert run.wait() == 3, run.output
     assert shown_first(run.output, "steps.py")
-    frames = r'(?s)File ".*steps\.py", line 13, in raising\n.*line 7, in helper\n.*ValueError: no advantage today\n'
+    frames = r'(?s)File ".*steps\.py", line 16, in raising\n.*line 10, in helper\n.*ValueError: no advantage today\n'
     assert re.search(frames, run.output), run.output
     told = r"trainer/0 failed \(StepError\): step 'advantage' \(.*steps\.py:raising\) raised ValueError on trainer/0, "
     uids = r"training step 1, with uids \(epoch, prompt, position\) \(0, \d+, \d+\), .* in hand"

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from distflow.config.load import replaced
 from distflow.launch.commands.rollouts import read_lines
 from tests.e2e.runs import PACED, SMALL, WAIT_S, Launch, Run, check_trained_once, cli
 
@@ -155,7 +154,7 @@ def test_the_best_checkpoint_by_validation_is_kept(launch: Launch) -> None:
 
 
 def test_a_checkpoint_and_a_folder_are_evaluated_as_in_the_run(launch: Launch, tmp_path: Path) -> None:
-    settings = ["layout=split", *SMALL, *replaced(VALIDATED, ["val.sampling={temperature: 0}"]), "run.save_every=3"]
+    settings = ["layout=split", *SMALL, *VALIDATED, "val.sampling={temperature: 0}", "run.save_every=3"]
     run = launch("quickstart", *settings)
     assert run.wait() == 0, run.output
     where = ["--runs-dir", str(run.folder.parent)]

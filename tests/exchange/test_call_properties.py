@@ -94,6 +94,11 @@ def test_no_seed_of_the_search_for_faults_breaks_a_promise() -> None:
     assert [judge_calls(seed) for seed in range(60)] == [None] * 60
 
 
+def test_a_late_beat_of_a_former_process_lets_requests_go_where_nobody_else_is_waited_for() -> None:
+    """The time that it tells of makes another server silent, for which a request had waited."""
+    assert judge_calls(5084) is None
+
+
 def test_the_search_tells_of_a_run_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     deaf = replace(calls_of(0), loss=1.0, limit_s=100.0)
     monkeypatch.setattr(call_faults, "calls_of", lambda seed: deaf)

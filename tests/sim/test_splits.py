@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from distflow.config.load import replaced
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
@@ -52,7 +51,7 @@ def found(*words: str, devices: int | None = None, steps: int = 2) -> SplitSearc
 
     def load_for(split: PoolSplit, stale: int | None) -> Load:
         more = () if stale is None else (f"layout.max_staleness={stale}",)
-        _, other = plan_recipe("quickstart", replaced([*RECIPE, *words], [*rule.words(split), *more]), need_files=False)
+        _, other = plan_recipe("quickstart", [*RECIPE, *words, *rule.words(split), *more], need_files=False)
         return load_of(other)
 
     ways = SimulateWays(DEVICE, LENGTHS, "", None, steps, False)
@@ -136,7 +135,10 @@ def test_the_best_split_is_that_of_a_search_over_all() -> None:
     [
         (["layout.pools.rollout.count=1"], "decoding"),
         (["layout.pools.rollout.count=6"], "training alone"),
-        (["layout.pools.rollout={count: 6, slots: 64}", "layout.pools.trainer.count=4"], "the longest samples"),
+        (
+            ["layout.pools.rollout={count: 6, slots: 64}", "layout.pools.trainer.count=4", "batch.prompts=32"],
+            "the longest samples",
+        ),
         (["layout.max_staleness=0", "flow.steps.sample.with.max_new_tokens=4"], "new weights"),
     ],
 )

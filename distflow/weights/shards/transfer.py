@@ -1,7 +1,7 @@
 """Moves a version between ranks that hold it in different parts: each piece straight from who has it to who wants it.
 
 A process group of its own, beside the one in which trainers sum gradients: Gloo on CPUs, over one connection a pair of
-ranks. All members make the same plan (`shard_plan`) and so the same bundles of it, messages of some MiB each with a sum
+ranks. All members make the same plan (`plan.py`) and so the same bundles of it, messages of some MiB each with a sum
 behind them. Who calls has agreed over messages that all are there; from then on each message has one short deadline. A
 rank that is lost costs its own pieces: the others get theirs, and it is named in what is returned. After that the group
 is made anew, without it.

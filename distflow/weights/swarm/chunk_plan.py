@@ -23,7 +23,7 @@ WINDOW = 8
 
 
 class Want(NamedTuple):
-    """What to ask on a connection now, as in `swarm.ChunkAsk`."""
+    """What to ask on a connection now, as in `swarm_messages.ChunkAsk`."""
 
     what: Literal["deal", "want", "again"]
     chunks: tuple[int, ...] = ()

@@ -65,7 +65,8 @@ class SwarmClient:
         """
 
         def into(chunk: int) -> memoryview:
-            return memory[chunk * CHUNK_BYTES : min((chunk + 1) * CHUNK_BYTES, manifest.size)]
+            start = chunk * CHUNK_BYTES
+            return memory[start : start + manifest.size_of(chunk)]
 
         core, wanted = self._core, WantedVersion(manifest, into, arrived, rules.no_progress_s)
         with self._condition:
@@ -76,7 +77,9 @@ class SwarmClient:
                 self._connect()
                 with self._condition:
                     self._condition.wait_for(lambda: core.ended, TICK_S)
-                superseded, closed = rules.superseded(), rules.closed()
+                    stalled = core.stalled(time.monotonic())
+                # Whether there is a newer version may have to be asked for.
+                superseded, closed = stalled and rules.superseded(), rules.closed()
                 with self._condition:
                     out = core.tick(time.monotonic(), superseded=superseded, closed=closed)
                 for counts in (action.counts for action in out if isinstance(action, Expect)):

@@ -16,7 +16,7 @@ from typing import Generic, Literal
 
 from distflow.comm.curve import KEY_HINT
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
-from distflow.weights.manifest import CHUNK_BYTES, Manifest
+from distflow.weights.manifest import Manifest
 from distflow.weights.swarm.chunk_plan import ChunkPlan, ring_peers
 from distflow.weights.swarm.fetch_actions import Action, Expect, HangUp, L, Landing, Note, SendAsk, WantedVersion
 from distflow.weights.swarm.patience import Patience
@@ -58,7 +58,7 @@ class _Trouble:
     banned_until: float = 0.0
 
     def ban(self, now: float) -> None:
-        """SendAsk nothing there for a while, each time for longer; of several connections the first one counts."""
+        """Ask nothing there for a while, each time for longer; of several connections the first one counts."""
         if now >= self.banned_until:
             self.banned_until = self.retry_at = now + BAN_S * 2**self.banned
             self.banned += 1
@@ -179,6 +179,14 @@ class FetchCore(Generic[L]):
         link = next((link for link in self._links.values() if link.address == self._publisher), None)
         return [] if link is None else [SendAsk(link, _ask("made", manifest))]
 
+    def stalled(self, now: float) -> bool:
+        """Whether nothing has come for so long that a newer version would be taken instead."""
+        job = self._job
+        if job is None:
+            return False
+        job.patience.received(self.received, now)
+        return job.patience.stalled(now)
+
     def tick(self, now: float, *, superseded: bool, closed: bool = False) -> list[Action[L]]:
         """Look after the fetch, several times a second: end it if waiting longer is pointless, replace connections that
         are stuck, ask elsewhere.
@@ -203,7 +211,7 @@ class FetchCore(Generic[L]):
         job = self._job
         if job is None or content != job.manifest.content or not job.plan.begin(link.number, chunk):
             return None
-        if size != min(CHUNK_BYTES, job.manifest.size - chunk * CHUNK_BYTES):
+        if size != job.manifest.size_of(chunk):
             raise ProtocolError(f"chunk {chunk} of {job.manifest.title} in {size} bytes")
         trouble = self._trouble.get(link.address)
         trusted = trouble is None or not trouble.banned
@@ -280,7 +288,7 @@ class FetchCore(Generic[L]):
         return [*([] if seed else [SendAsk(link, _ask("follow", job.manifest))]), *self._pump(job, [link])]
 
     def _pump(self, job: _Job, links: Iterable[L]) -> list[Action[L]]:
-        """SendAsk for what can be asked for now."""
+        """Ask for what can be asked for now."""
         out: list[Action[L]] = []
         for link in links:
             want = job.plan.next(link.number) if link.number in job.plan.connections else None

@@ -28,8 +28,7 @@ class HeldVersion(HeldChunks):
 
     def span(self, chunk: int) -> tuple[int, int]:
         """Offset in the segment, and bytes."""
-        start = chunk * CHUNK_BYTES
-        return HEADER_BYTES + start, min(CHUNK_BYTES, self.manifest.size - start)
+        return HEADER_BYTES + chunk * CHUNK_BYTES, self.manifest.size_of(chunk)
 
     def bytes_of(self, chunk: int) -> memoryview:
         """A chunk, in place."""

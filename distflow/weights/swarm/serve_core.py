@@ -6,6 +6,7 @@ by one, as it is decided just before it is sent: a version may be written over m
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -33,7 +34,7 @@ class ServerTraffic:
     refused: int = 0
 
 
-class HeldChunks:
+class HeldChunks(ABC):
     """One version of a model, or a delta: all of it, or what a reader here has fetched so far.
 
     `dealer` is the publisher's.
@@ -63,9 +64,9 @@ class HeldChunks:
         return chunk in self._got and not self.over
 
     @property
+    @abstractmethod
     def stored(self) -> Version:
         """The version that is whole where this one was, or is, put."""
-        raise NotImplementedError
 
     @property
     def intact(self) -> bool:
