@@ -150,6 +150,16 @@ def test_another_system_takes_turns_and_says_who_is_left_out(script: str) -> Non
             others.turns["dead"]()
 
 
+def test_the_python_of_other_systems_may_be_a_relative_path(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers" / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    with other_systems.OtherSystems(script, "peers/python", ["quick"], {}) as others:
+        assert others.turns["quick"]() == {"seconds": 0.5}
+
+
 def test_a_system_that_is_not_installed_is_left_out_with_the_reason(script: str) -> None:
     with other_systems.OtherSystems(script, sys.executable, ["quick"], {"dies": 1}) as others:
         assert others.turns == {}

@@ -37,6 +37,11 @@ class OtherSystemFailed(DistflowError):
     """A script of `peers/` ended, or did not answer in time."""
 
 
+def found_from_here(python: str) -> str:
+    """`python` for a process that starts in another folder; a bare name is looked for in PATH there, as here."""
+    return os.path.abspath(python) if os.sep in python else python
+
+
 class OtherSystems:
     """A running script; use as a context. What cannot take part is in `left_out` with the reason."""
 
@@ -47,7 +52,7 @@ class OtherSystems:
         self._names = names
         self._script = SCRIPTS / f"{script}.py"
         self._options = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-        self._python = python or (str(USUAL.absolute()) if USUAL.exists() else None)
+        self._python = found_from_here(python) if python else (str(USUAL.absolute()) if USUAL.exists() else None)
         self._folder = tempfile.TemporaryDirectory(prefix="df-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._read = b""
