@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,20 @@ def node_of(name: str, peer: str, folder: str) -> Any:
     return Node(endpoint, Membership(me, [peer], lambda pid, started: True), WaitBoard())
 
 
+class Lanes:
+    """The lanes of lease messages; earlier revisions have them in another module, and tell the node otherwise."""
+
+    def __init__(self, node: Any) -> None:
+        from importlib import import_module, util
+
+        name = "distflow.exchange.lease_lanes"
+        module = import_module(name if util.find_spec(name) else "distflow.runtime.node")
+        lanes = module.Lanes(node.endpoint)
+        self.post = lanes.post
+        by_node = "node" in inspect.signature(lanes.register).parameters
+        self.register = partial(lanes.register, node if by_node else node.on)
+
+
 def settings_of() -> Any:
     """What owner and holder have agreed on."""
     from distflow.exchange.lease_settings import LeaseSettings
@@ -123,7 +138,6 @@ class Clocks:
 def own(folder: str, groups: int) -> None:
     """The owner's process: takes groups as they arrive, until it has so many, and joins those of each step."""
     from distflow.data.batch import join
-    from distflow.exchange.lease_lanes import Lanes
     from distflow.exchange.messages import LeasePrompt
     from distflow.exchange.owner import OwnerCore
     from distflow.exchange.sample_channel import InboundSamples
@@ -133,9 +147,9 @@ def own(folder: str, groups: int) -> None:
     ids = tuple(range(PROMPT_TOKENS))
     prompt = lambda position: LeasePrompt(Uid(0, position, position), ids, "x" * 100, "{}")  # noqa: E731
     core = OwnerCore(OWNER, settings_of(), range(LEDGERS), prompt)
-    lanes = Lanes(node.endpoint)
+    lanes = Lanes(node)
     inbound = InboundSamples(core, lanes.post)
-    lanes.register(node, inbound.kinds, inbound.on_message)
+    lanes.register(inbound.kinds, inbound.on_message)
     node.on_tick(lambda now: inbound.send(core.tick(now)))
     meet(node, HOLDER)
     warm, taken, condition, arrived = groups // 10, 0, node.board.condition, list[Any]()
@@ -197,14 +211,13 @@ def hold(folder: str, groups: int, tokens: int, gap_s: float) -> None:
 
     from distflow.data.batch import Ragged
     from distflow.exchange.lease_client import HolderCore
-    from distflow.exchange.lease_lanes import Lanes
     from distflow.exchange.sample_channel import OutboundSamples
 
     node = node_of(HOLDER, OWNER, folder)
     core = HolderCore(HOLDER, 0, [OWNER], settings_of())
-    lanes = Lanes(node.endpoint)
+    lanes = Lanes(node)
     outbound = OutboundSamples(core, lanes.post)
-    lanes.register(node, outbound.kinds, outbound.on_message)
+    lanes.register(outbound.kinds, outbound.on_message)
     node.on_tick(lambda now: outbound.send(core.tick(now)))
     meet(node, OWNER)
     template, condition, leases = rows_of(tokens), node.board.condition, []

@@ -19,7 +19,7 @@ from distflow.config.schema import Schedule
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Message, Result
 from distflow.flow.memory import group_bytes
-from distflow.sim.account import FIRST, LATER, LEASES, LOADS, OTHERS, STALLED, TRAIN, UPDATE, WEIGHTS
+from distflow.sim.account import DECODE, FIRST, LATER, LEASES, LOADS, OTHERS, STALLED, TRAIN, UPDATE, WEIGHTS
 from distflow.sim.fluid_engine import ONE_TURN, FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DeviceLatency, load
 from distflow.sim.lengths import Lengths, Lognormal
@@ -31,6 +31,9 @@ from distflow.sim.workload import DeviceWorkload, Job
 DEVICE = "h100-qwen2.5-7b"
 SAMPLES, PROMPT, BUDGET = 8, 200, 16_384
 STEPS = 4
+SCALE_STALENESS = 4
+SCALE_STEPS, SAMPLED = 4 * (1 + SCALE_STALENESS), 64
+"""Steps of a line of `scale`, and how many rollouts its seeds have together at least."""
 LENGTHS: dict[str, tuple[Lengths, int]] = {
     # As measured of instruction models on short questions; of reasoning models; of agents, where a few tasks are long
     # and samples have turns.
@@ -69,23 +72,36 @@ def load_for(
 def scale(counts: Sequence[int]) -> None:
     """A constant share of work for each worker: 9 groups of 8 a step; 8 rollouts a replica, which has 8 devices.
 
-    Efficiency is by tokens trained on in a second by each worker: lengths are random, so the work of a step is,
-    and few workers take more steps to tell the mean. The longest sample is cut off at the same length everywhere.
+    Efficiency is by tokens trained on in a second by each worker: lengths are random, so the work of a step is, and
+    few workers take several seeds to tell the mean. Where rollouts wait for weights, steps come in rounds of 1 +
+    staleness, of which the last one is long: only whole rounds tell the mean. The longest sample is cut off at the
+    same length everywhere.
     """
     print(
-        "| workers | steps | step s | efficiency | replicas wait for others | updates | messages a group | busiest, "
-        "messages/s | seconds of a core |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+        "| workers | seeds | step s | efficiency | rollouts: decode | load weights | wait for leases or weights | "
+        "replicas: wait for others | updates | messages a group | busiest, messages/s | seconds of a core |\n"
+        f"|{' --- |' * 12}"
     )
     first = 0.0
     for count in counts:
-        steps = max(STEPS, 512 // count)
-        found = _scaled(count, None, steps)
-        rate, trains = found.tokens_s / count, found.pools[1].shares
+        seeds = max(1, SAMPLED // count)
+        runs = [_scaled(count, None, SCALE_STEPS, seed) for seed in range(seeds)]
+        generates = [run.pools[0].shares for run in runs]
+        trains = [run.pools[1].shares for run in runs]
+        rate = statistics.mean(run.tokens_s for run in runs) / count
         first = first or rate
+        shares = [
+            statistics.mean(one[DECODE] for one in generates),
+            statistics.mean(one[LOADS] for one in generates),
+            statistics.mean(one[LEASES] + one[WEIGHTS] for one in generates),
+            statistics.mean(one[OTHERS] for one in trains),
+            statistics.mean(one[UPDATE] for one in trains),
+        ]
         print(
-            f"| {count} + {count // 8} | {steps} | {found.step_s:.2f} | {rate / first:.1%} | {trains[OTHERS]:.1%} | "
-            f"{trains[UPDATE]:.1%} | {found.messages_group:.1f} | {found.busiest_messages_s:.1f} | "
-            f"{found.took_s:.0f} |",
+            f"| {count} + {count // 8} | {seeds} | {statistics.mean(run.step_s for run in runs):.2f} | "
+            f"{rate / first:.1%} | {' | '.join(f'{share:.1%}' for share in shares)} | "
+            f"{statistics.mean(run.messages_group for run in runs):.1f} | "
+            f"{max(run.busiest_messages_s for run in runs):.1f} | {sum(run.took_s for run in runs):.0f} |",
             flush=True,
         )
 
@@ -110,9 +126,10 @@ def coordinator_s(message: Message) -> float:
     return SAMPLES * COORDINATOR_SAMPLE_S if isinstance(message, Result) else 0.0
 
 
-def _scaled(count: int, way: Callable[[Message], float] | None, steps: int = STEPS) -> Prediction:
+def _scaled(count: int, way: Callable[[Message], float] | None, steps: int = SCALE_STEPS, seed: int = 0) -> Prediction:
     lengths, longest = LENGTHS["short"]
-    work = load_for(count, max(1, count // 8), 9 * count, 2, longest)
+    work = load_for(count, max(1, count // 8), 9 * count, SCALE_STALENESS, longest)
+    work = replace(work, job=replace(work.job, seed=seed))
     device = load(DEVICE)
     train = replace(device.train, token_s=device.train.token_s / 8, pair_s=device.train.pair_s / 8)
     return simulate(work, replace(device, train=train), lengths, SimulateOptions(steps=steps, hub_s=way))

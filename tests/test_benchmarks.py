@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import agents, emulated, house
+from benchmarks import agents, control_path, emulated, house
 from distflow.bench import other_systems
 from distflow.bench.hosts import bits_per_second, why_no_hosts
 from distflow.bench.team import MemberFailed, Team
@@ -190,3 +190,8 @@ def test_a_rate_that_tc_would_not_take(rate: str) -> None:
     with pytest.raises(UserError, match="expected a number and kbit, mbit, gbit"):
         bits_per_second(rate)
     assert bits_per_second("200mbit") == 2e8
+
+
+def test_the_control_path_can_be_measured() -> None:
+    found = control_path.once(control_path.HERE, groups=40, tokens=8, gap_ms=1.0)
+    assert min(found[f"{side}_{what}_us"] for side in ("owner", "holder") for what in ("threads", "process")) > 0.0
