@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
-from distflow.data.rollout_count import GenerationLoad
 from distflow.flow.recipe_check import plan_recipe
+from distflow.metrics.rollout_count import GenerationLoad
 from distflow.sim.latency import load
 from distflow.sim.lengths import Lognormal
 from distflow.sim.predict import Load, Prediction, SimulateOptions, load_of, simulate

@@ -46,6 +46,7 @@ TURNS = {"agentic": SampleTurns(512, 0.02)}
 DRIVER_SAMPLE_S = 0.95 / 4_096
 """verl's driver: 0.6 to 1.3 s for 4,096 samples of 1,024 tokens, which grow with the bytes."""
 DRIVER_BYTE_S = DRIVER_SAMPLE_S / group_bytes(1, 0, 1_024)
+HUB_RESEND_S = 1e6
 COORDINATOR_SAMPLE_S = 1e-3
 """siiRL's data coordinator: 0.9 to 1.1 s for the metadata of 1,024 samples."""
 
@@ -130,6 +131,9 @@ def _scaled(count: int, way: Callable[[Message], float] | None, steps: int = SCA
     lengths, longest = LENGTHS["short"]
     work = load_for(count, max(1, count // 8), 9 * count, SCALE_STALENESS, longest)
     work = replace(work, job=replace(work.job, seed=seed))
+    if way is not None:
+        # What waits in that process is not lost: sent again, it would only add to what waits there.
+        work = replace(work, settings=replace(work.settings, resend_s=HUB_RESEND_S))
     device = load(DEVICE)
     train = replace(device.train, token_s=device.train.token_s / 8, pair_s=device.train.pair_s / 8)
     return simulate(work, replace(device, train=train), lengths, SimulateOptions(steps=steps, hub_s=way))

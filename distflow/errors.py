@@ -1,4 +1,4 @@
-"""Everything distflow raises on purpose. Messages say what is wrong, where, what was expected, and the cure.
+"""Everything distflow raises on purpose. Messages say what is wrong, where, what was expected, and what to do.
 
 `exit_code` is what the command line returns: 2 for the user's recipe or arguments, 3 for a worker that failed for
 good, 1 for an internal error.
@@ -25,16 +25,16 @@ class UserError(DistflowError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a recipe: where (`file:line` or `command line`), the key, what is wrong, and the cure."""
+    """One thing wrong with a recipe: where (`file:line` or `command line`), the key, what is wrong, and what to do."""
 
     where: str
     key: str
     message: str
-    cure: str = ""
+    hint: str = ""
 
     def __str__(self) -> str:
-        cure = f" — {self.cure}" if self.cure else ""
-        return f"{self.where}: {self.key} — {self.message}{cure}"
+        hint = f" — {self.hint}" if self.hint else ""
+        return f"{self.where}: {self.key} — {self.message}{hint}"
 
 
 class Places:
@@ -63,7 +63,7 @@ class Problems(list[Problem]):
         super().__init__()
         self.where = where if isinstance(where, Places) else Places(where)
 
-    def add(self, key: str, message: str, cure: str = "", *, at: str | None = None, others: Sequence[str] = ()) -> None:
+    def add(self, key: str, message: str, hint: str = "", *, at: str | None = None, others: Sequence[str] = ()) -> None:
         """Add a problem of `key`, once; `at` is the key that was written, if that is another one.
 
         `others`: keys whose values have as much to do with it. The problem is that of the key nearest to the user.
@@ -71,7 +71,7 @@ class Problems(list[Problem]):
         if others:
             key, at = self.where.newest((key, *others)), None
         place = self.where(key if at is None else self.where.newest((at, key)))
-        problem = Problem(place, key, message, cure)
+        problem = Problem(place, key, message, hint)
         if problem not in self:
             self.append(problem)
 

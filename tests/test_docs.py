@@ -59,7 +59,7 @@ def complete_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
         placeholder = re.search(r"…|\[[A-Z-]|\b(NAME|RECIPE)\b", command)
         if words[1] in ("launch", "plan", "validate", "simulate") and placeholder is None and len(words) > 2:
             given = [(before, word) for before, word in pairwise(words[2:]) if "=" in word or word.startswith("~")]
-            if words[1] == "simulate":
+            if words[1] == "simulate" or "--optimize" in words:
                 given = [(before, word) for before, word in given if not before.startswith("--")]
             # Of a sweep, the first run.
             yield words[2], [word.partition(",")[0] if before == "--sweep" else word for before, word in given]

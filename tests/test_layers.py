@@ -6,6 +6,8 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,10 @@ ALLOWED: dict[str, set[str]] = {
     "flow": GROUND | {"config"},
     "data": GROUND | {"config"},
 }
+ALLOWED["metrics"] = ALLOWED["data"] | {"data", "flow"}
 ALLOWED["algorithms"] = ALLOWED["data"] | {"data", "flow"}
 ALLOWED["comm"] = ALLOWED["algorithms"] | {"algorithms"}
-ALLOWED["exchange"] = ALLOWED["comm"] | {"comm"}
+ALLOWED["exchange"] = ALLOWED["comm"] | {"comm", "metrics"}
 ALLOWED["weights"] = ALLOWED["comm"] | {"comm"}
 ALLOWED["cluster"] = ALLOWED["comm"] | {"comm"}
 ALLOWED["sim"] = ALLOWED["exchange"] | {"exchange", "weights", "cluster"}
@@ -68,6 +71,16 @@ def files() -> Iterator[tuple[str, Path]]:
             yield inside[0].removesuffix(".py"), path
 
 
+@cache
+def modules() -> dict[str, Path]:
+    """All of ours by their names, as in distflow.launch.cli."""
+    found = {}
+    for _, path in files():
+        parts = [part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"]
+        found[".".join(parts if parts[0] == "distflow" else ["distflow", *parts])] = path
+    return found
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """All imports of a file, wherever they stand, except those that only type checkers see."""
     tree = ast.parse(path.read_text())
@@ -84,8 +97,8 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            whole = node.module == "distflow"
-            names = [f"distflow.{alias.name}" if whole else node.module for alias in node.names]
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if node.module == "distflow" or name in modules() else node.module for name in full]
             yield from ((node.lineno, name) for name in names)
 
 
@@ -159,6 +172,11 @@ def test_the_folders_at_the_top_have_one_name_only() -> None:
     for _, path in files():
         tops = {module.split(".")[0] for _, module in imports(path)}
         assert not tops & {"workers", "launch", "recipes"}, f"{path}: write distflow.workers, distflow.launch"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    found = {name: {module for _, module in imports(path) if module in modules()} for name, path in modules().items()}
+    list(TopologicalSorter(found).static_order())  # raises CycleError, which names a circle
 
 
 def test_no_two_public_classes_share_a_name() -> None:

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import SavedTensor, write_tensors
 from distflow.workers.adapters import A, B, adapted_layers, adapters_of, merged, scale_of
-from distflow.workers.models import TOKENS, auto_class, build_model, head_of, load_config, outline, torch_dtype
+from distflow.workers.heads import TOKENS, head_of
+from distflow.workers.models import auto_class, build_model, load_config, outline, torch_dtype
 from distflow.workers.quantized import round_weights
 
 MODEL = "model."

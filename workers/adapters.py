@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.errors import UserError
+from distflow.workers.heads import output_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,8 +34,6 @@ def adapted_layers(model: PreTrainedModel, targets: str | Sequence[str]) -> list
 
     Raises UserError for a target that is the end of no linear layer's name but the output layer's.
     """
-    from distflow.workers.models import output_layer
-
     head = output_layer(model)
     linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
     if not linear:

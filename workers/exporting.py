@@ -25,7 +25,8 @@ from distflow.workers.adapter_files import (
     whole_state,
     write_adapters,
 )
-from distflow.workers.models import SCORE, TOKENS, auto_class, build_model, head_of, load_config, outline, torch_dtype
+from distflow.workers.heads import SCORE, TOKENS, head_of
+from distflow.workers.models import auto_class, build_model, load_config, outline, torch_dtype
 from distflow.workers.parameters import stored_form
 from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer, build_tokenizer
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.config.paths import CHARS_PREFIX, without_hub
 from distflow.errors import UserError
+from distflow.workers.heads import CLASSES, SCORE, TOKENS, has_value_head, head_of, output_layer
 from distflow.workers.tokenizers import EOS_ID, PAD_ID, vocabulary
 
 if TYPE_CHECKING:
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-TOKENS, VALUE, SCORE = "tokens", "value", "score"
-_CLASSES = {
-    TOKENS: "AutoModelForCausalLM",
-    VALUE: "AutoModelForTokenClassification",
-    SCORE: "AutoModelForSequenceClassification",
-}
-"""The class of transformers for each `head`."""
 _SHOWN = 3
 _UNLISTED = ("head_dim",)
 """Settings that models read although some configurations do not declare them."""
@@ -135,27 +129,8 @@ def load_config(model: Mapping[str, Any]) -> PretrainedConfig:
         raise UserError(f"models: the model in {path!r} gives {config.num_labels} numbers for a text; expected one")
     if head != TOKENS:
         config.num_labels = 1
-        config.architectures = [_CLASSES[head]]
+        config.architectures = [CLASSES[head]]
     return config
-
-
-def head_of(model: Mapping[str, Any]) -> str:
-    """The section's `head`."""
-    return str(model.get("head") or TOKENS)
-
-
-def has_value_head(model: PreTrainedModel) -> bool:
-    """Whether the model gives one value for each token instead of logits."""
-    return bool(model.config.architectures == [_CLASSES[VALUE]])
-
-
-def output_layer(model: PreTrainedModel) -> torch.nn.Module:
-    """The module that turns the last hidden states into logits, values or scores."""
-    if model.config.architectures == [_CLASSES[SCORE]]:
-        layer: torch.nn.Module = model.score if hasattr(model, "score") else model.classifier
-    else:
-        layer = model.score if has_value_head(model) else model.get_output_embeddings()
-    return layer
 
 
 def inner_matrices(model: PreTrainedModel) -> list[str]:
@@ -233,7 +208,7 @@ def _load(path: str, config: PretrainedConfig, dtype: torch.dtype, *, new_head: 
     except (OSError, ValueError) as error:
         raise UserError(f"models: cannot load the model in {path!r}: {_brief(error)}") from error
     missing = found["missing_keys"]
-    if config.architectures == [_CLASSES[SCORE]] and missing:
+    if config.architectures == [CLASSES[SCORE]] and missing:
         if not new_head or any(not name.startswith("score.") for name in missing):
             lacking = ", ".join(sorted(missing)[:_SHOWN])
             raise UserError(f"models: {path!r} lacks {lacking}; `head: score` needs a sequence classifier's folder")
@@ -248,7 +223,7 @@ def auto_class(config: PretrainedConfig) -> Any:
     import transformers
 
     name = (config.architectures or [""])[0]
-    return getattr(transformers, name if name in _CLASSES.values() else _CLASSES[TOKENS])
+    return getattr(transformers, name if name in CLASSES.values() else CLASSES[TOKENS])
 
 
 def _clear_value_head(model: PreTrainedModel) -> None:

@@ -200,10 +200,10 @@ class WeightSubscription:
                 f"subscribe_weights: this program does not see the shared memory of the workers that publish "
                 f"{self._model!r}, and they serve no other hosts — run it beside them, or launch the run with --hosts"
             )
-        cure = (
+        hint = (
             f"it publishes {', '.join(models)}" if models else "workers that train and generate hand it over in place"
         )
-        return f"subscribe_weights: no training worker of this run publishes {self._model!r}; {cure}"
+        return f"subscribe_weights: no training worker of this run publishes {self._model!r}; {hint}"
 
 
 def _published(replies: Replies) -> Manifest | None:

@@ -251,5 +251,5 @@ def choose(checkpoints: Mapping[int, Iterable[Saved]], names: Mapping[int, str])
         lacking.append(f"the checkpoint of training step {step} lacks {', '.join(nowhere)}{on}")
     if not found:
         return Choice(0)
-    cure = "copy them back from the host that wrote them, and continue with --resume"
-    return Choice(None, 0, f"{'; '.join(lacking)} — {cure}")
+    hint = "copy them back from the host that wrote them, and continue with --resume"
+    return Choice(None, 0, f"{'; '.join(lacking)} — {hint}")

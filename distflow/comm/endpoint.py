@@ -30,7 +30,7 @@ from distflow.comm.outbox import COPIED_BYTES, Delivery, Outbox, Posted, bundles
 from distflow.comm.shared_lane import KINDS, SharedLane
 from distflow.comm.shared_sending import SegmentUse
 from distflow.comm.sockets import Sockets, frames_from, send_message
-from distflow.comm.traffic import INPROC, SHM, ZMQ, ZSTD, Traffic
+from distflow.comm.traffic import INPROC, Traffic
 from distflow.errors import ProtocolError
 from distflow.log import logger
 
@@ -393,11 +393,5 @@ class Endpoint:
         for posted in bundle:
             posted.delivery.hand_over(trackers)
         in_memory = [posted.shared_bytes for posted in bundle if posted.shared_bytes]
-        self.traffic.sent += len(bundle)
-        self.traffic.bytes_sent += nbytes + sum(in_memory)
-        if in_memory:
-            self.traffic.count(SHM, len(in_memory), sum(in_memory))
         compressed = [posted.nbytes for posted in bundle if posted.compressed]
-        if compressed:
-            self.traffic.count(ZSTD, len(compressed), sum(compressed))
-        self.traffic.count(ZMQ, len(bundle) - len(in_memory) - len(compressed), nbytes - sum(compressed))
+        self.traffic.count_sent(len(bundle), nbytes, in_memory, compressed)

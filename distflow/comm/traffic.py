@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 INPROC, SHM, ZMQ, ZSTD, GLOO, NIXL = "inproc", "shm", "zmq", "zstd", "gloo", "nixl"
@@ -39,6 +40,18 @@ class Traffic:
         """Add messages that were dropped. Thread-safe."""
         with _COUNTING:
             self.dropped += messages
+
+    def count_sent(self, messages: int, nbytes: int, in_memory: Sequence[int], compressed: Sequence[int]) -> None:
+        """Add what has gone into the sockets: so many messages, with bytes of the payloads of some that lie in shared
+        memory, and of those that were compressed. For the thread of the sockets.
+        """
+        self.sent += messages
+        self.bytes_sent += nbytes + sum(in_memory)
+        if in_memory:
+            self.count(SHM, len(in_memory), sum(in_memory))
+        if compressed:
+            self.count(ZSTD, len(compressed), sum(compressed))
+        self.count(ZMQ, messages - len(in_memory) - len(compressed), nbytes - sum(compressed))
 
     def count(self, lane: str, messages: int, nbytes: int) -> None:
         """Add what a lane has taken. Thread-safe."""

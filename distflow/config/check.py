@@ -1,4 +1,4 @@
-"""Checks a mapping against the schema: all problems at once, each with its key, what is allowed, and the cure."""
+"""Checks a mapping against the schema: all problems at once, each with its key, what is allowed, and a hint."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         found = [problem_of(details, where) for details in error.errors(include_url=False)]
-        problems += _with_cure([problem for problem in found if problem.key not in told])
+        problems += _with_hint([problem for problem in found if problem.key not in told])
         if not any(problem.key.split(".")[0] in ("batch", "recipe") for problem in problems):
             _check_batch(BatchConfig.model_validate(values["batch"]), problems)
         return None, problems
@@ -81,18 +81,18 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
             problems.add("val.data.difficulty", message, "leave it out, or give it for training, as data.difficulty")
     if recipe.run.keep_best is None and recipe.run.keep_best_mode != "max":
         message = f"{recipe.run.keep_best_mode} of nothing: run.keep_best is null"
-        cure = "run.keep_best=critic/score, or another mean metric of the training workers, or remove it"
-        problems.add("run.keep_best_mode", message, cure, others=("run.keep_best",))
+        hint = "run.keep_best=critic/score, or another mean metric of the training workers, or remove it"
+        problems.add("run.keep_best_mode", message, hint, others=("run.keep_best",))
     return recipe, problems
 
 
-def _with_cure(problems: list[Problem]) -> list[Problem]:
+def _with_hint(problems: list[Problem]) -> list[Problem]:
     """The same problems; of several missing sections the first tells that the file is most likely laid over none."""
     missing = [problem for problem in problems if problem.message == _MISSING and "." not in problem.key]
     if len(missing) < 2:
         return problems
-    cure = "begin the file with `defaults: [quickstart, _self_]`, or another recipe, or give all sections"
-    return [replace(problem, cure=cure) if problem is missing[0] else problem for problem in problems]
+    hint = "begin the file with `defaults: [quickstart, _self_]`, or another recipe, or give all sections"
+    return [replace(problem, hint=hint) if problem is missing[0] else problem for problem in problems]
 
 
 def check_numbers(value: object, problems: Problems, at: KeyPath = ()) -> None:
@@ -119,12 +119,12 @@ def _check_batch(batch: BatchConfig, problems: Problems) -> None:
     divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
     near = sorted(sorted(divisors, key=lambda n: abs(n - ledgers))[:2])
     multiples = [n for n in (prompts // ledgers * ledgers, (prompts // ledgers + 1) * ledgers) if n]
-    cure = (
+    hint = (
         f"nearest prompts: {_either(multiples)} (with {ledgers} ledgers); "
         f"nearest batch.ledgers: {_either(near)} (with {prompts} prompts)"
     )
     message = f"{prompts} prompts do not divide into {ledgers} ledgers"
-    problems.add("batch.prompts", message, cure, others=("batch.ledgers",))
+    problems.add("batch.prompts", message, hint, others=("batch.ledgers",))
 
 
 def _check_minibatches(batch: BatchConfig, problems: Problems) -> None:
@@ -137,8 +137,8 @@ def _check_minibatches(batch: BatchConfig, problems: Problems) -> None:
         divisors = [n for n in range(1, groups + 1) if groups % n == 0]
         near = sorted(sorted(divisors, key=lambda n: abs(n - batch.minibatches))[:2])
         message = f"{batch.minibatches} mini-batches do not divide the {groups} prompts of a ledger"
-        cure = f"nearest batch.minibatches: {_either(near)}; more with a larger batch.prompts / batch.ledgers"
-        problems.add("batch.minibatches", message, cure, others=("batch.prompts", "batch.ledgers"))
+        hint = f"nearest batch.minibatches: {_either(near)}; more with a larger batch.prompts / batch.ledgers"
+        problems.add("batch.minibatches", message, hint, others=("batch.prompts", "batch.ledgers"))
 
 
 def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None:
@@ -151,18 +151,18 @@ def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None
             problems.add(key, "both `path` and `init` are given", "give exactly one of them")
         elif model.init is not None:
             if "model_type" not in model.init:
-                cure = "for example model_type: qwen2"
-                problems.add(f"{key}.init.model_type", "required", cure, at=f"{key}.init")
+                hint = "for example model_type: qwen2"
+                problems.add(f"{key}.init.model_type", "required", hint, at=f"{key}.init")
             if model.tokenizer is None:
-                cure = "a folder, a hub id, or one token per character, for example tokenizer: 'chars:0123456789='"
-                problems.add(f"{key}.tokenizer", "a new model needs a tokenizer", cure, at=key)
+                hint = "a folder, a hub id, or one token per character, for example tokenizer: 'chars:0123456789='"
+                problems.add(f"{key}.tokenizer", "a new model needs a tokenizer", hint, at=key)
 
 
 def _check_data(data: DataConfig, problems: Problems, section: str = "data") -> None:
     """Prompts come from one source or from a mixture."""
     if data.source is None and not data.mix:
-        cure = "a file such as prompts.jsonl, a folder of such files, or a function as module:name or ./file.py:name"
-        problems.add(f"{section}.source", _MISSING, cure)
+        hint = "a file such as prompts.jsonl, a folder of such files, or a function as module:name or ./file.py:name"
+        problems.add(f"{section}.source", _MISSING, hint)
     elif data.source is not None and data.mix:
         problems.add(f"{section}.mix", "`source` is given too", "give one of them", others=(f"{section}.source",))
 
@@ -171,8 +171,8 @@ def _check_difficulty(difficulty: DifficultyConfig, problems: Problems) -> None:
     """Pools must cover all pass rates, and something must be drawn."""
     section, ranges = "data.difficulty", difficulty.ranges
     if not ranges and difficulty.retire_solved is None and difficulty.retire_unsolved is None:
-        cure = "give pools, retire_solved or retire_unsolved, or leave it out"
-        problems.add(section, "it has no pools and retires nothing", cure)
+        hint = "give pools, retire_solved or retire_unsolved, or leave it out"
+        problems.add(section, "it has no pools and retires nothing", hint)
     for (name, one), (other, next_one) in pairwise(ranges):
         if one.up_to == next_one.up_to:
             key, also = (f"{section}.pools.{pool}.up_to" for pool in (other, name))
@@ -196,11 +196,11 @@ def _either(numbers: list[int]) -> str:
 def problem_of(details: ErrorDetails, where: Where, root: type[BaseModel] = Recipe) -> Problem:
     """A schema error in the terms of a recipe. `root` is the schema that was violated."""
     key = tuple(str(part) for part in details["loc"])
-    message, cure = _words(details, key, root)
+    message, hint = _words(details, key, root)
     at = dotted(key)
     if details["type"] == "too_short" and isinstance(where, Places):
         at = where.newest([at, *where.removed(at)])
-    return Problem(where(at), dotted(key) or "recipe", message, cure)
+    return Problem(where(at), dotted(key) or "recipe", message, hint)
 
 
 def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
@@ -214,8 +214,8 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
     if kind == "too_short":
         return "it is empty", _CHOICES.get(dotted(key), meaning)
     if kind == "distflow":
-        message, _, cure = details["msg"].partition("; ")
-        return message, cure
+        message, _, hint = details["msg"].partition("; ")
+        return message, hint
     if kind == "literal_error":
         allowed = details["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         return f"{given} is not allowed", did_you_mean(str(details["input"]), allowed)
@@ -224,8 +224,8 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
     if kind == "finite_number" and key[-1].endswith("_s"):
         return f"{given} is not allowed", f"for never give a large number of seconds, up to {LONGEST_S:g}"
     if kind in _EXPECTED:
-        cure = (_as_choice(key, details["input"]) or _known(key, root)) if _EXPECTED[kind] == "a mapping" else ""
-        return f"expected {_EXPECTED[kind]}, got {given}", cure or meaning
+        hint = (_as_choice(key, details["input"]) or _known(key, root)) if _EXPECTED[kind] == "a mapping" else ""
+        return f"expected {_EXPECTED[kind]}, got {given}", hint or meaning
     return f"{given} {_lower(details['msg'])}", meaning
 
 
@@ -283,7 +283,7 @@ def _paths(section: type[BaseModel], above: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _meaning(key: KeyPath, root: type[BaseModel]) -> str:
-    """The documentation of the key, shown as the cure of a wrong value."""
+    """The documentation of the key, shown as the hint at a wrong value."""
     while key and key[-1].isdigit():
         key = key[:-1]
     section = section_at(key[:-1], root)

@@ -53,6 +53,23 @@ def compose(source: Path, overrides: Sequence[str], problems: list[Problem], *, 
         raise RecipeError([*problems, *error.problems]) from error
 
 
+def listed_values(listed: str) -> list[str]:
+    """The values that are listed: parted at commas, except those within brackets or quotes."""
+    found, depth, quote = [""], 0, ""
+    for letter in listed:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{(") - (letter in "]})")
+        if letter == "," and not depth and not quote:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [value.strip() for value in found]
+
+
 @dataclass(frozen=True, slots=True)
 class _Sorted:
     """Overrides by what they do."""
@@ -109,8 +126,8 @@ class _Composer:
         if not isinstance(defaults, list):
             raise RecipeError([Problem(where, "defaults", "expected a list", "for example [quickstart, _self_]")])
         if file.path.stem in defaults:
-            cure = "give this file another name"
-            raise RecipeError([Problem(where, "defaults", f"{file.path.stem!r} names this very file", cure)])
+            hint = "give this file another name"
+            raise RecipeError([Problem(where, "defaults", f"{file.path.stem!r} names this very file", hint)])
 
     # --- overrides
 
@@ -121,13 +138,13 @@ class _Composer:
             try:
                 override = parser.parse_override(text)
             except HydraException:
-                cure = "expected KEY=VALUE; quote values with spaces, commas or brackets: 'KEY=\"a, b\"'"
-                cure += "; keys within braces stand without quotes" if _QUOTED_KEY.search(text) else ""
-                self._refuse(text, "cannot be read as an override", cure)
+                hint = "expected KEY=VALUE; quote values with spaces, commas or brackets: 'KEY=\"a, b\"'"
+                hint += "; keys within braces stand without quotes" if _QUOTED_KEY.search(text) else ""
+                self._refuse(text, "cannot be read as an override", hint)
                 continue
             if override.is_sweep_override():
-                cure = "give one value; write a list as KEY=[a,b], text with a comma as 'KEY=\"a,b\"'"
-                self._refuse(text, "several values for one key", cure)
+                hint = "give one value; write a list as KEY=[a,b], text with a comma as 'KEY=\"a,b\"'"
+                self._refuse(text, "several values for one key", hint)
             elif override.package is not None and not self._is_group(override):
                 group = override.key_or_group
                 self._refuse(text, f"there is no group {group!r}", did_you_mean(group, self.lists.groups()))
@@ -137,8 +154,8 @@ class _Composer:
                 parsed.append(override)
         return parsed
 
-    def _refuse(self, key: str, message: str, cure: str) -> None:
-        self.problems.append(Problem(COMMAND_LINE, key, message, cure))
+    def _refuse(self, key: str, message: str, hint: str) -> None:
+        self.problems.append(Problem(COMMAND_LINE, key, message, hint))
 
     def _is_group(self, override: Override) -> bool:
         return bool(self.repository.group_exists(override.key_or_group))
@@ -174,8 +191,8 @@ class _Composer:
         if not override.is_delete():
             layers.lay({key[-1]: _text_keys(override.value())}, lambda _: origin, key[:-1])
         elif not layers.delete(key, origin):
-            cure = did_you_mean(key[-1], layers.keys(key[:-1]))
-            self._refuse(dotted(key), "cannot be removed: there is no such key", cure)
+            hint = did_you_mean(key[-1], layers.keys(key[:-1]))
+            self._refuse(dotted(key), "cannot be removed: there is no such key", hint)
 
     def _leave_out_settings(self, layers: Layers, flow: str | None) -> None:
         """Remove what is set of steps that the chosen flow lacks, as `quickstart flow=sft` has no `sample`.
@@ -193,9 +210,9 @@ class _Composer:
             elif flow is not None and keys and nearest("call", keys) is None:
                 layers.delete(key)
                 near = nearest(name, calls, 0.8)
-                cure = f"did you mean {near!r}? " if near is not None else ""
-                cure += f"{dotted(key)}=null removes what is set of it; or give its `call`"
-                self.problems.append(Problem(newest.where, dotted(key), f"flow {flow} has no step {name!r}", cure))
+                hint = f"did you mean {near!r}? " if near is not None else ""
+                hint += f"{dotted(key)}=null removes what is set of it; or give its `call`"
+                self.problems.append(Problem(newest.where, dotted(key), f"flow {flow} has no step {name!r}", hint))
 
     # --- files
 
@@ -278,10 +295,10 @@ class _Resolver:
         else:
             yield value
 
-    def _problem(self, at: KeyPath, message: str, cure: str) -> None:
+    def _problem(self, at: KeyPath, message: str, hint: str) -> None:
         origin = self.layers.origin(at)
         assert origin is not None, f"{dotted(at)} has no origin"
-        self.problems.append(Problem(origin.where, dotted(at), message, cure))
+        self.problems.append(Problem(origin.where, dotted(at), message, hint))
 
 
 def _words(error: OmegaConfBaseException) -> tuple[str, str]:

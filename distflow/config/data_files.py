@@ -31,7 +31,7 @@ class DataFiles:
 
 
 def data_files(path: Path, split: str | None = None) -> DataFiles:
-    """The files at a path; `split` chooses among those of a folder. Raises UserError, with the cure."""
+    """The files at a path; `split` chooses among those of a folder. Raises UserError, with a hint."""
     if path.is_dir():
         return _of_folder(path, split)
     if not path.is_file():

@@ -76,13 +76,13 @@ class DefaultsLists:
         twice = re.match(r"Multiple values for (\S+)\. |(\S+) appears more than", str(error))
         if twice:
             key = twice[1] or twice[2]
-            cure = f"to replace an included choice write `- override /{key}: NAME` at the end of `defaults`"
-            return Problem(self._last(key) or where, "defaults", f"{key} is chosen twice", cure)
+            hint = f"to replace an included choice write `- override /{key}: NAME` at the end of `defaults`"
+            return Problem(self._last(key) or where, "defaults", f"{key} is chosen twice", hint)
         unused = re.search(r"Could not override '([^']+)'", str(error))
         if unused:
-            cure = f"write `- {unused[1]}: NAME`, without `override`"
+            hint = f"write `- {unused[1]}: NAME`, without `override`"
             message = f"nothing chooses {unused[1]} that could be overridden"
-            return Problem(self._last(unused[1]) or where, "defaults", message, cure)
+            return Problem(self._last(unused[1]) or where, "defaults", message, hint)
         lines = str(error).strip().splitlines()
         return Problem(where, "defaults", lines[0] if lines else "cannot be composed", "see docs/recipes.md")
 
@@ -138,7 +138,7 @@ class DefaultsLists:
 
 
 def misplaced(group: str, package: str | None, choice: str) -> tuple[str, str] | None:
-    """Message and cure if a choice of a group, such as `: tiny`, goes nowhere in a recipe."""
+    """Message and hint if a choice of a group, such as `: tiny`, goes nowhere in a recipe."""
     if group == _MODELS and (package is None or package == "models"):
         return "it is not said which model this is", f"name it: {_MODELS}@models.policy{choice}"
     section = "" if package is None else package.split(".")[0]

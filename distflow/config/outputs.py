@@ -20,5 +20,5 @@ def check_writable(option: str, path: Path) -> None:
 
 def cannot_write(option: str, path: Path, error: OSError) -> UserError:
     """The error for it."""
-    cure = "give a file in a folder that exists, and that you can write to"
-    return UserError(f"{option} {path}: cannot be written ({error.strerror}) — {cure}")
+    hint = "give a file in a folder that exists, and that you can write to"
+    return UserError(f"{option} {path}: cannot be written ({error.strerror}) — {hint}")

@@ -67,13 +67,13 @@ def find_recipe(name_or_path: str) -> Path:
         raise RecipeError([Problem("command line", name_or_path, "this is a folder, not a recipe", _inside(path))])
     looks_like_path = "/" in name_or_path or path.suffix in (".yaml", ".yml")
     if not looks_like_path:
-        cure = did_you_mean(name_or_path, shipped_recipes()) + "; or give the path of a .yaml file"
-        raise RecipeError([Problem("command line", name_or_path, "there is no recipe of this name", cure)])
+        hint = did_you_mean(name_or_path, shipped_recipes()) + "; or give the path of a .yaml file"
+        raise RecipeError([Problem("command line", name_or_path, "there is no recipe of this name", hint)])
     if not path.is_file():
         close = _close_file(path)
-        cure = f"give the path of a .yaml file or one of: {', '.join(shipped_recipes())}"
-        cure = cure if close is None else f"did you mean {shown(close)}?"
-        raise RecipeError([Problem("command line", name_or_path, f"there is no file {shown(path)}", cure)])
+        hint = f"give the path of a .yaml file or one of: {', '.join(shipped_recipes())}"
+        hint = hint if close is None else f"did you mean {shown(close)}?"
+        raise RecipeError([Problem("command line", name_or_path, f"there is no file {shown(path)}", hint)])
     if path.suffix != ".yaml":
         raise RecipeError([Problem("command line", name_or_path, "a recipe's file name ends in .yaml", "rename it")])
     return path

@@ -132,7 +132,7 @@ SUPPLIERS: Mapping[str, str] = {
 
 
 def full_name(name: str, table: Mapping[str, str]) -> str:
-    """The `module:name` behind a short name; a full one is returned as it is. Raises LookupError with the cure."""
+    """The `module:name` behind a short name; a full one is returned as it is. Raises LookupError with a hint."""
     if ":" in name:
         return name
     if name not in table:

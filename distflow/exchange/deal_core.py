@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from distflow.data.decoding import read
 from distflow.exchange.dealing import DealRule, Hand, Lengths, Offer, deal, deal_step, in_messages, padded, ranks
-from distflow.exchange.steal_core import GROUPS, KEPT, REPEAT_S, Send, Transfer, TransferAnswer
+from distflow.exchange.group_transfer import GROUPS, KEPT, REPEAT_S, Send, Transfer, TransferAnswer
 
 UNEVEN = 1.05
 """Most that a replica may have of what is dealt before all groups are there, by its equal share."""
-News = Sequence[tuple[int, Lengths]]
+ReadyGroups = Sequence[tuple[int, Lengths]]
 """Groups that have become ready, by position."""
 
 
@@ -83,13 +83,13 @@ class DealCore:
             return bool(new) and closed
         return sum(map(padded, new)) >= self.rule.cost.budget
 
-    def news(self, ready: Mapping[int, Lengths]) -> News:
+    def news(self, ready: Mapping[int, Lengths]) -> ReadyGroups:
         """What to tell the others now."""
         new = [(position, lengths) for position, lengths in ready.items() if position not in self._said]
         self._said.update(position for position, _ in new)
         return new
 
-    def heard(self, news: Sequence[News], now: float) -> Dealt | None:
+    def heard(self, news: Sequence[ReadyGroups], now: float) -> Dealt | None:
         """What all replicas said at one point, in their order. Returns the deal that follows from it, if one does."""
         for owner, groups in enumerate(news):
             self._offers |= {position: Offer(owner, lengths) for position, lengths in groups}

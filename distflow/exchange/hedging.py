@@ -33,7 +33,7 @@ NEVER = float("inf")
 EntryOf = Callable[[int], Entry | None]
 
 
-class Copies:
+class CopyCandidates:
     """The groups that may be copied, as of the last `look`."""
 
     def __init__(self, settings: LeaseSettings) -> None:

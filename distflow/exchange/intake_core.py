@@ -20,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from distflow.exchange.deal_core import DealCore, News
+from distflow.exchange.deal_core import DealCore, ReadyGroups
 from distflow.exchange.dealing import Lengths, padded, ranks
+from distflow.exchange.group_transfer import Send
 from distflow.exchange.messages import Outgoing
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.steal_core import Send, StealCore
+from distflow.exchange.steal_core import StealCore
 
 Sending = Outgoing | Send
 
@@ -234,13 +235,13 @@ class IntakeCore:
         return None
 
     # -- dealing
-    def news(self) -> News:
+    def news(self) -> ReadyGroups:
         """What to tell the other replicas where they meet."""
         if self._dealing is None or self._owner.version != self.step:
             return []
         return self._dealing.news(self._offered())
 
-    def heard(self, news: Sequence[News], now: float) -> list[Sending]:
+    def heard(self, news: Sequence[ReadyGroups], now: float) -> list[Sending]:
         """What all replicas said where they met, in their order."""
         dealt = None if self._dealing is None else self._dealing.heard(news, now)
         if dealt is None:

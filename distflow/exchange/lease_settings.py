@@ -180,7 +180,7 @@ def planned_settings(plan: Plan, owner: WorkerPlan) -> LeaseSettings:
         schedule=batch.schedule,
         announce_closed=bool(owner.generates),
         hedging=recipe.layout.hedging and plan.origin.allows("repeatable"),
-        copies_slow=repeats_samples(recipe, [pool for pool in plan.pools if pool.generates and not pool.validates]),
+        copies_slow=repeats_samples(plan),
         host_silence_s=recipe.limits.host_silence_s,
         partial_rollouts=recipe.layout.partial_rollouts and plan.origin.allows("replay"),
     )

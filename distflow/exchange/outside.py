@@ -21,7 +21,7 @@ class Outside(NamedTuple):
     waits: Callable[[], bool]
     """Whether the main thread waits for something."""
 
-    def told(self) -> list[dict[str, Any]]:
+    def status(self) -> list[dict[str, Any]]:
         """Each thing that it waits for now: `on`, by which it is told apart, and `text`: for whom, and what to do."""
         found = (*self._held_up(), *self._prompts(), *self._unwritten()) if self.waits() else ()
         return [{"on": on, "text": text} for on, text in found]

@@ -26,7 +26,7 @@ from msgspec import structs
 
 from distflow.errors import ProtocolError
 from distflow.exchange.entry import Entry, OpenLease
-from distflow.exchange.hedging import NEVER, Copies
+from distflow.exchange.hedging import NEVER, CopyCandidates
 from distflow.exchange.holder_table import HolderState, Peer, Peers, PendingGrant
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import RefillsExhausted
@@ -84,7 +84,7 @@ class OwnerCore:
         self._begins = dict(begins or {})
         self.ledgers = LedgerSet(name, ledgers, settings, prompt_at)
         self._peers = Peers()
-        self._copies = Copies(settings)
+        self._copies = CopyCandidates(settings)
         self._closed = -1
         self._stopped = False
         if snapshot is not None:

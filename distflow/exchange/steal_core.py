@@ -28,16 +28,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distflow.data.decoding import Form, PeerName, Whole, read
+from distflow.data.decoding import Form, Whole, read
 from distflow.errors import ProtocolError
+from distflow.exchange.group_transfer import GROUPS, KEPT, REPEAT_S, RETURNED, Send, Transfer, TransferAnswer
 
-PROBE, BACKLOG, ASK, GROUPS = "steal.probe", "steal.backlog", "steal.ask", "steal.groups"
-KEPT, RETURNED = "steal.kept", "steal.returned"
+PROBE, BACKLOG, ASK = "steal.probe", "steal.backlog", "steal.ask"
 PROBED = 4
 MOST_PROBED = 16
 """Peers that a search probes, a few at a time, before it waits for one that finds something to hand over."""
-REPEAT_S = 1.0
-"""Seconds before a probe, an ask or groups without an answer are sent again."""
 
 
 class _Probe(Form, frozen=True):
@@ -56,21 +54,6 @@ class _Ask(Form, frozen=True):
     number: Whole
 
 
-class Transfer(Form, frozen=True):
-    """Body of GROUPS: groups for ask `number`, with the worker that generated each and a description of their rows."""
-
-    step: Whole
-    number: Whole
-    workers: tuple[PeerName, ...] = ()
-    batch: Any = None
-
-
-class TransferAnswer(Form, frozen=True):
-    """Body of KEPT and RETURNED."""
-
-    number: Whole
-
-
 _FORMS: Mapping[str, type[Any]] = {
     PROBE: _Probe,
     BACKLOG: _Backlog,
@@ -81,16 +64,6 @@ _FORMS: Mapping[str, type[Any]] = {
 }
 KINDS = frozenset(_FORMS)
 """Message kinds that belong here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A message for a peer. Kind GROUPS: the rows of `positions` go with it."""
-
-    to: str
-    kind: str
-    body: Mapping[str, Any]
-    positions: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

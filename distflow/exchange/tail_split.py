@@ -28,6 +28,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from distflow.metrics.batch_cost import BatchCost
+
 Lengths = NDArray[np.float64]
 
 LEAST_GAIN = 0.05
@@ -36,6 +38,8 @@ OBSERVED = 256
 """Most observations of a decode time."""
 FEWEST = 16
 """Observations without which no decode time is known."""
+LEAST_VARIANCE = 0.1
+"""Of the groups decoded together, below which their number says nothing."""
 _OUTLIER = 3.0
 
 
@@ -149,10 +153,10 @@ class DecodeTimes:
             return None
         usual = median(seconds for _, seconds in self._seen)
         kept = [(groups, seconds) for groups, seconds in self._seen if seconds < _OUTLIER * usual]
-        groups, seconds = np.array(kept).T
-        spread = groups - groups.mean()
-        if spread @ spread < 0.1 * len(groups):
+        cost = BatchCost()
+        for groups, seconds in kept:
+            cost.add(groups, 1.0, seconds)
+        if cost.variance < LEAST_VARIANCE:
             return None
-        slope = float(spread @ seconds / (spread @ spread))
-        base = float(seconds.mean() - slope * groups.mean())
+        base, slope = cost.line
         return DecodeLine(base, slope, slots) if base > 0 and slope > 0 else None

@@ -48,8 +48,8 @@ def check_adapters(recipe: Recipe, structure: Structure, problems: Problems) -> 
         if config.head != "tokens":
             message = f"a model with `head: {config.head}` has a new last layer, which adapters would leave untrained"
             problems.add(key, message, "remove lora: it is trained whole", others=(f"models.{name}.head",))
-        for message, cure in _wrong_targets(config):
-            problems.add(f"{key}.targets", message, cure)
+        for message, hint in _wrong_targets(config):
+            problems.add(f"{key}.targets", message, hint)
         for planned in structure.pools:
             pool = recipe.layout.pools[planned.name]
             at = f"layout.pools.{planned.name}"
@@ -72,8 +72,8 @@ def check_quantized(recipe: Recipe, structure: Structure, problems: Problems) ->
         owner = f"models.{models.primary if name in models.copied else name}"
         if name in models.trained and config.lora is None:
             message = f"model {name!r} is trained, and weights of 4 bits are frozen"
-            cure = f"{owner}.lora={{rank: 16, alpha: 32}}, which trains adapters beside them, or quantize: null"
-            problems.add(f"{owner}.quantize", message, cure, others=(f"{owner}.lora",))
+            hint = f"{owner}.lora={{rank: 16, alpha: 32}}, which trains adapters beside them, or quantize: null"
+            problems.add(f"{owner}.quantize", message, hint, others=(f"{owner}.lora",))
         elif config.head != "tokens":
             message = f"a model with `head: {config.head}` keeps its dtype: 4 bits are for language models"
             problems.add(f"{owner}.quantize", message, "quantize: null", others=(f"{owner}.head",))

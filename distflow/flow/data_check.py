@@ -84,13 +84,13 @@ def check_fed(recipe: Recipe, structure: Structure, problems: Problems) -> None:
         problems.add("data.source", message, "a file, or a flow that generates")
     if val is not None and val.data is None:
         problems.add("val.data", "prompts of training come from clients, later on", "val.data.source=held_out.jsonl")
-    for name, why, cure in (
+    for name, why, hint in (
         ("shuffle", "prompts of clients are taken in the order in which they come", "data.shuffle=false"),
         ("overlong", "clients are told of prompts that are too long, and none is put", "data.overlong=error"),
         ("difficulty", "which prompts there are is not known when they are drawn", "leave it out"),
     ):
         if getattr(data, name) not in (False, "error", None):
-            problems.add(f"data.{name}", why, cure)
+            problems.add(f"data.{name}", why, hint)
 
 
 def _check_settings(key: str, source: SourceConfig, kind: str, problems: Problems) -> None:
@@ -122,5 +122,5 @@ def _check_function(key: str, source: SourceConfig, problems: Problems) -> None:
         message = f"{node.name!r} takes positional parameters ({', '.join(parameters.positional)})"
         problems.add(f"{key}.source", message, f"expected def {node.name}(*, setting=default, …)")
         return
-    for setting, message, cure in complaints(source.with_, parameters, {}, {}):
-        problems.add(f"{key}.with.{setting}", message, cure)
+    for setting, message, hint in complaints(source.with_, parameters, {}, {}):
+        problems.add(f"{key}.with.{setting}", message, hint)

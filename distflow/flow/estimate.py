@@ -34,7 +34,7 @@ from distflow.flow.sizes import PUBLISHED, WIDE, ModelSize, model_size
 
 PROCESS = 320 * MIB
 """Host memory of the interpreter with PyTorch and transformers, per worker."""
-LIBRARIES = 224 * MIB
+LIBRARY_BYTES = 224 * MIB
 """The part of it that workers forked from one process share; 30 to 60 MiB of the rest are taken before any model."""
 GPU_PROCESS = 512 * MIB
 """Memory that the driver takes on a GPU per worker; 400 to 600 MiB on an A100 or H100."""

@@ -140,15 +140,15 @@ _FINDER = _Finder()
 
 
 def _told(error: BaseException, package: str, path: Path) -> str:
-    """The error, a cure if it is about a neighbour, and the user's frames."""
+    """The error, a hint if it is about a neighbour, and the user's frames."""
     # No user has given this name.
     text = str(error).replace(f"{package}.", "").replace(f"{package!r} (unknown location)", str(path.parent))
     frames = "".join(traceback.format_list(without_import(traceback.extract_tb(error.__traceback__))))
-    lines = f"{type(error).__name__}: {text}{_cure(error, path.parent)}", frames.rstrip()
+    lines = f"{type(error).__name__}: {text}{_hint(error, path.parent)}", frames.rstrip()
     return "\n".join(line for line in lines if line)
 
 
-def _cure(error: BaseException, folder: Path) -> str:
+def _hint(error: BaseException, folder: Path) -> str:
     if "beyond top-level package" in str(error):
         return f" — the imports of a plug-in reach {folder} and what is below it"
     top = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""

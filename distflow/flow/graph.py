@@ -103,8 +103,8 @@ def read_step(
     # Null takes back what a recipe below gives for a setting that another function does not have.
     given = {name: value for name, value in config.with_.items() if value is not None or name in parameters.settings}
     checks = (spec.plugins, spec.choices, spec.ranges, tuple(spec.arguments))
-    for setting, message, cure in complaints(given, parameters, *checks):
-        problems.add(f"{key}.with.{setting}", message, cure)
+    for setting, message, hint in complaints(given, parameters, *checks):
+        problems.add(f"{key}.with.{setting}", message, hint)
     settings = merged(given, parameters)
     conditions: dict[str, str] = {}
     if function is not None:
@@ -192,9 +192,9 @@ def _producers(steps: Sequence[StepNode], problems: Problems) -> dict[str, StepN
                 key = problems.where.newest([f"flow.steps.{node.name}.call", f"flow.steps.{other}.call"])
                 one, two = (node.name, other) if key == f"flow.steps.{node.name}.call" else (other, node.name)
                 message = f"writes the field {field!r}, and so does step {two!r}"
-                cure = "keep one of them, or write a field of another name"
+                hint = "keep one of them, or write a field of another name"
                 meant = f"did you mean flow.steps.{two}? Otherwise " if nearest(one, [two], 0.8) is not None else ""
-                problems.add(f"flow.steps.{one}", message, meant + cure, at=key)
+                problems.add(f"flow.steps.{one}", message, meant + hint, at=key)
             producers[field] = node
     return producers
 
@@ -210,13 +210,13 @@ def _report_missing(node: StepNode, field: str, steps: Sequence[StepNode], known
     elsewhere = [n for n in steps if {prefixed(plain, n.prefix), prefixed(bare, n.prefix)} & {*n.writes}]
     misspelt = nearest(node.prefix, [other.prefix for other in elsewhere]) if node.prefix else None
     if misspelt:
-        cure = f"did you mean prefix {misspelt!r}? One and the same prefix for all steps of a model"
+        hint = f"did you mean prefix {misspelt!r}? One and the same prefix for all steps of a model"
     elif plain in SUPPLIERS:
-        cure = f"add to flow.steps:  {_supplier(plain, node)}"
+        hint = f"add to flow.steps:  {_supplier(plain, node)}"
     elif close is not None:
-        cure = f"did you mean {close!r}? Or add a step that writes {field!r}"
+        hint = f"did you mean {close!r}? Or add a step that writes {field!r}"
     else:
-        cure = f"add a step that writes it; {did_you_mean(field, known)}"
+        hint = f"add a step that writes it; {did_you_mean(field, known)}"
     key = f"flow.steps.{node.name}"
     message = f"reads the field {field!r}{why}, which no step of the flow writes"
     # The function reads it, and its call may be all that a recipe has changed of a shipped step.
@@ -229,10 +229,10 @@ def _report_missing(node: StepNode, field: str, steps: Sequence[StepNode], known
     newest = problems.where.newest(causes)
     if node.prefix and newest in [f"flow.steps.{other.name}.prefix" for other in elsewhere]:
         key, message = newest, f"step {node.name!r} reads fields under {node.prefix!r}, which this takes away"
-        cure = f"{newest}={node.prefix}, or one and the same prefix for both steps"
+        hint = f"{newest}={node.prefix}, or one and the same prefix for both steps"
     elif newest != causes[0]:
         key, message = newest, f"step {node.name!r} {message}"
-    problems.add(key, message, cure, at=newest)
+    problems.add(key, message, hint, at=newest)
 
 
 def _supplier(plain: str, node: StepNode) -> str:

@@ -39,8 +39,8 @@ def refuse_unread(
     for node in (node for node in steps if node.role == "client"):
         for field in _unread(node, (*steps, *private), dumped):
             message = f"has clients write {field!r}, which no step reads and no dump has, and training waits for it"
-            cure = f"remove it, or dump it: run.dump_rollouts=1, and {field} in run.dump_fields if that is given"
-            problems.add(f"flow.steps.{node.name}.with.writes", message, cure)
+            hint = f"remove it, or dump it: run.dump_rollouts=1, and {field} in run.dump_fields if that is given"
+            problems.add(f"flow.steps.{node.name}.with.writes", message, hint)
 
 
 def _is_read(node: StepNode, steps: Sequence[StepNode], dumped: Sequence[str]) -> bool:

@@ -146,9 +146,9 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
                 f"sample_memory_mb {given} is too little for one training step: {batch.prompts} groups of up to "
                 f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
             )
-            cure = f"sample_memory_mb: at least {needed}, or lower {room}, data.max_prompt_tokens or batch.prompts"
+            hint = f"sample_memory_mb: at least {needed}, or lower {room}, data.max_prompt_tokens or batch.prompts"
             others = (f"layout.pools.{training_pool}.count", *_sizes(structure))
-            problems.add(key, message, cure, others=others)
+            problems.add(key, message, hint, others=others)
 
 
 def _sizes(structure: Structure) -> list[str]:
@@ -174,9 +174,9 @@ def _check_rows_memory(recipe: Recipe, structure: Structure, new_tokens: int, pr
                     f"sample_memory_mb {given} is too little for the rows of one training step, on which "
                     f"{edge.model!r} is trained: up to {needed} MiB at each of {pool.count} worker(s)"
                 )
-                cure = f"sample_memory_mb: at least {needed}, or fewer or shorter samples"
+                hint = f"sample_memory_mb: at least {needed}, or fewer or shorter samples"
                 others = (f"layout.pools.{edge.target}.count", *_sizes(structure))
-                problems.add(key, message, cure, others=others)
+                problems.add(key, message, hint, others=others)
 
 
 def _memory_given(name: str, pool: PoolConfig) -> Iterator[tuple[str, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from distflow.config.schema import Recipe
 from distflow.errors import UserError
-from distflow.flow.estimate import LIBRARIES, Estimate, divides, estimate
+from distflow.flow.estimate import LIBRARY_BYTES, Estimate, divides, estimate
 from distflow.flow.gpus import first_gpus, width
 from distflow.flow.memory import ASSUMED_GPU, consumer_bytes, gpu_share
 from distflow.flow.plan import Plan, WorkerPlan
@@ -143,19 +143,19 @@ def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
             names = ", ".join(one.estimate.worker for one in here)
             few = _shared(plan, len(capacity.gpus)) if len(here) > 1 else ""
             found = f"cuda:{number} has {_gib(there)} GiB, and {names} may need {_gib(needed)}{few}"
-            yield f"{found} — {_cure(plan, here)}"
+            yield f"{found} — {_hint(plan, here)}"
     for names, one in _alike(all_placed) if not capacity.gpus else ():
         if one.place != HOST and one.estimate.device > ASSUMED_GPU:
             yield (
                 f"{names} may need {_gib(one.estimate.device)} GiB of a GPU; none is seen here, and common ones have "
-                f"up to {_gib(ASSUMED_GPU)} GiB — {_cure(plan, [one])}"
+                f"up to {_gib(ASSUMED_GPU)} GiB — {_hint(plan, [one])}"
             )
     needed = sum(one.host_bytes for one in all_placed) + max((one.estimate.shared for one in all_placed), default=0)
     needed -= counted_twice(plan.workers)
     if capacity.host is not None and needed > capacity.host:
         yield (
             f"this host has {_gib(capacity.host)} GiB of memory, and {len(all_placed)} worker(s) here may need "
-            f"{_gib(needed)} — {_host_cure(plan, all_placed)}"
+            f"{_gib(needed)} — {_host_hint(plan, all_placed)}"
         )
     yield from _slot_warnings(plan, capacity)
 
@@ -163,7 +163,7 @@ def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
 def counted_twice(workers: Iterable[WorkerPlan]) -> int:
     """Bytes of the libraries that workers of one host share, beyond once: those of one Python are forked from it."""
     forked = sum(worker.python is None for worker in workers)
-    return LIBRARIES * max(0, forked - 1)
+    return LIBRARY_BYTES * max(0, forked - 1)
 
 
 def _shared(plan: Plan, gpus: int) -> str:
@@ -172,7 +172,7 @@ def _shared(plan: Plan, gpus: int) -> str:
     return f"; each on GPUs of its own, the workers would take {asked}, and there are {gpus}" if asked > gpus else ""
 
 
-def _cure(plan: Plan, here: Sequence[Placed]) -> str:
+def _hint(plan: Plan, here: Sequence[Placed]) -> str:
     """The settings that would save most, the largest saving first."""
     workers = [plan.worker(WorkerName.parse(one.estimate.worker)) for one in here]
     caches = [one.estimate.kv + one.estimate.drawing for one in here]
@@ -188,15 +188,15 @@ def _cure(plan: Plan, here: Sequence[Placed]) -> str:
             if not divides(worker)
         ),
     }
-    parts |= {cure: _saved(plan, here, recipe) for cure, recipe in _changes(plan, workers)}
-    return ", or ".join(cure for cure in sorted(parts, key=lambda cure: -parts[cure])[:2] if parts[cure])
+    parts |= {hint: _saved(plan, here, recipe) for hint, recipe in _changes(plan, workers)}
+    return ", or ".join(hint for hint in sorted(parts, key=lambda hint: -parts[hint])[:2] if parts[hint])
 
 
-def _host_cure(plan: Plan, here: Sequence[Placed]) -> str:
+def _host_hint(plan: Plan, here: Sequence[Placed]) -> str:
     """What saves the host's memory: beside models on GPUs that is little, so fewer workers, on more hosts."""
     spread = "fewer workers, or several hosts (--hosts)"
-    cures = _cure(plan, [one for one in here if one.place == HOST])
-    return f"{cures}, or {spread}" if cures else spread
+    hints = _hint(plan, [one for one in here if one.place == HOST])
+    return f"{hints}, or {spread}" if hints else spread
 
 
 def _changes(plan: Plan, workers: Sequence[WorkerPlan]) -> Iterator[tuple[str, Recipe]]:
@@ -204,8 +204,8 @@ def _changes(plan: Plan, workers: Sequence[WorkerPlan]) -> Iterator[tuple[str, R
     recipe = plan.recipe
     for name in dict.fromkeys(name for worker in workers for name in worker.models if name in plan.trained_models):
         model = recipe.models[name].model_copy(update={"gradient_checkpointing": True})
-        cure = f"models.{name}.gradient_checkpointing: true"
-        yield cure, recipe.model_copy(update={"models": {**recipe.models, name: model}})
+        hint = f"models.{name}.gradient_checkpointing: true"
+        yield hint, recipe.model_copy(update={"models": {**recipe.models, name: model}})
     for name in dict.fromkeys(worker.name.pool for worker in workers if not worker.offload):
         pool = recipe.layout.pools[name].model_copy(update={"offload": True})
         layout = recipe.layout.model_copy(update={"pools": {**recipe.layout.pools, name: pool}})

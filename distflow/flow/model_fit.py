@@ -41,8 +41,8 @@ def check_heads(structure: Structure, problems: Problems) -> None:
             continue
         if node.model is None:
             message = f"step {node.name!r} needs a model that gives {_GIVES[needed]} (head: {needed}), and names none"
-            cure = f"add model: {_of_head(needed, models.configs) or 'NAME'}"
-            problems.add(f"flow.steps.{node.name}.model", message, cure, at=f"flow.steps.{node.name}.call")
+            hint = f"add model: {_of_head(needed, models.configs) or 'NAME'}"
+            problems.add(f"flow.steps.{node.name}.model", message, hint, at=f"flow.steps.{node.name}.call")
             continue
         has = models.configs[node.model].head
         # That a reward model is trained is told where the models are settled.
@@ -57,12 +57,12 @@ def _report_head(node: StepNode, needed: str, structure: Structure, problems: Pr
     has = models.configs[name].head
     message = f"step {node.name!r} needs a model that gives {_GIVES[needed]}; {name!r} has `head: {has}`"
     other = _of_head(needed, models.configs)
-    cure = f"models.{name}.head={needed}" if name != models.primary else "a model of its own"
+    hint = f"models.{name}.head={needed}" if name != models.primary else "a model of its own"
     if other is not None and other != models.primary:
-        cure = f"flow.steps.{node.name}.model={other}, or {cure}"
+        hint = f"flow.steps.{node.name}.model={other}, or {hint}"
     keys = [f"flow.steps.{node.name}.model", f"flow.steps.{node.name}.call", f"models.{name}"]
     key = f"flow.steps.{node.name}.model" if name in models.copied else f"models.{name}.head"
-    problems.add(key, message, cure, others=keys)
+    problems.add(key, message, hint, others=keys)
 
 
 def _of_head(head: str, models: Mapping[str, ModelConfig]) -> str | None:
@@ -113,12 +113,12 @@ def check_own_models(structure: Structure, problems: Problems) -> None:
                     f"step {node.name!r} needs a model of its own, and {name!r} is a copy of {models.primary!r}, which "
                     "learns nothing from itself"
                 )
-                cure = (
+                hint = (
                     f"models.{name}.path=FOLDER, a model with the same tokens, such as `distflow export` writes from "
                     "another run"
                 )
                 keys = [f"models.{one}.path" for one in (name, models.primary)]
-                problems.add(f"models.{name}", message, cure, others=keys)
+                problems.add(f"models.{name}", message, hint, others=keys)
 
 
 def check_tokens(structure: Structure, problems: Problems) -> None:
@@ -139,10 +139,10 @@ def check_tokens(structure: Structure, problems: Problems) -> None:
                 f"step {users[0].name!r} gives {name!r} the tokens of {models.primary!r}, and their vocabularies "
                 f"differ: {difference}"
             )
-            cure = f"a model with the tokenizer of {models.primary!r}; only reward models (head: score) have their own"
+            hint = f"a model with the tokenizer of {models.primary!r}; only reward models (head: score) have their own"
             keys = [f"models.{one}.{key}" for one in (name, models.primary) for key in _SAY_TOKENS]
             keys += [*(f"flow.steps.{node.name}.model" for node in users), f"models.{name}"]
-            problems.add(keys[0], message, cure, others=keys[1:])
+            problems.add(keys[0], message, hint, others=keys[1:])
 
 
 def _same_files(policy: ModelConfig, other: ModelConfig) -> bool:

@@ -127,8 +127,8 @@ def _check_further(node: StepNode, steps: Sequence[StepNode], models: Models, pr
         problems.add(key, message, "a model of another name, which may be a copy: it is one if `models` lacks it")
     if name not in models.trained:
         message = f"no train step trains {name!r}, which step {node.name!r} generates with: engines get their weights"
-        cure = f"a train step with model: {name}, such as update with prefix: {node.prefix}"
-        problems.add(key, f"{message} from training, and no others are built yet", cure)
+        hint = f"a train step with model: {name}, such as update with prefix: {node.prefix}"
+        problems.add(key, f"{message} from training, and no others are built yet", hint)
     config = models.configs[name]
     if config.head != "tokens":
         message = f"step {node.name!r} generates with it, and a model with `head: {config.head}` has no next tokens"
@@ -146,9 +146,9 @@ def check_files(models: Mapping[str, ModelConfig], problems: Problems) -> None:
         for field, value in (("path", model.path), ("tokenizer", model.tokenizer)):
             if value is None or not looks_like_path(value) or Path(value).exists():
                 continue
-            cure = "correct the path; hub ids work where there is a network; for SmolLM2 run `make smollm2`"
+            hint = "correct the path; hub ids work where there is a network; for SmolLM2 run `make smollm2`"
             key = f"models.{name}.{field}"
-            problems.add(key, f"there is no folder {shown(Path(value))}", cure)
+            problems.add(key, f"there is no folder {shown(Path(value))}", hint)
 
 
 def _check_spelling(node: StepNode, given: Mapping[str, ModelConfig], problems: Problems) -> None:
@@ -163,11 +163,11 @@ def _check_spelling(node: StepNode, given: Mapping[str, ModelConfig], problems: 
 def check_shapes(models: Mapping[str, ModelConfig], problems: Problems) -> None:
     """Report sizes that do not divide, in `init` or in a model folder's config.json."""
     for name, model in models.items():
-        for field, message, cure in _shape_complaints(configuration(model)):
+        for field, message, hint in _shape_complaints(configuration(model)):
             if model.init is not None:
-                problems.add(f"models.{name}.init.{field}", message, cure)
+                problems.add(f"models.{name}.init.{field}", message, hint)
             else:
-                problems.add(f"models.{name}.path", f"{message} in its config.json", cure)
+                problems.add(f"models.{name}.path", f"{message} in its config.json", hint)
 
 
 def check_families(models: Mapping[str, ModelConfig], problems: Problems) -> None:
@@ -217,7 +217,7 @@ def _transformers() -> Path | None:
 
 
 def _shape_complaints(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield key, message and cure."""
+    """Yield key, message and hint."""
     for name in _SIZES:
         value = config.get(name)
         if type(value) is int and value <= 0:
@@ -231,8 +231,8 @@ def _shape_complaints(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str
         near = " or ".join(str(size) for size in (width // heads * heads, (width // heads + 1) * heads) if size)
         yield "hidden_size", f"{width} cannot be divided by the {heads} num_attention_heads", f"{near}, or other heads"
     if shared and heads % shared:
-        cure = "a number that divides num_attention_heads"
-        yield "num_key_value_heads", f"{shared} does not divide the {heads} num_attention_heads", cure
+        hint = "a number that divides num_attention_heads"
+        yield "num_key_value_heads", f"{shared} does not divide the {heads} num_attention_heads", hint
     family = config.get("model_type")
     if "num_key_value_heads" not in config and isinstance(family, str):
         usual = _usual_key_value_heads(family)

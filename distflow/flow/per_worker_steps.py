@@ -49,8 +49,8 @@ def read_private_steps(layout: LayoutConfig, problems: Problems) -> PrivateSteps
                 problems.add(own, message, f"expected 0 to {config.count - 1}")
             wrong = [s for s in worker.steps if not s.startswith("+")]
             for name in wrong:
-                cure = "write a step of its own as +./file.py:name; shared steps are placed by the pool"
-                problems.add(f"{own}.steps", f"{name!r} does not begin with +", cure)
+                hint = "write a step of its own as +./file.py:name; shared steps are placed by the pool"
+                problems.add(f"{own}.steps", f"{name!r} does not begin with +", hint)
             found[pool, index] = _read([s for s in worker.steps if s not in wrong], f"{own}.steps", problems)
     return PrivateSteps({key: nodes for key, nodes in found.items() if nodes})
 
@@ -66,10 +66,10 @@ def _read(calls: Sequence[str], key: str, problems: Problems) -> tuple[StepNode,
         unfilled = [field for field in node.writes if field not in spec.fills]
         if unfilled:
             message = f"step {name!r} writes {', '.join(unfilled)} without a fill value for workers that lack the step"
-            cure = f"declare @step(…, fills={{{unfilled[0]!r}: 0.0}})"
-            problems.add(key, message, cure)
+            hint = f"declare @step(…, fills={{{unfilled[0]!r}: 0.0}})"
+            problems.add(key, message, hint)
         if node.role not in ("score", "forward"):
-            cure = "a worker's own steps have the role score or forward"
-            problems.add(key, f"step {name!r} has the role {node.role!r}", cure)
+            hint = "a worker's own steps have the role score or forward"
+            problems.add(key, f"step {name!r} has the role {node.role!r}", hint)
         nodes.append(node)
     return tuple(nodes)

@@ -271,6 +271,11 @@ class Plan:
         return next((pool for pool in self.pools if pool.validates), None)
 
     @property
+    def generating_pools(self) -> tuple[PoolPlan, ...]:
+        """The pools that generate with the primary model for training."""
+        return tuple(pool for pool in self.pools if self.primary in pool.generates and not pool.validates)
+
+    @property
     def home(self) -> PoolPlan:
         """The home of the primary model."""
         return next(pool for pool in self.pools if self.primary in pool.homes)

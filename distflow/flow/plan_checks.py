@@ -44,8 +44,8 @@ def check_ledgers(recipe: Recipe, structure: Structure, problems: Problems) -> N
     owners = structure.home.count
     if recipe.batch.ledgers < owners:
         message = f"{recipe.batch.ledgers} ledgers are too few for {owners} training workers"
-        cure = f"batch.ledgers={owners} or more, or fewer workers in pool {structure.home.name!r}"
-        problems.add("batch.ledgers", message, cure, others=(f"layout.pools.{structure.home.name}.count",))
+        hint = f"batch.ledgers={owners} or more, or fewer workers in pool {structure.home.name!r}"
+        problems.add("batch.ledgers", message, hint, others=(f"layout.pools.{structure.home.name}.count",))
 
 
 def check_warmup(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -69,12 +69,12 @@ def check_refresh(recipe: Recipe, structure: Structure, problems: Problems) -> N
             f"{recipe.layout.schedule} would change what is trained on: when layout.max_staleness is unbounded, groups "
             "are trained in order of arrival"
         )
-        cure = "layout.max_staleness=1, or another bound; or layout.schedule=fifo"
-        problems.add("layout.schedule", message, cure, others=("layout.max_staleness",))
+        hint = "layout.max_staleness=1, or another bound; or layout.schedule=fifo"
+        problems.add("layout.schedule", message, hint, others=("layout.max_staleness",))
     if recipe.layout.max_staleness == "unbounded" and recipe.layout.refresh == "at_bound":
         message = "at_bound never takes newer weights when layout.max_staleness is unbounded"
-        cure = "layout.refresh=eager or when_idle, or a bound"
-        problems.add("layout.refresh", message, cure, others=("layout.max_staleness",))
+        hint = "layout.refresh=eager or when_idle, or a bound"
+        problems.add("layout.refresh", message, hint, others=("layout.max_staleness",))
 
 
 def check_shrinking(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -100,13 +100,13 @@ def check_grouping(recipe: Recipe, structure: Structure, problems: Problems) -> 
 
 
 def _check_engines(pool_key: str, pool: PoolConfig, problems: Problems) -> None:
-    cure = "engine torch or sglang, or a pool of its own for generation, as in layout=split"
+    hint = "engine torch or sglang, or a pool of its own for generation, as in layout=split"
     group = f"the process group that {pool.backend!r} on {pool.count} worker(s) trains in"
     for key, engine in _engines(pool_key, pool):
         library = LIBRARIES.get(full_name(engine, ENGINES))
         if library is not None and library.makes_group:
             message = f"{engine} cannot share a worker with {group}: each creates torch's default one"
-            problems.add(key, message, cure, others=(f"{pool_key}.backend", f"{pool_key}.count"))
+            problems.add(key, message, hint, others=(f"{pool_key}.backend", f"{pool_key}.count"))
 
 
 def _engines(pool_key: str, pool: PoolConfig) -> Iterator[tuple[str, str]]:
@@ -134,9 +134,9 @@ def check_offload(recipe: Recipe, structure: Structure, problems: Problems) -> N
     for planned in structure.pools:
         pool = recipe.layout.pools[planned.name]
         if pool.offload:
-            for message, cure in _offload_complaints(planned, pool, structure):
+            for message, hint in _offload_complaints(planned, pool, structure):
                 key = f"layout.pools.{planned.name}"
-                problems.add(f"{key}.offload", message, cure, others=(f"{key}.zero", f"{key}.backend", f"{key}.roles"))
+                problems.add(f"{key}.offload", message, hint, others=(f"{key}.zero", f"{key}.backend", f"{key}.roles"))
 
 
 def _offload_complaints(planned: PoolPlan, pool: PoolConfig, structure: Structure) -> Iterator[tuple[str, str]]:
@@ -198,14 +198,14 @@ def check_sharding(recipe: Recipe, structure: Structure, problems: Problems) -> 
         for name in (*planned.frozen, *planned.homes):
             if structure.models.configs[name].head == "score":
                 message = f"{pool.backend!r} cannot hold {name!r}, whose head is score"
-                cure = "backend: torch, or give its step to another pool"
-                problems.add(f"layout.pools.{planned.name}.backend", message, cure)
+                hint = "backend: torch, or give its step to another pool"
+                problems.add(f"layout.pools.{planned.name}.backend", message, hint)
         if planned.homes:
             _check_same_options(planned.name, pool, problems)
         else:
             message = f"{pool.backend!r} divides models over training workers, and this pool runs {', '.join(held)}"
-            cure = f"backend: torch, or give the step to pool {structure.home.name!r}"
-            problems.add(f"layout.pools.{planned.name}.backend", message, cure)
+            hint = f"backend: torch, or give the step to pool {structure.home.name!r}"
+            problems.add(f"layout.pools.{planned.name}.backend", message, hint)
 
 
 def _check_same_options(name: str, pool: PoolConfig, problems: Problems) -> None:

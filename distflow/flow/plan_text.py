@@ -172,7 +172,7 @@ def _copies(plan: Plan) -> list[str]:
     """Which groups a second worker may generate, too (`layout.hedging`)."""
     if not (plan.recipe.layout.hedging and plan.origin.allows("repeatable")):
         return []
-    if repeats_samples(plan.recipe, [pool for pool in plan.pools if pool.generates and not pool.validates]):
+    if repeats_samples(plan):
         return ["copies of groups that wait or take long on one worker go to half-idle ones (layout.hedging)"]
     return [
         "groups are copied from silent workers only, not from slow ones: the engine would give a copy other tokens "

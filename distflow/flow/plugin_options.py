@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS, PluginUse, full_name
 from distflow.config.schema import PoolConfig, Recipe, WorkerSettings
 from distflow.errors import KeyedError, Problems, UserError
-from distflow.flow.plan import PoolPlan
+from distflow.flow.plan import Plan, PoolPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.sizes import attention_heads
 from distflow.flow.step import response_tokens
 from distflow.flow.structure import Structure
 
 
-def repeats_samples(recipe: Recipe, pools: Collection[PoolPlan]) -> bool:
-    """Whether a sample of these pools that is generated twice has the same tokens, as far as options of engines tell.
+def repeats_samples(plan: Plan) -> bool:
+    """Whether a sample for training that is generated twice has the same tokens, as far as options of engines tell.
 
     Where it has not, the first of two copies to be complete would be the shorter one, so that what is trained on
     would depend on how long it is.
     """
-    for planned in pools:
+    recipe = plan.recipe
+    for planned in (pool for pool in plan.pools if pool.generates and not pool.validates):
         pool = recipe.layout.pools[planned.name]
         for _, own in _settings(pool):
             engine = full_name(own.engine or pool.engine, ENGINES)

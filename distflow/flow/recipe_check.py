@@ -22,11 +22,12 @@ from distflow.errors import Problem, Problems, RecipeError, UserError, did_you_m
 from distflow.flow.chosen_function import chosen_function
 from distflow.flow.data_check import check_data, keyed_sources
 from distflow.flow.graph import read_steps
+from distflow.flow.imported_step import check_step
 from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.rescaling import resized
-from distflow.flow.resolve import check_call, check_step, resolve
+from distflow.flow.resolve import check_call, resolve
 from distflow.flow.step_declaration import read_declaration
 from distflow.flow.step_settings import functions_of
 from distflow.flow.structure import build_structure
@@ -78,8 +79,8 @@ def _check_scripts(layout: LayoutConfig, problems: Problems) -> None:
         given = {f"layout.pools.{name}.each.{index}": own.script for index, own in pool.each.items()}
         for key, script in {f"layout.pools.{name}": pool.script, **given}.items():
             if script is not None and not Path(script).is_file():
-                cure = "correct the path; `distflow plan RECIPE --worker NAME` prints a script to start from"
-                problems.add(f"{key}.script", f"there is no file {shown(Path(script))}", cure)
+                hint = "correct the path; `distflow plan RECIPE --worker NAME` prints a script to start from"
+                problems.add(f"{key}.script", f"there is no file {shown(Path(script))}", hint)
 
 
 def _check_second_place(run: RunConfig, problems: Problems) -> None:
@@ -89,8 +90,8 @@ def _check_second_place(run: RunConfig, problems: Problems) -> None:
         from fsspec import available_protocols  # most recipes have no second place
 
         if protocol not in available_protocols():
-            cure = f"{did_you_mean(protocol, STORES)}, or a folder"
-            problems.add("run.copy_to", f"there is no kind of store {protocol!r}", cure)
+            hint = f"{did_you_mean(protocol, STORES)}, or a folder"
+            problems.add("run.copy_to", f"there is no kind of store {protocol!r}", hint)
 
 
 def _further_problems(examined: Examined) -> list[Problem]:
@@ -139,19 +140,19 @@ def check_imports(plan: Plan, where: Callable[[str], str]) -> list[Problem]:
     """Import every plug-in of the plan in this process and check its signature, as the workers will."""
     problems = Problems(where)
     imported, read = "it is imported the same way inside the workers", "the workers read it the same way"
-    for cure, checks in ((imported, _import_checks(plan)), (read, _model_checks(plan))):
-        _run(checks, cure, problems)
+    for hint, checks in ((imported, _import_checks(plan)), (read, _model_checks(plan))):
+        _run(checks, hint, problems)
     if not problems:
         _run(_stop_checks(plan), "a response never ends with another one: correct it", problems)
     return problems
 
 
-def _run(checks: Iterator[tuple[str, Callable[[], object]]], cure: str, problems: Problems) -> None:
+def _run(checks: Iterator[tuple[str, Callable[[], object]]], hint: str, problems: Problems) -> None:
     for key, check in checks:
         try:
             check()
         except UserError as error:
-            problems.add(key, str(error), cure)
+            problems.add(key, str(error), hint)
 
 
 def _check_stops(step: StepPlan, vocabulary: int) -> None:

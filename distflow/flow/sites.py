@@ -149,8 +149,8 @@ def _check_names(known: Collection[str], layout: LayoutConfig, problems: Problem
         for index, step in enumerate(pool.steps):
             if step not in known and not step.startswith("+") and step not in shipped_steps():
                 key = f"layout.pools.{name}.steps.{index}"
-                cure = did_you_mean(step, known) + "; write a step of the pool's own as +./file.py:name"
-                problems.add(key, f"the flow has no step {step!r}", cure)
+                hint = did_you_mean(step, known) + "; write a step of the pool's own as +./file.py:name"
+                problems.add(key, f"the flow has no step {step!r}", hint)
 
 
 def _pool_for(node: StepNode, layout: LayoutConfig, problems: Problems) -> str | None:
@@ -162,13 +162,13 @@ def _pool_for(node: StepNode, layout: LayoutConfig, problems: Problems) -> str |
         return takers[0]
     if takers:
         message = f"the pools {', '.join(takers)} all take step {node.name!r} (role {node.role!r})"
-        cure = f"write `steps: [{node.name}]` in one of them, or leave {node.role} to it and raise its count"
+        hint = f"write `steps: [{node.name}]` in one of them, or leave {node.role} to it and raise its count"
     else:
         message = f"no pool takes the role {node.role!r} (step {node.name!r})"
-        cure = f"add {node.role} to the `roles` of a pool, or use roles: ['*']"
+        hint = f"add {node.role} to the `roles` of a pool, or use roles: ['*']"
     keys = [f"layout.pools.{name}{key}" for name in layout.pools for key in ("", ".roles", ".steps")]
     others = (*keys, *problems.where.removed("layout.pools"), f"flow.steps.{node.name}")
-    problems.add("layout.pools", message, cure, others=others)
+    problems.add("layout.pools", message, hint, others=others)
     return None
 
 
@@ -178,8 +178,8 @@ def _report_idle(name: str, used: Sequence[str], problems: Problems) -> None:
     others = f"{having} has it" if having else "split and async have rollout and trainer, colocated has worker"
     message = f"the layout gives pool {name} no roles, so no step runs on it"
     close = nearest(name, used)
-    cure = f"set it for {', '.join(used)}, or choose another layout: {others}"
-    cure = cure if close is None else f"did you mean {close!r}? Otherwise {cure}"
+    hint = f"set it for {', '.join(used)}, or choose another layout: {others}"
+    hint = hint if close is None else f"did you mean {close!r}? Otherwise {hint}"
     key = f"layout.pools.{name}"
     emptied = problems.where.newest([key, f"{key}.steps", f"{key}.roles"])
-    problems.add(emptied, message, cure if emptied == key else "remove it, or name the steps that the pool takes")
+    problems.add(emptied, message, hint if emptied == key else "remove it, or name the steps that the pool takes")

@@ -41,7 +41,7 @@ _FILE_PLUGIN = re.compile(r"^/.+\.py:[A-Za-z_]\w*$")
 _PLUGIN = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 Complaint = tuple[str, str, str]
-"""Setting, message and cure."""
+"""Setting, message and hint."""
 
 
 def merged(given: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def complaints(
                 found.append((name, "unknown setting", _known_setting(name, parameters.settings)))
         elif not _fits(value, parameters.annotations.get(name)):
             expected = in_words(parameters.annotations[name])
-            cure = f"write a value of that kind{_example(parameters.settings[name])}"
-            found.append((name, f"expected {expected}, got {quoted(value)}", cure))
+            hint = f"write a value of that kind{_example(parameters.settings[name])}"
+            found.append((name, f"expected {expected}, got {quoted(value)}", hint))
         elif name in ranges and _is_number(value) and not within(value, ranges[name]):
             found.append((name, f"{value} is not allowed", f"expected a number {ranges[name]}"))
         elif name in choices and isinstance(value, str) and not (name in (*plugins, *functions) and is_plugin(value)):
@@ -149,8 +149,8 @@ def _lacking(
     if isinstance(node, ast.FunctionDef):
         for setting, default in read_parameters(node).settings.items():
             if default is REQUIRED:
-                cure = f"write it with its settings: {{{value}: {{{setting}: …}}}}"
-                yield name, f"{value} needs the setting {setting!r}", cure
+                hint = f"write it with its settings: {{{value}: {{{setting}: …}}}}"
+                yield name, f"{value} needs the setting {setting!r}", hint
 
 
 def _is_choice(value: str, choice: str) -> bool:
@@ -178,8 +178,8 @@ def _plugin_complaints(
     if parameters.open_ended or _takes(parameters, len(plugins[name])):
         return []
     got = ", ".join([*parameters.positional, *(["*", *parameters.settings] if parameters.settings else [])])
-    cure = f"expected def {source.node.name}({', '.join(plugins[name])})"
-    return [(name, f"{source.where}: {source.node.name!r} has the wrong signature ({got})", cure)]
+    hint = f"expected def {source.node.name}({', '.join(plugins[name])})"
+    return [(name, f"{source.where}: {source.node.name!r} has the wrong signature ({got})", hint)]
 
 
 def functions_of(value: object) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -227,8 +227,8 @@ def _function_complaints(
     positional, choices = may_be
     shipped = {call.rpartition(":")[2]: call for call in choices}
     if not isinstance(function, str) or not (function in shipped or is_plugin(function)):
-        cure = f"{did_you_mean(str(function), shipped)}, or a function as module:name or ./file.py:name"
-        return [(at, f"there is no {quoted(function)}", cure)]
+        hint = f"{did_you_mean(str(function), shipped)}, or a function as module:name or ./file.py:name"
+        return [(at, f"there is no {quoted(function)}", hint)]
     try:
         source = find_source(shipped.get(function, function))
     except PluginError as error:
@@ -237,9 +237,9 @@ def _function_complaints(
         return []
     parameters = read_parameters(source.node)
     if not parameters.open_ended and len(parameters.positional) != len(positional):
-        cure = f"expected def {source.node.name}({', '.join(positional)}, *, setting=default, …)"
-        return [(at, f"{source.where}: {source.node.name!r} has the wrong signature", cure)]
-    return [(f"{key}.{name}", message, cure) for name, message, cure in complaints(own, parameters, {}, {})]
+        hint = f"expected def {source.node.name}({', '.join(positional)}, *, setting=default, …)"
+        return [(at, f"{source.where}: {source.node.name!r} has the wrong signature", hint)]
+    return [(f"{key}.{name}", message, hint) for name, message, hint in complaints(own, parameters, {}, {})]
 
 
 def _takes(parameters: Parameters, positional: int) -> bool:

@@ -173,19 +173,19 @@ def _check_generate(steps: list[StepNode], problems: Problems) -> None:
         first = by_prefix.setdefault(node.prefix, node) if node.role == "generate" else node
         if first is not node:
             message = f"generates, as step {first.name!r} does, and both write the same fields"
-            cure = "remove one of them, or give one a `prefix` of its own, if it generates with a further model"
-            problems.add(f"{key}.prefix", message, cure)
+            hint = "remove one of them, or give one a `prefix` of its own, if it generates with a further model"
+            problems.add(f"{key}.prefix", message, hint)
         needed = _NEEDED.get(node.role, {})
         lacking = [name for name in needed if name not in node.settings]
         if lacking:
             message = f"a {node.role} step needs the settings {', '.join(lacking)} with literal defaults"
             declared = ", ".join(f"{name}: {needed[name]}" for name in lacking)
-            cure = f"declare them as keyword-only parameters, for example {declared}"
-            problems.add(key, message, cure, at=f"{key}.call")
+            hint = f"declare them as keyword-only parameters, for example {declared}"
+            problems.add(key, message, hint, at=f"{key}.call")
         elif node.declaration.spec.environment is not None and "max_tokens" not in node.settings:
             message = "its environment's tokens need room too, and nothing says how much"
-            cure = "declare max_tokens, a keyword-only parameter with a literal default: all tokens behind the prompt"
-            problems.add(key, message, cure, at=f"{key}.call")
+            hint = "declare max_tokens, a keyword-only parameter with a literal default: all tokens behind the prompt"
+            problems.add(key, message, hint, at=f"{key}.call")
 
 
 def _check_plugins(layout: LayoutConfig, problems: Problems) -> None:

@@ -37,8 +37,8 @@ def check_further_generation(structure: Structure, problems: Problems) -> None:
         if not node.generates_further or node.name not in structure.sites:
             continue
         key, pool = f"layout.pools.{structure.sites[node.name]}.steps", by_name[structure.sites[node.name]]
-        for message, cure in _further_complaints(node, pool, structure):
-            problems.add(key, f"step {node.name!r} generates with {node.model!r} {message}: not built yet", cure)
+        for message, hint in _further_complaints(node, pool, structure):
+            problems.add(key, f"step {node.name!r} generates with {node.model!r} {message}: not built yet", hint)
     several = [node for node in structure.steps if node.role == "generate" and _has_environment(node)]
     if several and any(node.generates_further for node in structure.steps):
         message = (
@@ -85,8 +85,8 @@ def check_homes(structure: Structure, problems: Problems) -> None:
                 f"step {node.name!r} of role 'train', without a model, runs where the samples are: on pool {home!r}, "
                 f"which trains {policy!r}"
             )
-            cure = f"leave it to pool {home!r}, or what trains {policy!r} to pool {pool!r}"
-            problems.add(f"layout.pools.{pool}.steps", message, cure, others=[f"layout.pools.{home}.steps"])
+            hint = f"leave it to pool {home!r}, or what trains {policy!r} to pool {pool!r}"
+            problems.add(f"layout.pools.{pool}.steps", message, hint, others=[f"layout.pools.{home}.steps"])
 
 
 def check_further_homes(structure: Structure, problems: Problems) -> None:
@@ -100,8 +100,8 @@ def check_further_homes(structure: Structure, problems: Problems) -> None:
             message = f"{steps} on the pool that trains {', '.join(pool.homes)}: not built yet"
             early = all(node.role in ("generate", "score") for node in others)
             better = structure.rollout if early else structure.home
-            cure = f"leave it to {better.name!r}" if better != pool else "leave it to a pool that does not train"
-            problems.add(f"layout.pools.{pool.name}.steps", message, cure)
+            hint = f"leave it to {better.name!r}" if better != pool else "leave it to a pool that does not train"
+            problems.add(f"layout.pools.{pool.name}.steps", message, hint)
 
 
 def _strange(node: StepNode, pool: PoolPlan) -> bool:
@@ -120,8 +120,8 @@ def check_asked(structure: Structure, problems: Problems) -> None:
         where = f"runs on pool {pool!r} for the workers of {asker!r}"
         if node.declaration.keeps_state:
             message = f"{where} and uses ctx.state, which neither several workers share nor a restarted one gets back"
-            cure = f"write a function of the batch alone, or add {node.name} to the `steps` of {asker}"
-            problems.add(f"flow.steps.{node.name}", message, cure)
+            hint = f"write a function of the batch alone, or add {node.name} to the `steps` of {asker}"
+            problems.add(f"flow.steps.{node.name}", message, hint)
         if node.declaration.spec.scope == "batch":
             message = f"{where} and has batch scope, but it is asked for group by group"
             problems.add(f"flow.steps.{node.name}", message, f"scope group or sample, or a step of {home}")
@@ -137,8 +137,8 @@ def check_clients(structure: Structure, problems: Problems) -> None:
         if environments:
             message = f"clients write one value for each row, and samples of {environments[0]!r} may have several rows"
             problems.add(key, f"{message}: not built yet", "a generate step of one turn")
-        for message, cure in _client_complaints(node):
-            problems.add(key, message, cure)
+        for message, hint in _client_complaints(node):
+            problems.add(key, message, hint)
         for field, other in _late_reads(node, [one for one in here if one.role != "client"]):
             message = f"shows clients {field!r}, which step {other.name!r} writes only once their answers are there"
             problems.add(f"{key}.with.reads", message, "fields that samples have when they arrive")
@@ -173,11 +173,11 @@ def check_forward_readers(structure: Structure, problems: Problems) -> None:
                 "take its new versions yet"
             )
             if node.role == "forward":
-                cure = f"remove {node.name} from them: it then runs where {node.model!r} is trained"
-                problems.add(f"layout.pools.{pool.name}.steps", message, cure)
+                hint = f"remove {node.name} from them: it then runs where {node.model!r} is trained"
+                problems.add(f"layout.pools.{pool.name}.steps", message, hint)
             else:
-                cure = f'a model that no step trains; for log-probs of {node.model!r}, a step with role="forward"'
-                problems.add(f"flow.steps.{node.name}.model", message, cure)
+                hint = f'a model that no step trains; for log-probs of {node.model!r}, a step with role="forward"'
+                problems.add(f"flow.steps.{node.name}.model", message, hint)
 
 
 def check_custody(structure: Structure, problems: Problems) -> None:
@@ -193,8 +193,8 @@ def check_custody(structure: Structure, problems: Problems) -> None:
                 f"runs on pool {structure.sites[node.name]!r} and reads {field!r}, which step {other.name!r} writes "
                 "only after the samples have gone to the training pool"
             )
-            cure = f"add {node.name} to the `steps` of the training pool"
-            problems.add(f"flow.steps.{node.name}", message, cure)
+            hint = f"add {node.name} to the `steps` of the training pool"
+            problems.add(f"flow.steps.{node.name}", message, hint)
 
 
 def _late_reads(node: StepNode, later: Sequence[StepNode]) -> Iterator[tuple[str, StepNode]]:
@@ -210,11 +210,11 @@ def check_drop_reason(structure: Structure, problems: Problems) -> None:
                 f"may drop samples and runs on pool {structure.sites[node.name]!r} after they have arrived there, when "
                 "nothing replaces them any more"
             )
-            cure = f"add {node.name} to the `steps` of {structure.rollout.name!r}, or of a service"
+            hint = f"add {node.name} to the `steps` of {structure.rollout.name!r}, or of a service"
             if structure.rollout.name == structure.sites[node.name]:
-                cure = "let it read only what is written before the samples are sent, or drop nothing"
-            cure += ", or set on_error to zero or stop" if "on_error" in node.settings else ""
-            problems.add(f"flow.steps.{node.name}", message, cure)
+                hint = "let it read only what is written before the samples are sent, or drop nothing"
+            hint += ", or set on_error to zero or stop" if "on_error" in node.settings else ""
+            problems.add(f"flow.steps.{node.name}", message, hint)
     for node in (*structure.steps, *structure.unread, *structure.private.all):
         if node.role != "score" and written(DROP_REASON, node.writes):
             message = f"has the role {node.role!r} and writes {DROP_REASON!r}, by which only score steps drop samples"
@@ -229,14 +229,14 @@ def check_private_steps(structure: Structure, problems: Problems) -> None:
     for (pool, index), nodes in structure.private.by_worker.items():
         key = f"layout.pools.{pool}" + (f".each.{index}.steps" if index != EVERY else ".steps")
         if pool not in generating:
-            cure = f"put them on pool {generating[0]!r}" if generating else "remove them: this flow generates nothing"
+            hint = f"put them on pool {generating[0]!r}" if generating else "remove them: this flow generates nothing"
             message = f"a worker's own steps need a pool that generates with {structure.models.primary!r}"
-            problems.add(key, message, cure)
+            problems.add(key, message, hint)
             continue
         for node in nodes:
             if node.name in names:
-                cure = "rename the function"
-                problems.add(key, f"the flow has a step {node.name!r} already", cure)
+                hint = "rename the function"
+                problems.add(key, f"the flow has a step {node.name!r} already", hint)
             for field in node.reads:
                 if not written(field, there):
                     message = f"step {node.name!r} reads {field!r}, which is not available before samples are sent"
@@ -252,8 +252,8 @@ def check_reading(structure: Structure, problems: Problems) -> None:
         if node is not read and node.role in ("generate", "read", "score", "client"):
             message = f"has the role {node.role!r}, and step {read.name!r} reads the samples from the data"
             nothing = "remove it: nothing is judged there"
-            cures = {"score": nothing, "client": nothing, "read": "keep one of them"}
-            problems.add(f"flow.steps.{node.name}", message, cures.get(node.role, "keep one of them"))
+            hints = {"score": nothing, "client": nothing, "read": "keep one of them"}
+            problems.add(f"flow.steps.{node.name}", message, hints.get(node.role, "keep one of them"))
     if read.model is not None or read.prefix:
         key = "model" if read.model is not None else "prefix"
         problems.add(f"flow.steps.{read.name}.{key}", "reads a row of the data, with no model", "remove it")

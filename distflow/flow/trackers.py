@@ -142,8 +142,8 @@ def _check_own(at: str, options: Mapping[str, Any], problems: Problems) -> None:
     """What the options of `OWN_OPTIONS` have to be."""
     port = options.get("port", 0)
     if type(port) is not int or not 0 <= port <= _MOST_PORT:
-        cure = f"0 (one that is free) to {_MOST_PORT}, or leave it out"
-        problems.add(f"{at}.port", f"expected a port, got {quoted(port)}", cure)
+        hint = f"0 (one that is free) to {_MOST_PORT}, or leave it out"
+        problems.add(f"{at}.port", f"expected a port, got {quoted(port)}", hint)
     for name in ("logdir", "host"):
         if not isinstance(options.get(name, ""), str):
             problems.add(f"{at}.{name}", f"expected text, got {quoted(options[name])}", "write text, or leave it out")

@@ -28,9 +28,9 @@ def check_optimizers(recipe: Recipe, structure: Structure, problems: Problems) -
             message = (
                 f"{given.warmup_steps} steps of warm-up and {given.decay_steps} of decay are more than the run has"
             )
-            cure = f"together at most run.training_steps, {recipe.run.training_steps}"
+            hint = f"together at most run.training_steps, {recipe.run.training_steps}"
             others = (f"{key}.warmup_steps", "run.training_steps")
-            problems.add(f"{key}.decay_steps", message, cure, others=others)
+            problems.add(f"{key}.decay_steps", message, hint, others=others)
 
 
 def idle_settings(given: OptimizerConfig) -> Iterator[tuple[str, str]]:

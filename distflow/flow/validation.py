@@ -34,9 +34,9 @@ def check_validation(recipe: Recipe, structure: Structure, problems: Problems) -
     node, spec = _generate_step(structure), _generate_step(structure).declaration.spec
     parameters = node.declaration.parameters
     found = complaints(_settings(recipe, node), parameters, spec.plugins, spec.choices, spec.ranges)
-    for setting, message, cure in found:
+    for setting, message, hint in found:
         if setting in recipe.val.sampling:
-            problems.add(f"val.sampling.{setting}", f"{message} (a setting of flow.steps.{node.name})", cure)
+            problems.add(f"val.sampling.{setting}", f"{message} (a setting of flow.steps.{node.name})", hint)
     alone = next((pool for pool in structure.pools if pool.validates), None)
     if alone is not None and structure.rollout.homes:
         message = (

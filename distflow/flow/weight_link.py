@@ -35,5 +35,5 @@ def check_weight_link(recipe: Recipe, structure: Structure, problems: Problems) 
         problems.add(_KEY, message, "auto, or weights.encoding=auto", others=("weights.encoding",))
     if security.encrypt == "all" and not security.trusted_network:
         message = f"{given.link} does not encrypt weights, and security.encrypt is all"
-        cure = "auto, or security.trusted_network=true if no one else has access to the network"
-        problems.add(_KEY, message, cure, others=("security.encrypt",))
+        hint = "auto, or security.trusted_network=true if no one else has access to the network"
+        problems.add(_KEY, message, hint, others=("security.encrypt",))

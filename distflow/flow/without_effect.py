@@ -26,7 +26,7 @@ class Idle(NamedTuple):
 
     key: str
     why: str
-    cure: str = "remove it"
+    hint: str = "remove it"
 
 
 Row = Callable[[Recipe, Plan], Iterator[Idle]]
@@ -44,9 +44,9 @@ def tell_idle(recipe: Recipe, plan: Plan, given_by: Callable[[str], Giver], prob
     for idle, overridden in ((idle, then) for row, then in ROWS for idle in row(recipe, plan)):
         giver = given_by(idle.key)
         if giver == "command line" and overridden == "refuse":
-            problems.add(idle.key, f"has no effect: {idle.why}", idle.cure)
+            problems.add(idle.key, f"has no effect: {idle.why}", idle.hint)
         elif giver:
-            warnings.append(f"warning: {problems.where(idle.key)}: {idle.key} has no effect: {idle.why} — {idle.cure}")
+            warnings.append(f"warning: {problems.where(idle.key)}: {idle.key} has no effect: {idle.why} — {idle.hint}")
     return warnings
 
 
@@ -57,23 +57,23 @@ def _of_pools(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
         holds = bool(pool.homes or pool.frozen)
         settings = recipe.layout.pools[pool.name]
         if not pool.generates:
-            cure = f"remove it, or set it for pool {engines[0]!r}" if engines else "remove it"
-            yield from _settings(pool, settings, _ENGINE, f"pool {pool.name!r} generates nothing", cure)
+            hint = f"remove it, or set it for pool {engines[0]!r}" if engines else "remove it"
+            yield from _settings(pool, settings, _ENGINE, f"pool {pool.name!r} generates nothing", hint)
         if not holds:
             held = [one.name for one in plan.pools if one.homes or one.frozen]
-            cure = f"remove it, or set it for pool {' or '.join(map(repr, held))}"
-            yield from _settings(pool, settings, _BACKEND, f"pool {pool.name!r} trains and holds no model", cure)
+            hint = f"remove it, or set it for pool {' or '.join(map(repr, held))}"
+            yield from _settings(pool, settings, _BACKEND, f"pool {pool.name!r} trains and holds no model", hint)
         if not (pool.generates or holds):
             why = f"pool {pool.name!r} has neither an engine nor a model"
             yield from _settings(pool, settings, ("device",), why)
         if not pool.homes:
             why = f"pool {pool.name!r} trains nothing, and only samples and rows to train on wait in it"
-            cure = f"remove it, or set it for pool {plan.home.name!r}"
-            yield from _settings(pool, settings, ("sample_memory_mb",), why, cure)
+            hint = f"remove it, or set it for pool {plan.home.name!r}"
+            yield from _settings(pool, settings, ("sample_memory_mb",), why, hint)
 
 
 def _settings(
-    pool: PoolPlan, settings: PoolConfig, names: tuple[str, ...], why: str, cure: str = "remove it"
+    pool: PoolPlan, settings: PoolConfig, names: tuple[str, ...], why: str, hint: str = "remove it"
 ) -> Iterator[Idle]:
     """Those of a pool, and of single workers of it, that differ from the defaults."""
     key = f"layout.pools.{pool.name}"
@@ -82,7 +82,7 @@ def _settings(
     for place, (given, default) in {**places, **own}.items():
         for name in names:
             if name in type(given).model_fields and getattr(given, name) not in (getattr(default, name), {}):
-                yield Idle(f"{place}.{name}", why, cure)
+                yield Idle(f"{place}.{name}", why, hint)
 
 
 def _of_layout(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
@@ -97,8 +97,8 @@ def _of_layout(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
         why = "run.deterministic is true: groups are leased in the order of the data"
         yield Idle("layout.schedule", why, "remove it, or run.deterministic=false")
     if layout.stealing and len(plan.owners) == 1:
-        cure = f"remove it, or layout.pools.{plan.home.name}.count=2 or more"
-        yield Idle("layout.stealing", f"pool {plan.home.name!r} has one worker, and none to share with", cure)
+        hint = f"remove it, or layout.pools.{plan.home.name}.count=2 or more"
+        yield Idle("layout.stealing", f"pool {plan.home.name!r} has one worker, and none to share with", hint)
 
 
 def _of_reading(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
@@ -113,8 +113,8 @@ def _of_models(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
         key = f"models.{name}"
         if name not in used:
             close = nearest(name, used)
-            cure = f"remove it, or name it as the `model` of a step: {', '.join(step.name for step in plan.steps)}"
-            yield Idle(key, f"no step uses model {name!r}", cure if close is None else f"did you mean {close!r}?")
+            hint = f"remove it, or name it as the `model` of a step: {', '.join(step.name for step in plan.steps)}"
+            yield Idle(key, f"no step uses model {name!r}", hint if close is None else f"did you mean {close!r}?")
         if name in used and name not in plan.trained_models:
             given, default = model.optimizer, OptimizerConfig()
             for setting in type(given).model_fields:
@@ -149,8 +149,8 @@ def _of_run(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
     if run.stop_when is not None and run.training_steps == 0:
         yield Idle("run.stop_when", f"{length}: nothing is trained")
     if run.keep_best is not None and not (run.save_every or run.save_every_s or run.hf_every):
-        cure = "add run.save_every or run.save_every_s"
-        yield Idle("run.keep_best", "only the last state is saved, so there is nothing to choose from", cure)
+        hint = "add run.save_every or run.save_every_s"
+        yield Idle("run.keep_best", "only the last state is saved, so there is nothing to choose from", hint)
 
 
 def _switched_off(run: RunConfig, name: str, why: str) -> Iterator[Idle]:

@@ -25,11 +25,11 @@ from torch import Tensor
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch, Ragged, group_ranges
 from distflow.data.fields import with_fields
-from distflow.data.metrics_merge import merge_step
 from distflow.errors import UserError
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.own_samples import samples_of
 from distflow.log import logger
+from distflow.metrics.merge import merge_step
 from distflow.runtime.assembly import Setting
 from distflow.runtime.calls import Calls
 from distflow.runtime.lockstep import VALIDATED, Rounds

@@ -17,11 +17,12 @@ from distflow.data.batch import Batch, Column, RowRange, group_ranges, join, wit
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import decoder, read
 from distflow.errors import ProtocolError
-from distflow.exchange.deal_core import DealCore, News
+from distflow.exchange.deal_core import DealCore, ReadyGroups
+from distflow.exchange.group_transfer import GROUPS, Send, Transfer
 from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import Outgoing
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
-from distflow.exchange.steal_core import GROUPS, KINDS, Send, Transfer
+from distflow.exchange.steal_core import KINDS
 from distflow.runtime.calls import Calls
 from distflow.runtime.node import Node
 
@@ -148,11 +149,11 @@ class Intake:
         self._send(taken.messages)
         return taken, *self._groups(taken.positions)
 
-    def tell(self) -> News:
+    def tell(self) -> ReadyGroups:
         """What to tell the other replicas where they meet, to deal the groups."""
         return self.core.news()
 
-    def hear(self, news: Sequence[News]) -> None:
+    def hear(self, news: Sequence[ReadyGroups]) -> None:
         """What all replicas have told there."""
         self._send(self.core.heard(news, time.monotonic()))
 

@@ -31,7 +31,7 @@ from distflow.comm.collective import losing_members
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
-from distflow.exchange.deal_core import News
+from distflow.exchange.deal_core import ReadyGroups
 from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Measured, Priced, TokenScores, TokenValues
@@ -63,10 +63,10 @@ class Rounds:
         self._metrics = metrics
         self._limit_s = no_progress_s
         self._graded: str | None = None
-        self._tell: Callable[[], News] = list
-        self._hear: Callable[[Sequence[News]], None] = lambda news: None
+        self._tell: Callable[[], ReadyGroups] = list
+        self._hear: Callable[[Sequence[ReadyGroups]], None] = lambda news: None
 
-    def carry(self, tell: Callable[[], News], hear: Callable[[Sequence[News]], None]) -> None:
+    def carry(self, tell: Callable[[], ReadyGroups], hear: Callable[[Sequence[ReadyGroups]], None]) -> None:
         """Have every agreement carry what `tell` returns; `hear` gets that of all replicas, under the board's lock."""
         self._tell, self._hear = tell, hear
 

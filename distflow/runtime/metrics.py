@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from distflow.data.metric_sums import EXPLAINED, SUM_SUFFIX, WEIGHT_SUFFIX, explained_variance
+from distflow.metrics.sums import EXPLAINED, SUM_SUFFIX, WEIGHT_SUFFIX, explained_variance
 from distflow.runtime.disk import DISK, Disk, finite
 from distflow.runtime.trace_writer import UNTRACED, TraceSink
 

@@ -69,7 +69,7 @@ class Node:
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
         self.counts: Callable[[], Mapping[str, float]] = dict
         """Counters of this worker by metric name, for the status."""
-        self.told: defaultdict[str, list[Callable[[], list[dict[str, Any]]]]] = defaultdict(list)
+        self.status_rows: defaultdict[str, list[Callable[[], list[dict[str, Any]]]]] = defaultdict(list)
         """What else `status` shows of this worker, by key."""
         self.lacks: Callable[[], str] = str  # What ledgers here wait for from outside the run; "": nothing.
         self._handlers: dict[str, Handler] = {}
@@ -252,8 +252,8 @@ class Node:
             "counts": dict(self.counts()),
             "checkpointed": self.checkpointed,
         }
-        told = {key: [one for tell in tells for one in tell()] for key, tells in self.told.items()}
-        self.endpoint.reply(message, row | told)
+        more = {key: [one for rows in sources for one in rows()] for key, sources in self.status_rows.items()}
+        self.endpoint.reply(message, row | more)
 
     def _stacks(self, message: Message) -> None:
         self.endpoint.reply(message, {"waits": self.board.waits(), "threads": thread_stacks()})

@@ -47,9 +47,10 @@ from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import KINDS as STORE_KINDS
 from distflow.exchange.store_channel import OWNERS, ClientStep, SampleStore, refusal
 from distflow.flow.edges import SAMPLES
+from distflow.flow.imported_step import check_step
 from distflow.flow.memory import MIB
 from distflow.flow.plan import Plan, StepPlan
-from distflow.flow.resolve import check_step, resolve
+from distflow.flow.resolve import resolve
 from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
@@ -108,10 +109,10 @@ def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Proble
         with user_code(f"{where}, at prompt position 0"):
             return prompts.prompt(0), []
     except UserError as error:
-        message, cure = str(error), "correct data.source, data.with or the tokenizer"
+        message, hint = str(error), "correct data.source, data.with or the tokenizer"
     except DistflowError as error:
-        message, cure = f"it fails:\n{error}", "the workers would fail in the same way"
-    return None, [Problem(key_where, "data.source", message, cure)]
+        message, hint = f"it fails:\n{error}", "the workers would fail in the same way"
+    return None, [Problem(key_where, "data.source", message, hint)]
 
 
 def lessors(owners: Sequence[str], kind: LeaseKind) -> list[str]:
@@ -208,7 +209,7 @@ def build_feed(
         node.on_request(kind, thread.put)
     for kind in OWNER_KINDS:
         node.on(kind, thread.put)
-    node.told["prompts"].append(lambda: [feed.counts])
+    node.status_rows["prompts"].append(lambda: [feed.counts])
     return thread
 
 
@@ -256,9 +257,9 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     begins = list(setting.begins.items())
     node.facts |= {facts.OWNERS: list(setting.owners), facts.TERM: setting.document.term, facts.BEGINS: begins}
     node.on_request(OWNERS, lambda message: node.endpoint.reply(message, {"owners": list(setting.owners)}))
-    node.told["consumers"].append(lambda: [one._asdict() for one in store.consumers.counts()])
+    node.status_rows["consumers"].append(lambda: [one._asdict() for one in store.consumers.counts()])
     outside = Outside(inbound.core, store, plan, written, lambda: node.board.current is not None)
-    node.told["outside"].append(outside.told)
+    node.status_rows["outside"].append(outside.status)
     node.on_tick(store.tick)
     node.on_close(partial(_close, store, node))
     return Owned(inbound, store)
@@ -306,8 +307,8 @@ def _lacking(known: Sequence[str], fields: Iterable[str]) -> str:
     lacking = [name for name in fields if name not in known and not any(fnmatch(name, p) for p in patterns)]
     if not lacking:
         return ""
-    cure = "only what the run itself reads reaches the training workers: add others to run.dump_fields"
-    return f"samples have no field {lacking[0]!r} when they arrive — {did_you_mean(lacking[0], known)}; {cure}"
+    hint = "only what the run itself reads reaches the training workers: add others to run.dump_fields"
+    return f"samples have no field {lacking[0]!r} when they arrive — {did_you_mean(lacking[0], known)}; {hint}"
 
 
 def _difficulty(config: DifficultyConfig, order: PromptOrder, setting: Setting) -> Difficulty:

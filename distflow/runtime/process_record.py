@@ -35,7 +35,7 @@ SIGNAL = signal.SIGUSR2
 TROUBLES, LONGEST_TROUBLE = ".troubles.txt", 500
 _PACKAGE = Path(distflow.__file__).parent
 OURS = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, *(_PACKAGE.parent / name for name in ("workers", "launch"))))
-LIBRARIES = ("/site-packages/", "/dist-packages/", f"{os.path.dirname(os.__file__)}{os.sep}")
+LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/", f"{os.path.dirname(os.__file__)}{os.sep}")
 """Parts of the paths of installed packages and of Python's own files."""
 
 
@@ -160,7 +160,7 @@ def _frames(stack: traceback.StackSummary) -> dict[str, Any]:
 
 def _is_yours(file: str) -> bool:
     """Whether a file is the user's: not distflow's, a library's or Python's own."""
-    return not (file.startswith(OURS) or file.startswith("<") or any(part in file for part in LIBRARIES))
+    return not (file.startswith(OURS) or file.startswith("<") or any(part in file for part in LIBRARY_FOLDERS))
 
 
 def render(threads: Sequence[Mapping[str, Any]], *, everything: bool = False) -> str:

@@ -318,4 +318,4 @@ def _connect(node: Node, links: Mapping[str, ShardLink]) -> None:
         node.on_tick(link.tick)
         node.on_lost(link.lost)
         node.on_close(link.close)
-    node.told["weights_in_parts"].append(lambda: [link.told() for link in links.values()])
+    node.status_rows["weights_in_parts"].append(lambda: [link.status() for link in links.values()])

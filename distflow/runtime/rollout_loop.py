@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from distflow.config.schema import Recipe
-from distflow.data.batch_cost import BatchMeter
 from distflow.errors import NoProgressError
 from distflow.exchange.messages import Lease
 from distflow.exchange.rollout_core import FinishedGroup, Messages, RolloutCore, Turn
 from distflow.exchange.sample_channel import OutboundSamples
 from distflow.log import logger
+from distflow.metrics.batch_cost import BatchMeter
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine

@@ -26,8 +26,9 @@ from distflow.data.samples import last_rows, on_all_rows
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.exchange.tally import Tally
 from distflow.flow.file_import import without_import
+from distflow.flow.imported_step import check_step
 from distflow.flow.plan import StepPlan
-from distflow.flow.resolve import check_step, resolve
+from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore

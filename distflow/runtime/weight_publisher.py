@@ -76,7 +76,7 @@ class Announcer:
         tag = run_tag(setting.run_dir, hosts.here)
         if hosts.address is not None:
             self._server = _server_for(setting, model, hosts, tag, node.board.fault)
-            node.told["weights"].append(self._server.told)
+            node.status_rows["weights"].append(self._server.status)
         pinned = None if self._server is None else self._server.pinned
         shown = partial(node.board.shown, peers=())
         self._publisher = ShmPublisher(tag, model, setting.document.term, pinned, shown)
@@ -358,7 +358,7 @@ def build_reader(setting: Setting, node: Node, hosts: Hosts, *, near: bool) -> W
     nixl = one_sided_reads(hosts.nixl, node.endpoint.traffic)
     about = (run_tag(setting.run_dir, hosts.here), hosts.address or LOOPBACK, limit_s, setting.document.site, nixl)
     reader = SwarmReader(*about)
-    node.told["weights"].append(reader.told)
+    node.status_rows["weights"].append(reader.status)
     return Stage(reader, node.board.wake)
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distflow.data.batch_cost import BatchCost
+from distflow.metrics.batch_cost import BatchCost
 from distflow.sim.fluid_engine import FluidEngine
 
-DECODE, LEASES, WEIGHTS, TRAINS = "decode", "leases", "weights", "trains"
+DECODE, LEASES, WEIGHTS, COLOCATED = "decode", "leases", "weights", "trains"
 STALLED, LOADS = "stalled", "loads"
 """Of the time with samples in the engine: computing prompts or environments, and changing weights."""
 TRAIN, FIRST, LATER, OTHERS, UPDATE = "train", "first", "later", "others", "update"
@@ -72,9 +72,9 @@ class WorkerTime(StateTime):
     def look(self, now: float, engine: FluidEngine, idle_for: Callable[[], str]) -> None:
         """Note what the engine does from now on."""
         if engine.running:
-            self.enter(TRAINS if engine.paused else DECODE, now)
+            self.enter(COLOCATED if engine.paused else DECODE, now)
         else:
-            self.enter(TRAINS if engine.paused else idle_for(), now)
+            self.enter(COLOCATED if engine.paused else idle_for(), now)
 
     def close(self, now: float, engine: FluidEngine) -> None:
         """The worker ends."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from distflow.flow.gpus import width
+from distflow.flow.plan import Plan
 from distflow.sim.splits import Candidate, PoolSplit, SplitRule, Trials
 
 MOST = 3
@@ -106,6 +108,23 @@ class CostSearch:
     """The cheapest split of each site that has room for one, the cheapest site first."""
     left_out: Mapping[str, str]
     """Why others have none, by site."""
+
+
+def pool_needs(plan: Plan, rule: SplitRule) -> dict[str, PoolNeed]:
+    """What each pool takes of the hosts."""
+    each = {rule.generating_pool: rule.engine, rule.training_pool: rule.trainer}
+    found = {}
+    for pool in plan.pools:
+        wide = max(1, *(width(worker) for worker in plan.workers if worker.name.pool == pool.name))
+        patterns = tuple(plan.recipe.layout.pools[pool.name].hosts)
+        found[pool.name] = PoolNeed(pool.count, each.get(pool.name, wide), wide, patterns)
+    return found
+
+
+def slots_of_others(needs: Mapping[str, PoolNeed], rule: SplitRule) -> int:
+    """What the pools that are not divided take of the hosts."""
+    kept = needs.keys() - {rule.generating_pool, rule.training_pool}
+    return sum(needs[name].workers * needs[name].each for name in kept)
 
 
 def cheapest(trials: Trials, offers: Sequence[SiteOffer], pools: Mapping[str, PoolNeed], fits: Fits) -> CostSearch:

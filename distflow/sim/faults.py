@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from distflow.config.schema import Schedule
+from distflow.config.schema import Refresh, Schedule
 from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.flow.plan import Plan
@@ -54,6 +54,7 @@ class Arithmetic:
     dealing: bool
     colocated: bool
     schedule: Schedule = "fifo"
+    refresh: Refresh = "eager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ def arithmetic_of(plan: Plan) -> Arithmetic:
         dealing=load.dealing,
         colocated=load.colocated,
         schedule=limits.schedule,
+        refresh=load.refresh,
     )
 
 
@@ -150,6 +152,7 @@ def scenario_of(arithmetic: Arithmetic, seed: int) -> Scenario:
         calls=rng.choice(CALLS),
         answer_s=rng.choice([0.0, 4.0]),
         read_s=rng.choice([0.0, 0.0, 3.0]),
+        refresh=arithmetic.refresh,
         step_s=rng.choice([0.0, 0.0, 1.0]),
         load_s=rng.choice([0.0, 0.0, 2.0]),
         seed=seed,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, cast
 
-from distflow.data.batch_cost import BatchCost
+from distflow.metrics.batch_cost import BatchCost
 from distflow.sim.latency import DecodeLatency
 from distflow.types import BegunSample, FinishReason, SampleOutput, Span, Version
 

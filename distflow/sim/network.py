@@ -19,31 +19,20 @@ from functools import partial
 import msgpack
 import msgspec
 
-from distflow.data.batch_cost import BatchCost
-from distflow.exchange.deal_core import News
+from distflow.exchange.deal_core import ReadyGroups
+from distflow.exchange.group_transfer import Send
 from distflow.exchange.intake_core import Sending
 from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
 from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Progress, Result
-from distflow.exchange.steal_core import Send
+from distflow.metrics.batch_cost import BatchCost
 from distflow.sim.account import SimulatedTraffic, Totals
 from distflow.sim.event_queue import EventQueue
-from distflow.sim.scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at
+from distflow.sim.scenario import Record, Scenario
 from distflow.sim.trainer import SimulatedReplica
 from distflow.sim.worker import Had, SimulatedWorker
 from distflow.types import Version
 
-__all__ = [
-    "SMALL",
-    "Crash",
-    "LeaseNetwork",
-    "Leave",
-    "Pause",
-    "Record",
-    "Scenario",
-    "StuckError",
-    "prompt_at",
-]
 MESSAGE = 150
 """Approximate bytes of a message without leases, tokens or results."""
 GROUP_HELD = 12
@@ -70,7 +59,7 @@ class LeaseNetwork(EventQueue):
         self.began_on: dict[int, set[Version]] = {}
         self.arrived: dict[int, float] = {}
         self.last_arrival = 0.0
-        self._met: dict[str, News] = {}
+        self._met: dict[str, ReadyGroups] = {}
         self._timeline = timeline
         self.trainers = self._new_trainers()
         self.version = self.trainers[self.owner_names[0]].owner.version
@@ -179,7 +168,7 @@ class LeaseNetwork(EventQueue):
         """Whether a replica waits for the others to meet."""
         return bool(self._met)
 
-    def meet(self, name: str, news: News) -> None:
+    def meet(self, name: str, news: ReadyGroups) -> None:
         """A replica waits for the others; when all have come, each hears a little later what all had to tell."""
         first = not self._met
         self._met[name] = news

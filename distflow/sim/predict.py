@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from distflow.config.schema import Refresh
 from distflow.errors import UserError
 from distflow.exchange.lease_settings import LeaseSettings, planned_settings
 from distflow.exchange.messages import Message
@@ -21,6 +22,7 @@ from distflow.flow.estimate import divides
 from distflow.flow.gpus import width
 from distflow.flow.plan import Plan
 from distflow.sim.account import (
+    COLOCATED,
     DECODE,
     FIRST,
     LATER,
@@ -29,7 +31,6 @@ from distflow.sim.account import (
     OTHERS,
     STALLED,
     TRAIN,
-    TRAINS,
     UPDATE,
     WEIGHTS,
     SimulatedSpan,
@@ -72,6 +73,7 @@ class Load:
     stealing: bool = True
     dealing: bool = False
     colocated: bool = False
+    refresh: Refresh = "eager"
     generating_pool: str = "rollout"
     training_pool: str = "trainer"
     engine_gpus: int = 1
@@ -177,7 +179,7 @@ def load_of(plan: Plan, *, prompt_tokens: int | None = None) -> Load:
     """
     if plan.reads is not None:
         raise UserError("simulate: this flow trains on files and generates nothing — distflow plan shows what it does")
-    makers = [pool for pool in plan.pools if plan.primary in pool.generates and not pool.validates]
+    makers = plan.generating_pools
     if len(makers) != 1:
         names = ", ".join(pool.name for pool in makers)
         raise UserError(f"simulate: {names} generate with {plan.primary}: several such pools are not built yet")
@@ -209,6 +211,7 @@ def load_of(plan: Plan, *, prompt_tokens: int | None = None) -> Load:
         stealing=plan.recipe.layout.stealing and not deals,
         dealing=deals,
         colocated=colocated,
+        refresh=plan.recipe.layout.refresh,
         generating_pool=maker.name,
         training_pool=home.name,
         engine_gpus=width(worker),
@@ -247,6 +250,7 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Simul
         workload=workload,
         crashes=options.crashes,
         colocated=load.colocated,
+        refresh=load.refresh,
         lazy_take=not load.streamed,
         stealing=load.stealing,
         dealing=load.dealing,
@@ -358,7 +362,9 @@ def _named(load: Load, name: str) -> str:
 
 def _pools(load: Load, begin: Totals, end: Totals) -> tuple[PoolUse, ...]:
     seconds = end.at - begin.at
-    generating = _shares(begin.generating, end.generating, load.rollouts * seconds, (DECODE, LEASES, WEIGHTS, TRAINS))
+    generating = _shares(
+        begin.generating, end.generating, load.rollouts * seconds, (DECODE, LEASES, WEIGHTS, COLOCATED)
+    )
     generating[STALLED] = (end.stalled_s - begin.stalled_s) / (load.rollouts * seconds)
     generating[LOADS] = (end.loading_s - begin.loading_s) / (load.rollouts * seconds)
     # It may take new weights while it has nothing to decode.

@@ -3,128 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from distflow.flow.plan import Plan
-from distflow.flow.slots_fit import SlotsFit
-from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
+from distflow.sim.account import COLOCATED, DECODE, FIRST, LATER, LEASES, LOADS, OTHERS, STALLED, TRAIN, UPDATE, WEIGHTS
 from distflow.sim.latency import DeviceLatency
-from distflow.sim.lengths import Lengths
+from distflow.sim.notes import counted
+from distflow.sim.plan_simulation import Simulated, SimulationInput
 from distflow.sim.predict import LEFT_OUT, PoolUse, Prediction
-from distflow.sim.theory import LengthMoments, SpeedUp, StepTimes
-from distflow.sim.workload import Job
 
 STATES: Mapping[str, str] = {
-    "decode": "generates",
-    "leases": "waits for leases: all that max_staleness or memory allows is leased",
-    "weights": "waits for newer weights, which its leases need",
-    "stalled": "computes prompts or environments",
-    "loads": "loads new weights",
-    "trains": "trains (colocated)",
-    "train": "trains",
-    "first": "waits for the first samples of the step",
-    "later": "waits for more samples of the step",
-    "others": "waits for other replicas, after the last sample",
-    "update": "optimizer step, and publishing weights",
+    DECODE: "generates",
+    LEASES: "waits for leases: all that max_staleness or memory allows is leased",
+    WEIGHTS: "waits for newer weights, which its leases need",
+    STALLED: "computes prompts or environments",
+    LOADS: "loads new weights",
+    COLOCATED: "trains (colocated)",
+    TRAIN: "trains",
+    FIRST: "waits for the first samples of the step",
+    LATER: "waits for more samples of the step",
+    OTHERS: "waits for other replicas, after the last sample",
+    UPDATE: "optimizer step, and publishing weights",
 }
 """States of `distflow.sim.account`."""
-CUT = 0.2
-"""Share of the responses that are cut off from which that is said."""
-EMULATED = "distflow.testing.emulated:"
 LEAST = 0.0005
 """Shares below it are not shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimulateWays:
-    """How to simulate each plan."""
-
-    device: DeviceLatency
-    lengths: Lengths
-    shown: str
-    """The lengths, for people."""
-    prompt_tokens: int | None
-    steps: int
-    timeline: bool
-    turns: SampleTurns = ONE_TURN
-
-
-@dataclass(frozen=True, slots=True)
-class Simulated:
-    """One plan, and what came out."""
-
-    words: tuple[str, ...]
-    """The values in which it differs from the others."""
-    prediction: Prediction
-    model: StepTimes
-    ideal_s: float
-    theory: SpeedUp | None
-    """Of asynchrony."""
-    notes: tuple[str, ...] = ()
-    fit: SlotsFit | None = None
-    context: float = 0.0
-    """Mean tokens of a sample that is generated, over its tokens, prompt included."""
-
-    @property
-    def fitting(self) -> int | None:
-        """Samples of that length that an engine has memory for; None: that is not known."""
-        return None if self.fit is None else self.fit.samples(self.context)
-
-
-def of_other_gpus(device: DeviceLatency, engine: int, pool: str) -> list[str]:
-    """A line where an engine of this pool has another number of GPUs than its times are of; otherwise none."""
-    if engine in (0, device.gpus.engine):
-        return []
-    gpus = counted(engine, "GPU")
-    return [
-        f"note: an engine of {pool} has {gpus}, and the times of {device.device} are of {device.gpus.engine}: it is "
-        f"simulated as fast as these — `distflow profile` measures a latency model of engines with {gpus}"
-    ]
-
-
-def of_slots(fit: SlotsFit | None, context: float, pool: str) -> list[str]:
-    """A line where an engine of this pool has more slots than memory for samples of so many tokens, as far as known."""
-    if fit is None or fit.slots <= fit.samples(context):
-        return []
-    return [
-        f"warning: the {fit.slots} slots of an engine of {pool} are more than its KV memory has room for samples "
-        f"({fit.samples(context)} of the mean {context:,.0f} tokens): what waits or is computed again for it is not "
-        "simulated"
-    ]
-
-
-def of_cuts(job: Job, ways: SimulateWays, moments: LengthMoments) -> list[str]:
-    """Lines where the recipe cuts off responses or prompts of these lengths."""
-    lines = []
-    if (cut := moments.above(job.response_tokens)) >= CUT:
-        lines.append(f"note: {cut:.0%} of the responses are cut off at {job.response_tokens} tokens (max_new_tokens)")
-    if ways.prompt_tokens is not None and ways.prompt_tokens > job.prompt_tokens:
-        lines.append(f"note: prompts are cut to {job.prompt_tokens} tokens (data.max_prompt_tokens)")
-    return lines
-
-
-def of_own_devices(plan: Plan) -> list[str]:
-    """A line where emulated engines and backends of this plan have options, none of which a simulation asks for."""
-    told = dict.fromkeys(
-        f"{section} of {worker.name.pool} ({', '.join(options)})"
-        for worker in plan.workers
-        for kind, section, options in (
-            (worker.engine, "engine_options", worker.engine_options),
-            (worker.backend, "backend_options", worker.backend_options),
-        )
-        if (kind or "").startswith(EMULATED) and options
-    )
-    if not told:
-        return []
-    return [f"note: simulated is what --device and --lengths say: {' and '.join(told)} are not used"]
-
-
-def page(found: Simulated, ways: SimulateWays) -> list[str]:
+def page(found: Simulated, inputs: SimulationInput) -> list[str]:
     """For people."""
     one, model = found.prediction, found.model
     lines = [
-        f"simulated on {ways.device.device}, {ways.device.model}; {ways.shown}",
+        f"simulated on {inputs.device.device}, {inputs.device.model}; {inputs.shown}",
         *found.notes,
         "",
         f"training step      {shown_seconds(one.step_s)}   ({counted(len(one.steps), 'step')}, "
@@ -134,7 +43,7 @@ def page(found: Simulated, ways: SimulateWays) -> list[str]:
         f"  ideal            {shown_seconds(found.ideal_s)}   all work over all devices, as if each could do either: "
         f"{found.ideal_s / one.step_s:.0%} of the step",
         *_theory(found),
-        *_weights(one, ways.device),
+        *_weights(one, inputs.device),
         f"samples            {one.samples_s:,.1f} a second, {one.tokens_s:,.0f} response tokens a second",
     ]
     for pool in one.pools:
@@ -254,11 +163,6 @@ def _slots(pool: PoolUse, found: Simulated) -> str:
     return (
         f"{shown} of {found.fit.slots}, KV memory for {found.fitting} samples of the mean {found.context:,.0f} tokens"
     )
-
-
-def counted(number: int, what: str) -> str:
-    """`1 device`, `2 devices`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def shown_seconds(value: float) -> str:

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distflow.config.schema import Refresh
 from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Message
-from distflow.sim.workload import FixedWorkload, Workload, prompt_at
-
-__all__ = ["SMALL", "Crash", "Leave", "Pause", "Record", "Renewal", "Scenario", "StuckError", "prompt_at"]
+from distflow.sim.workload import FixedWorkload, Workload
 
 
 class StuckError(AssertionError):
@@ -132,6 +131,8 @@ class Scenario:
     """Maximum time to read a prompt; 0: prompts are available at once."""
     step_s: float = 0.0
     """Duration of a decode step, and of the reward of a group: messages that arrive meanwhile are read afterwards."""
+    refresh: Refresh = "eager"
+    """When a worker takes newer weights that are there, as `layout.refresh`."""
     load_s: float = 0.0
     """Delay between the announcement and the loading of weights."""
     hub_s: Callable[[Message], float] = _no_hub

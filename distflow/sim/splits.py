@@ -6,7 +6,7 @@ ends when none is left that could be best and both neighbours of the best are si
 `BUDGET_S` is used up, as it is estimated. What is done is a function of the recipe, the device and the lengths alone,
 and so is what comes of it.
 
-    found = search(Trials(split_rule(plan, device), load_for, ways, None, print))
+    found = search(Trials(split_rule(plan, device), load_for, inputs, None, print))
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from distflow.data.rollout_count import divisible
 from distflow.errors import RecipeError, UserError
 from distflow.flow.estimate import divides
 from distflow.flow.gpus import width
 from distflow.flow.plan import Plan, PoolPlan
+from distflow.metrics.rollout_count import divisible
 from distflow.sim.account import DECODE, FIRST, LATER, LEASES, LOADS, OTHERS, STALLED, TRAIN, UPDATE, WEIGHTS
 from distflow.sim.latency import DeviceLatency
+from distflow.sim.notes import counted
+from distflow.sim.plan_simulation import SimulationInput
 from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate, steps_of
-from distflow.sim.report import SimulateWays, counted
 from distflow.sim.schedule_of import schedule_of
 from distflow.sim.theory import LengthMoments, StepTimes, schedule
 
@@ -187,7 +188,7 @@ def _two_pools(plan: Plan) -> tuple[PoolPlan, PoolPlan]:
     """The generating and the training pool."""
     if plan.reads is not None:
         raise UserError("plan --optimize: this flow trains on files and generates nothing, so nothing is to be split")
-    makers = [pool for pool in plan.pools if plan.primary in pool.generates and not pool.validates]
+    makers = plan.generating_pools
     if len(makers) > 1:
         raise UserError(
             f"plan --optimize: {', '.join(pool.name for pool in makers)} all generate with {plan.primary}, and which "
@@ -220,17 +221,22 @@ class Trials:
     """Models and simulates splits, and keeps what came of it."""
 
     def __init__(
-        self, rule: SplitRule, load_for: LoadFor, ways: SimulateWays, steps: int | None, tell: Callable[[str], None]
+        self,
+        rule: SplitRule,
+        load_for: LoadFor,
+        inputs: SimulationInput,
+        steps: int | None,
+        tell: Callable[[str], None],
     ) -> None:
         """`steps`: training steps that count in each simulation; None: 8, or fewer where they would take long.
 
         `load_for` raises RecipeError for a split that the recipe cannot have; `tell` gets a line before each
         simulation, and one with what came of it.
         """
-        self.rule, self._load_for, self._ways, self._tell = rule, load_for, ways, tell
+        self.rule, self._load_for, self._inputs, self._tell = rule, load_for, inputs, tell
         self.here = load_for(rule.present, None)
         """The present split."""
-        self.moments = LengthMoments.of(ways.lengths, self.here.job.response_tokens)
+        self.moments = LengthMoments.of(inputs.lengths, self.here.job.response_tokens)
         self.known = {split: self.modelled(split, self.here) for split in sorted({*rule.splits(), rule.present})}
         self.steps = self._steps() if steps is None else steps
         self.spent_s = 0.0
@@ -259,8 +265,8 @@ class Trials:
 
     def modelled(self, split: PoolSplit, load: Load) -> Candidate:
         """By the formula."""
-        plan = schedule_of(self.sized(split, load), self._ways.device)
-        return Candidate(split, schedule(plan, self._ways.device, self.moments))
+        plan = schedule_of(self.sized(split, load), self._inputs.device)
+        return Candidate(split, schedule(plan, self._inputs.device, self.moments))
 
     def simulated(self, candidate: Candidate, stale: int | None) -> Candidate:
         """With its simulation, or why the recipe refuses it; `stale`: with another bound of staleness."""
@@ -275,7 +281,7 @@ class Trials:
         self._tell(f"simulating {name}, estimated to take {estimated_s:.0f} s")
         self.spent_s += estimated_s
         options = SimulateOptions(self.steps)
-        done = replace(candidate, prediction=simulate(load, self._ways.device, self._ways.lengths, options))
+        done = replace(candidate, prediction=simulate(load, self._inputs.device, self._inputs.lengths, options))
         self._tell(f"{name}: {done.step_s:.1f} s a training step, limited by {limit_of(done).name}")
         return done
 

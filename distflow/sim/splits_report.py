@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from distflow.sim.costs import CostSearch
+from distflow.sim.notes import counted
+from distflow.sim.plan_simulation import SimulationInput
 from distflow.sim.predict import LEFT_OUT
-from distflow.sim.report import SimulateWays, counted, shown_seconds
+from distflow.sim.report import shown_seconds
 from distflow.sim.splits import Candidate, SplitSearch, StalenessChoice, limit_of
 
 REFUSED = 3
@@ -37,7 +39,7 @@ def _mark(found: SplitSearch, one: Candidate) -> str:
     return ", ".join(marks)
 
 
-def above(found: SplitSearch, ways: SimulateWays) -> list[str]:
+def above(found: SplitSearch, inputs: SimulationInput) -> list[str]:
     """The lines before the table."""
     rule = found.rule
     simulated = sum(one.prediction is not None for one in found.candidates)
@@ -49,7 +51,7 @@ def above(found: SplitSearch, ways: SimulateWays) -> list[str]:
         each += f" (the present layout has {rule.used(rule.present)})"
     bound = "unbounded" if found.staleness is None else found.staleness
     return [
-        f"simulated on {ways.device.device}, {ways.device.model}; {ways.shown}",
+        f"simulated on {inputs.device.device}, {inputs.device.model}; {inputs.shown}",
         f"{counted(rule.devices, 'device')} between {rule.generating_pool} and {rule.training_pool}{each}; "
         f"max_staleness {bound}; {simulated} of {counted(len(found.candidates), 'split')} simulated, "
         f"{counted(found.steps, 'training step')} of each",

@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from distflow.exchange.deal_core import DealCore, News
+from distflow.exchange.deal_core import DealCore, ReadyGroups
 from distflow.exchange.dealing import CostRule, DealRule
+from distflow.exchange.group_transfer import GROUPS, Send
 from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Result
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.steal_core import GROUPS, Send
 from distflow.sim.account import FIRST, LATER, TRAIN, UPDATE, ReplicaTime
 from distflow.sim.scenario import Record, Scenario
 from distflow.sim.workload import Workload
 from distflow.types import Version
 
 
-class Classroom(Protocol):
+class ReplicaNetwork(Protocol):
     """The part of the network that a replica uses."""
 
     scenario: Scenario
@@ -59,14 +59,14 @@ class Classroom(Protocol):
     def called(self) -> bool:
         """Whether another replica waits for the others to meet."""
 
-    def meet(self, name: str, news: News) -> None:
+    def meet(self, name: str, news: ReadyGroups) -> None:
         """A replica waits for the others, and has this to tell them."""
 
 
 class SimulatedReplica:
     """Replica `number` in the network's present term."""
 
-    def __init__(self, network: Classroom, number: int, saved: dict[str, object] | None) -> None:
+    def __init__(self, network: ReplicaNetwork, number: int, saved: dict[str, object] | None) -> None:
         scenario = network.scenario
         self.network = network
         self.name = network.owner_names[number]
@@ -199,7 +199,7 @@ class SimulatedReplica:
             return self.intake.take(self.network.now, called=called)
         return self.intake.rest() or (Take(meet=True) if called else None)
 
-    def heard(self, news: Sequence[News]) -> None:
+    def heard(self, news: Sequence[ReadyGroups]) -> None:
         """All replicas have met."""
         self._meeting = False
         self.send(self.intake.heard(news, self.network.now))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Had = tuple[FluidEngine, FluidSample]
 
 
-class Surroundings(Protocol):
+class WorkerNetwork(Protocol):
     """The part of the network that a worker uses."""
 
     scenario: Scenario
@@ -65,7 +65,7 @@ class Surroundings(Protocol):
 class SimulatedWorker:
     """A generating worker: its cores, a weight receiver, and an engine that takes time."""
 
-    def __init__(self, network: Surroundings, number: int) -> None:
+    def __init__(self, network: WorkerNetwork, number: int) -> None:
         self.network = network
         self.number = number
         self.name = f"rollout/{number}"
@@ -114,7 +114,7 @@ class SimulatedWorker:
             term=self.network.term,
             seed=scenario.seed * 1000 + self.number,
         )
-        self.core = RolloutCore(self.holder)
+        self.core = RolloutCore(self.holder, scenario.refresh)
         self._generate_for(self.network.version)
         self.time.settle(self.network.now)
         self.network.started(self)

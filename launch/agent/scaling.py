@@ -235,12 +235,12 @@ class Scaling:
         """Refuse what a pool that trains could not go on with. Raises UserError, also for what cannot be planned."""
         from distflow.flow.recipe_check import plan_resized
 
-        cure = f"stop the run, and continue with --resume layout.pools.{pool}.count={count}"
+        hint = f"stop the run, and continue with --resume layout.pools.{pool}.count={count}"
         if not self._core.renews:
-            raise UserError(f"scale: pool {pool!r} trains, and layout.on_failure: stop allows no second term — {cure}")
+            raise UserError(f"scale: pool {pool!r} trains, and layout.on_failure: stop allows no second term — {hint}")
         if recipe_in(self._record.path).run.deterministic:
             raise UserError(
-                f"scale: run.deterministic promises the same bits for one number of training workers only — {cure}"
+                f"scale: run.deterministic promises the same bits for one number of training workers only — {hint}"
             )
         plan_resized(self._record.path, {pool: count})
 

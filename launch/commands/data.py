@@ -73,8 +73,8 @@ def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
     wrong = [sample.label for sample in samples if not 1 <= len(sample.prompt.token_ids) <= limit]
     if wrong:
         key, message = "data.max_prompt_tokens", f"{len(wrong)} of {len(samples)} prompts are longer, or empty"
-        cure = "raise it, or leave such prompts out: data.overlong=drop"
-        raise RecipeError([Problem(loaded.origin(key), key, f"{message}, first {wrong[0]}", cure)])
+        hint = "raise it, or leave such prompts out: data.overlong=drop"
+        raise RecipeError([Problem(loaded.origin(key), key, f"{message}, first {wrong[0]}", hint)])
     return 0
 
 
@@ -163,9 +163,9 @@ def _show_responses(step: StepPlan, samples: Sequence[_Sample], origin: Callable
     )
     long = [s.label for s in samples if any(len(one.token_ids) > limit for one in s.prompt.responses)]
     if long:
-        key, cure = f"flow.steps.{step.name}.with.max_response_tokens", "raise it, or leave such rows out: "
+        key, hint = f"flow.steps.{step.name}.with.max_response_tokens", "raise it, or leave such rows out: "
         message = f"responses of {len(long)} of {len(samples)} prompts are longer, first of {long[0]}"
-        raise RecipeError([Problem(origin(key), key, message, f"{cure}data.overlong=drop")])
+        raise RecipeError([Problem(origin(key), key, message, f"{hint}data.overlong=drop")])
 
 
 def _judge(plan: Plan, tokenizer: Tokenizer, samples: Sequence[_Sample]) -> str:

@@ -116,8 +116,8 @@ def _print(found: list[Finding]) -> None:
     for finding in found:
         level = click.style(f"{finding.level:<4}", fg=COLOURS[finding.level])
         click.echo(f"{level}  {finding.name:<{width}}  {finding.text}")
-        if finding.cure:
-            click.echo(f"{'':4}  {'':{width}}  → {finding.cure}")
+        if finding.hint:
+            click.echo(f"{'':4}  {'':{width}}  → {finding.hint}")
     counts = [sum(finding.level == level for finding in found) for level in COLOURS]
     click.echo("{} ok, {} warnings, {} failures".format(*counts))
 

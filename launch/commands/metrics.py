@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from distflow.data.metrics_merge import validated
 from distflow.errors import UserError
+from distflow.metrics.merge import validated
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -114,8 +114,8 @@ def _cut(steps: Steps, names: Sequence[str] | None, last: int | None) -> Steps:
 
 def read_steps(run_dir: Path, tell: Callable[[str], None]) -> Steps:
     """The merged metrics of a run, one mapping per training step; `tell` gets lines about what is missing."""
-    from distflow.data.metrics_merge import MetricsReader
     from distflow.launch.observe.file_sync import refresh
+    from distflow.metrics.merge import MetricsReader
 
     for line in refresh(run_dir, ("metrics",), "metrics"):
         tell(line)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from distflow.errors import UserError
+from distflow.launch.commands.simulate import is_given, load_options, simulation_input
 
 if TYPE_CHECKING:
     from distflow.config.load import LoadedRecipe
@@ -20,45 +20,7 @@ if TYPE_CHECKING:
     from distflow.launch.deploy.placement import WorkerPlacement
     from distflow.sim.costs import PoolNeed, SiteOffer
     from distflow.sim.predict import Load
-    from distflow.sim.splits import PoolSplit, SplitRule, SplitSearch
-
-DEVICE = "h100-qwen2.5-7b"
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def load_options(steps: int | None) -> Callable[[Command], Command]:
-    """Options that say what to simulate a recipe on; `steps`: the default of --steps."""
-    file = click.Path(dir_okay=False, path_type=Path)
-    counted = click.IntRange(1, 1000)
-    options = (
-        click.option(
-            "--device",
-            default=DEVICE,
-            show_default=True,
-            metavar="NAME|FILE",
-            help="Latency model of device and model size: a shipped name, or a .yaml file.",
-        ),
-        click.option(
-            "--lengths",
-            metavar="KEY=VALUE,…",
-            help="Response lengths: median (tokens, 900), sigma (of the logarithm, 1.1), prompt_share (0.6).",
-        ),
-        click.option("--trace", type=file, metavar="FILE", help="Measured lengths: a line of them for each prompt."),
-        click.option(
-            "--prompt-tokens",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Tokens of a prompt.  [default: half of the longest]",
-        ),
-        click.option("--steps", type=counted, default=steps, show_default=True, help="Simulated steps that count."),
-    )
-
-    def add(command: Command) -> Command:
-        for option in options:
-            command = option(command)
-        return command
-
-    return add
+    from distflow.sim.splits import PoolSplit, SplitSearch
 
 
 @click.command()
@@ -102,11 +64,6 @@ def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], 
     if optimize:
         return _optimize(recipe, overrides, load, hosts, as_json=given["as_json"])
     return _show_plan(recipe, overrides, hosts=hosts, **given)
-
-
-def is_given(context: click.Context, name: str) -> bool:
-    """Whether an option is on the command line, and not just at its default."""
-    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _show_plan(
@@ -153,20 +110,20 @@ def _optimize(
     """Propose a split of the devices between the pool that generates and the one that trains."""
     from distflow.errors import RecipeError
     from distflow.flow.recipe_check import plan_recipe
-    from distflow.launch.commands.simulate import ways_of
     from distflow.launch.deploy.hostfile import HostsError, select
     from distflow.sim import splits, splits_report
-    from distflow.sim.costs import cheapest
+    from distflow.sim.costs import cheapest, pool_needs, slots_of_others
+    from distflow.sim.notes import emulation_notes, truncation_notes
     from distflow.sim.predict import load_of
-    from distflow.sim.report import of_cuts, of_own_devices
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
-    ways = ways_of(given, timeline=False)
+    inputs = simulation_input(given, timeline=False)
     offers = _offers(hosts)
-    rule = splits.split_rule(plan, ways.device, given["devices"])
+    rule = splits.split_rule(plan, inputs.device, given["devices"])
+    needs = pool_needs(plan, rule)
     if hosts and given["devices"] is None:
-        left = sum(len(host.slots) for host in hosts) - _slots_of_others(plan, rule)
-        rule = splits.split_rule(plan, ways.device, left, option="--hosts")
+        left = sum(len(host.slots) for host in hosts) - slots_of_others(needs, rule)
+        rule = splits.split_rule(plan, inputs.device, left, option="--hosts")
 
     def load_for(split: PoolSplit, stale: int | None) -> Load:
         bound = () if stale is None else (f"layout.max_staleness={stale}",)
@@ -177,9 +134,9 @@ def _optimize(
                 _placement(other, hosts)
             except HostsError as error:
                 raise RecipeError(error.problems) from error
-        return _on_hosts(load_of(other, prompt_tokens=ways.prompt_tokens), hosts)
+        return _on_hosts(load_of(other, prompt_tokens=inputs.prompt_tokens), hosts)
 
-    trials = splits.Trials(rule, load_for, ways, given["steps"], lambda line: click.echo(line, err=True))
+    trials = splits.Trials(rule, load_for, inputs, given["steps"], lambda line: click.echo(line, err=True))
     found = splits.search(trials)
 
     def fits(words: Sequence[str], include: str) -> bool:
@@ -190,8 +147,9 @@ def _optimize(
             return False
         return True
 
-    costs = cheapest(trials, offers, _pool_needs(plan, rule), fits)
-    notes = [*of_own_devices(plan), *of_cuts(trials.here.job, ways, trials.moments), *_link_notes(plan, found, hosts)]
+    costs = cheapest(trials, offers, needs, fits)
+    notes = [*emulation_notes(plan), *truncation_notes(trials.here.job, inputs.prompt_tokens, trials.moments)]
+    notes += _link_notes(needs[rule.training_pool], found, hosts)
     if as_json:
         import json
 
@@ -199,7 +157,7 @@ def _optimize(
         return 0
     from distflow.launch.commands.metrics import print_columns
 
-    click.echo("\n".join(splits_report.above(found, ways)))
+    click.echo("\n".join(splits_report.above(found, inputs)))
     print_columns(splits_report.table(found))
     click.echo("\n".join(splits_report.below(found, notes)))
     if offers:
@@ -244,20 +202,12 @@ def _offers(hosts: Sequence[Host]) -> list[SiteOffer]:
     ]
 
 
-def _slots_of_others(plan: Plan, rule: SplitRule) -> int:
-    """What pools that are not divided take of the hosts."""
-    needs = _pool_needs(plan, rule)
-    kept = needs.keys() - {rule.generating_pool, rule.training_pool}
-    return sum(needs[name].workers * needs[name].each for name in kept)
-
-
-def _link_notes(plan: Plan, found: SplitSearch, hosts: Sequence[Host]) -> list[str]:
+def _link_notes(trains: PoolNeed, found: SplitSearch, hosts: Sequence[Host]) -> list[str]:
     """About the links between the hosts, which no simulation knows."""
     if len(hosts) < 2:
         return []
     lines = ["links between hosts are taken to be all alike, and fast enough for gradients"]
     pool, trainers = found.rule.training_pool, found.proposed.split.trainers
-    trains = _pool_needs(plan, found.rule)[pool]
     sites = {host.site: [other for other in hosts if other.site == host.site] for host in hosts}
     used = {host.site for host in hosts if trains.may_use(host.name)}
     if len(used) < 2 or trainers < 2:
@@ -267,20 +217,6 @@ def _link_notes(plan: Plan, found: SplitSearch, hosts: Sequence[Host]) -> list[s
     names = ", ".join(host.name for host in sites[site] if trains.may_use(host.name))
     pin = f"'layout.pools.{pool}.hosts=[{names}]'"
     return [*lines, f"those between sites are slow: pin {pool} to one of them, such as {pin} (docs/sites.md)"]
-
-
-def _pool_needs(plan: Plan, rule: SplitRule) -> dict[str, PoolNeed]:
-    """What each pool takes of the hosts."""
-    from distflow.flow.gpus import width
-    from distflow.sim.costs import PoolNeed
-
-    each = {rule.generating_pool: rule.engine, rule.training_pool: rule.trainer}
-    found = {}
-    for pool in plan.pools:
-        wide = max(1, *(width(worker) for worker in plan.workers if worker.name.pool == pool.name))
-        patterns = tuple(plan.recipe.layout.pools[pool.name].hosts)
-        found[pool.name] = PoolNeed(pool.count, each.get(pool.name, wide), wide, patterns)
-    return found
 
 
 def _show(plan: Plan, placement: WorkerPlacement | None) -> None:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import click
 
 from distflow.config.outputs import cannot_write
-from distflow.data.metrics_merge import validated
 from distflow.errors import UserError, did_you_mean
 from distflow.launch.commands.metrics import Steps, chosen_keys, read_runs
+from distflow.metrics.merge import validated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from distflow.sim.report import Simulated
+    from distflow.sim.plan_simulation import Simulated
 
 INSTALL = "pip install 'distflow-rl[plot]'"
 WIDTH_IN, HEIGHT_IN, LEGEND_IN, DPI = 3.2, 2.3, 0.35, 110

@@ -89,8 +89,8 @@ def _step_folder(run_dir: Path, step: int | None, kind: str) -> Path:
     folders = sorted((run_dir / kind).glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     if not folders:
         often = "run.dump_rollouts says how often samples are dumped"
-        cure = often if kind == ROLLOUTS else f"val.every says how often there is validation, {often}"
-        raise UserError(f"{run_dir}/{kind}: nothing was dumped yet — {cure}")
+        hint = often if kind == ROLLOUTS else f"val.every says how often there is validation, {often}"
+        raise UserError(f"{run_dir}/{kind}: nothing was dumped yet — {hint}")
     if step is None:
         return folders[-1]
     wanted = [folder for folder in folders if int(folder.name.removeprefix("step_")) == step]

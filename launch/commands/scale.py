@@ -37,7 +37,7 @@ from distflow.launch.observe.progress import AutoscaleDisplay, names_in
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
 from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_files, try_lock
 from distflow.launch.run.record import FILE_NAME, HOSTS, RunRecord, read_record
-from distflow.sim.autoscale import Autoscaler, AutoscaleRule, check_pool
+from distflow.metrics.autoscale import Autoscaler, AutoscaleRule, check_pool
 from distflow.types import WorkerName
 
 AUTO = "auto"
@@ -122,10 +122,10 @@ def _changes(record: RunRecord, change: str | None, leave: Sequence[str], *, mor
         return _Changes({pool: count})
     if len(record.hosts) < 2 and not more_hosts:
         where = record.hosts[0].name if record.hosts else "this machine"
-        cure = "add a host to take its workers with --hosts FILE"
+        hint = "add a host to take its workers with --hosts FILE"
         if not record.hosts:
-            cure = f"to move it, end it with `distflow stop {record.name}` and go on with launch --resume --hosts FILE"
-        raise UserError(f"--leave {', '.join(leave)}: {record.name} is on {where} alone — {cure}")
+            hint = f"to move it, end it with `distflow stop {record.name}` and go on with launch --resume --hosts FILE"
+        raise UserError(f"--leave {', '.join(leave)}: {record.name} is on {where} alone — {hint}")
     numbers = {host.name: number for number, host in enumerate(record.hosts)}
     for name in leave:
         if name not in numbers:

@@ -11,22 +11,57 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from distflow.config.outputs import check_writable
 from distflow.errors import UserError
-from distflow.launch.commands.plan import is_given, load_options
-from distflow.launch.commands.sweep import values_of
 
 if TYPE_CHECKING:
     from distflow.sim.fluid_engine import SampleTurns
+    from distflow.sim.plan_simulation import Simulated, SimulationInput
     from distflow.sim.predict import Prediction
-    from distflow.sim.report import Simulated, SimulateWays
 
+DEVICE = "h100-qwen2.5-7b"
 MOST = 100
 """Simulations that one command makes."""
 MOST_TURN_S = 3600.0
 DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def load_options(steps: int | None) -> Callable[[Command], Command]:
+    """Options that say what to simulate a recipe on; `steps`: the default of --steps."""
+    file = click.Path(dir_okay=False, path_type=Path)
+    counted = click.IntRange(1, 1000)
+    options = (
+        click.option(
+            "--device",
+            default=DEVICE,
+            show_default=True,
+            metavar="NAME|FILE",
+            help="Latency model of device and model size: a shipped name, or a .yaml file.",
+        ),
+        click.option(
+            "--lengths",
+            metavar="KEY=VALUE,…",
+            help="Response lengths: median (tokens, 900), sigma (of the logarithm, 1.1), prompt_share (0.6).",
+        ),
+        click.option("--trace", type=file, metavar="FILE", help="Measured lengths: a line of them for each prompt."),
+        click.option(
+            "--prompt-tokens",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Tokens of a prompt.  [default: half of the longest]",
+        ),
+        click.option("--steps", type=counted, default=steps, show_default=True, help="Simulated steps that count."),
+    )
+
+    def add(command: Command) -> Command:
+        for option in options:
+            command = option(command)
+        return command
+
+    return add
 
 
 def _output_options(command: Command) -> Command:
@@ -75,7 +110,7 @@ def command(
         raise UserError("--seed: the first seed of --faults — give --faults N, too, or leave it out")
     outputs = {name: given.pop(name) for name in ("as_json", "output", "plot")}
     turns = _turns(given.pop("turn_tokens"), given.pop("turn_s"))
-    ways = replace(ways_of(given, timeline=outputs["output"] is not None), turns=turns)
+    inputs = replace(simulation_input(given, timeline=outputs["output"] is not None), turns=turns)
     if outputs["plot"] is not None:
         from distflow.launch.commands.plot import check_output
 
@@ -86,9 +121,14 @@ def command(
     for option, name in (("-o", "output"), ("--plot", "plot")):
         if outputs[name] is not None:
             check_writable(option, outputs[name])
-    found = [_simulated(recipe, words, differing, ways) for words, differing in combinations]
-    _show(found, ways, outputs)
+    found = [_simulated(recipe, words, differing, inputs) for words, differing in combinations]
+    _show(found, inputs, outputs)
     return 0
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    """Whether an option is on the command line, and not just at its default."""
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _check_alone(context: click.Context) -> None:
@@ -116,21 +156,21 @@ def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> in
     return 1 if broken else 0
 
 
-def ways_of(given: Mapping[str, Any], *, timeline: bool) -> SimulateWays:
+def simulation_input(given: Mapping[str, Any], *, timeline: bool) -> SimulationInput:
     """How to simulate, by the options `load_options`. Raises UserError."""
     from distflow.sim.latency import load
     from distflow.sim.lengths import Lognormal, read_trace
-    from distflow.sim.report import SimulateWays
+    from distflow.sim.plan_simulation import SimulationInput
 
     device = load(given["device"])
     about = (given["prompt_tokens"], given["steps"], timeline)
     if given["trace"] is not None:
         if given["lengths"] is not None:
             raise UserError("--trace: has all lengths itself — leave out --lengths")
-        return SimulateWays(device, read_trace(given["trace"]), f"lengths of {given['trace']}", *about)
+        return SimulationInput(device, read_trace(given["trace"]), f"lengths of {given['trace']}", *about)
     values = distribution(given["lengths"] or "")
     shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
-    return SimulateWays(device, Lognormal(**values), f"lognormal lengths, {shown}", *about)
+    return SimulationInput(device, Lognormal(**values), f"lognormal lengths, {shown}", *about)
 
 
 def _turns(tokens: int | None, seconds: float | None) -> SampleTurns:
@@ -171,7 +211,9 @@ def distribution(text: str) -> dict[str, float]:
 
 def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, ...]]]:
     """The overrides of each simulation, and those in which they differ."""
-    listed = [(word.partition("=")[0], values_of(word.partition("=")[2])) for word in overrides]
+    from distflow.config.compose import listed_values
+
+    listed = [(word.partition("=")[0], listed_values(word.partition("=")[2])) for word in overrides]
     for key, count in Counter(key.lstrip("+~") for key, _ in listed).items():
         if count > 1:
             raise UserError(f"{key}: given {count} times — give it once, several values as one list: {key}=1,2,3")
@@ -185,31 +227,15 @@ def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, 
     return found
 
 
-def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], ways: SimulateWays) -> Simulated:
-    from distflow.flow.gpus import width
+def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], inputs: SimulationInput) -> Simulated:
     from distflow.flow.recipe_check import plan_recipe
-    from distflow.flow.slots_fit import slots_fit
-    from distflow.sim.predict import SimulateOptions, load_of, simulate
-    from distflow.sim.report import Simulated, of_cuts, of_other_gpus, of_own_devices, of_slots
-    from distflow.sim.schedule_of import schedule_of, speed_up_of
-    from distflow.sim.theory import LengthMoments, ideal_s, schedule
+    from distflow.sim.plan_simulation import simulate_plan
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
-    load = load_of(plan, prompt_tokens=ways.prompt_tokens)
-    load = replace(load, job=replace(load.job, turns=ways.turns))
-    prediction = simulate(load, ways.device, ways.lengths, SimulateOptions(steps=ways.steps, timeline=ways.timeline))
-    moments = LengthMoments.of(ways.lengths, load.job.response_tokens)
-    step = schedule_of(load, ways.device)
-    model, ideal = schedule(step, ways.device, moments), ideal_s(step, ways.device, moments)
-    maker = next(worker for worker in plan.workers if worker.name.pool == load.generating_pool)
-    fit, context = slots_fit(plan, maker), load.job.prompt_tokens + moments.before
-    notes = [*of_own_devices(plan), *of_other_gpus(ways.device, width(maker), load.generating_pool)]
-    notes += [*of_cuts(load.job, ways, moments), *of_slots(fit, context, load.generating_pool)]
-    theory = speed_up_of(load, ways.device, moments)
-    return Simulated(differing, prediction, model, ideal, theory, tuple(notes), fit, context)
+    return simulate_plan(plan, inputs, differing)
 
 
-def _show(found: Sequence[Simulated], ways: SimulateWays, outputs: Mapping[str, Any]) -> None:
+def _show(found: Sequence[Simulated], inputs: SimulationInput, outputs: Mapping[str, Any]) -> None:
     from distflow.sim import report
 
     if outputs["as_json"]:
@@ -222,7 +248,7 @@ def _show(found: Sequence[Simulated], ways: SimulateWays, outputs: Mapping[str, 
         for note in dict.fromkeys(note for one in found for note in one.notes):
             click.echo(note)
     else:
-        click.echo("\n".join(report.page(found[0], ways)))
+        click.echo("\n".join(report.page(found[0], inputs)))
     if outputs["output"] is not None:
         from distflow.launch.commands.trace import write_trace
 

@@ -182,7 +182,7 @@ def _consumer_line(one: dict[str, Any]) -> str:
 
 
 def _steps(record: RunRecord) -> list[dict[str, float]]:
-    from distflow.data.metrics_merge import MetricsReader
+    from distflow.metrics.merge import MetricsReader
 
     reader = MetricsReader(record.path)
     reader.read()
@@ -191,7 +191,7 @@ def _steps(record: RunRecord) -> list[dict[str, float]]:
 
 def _other_count(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
     """What another number of generating workers would bring."""
-    from distflow.data.rollout_count import other_count
+    from distflow.metrics.rollout_count import other_count
     from distflow.types import WorkerName
 
     makers = [WorkerName.parse(entry.name).pool for entry in record.workers if entry.generates and not entry.trains]

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from distflow.cluster.processes import STOPPED
+from distflow.config.compose import listed_values
 from distflow.config.load import load_recipe
 from distflow.errors import DistflowError, RecipeError, UserError
 from distflow.launch.commands.metrics import MEAN_OF, Steps, figures, print_columns, read_steps
@@ -74,30 +75,13 @@ def _combinations(options: Options) -> tuple[list[str], list[tuple[str, ...]]]:
     values = {}
     for text in options.sweep:
         key, sign, listed = text.partition("=")
-        found = values_of(listed)
+        found = listed_values(listed)
         if not key or not sign or not all(found) or len(set(found)) < len(found):
             raise UserError(f"--sweep {text}: expected KEY=A,B,… with different values, as in --sweep run.seed=0,1,2")
         if key in values or any(override.partition("=")[0] == key for override in options.overrides):
             raise UserError(f"--sweep {text}: {key} is given twice — leave one of them out")
         values[key] = found
     return list(values), list(product(*([f"{key}={value}" for value in found] for key, found in values.items())))
-
-
-def values_of(listed: str) -> list[str]:
-    """The values that are listed: parted at commas, except those within brackets or quotes."""
-    found, depth, quote = [""], 0, ""
-    for letter in listed:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        else:
-            depth += (letter in "[{(") - (letter in "]})")
-        if letter == "," and not depth and not quote:
-            found.append("")
-        else:
-            found[-1] += letter
-    return [value.strip() for value in found]
 
 
 def _check_recipes(options: Options, combinations: Iterable[Sequence[str]]) -> None:

@@ -54,7 +54,7 @@ class Finding:
     """What was checked: a resource, or the key of the recipe that asks for it."""
     level: Level
     text: str
-    cure: str = ""
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def problems_here(plan: Plan, where: Callable[[str], str], *, ask_pythons: bool 
     if not (needs.devices or needs.libraries or needs.interpreters):
         return []
     found = _of_recipe(facts_here(Path(), needs), needs)
-    return [Problem(where(one.name), one.name, one.text, one.cure) for one in found if one.level == "FAIL"]
+    return [Problem(where(one.name), one.name, one.text, one.hint) for one in found if one.level == "FAIL"]
 
 
 def space_problems(runs_dir: Path, needs: Needs) -> list[Problem]:
@@ -177,13 +177,13 @@ def space_problems(runs_dir: Path, needs: Needs) -> list[Problem]:
     beside = needs.memory_beside_gpus.fail <= spaces[0].free < needs.memory.fail and bool(gpus())
     wanted = needs.memory_beside_gpus if beside else needs.memory
     found = _judged(str(folder), spaces, wanted, needs, abandoned())
-    return [Problem("this machine", one.name, one.text, one.cure) for one in found if one.level == "FAIL"]
+    return [Problem("this machine", one.name, one.text, one.hint) for one in found if one.level == "FAIL"]
 
 
 def problems_of(host: Host, facts: HostFacts, needs: Needs) -> list[Problem]:
     """Everything that keeps a host of a hosts file out of the run."""
     found = judge(facts, needs)
-    return [Problem(host.where, host.name, f"{one.name}: {one.text}", one.cure) for one in found if one.level == "FAIL"]
+    return [Problem(host.where, host.name, f"{one.name}: {one.text}", one.hint) for one in found if one.level == "FAIL"]
 
 
 def judge(facts: HostFacts, needs: Needs) -> list[Finding]:

@@ -18,7 +18,6 @@ import click
 from distflow.cluster.processes import Outcome
 from distflow.comm.processes import module_command
 from distflow.config.load import LoadedRecipe
-from distflow.data.metrics_merge import MetricsReader
 from distflow.errors import RecipeError, UserError
 from distflow.flow.memory_fit import warnings as memory_warnings
 from distflow.flow.plan import Plan
@@ -48,6 +47,7 @@ from distflow.launch.run.resume import (
     forget_abandoned,
     forget_unfinished,
 )
+from distflow.metrics.merge import MetricsReader
 from distflow.runtime.checkpoint.commit import begins, checkpoints_of, model_owed, models_of, newest_first, vanished
 
 SCRIPT = "slurm.sh"

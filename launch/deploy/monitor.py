@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from distflow.cluster.processes import HostEntry, agent_name
-from distflow.data.metrics_merge import MetricsReader
 from distflow.errors import UserError
 from distflow.launch.deploy.stop_run import StopProgress, stop_run
 from distflow.launch.observe.alerts import WINDOW, Alerts, where_time_went
@@ -28,6 +27,7 @@ from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, with
 from distflow.launch.run.exit_status import as_it_ended
 from distflow.launch.run.process_table import is_lost, signal_to
 from distflow.launch.run.record import AGENT, RunRecord, read_record
+from distflow.metrics.merge import MetricsReader
 from distflow.types import WorkerName
 
 SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"

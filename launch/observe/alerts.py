@@ -11,11 +11,11 @@ from typing import Any
 from distflow.cluster.processes import ProcessId, agent_name
 from distflow.comm.tracker_processes import COUNTS, DROPPED_ROWS
 from distflow.comm.tracker_processes import FAILURES as TRACKER_FAILURES
-from distflow.data.metrics_merge import MetricsReader
-from distflow.data.rollout_count import GENERATE, PHASE, SCORE, STALENESS
-from distflow.data.rollout_count import ROLLOUT_IDLE as ROLLOUT
-from distflow.data.rollout_count import TRAINER_IDLE as TRAINER
 from distflow.launch.run.record import RunRecord
+from distflow.metrics.merge import MetricsReader
+from distflow.metrics.rollout_count import GENERATE, PHASE, SCORE, STALENESS
+from distflow.metrics.rollout_count import ROLLOUT_IDLE as ROLLOUT
+from distflow.metrics.rollout_count import TRAINER_IDLE as TRAINER
 from distflow.runtime.checkpoint.commit import COPIED, COPY_FAILED
 from distflow.runtime.disk import DROPPED, REFUSED
 

@@ -22,13 +22,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from distflow.data.metrics_merge import MetricsReader
 from distflow.errors import UserError
 from distflow.launch.observe.alerts import outside_waits
 from distflow.launch.observe.run_client import Row
 from distflow.launch.observe.wait_graph import wait_graph
 from distflow.launch.run.record import RunRecord
-from distflow.sim.autoscale import Autoscaler, ScaleDecision, StepSeen
+from distflow.metrics.autoscale import Autoscaler, ScaleDecision, StepSeen
+from distflow.metrics.merge import MetricsReader
 from distflow.types import WorkerName
 
 BEHIND = 5

@@ -89,8 +89,8 @@ def answer_of_an_agent(record: RunRecord, kind: str, body: Mapping[str, Any], ti
     """As `ask_any_agent`, but raises UserError without an answer, or if the agent refuses."""
     answer = ask_any_agent(record, kind, body, timeout_s)
     if answer is None:
-        cure = f"`distflow status {record.name}` tells how the run is"
-        raise UserError(f"{command}: no host agent of {record.name} answers, so no workers can be started — {cure}")
+        hint = f"`distflow status {record.name}` tells how the run is"
+        raise UserError(f"{command}: no host agent of {record.name} answers, so no workers can be started — {hint}")
     if "error" in answer:
         raise UserError(answer["error"])
     return answer
@@ -173,8 +173,8 @@ def _answered(record: RunRecord, name: str, answer: dict[str, Any], *, everythin
 def _by_signal(record: RunRecord, name: str) -> Stacks:
     pid = record.pids[name].pid
     if state_of(pid) in HALTED:
-        cure = f" — `kill -CONT {pid}` resumes it" if state_of(pid) == psutil.STATUS_STOPPED else ""
-        return Stacks(name, pid, f"does not answer: it is {describe_state(pid)}{cure}")
+        hint = f" — `kill -CONT {pid}` resumes it" if state_of(pid) == psutil.STATUS_STOPPED else ""
+        return Stacks(name, pid, f"does not answer: it is {describe_state(pid)}{hint}")
     if not catches(pid, SIGNAL):
         return Stacks(name, pid, f"does not answer, and cannot handle the signal yet: it is {describe_state(pid)}")
     path = dump_file(record.path, name)

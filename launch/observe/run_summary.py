@@ -16,10 +16,10 @@ import yaml
 
 from distflow.cluster.processes import STOPPED, Failure
 from distflow.config.schema import StopConfig
-from distflow.data.metrics_merge import MetricsReader, validated
 from distflow.launch.observe.alerts import where_time_went
 from distflow.launch.run.record import RunRecord
 from distflow.launch.run.resume import best_checkpoint
+from distflow.metrics.merge import MetricsReader, validated
 from distflow.runtime.process_record import read_troubles
 from distflow.types import VAL, VAL_LOSS
 

@@ -26,12 +26,12 @@ import xxhash
 
 from distflow.comm.tracker_processes import WRONG
 from distflow.data.files import whole_lines
-from distflow.data.metrics_merge import TRAINED, Line, is_validation, merge_step
 from distflow.errors import UserError
 from distflow.flow.resolve import resolve
 from distflow.flow.trackers import TrackedRun, Tracker
 from distflow.launch.observe.file_sync import apart, refresh
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
+from distflow.metrics.merge import TRAINED, Line, is_validation, merge_step
 from distflow.runtime.disk import replace_file
 from distflow.types import WorkerName
 

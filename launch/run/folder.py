@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from distflow.config.yamlfile import yaml_text
-from distflow.data.metrics_merge import MetricsReader
 from distflow.errors import UserError
 from distflow.flow.neighbours import neighbours
 from distflow.flow.rescaling import resized, sizes
 from distflow.launch.run.record import FILE_NAME, read_record
+from distflow.metrics.merge import MetricsReader
 from distflow.runtime.disk import replace_file
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Outgoing, Refuse
-from distflow.sim.network import SMALL
+from distflow.sim.scenario import SMALL
 from tests.exchange.test_lease_client import HOME, asks, grant, new_holder
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import CostRule, DealRule, Hand, Offer, deal, in_rounds, padded, ranks
-from distflow.exchange.steal_core import GROUPS, KEPT, REPEAT_S, Send
-from distflow.sim.network import SMALL, LeaseNetwork, Scenario
+from distflow.exchange.group_transfer import GROUPS, KEPT, REPEAT_S, Send
+from distflow.sim.network import LeaseNetwork
+from distflow.sim.scenario import SMALL, Scenario
 from tests.budget import within
 
 REPLICAS = 8

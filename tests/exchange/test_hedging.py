@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 
 from distflow.exchange.entry import Entry
-from distflow.exchange.hedging import Copies
+from distflow.exchange.hedging import CopyCandidates
 from distflow.exchange.holder_table import Peer, Peers, PendingGrant
 from distflow.exchange.owner import OwnerCore
 from distflow.sim import trainer
 from distflow.sim.faults import check
-from distflow.sim.network import SMALL, Crash, LeaseNetwork, Pause, Scenario
+from distflow.sim.network import LeaseNetwork
+from distflow.sim.scenario import SMALL, Crash, Pause, Scenario
 from tests.exchange.test_lease_properties import doom, long_tail
 
 BUDGET_S = 3.0
 SEEDS_AT_LEAST = 10
 
 
-class Checked(Copies):
+class Checked(CopyCandidates):
     """Compares every choice with that of a full look, which is simple and slow."""
 
     def __init__(self, owner: OwnerCore) -> None:

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import CostRule, DealRule
+from distflow.exchange.group_transfer import GROUPS, KEPT, RETURNED, Send
 from distflow.exchange.intake_core import IntakeCall, IntakeCore, IntakeRule, Take
 from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.steal_core import ASK, GROUPS, KEPT, RETURNED, Send
-from distflow.sim.network import SMALL, LeaseNetwork, Scenario, prompt_at
+from distflow.exchange.steal_core import ASK
+from distflow.sim.network import LeaseNetwork
+from distflow.sim.scenario import SMALL, Scenario
+from distflow.sim.workload import prompt_at
 from distflow.types import Version
 from tests.budget import within
 

@@ -25,7 +25,8 @@ from distflow.exchange.messages import (
     Running,
 )
 from distflow.exchange.owner_links import Home
-from distflow.sim.network import SMALL, prompt_at
+from distflow.sim.scenario import SMALL
+from distflow.sim.workload import prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
 
 HOME = "trainer/0"

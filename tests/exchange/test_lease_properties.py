@@ -22,7 +22,8 @@ from distflow.exchange.ledger import RefillsExhausted
 from distflow.exchange.rollout_core import RolloutCore, Turn
 from distflow.sim import worker
 from distflow.sim.faults import check, check_steps
-from distflow.sim.network import SMALL, Crash, LeaseNetwork, Leave, Pause, Scenario, StuckError
+from distflow.sim.network import LeaseNetwork
+from distflow.sim.scenario import SMALL, Crash, Leave, Pause, Scenario, StuckError
 from distflow.types import Version
 from tests.budget import within
 

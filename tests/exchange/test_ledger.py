@@ -12,7 +12,8 @@ from distflow.data.difficulty import Difficulty, DifficultyRule, Visit
 from distflow.errors import UserError
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Ledger, RefillsExhausted
-from distflow.sim.network import SMALL, prompt_at
+from distflow.sim.scenario import SMALL
+from distflow.sim.workload import prompt_at
 from distflow.types import Version
 
 ONE = replace(SMALL, ledgers=1)

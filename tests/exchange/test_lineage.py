@@ -14,8 +14,9 @@ from msgspec import structs
 from distflow.errors import ProtocolError
 from distflow.exchange.messages import Ack, Cancel, Finished, Result
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.network import SMALL, LeaseNetwork, Scenario, prompt_at
-from distflow.sim.scenario import Record, Renewal
+from distflow.sim.network import LeaseNetwork
+from distflow.sim.scenario import SMALL, Record, Renewal, Scenario
+from distflow.sim.workload import prompt_at
 from distflow.testing.lease_asker import Asker, granted, kinds
 from distflow.types import Version
 from tests.exchange.test_lease_client import asks, grant, new_holder

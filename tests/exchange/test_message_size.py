@@ -15,7 +15,7 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.lease_wire import to_wire
 from distflow.exchange.messages import Again, Grant, HandBack, Lease, LeasePrompt, Outgoing, Piece, Running
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.network import SMALL
+from distflow.sim.scenario import SMALL
 from distflow.testing.lease_asker import Asker, granted
 from distflow.types import SampleOutput, Span, Uid
 

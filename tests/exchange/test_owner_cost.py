@@ -12,7 +12,7 @@ import pytest
 
 from distflow.exchange.messages import Running
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.network import SMALL
+from distflow.sim.scenario import SMALL
 from distflow.testing.lease_asker import Asker, granted, new_owner
 
 EACH = 4

@@ -20,7 +20,8 @@ from distflow.exchange.messages import (
 )
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.partials import cut
-from distflow.sim.network import SMALL, prompt_at
+from distflow.sim.scenario import SMALL
+from distflow.sim.workload import prompt_at
 from distflow.testing.lease_asker import Asker, finish_step, granted, kinds, leases, new_owner
 from distflow.types import BegunSample, SampleOutput, Span
 

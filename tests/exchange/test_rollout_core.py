@@ -29,7 +29,8 @@ from distflow.exchange.messages import (
     Result,
 )
 from distflow.exchange.rollout_core import Messages, RolloutCore, Turn
-from distflow.sim.network import SMALL, prompt_at
+from distflow.sim.scenario import SMALL
+from distflow.sim.workload import prompt_at
 from distflow.types import VALIDATION, SampleOutput, Version
 from tests.budget import within
 

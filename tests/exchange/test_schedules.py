@@ -14,7 +14,8 @@ from distflow.exchange.messages import LeasePrompt, Running
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.tail_split import DecodeLine, DecodeTimes, best_split, completion_s
 from distflow.sim.faults import check
-from distflow.sim.network import SMALL, LeaseNetwork, Scenario
+from distflow.sim.network import LeaseNetwork
+from distflow.sim.scenario import SMALL, Scenario
 from distflow.testing.lease_asker import Asker, granted, leases
 from distflow.types import Uid
 from tests.budget import within

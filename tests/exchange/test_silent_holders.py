@@ -13,7 +13,8 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Ack, Cancel
 from distflow.exchange.owner import OwnerCore
 from distflow.sim.faults import check
-from distflow.sim.network import SMALL, Crash, LeaseNetwork, Pause, Scenario
+from distflow.sim.network import LeaseNetwork
+from distflow.sim.scenario import SMALL, Crash, Pause, Scenario
 from distflow.testing.lease_asker import Asker, granted, leases, new_owner
 from distflow.types import Version
 from tests.exchange.test_lease_properties import doom, long_tail

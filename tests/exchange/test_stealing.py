@@ -8,7 +8,8 @@ import time
 import pytest
 
 from distflow.errors import ProtocolError
-from distflow.exchange.steal_core import ASK, BACKLOG, GROUPS, KEPT, MOST_PROBED, PROBE, RETURNED, Send, StealCore
+from distflow.exchange.group_transfer import GROUPS, KEPT, RETURNED, Send
+from distflow.exchange.steal_core import ASK, BACKLOG, MOST_PROBED, PROBE, StealCore
 
 BUDGET_S = 2.0
 SEEDS_AT_LEAST = 40

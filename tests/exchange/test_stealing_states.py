@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from distflow.exchange.steal_core import GROUPS, REPEAT_S, Send, StealCore
+from distflow.exchange.group_transfer import GROUPS, REPEAT_S, Send
+from distflow.exchange.steal_core import StealCore
 
 HOLDER, REQUESTER = "trainer/0", "trainer/1"
 STATE = [f.name for f in dataclasses.fields(StealCore) if f.name not in ("peers", "backlog", "give", "rng")]

@@ -10,7 +10,8 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Ledger
 from distflow.exchange.messages import Ack, Cancel, Grant, LeasePrompt, Refuse, Running
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.network import SMALL, prompt_at
+from distflow.sim.scenario import SMALL
+from distflow.sim.workload import prompt_at
 from distflow.testing.lease_asker import Asker, finish_step, granted, kinds, leases
 from distflow.types import Version
 

@@ -59,4 +59,4 @@ def test_what_cannot_work_is_refused(overrides: list[str], key: str, message: st
     found = [problem for problem in caught.value.problems if problem.key == key]
     assert found, str(caught.value)
     assert message in found[0].message
-    assert found[0].cure
+    assert found[0].hint

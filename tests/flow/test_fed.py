@@ -58,7 +58,7 @@ def test_what_cannot_work_is_refused(overrides: list[str], key: str, message: st
     found = [problem for problem in caught.value.problems if problem.key == key]
     assert found, str(caught.value)
     assert message in found[0].message
-    assert found[0].cure
+    assert found[0].hint
 
 
 def test_there_is_no_prompt_to_show_before_the_run() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import PluginError
+from distflow.flow.imported_step import check_step
 from distflow.flow.recipe_check import check_imports, plan_recipe
-from distflow.flow.resolve import check_call, check_step, resolve
+from distflow.flow.resolve import check_call, resolve
 
 
 def test_modules_and_files_are_resolved(tmp_path: Path) -> None:

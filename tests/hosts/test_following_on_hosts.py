@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from distflow.data.metrics_merge import MetricsReader
+from distflow.metrics.merge import MetricsReader
 from distflow.runtime.checkpoint.commit import examine
 from tests.e2e.runs import SMALL
 from tests.e2e.test_trackers import ODD

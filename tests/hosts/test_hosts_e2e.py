@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from distflow.data.metrics_merge import MetricsReader
 from distflow.launch.run.record import read_record
+from distflow.metrics.merge import MetricsReader
 from tests.launch.conftest import FAKE_WORKERS, await_that
 
 STEPS = 5

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.data.metrics_merge import MetricsReader
 from distflow.launch.run.record import read_record
+from distflow.metrics.merge import MetricsReader
 from tests.e2e.runs import PACED, PROMPTS, SAMPLES, SMALL
 from tests.hosts.conftest import Cluster
 from tests.hosts.test_hosts_e2e import hosts_file

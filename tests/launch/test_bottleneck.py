@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.data.metrics_merge import MetricsReader
 from distflow.launch.observe.alerts import verdict, where_time_went
+from distflow.metrics.merge import MetricsReader
 
 
 def split(

@@ -62,7 +62,7 @@ def test_this_machine_runs_the_tests_so_nothing_fails(tmp_path, capsys):
         assert name in names
     for finding in told["findings"]:
         assert finding["level"] in ("OK", "WARN")
-        assert bool(finding["cure"]) == (finding["level"] == "WARN"), finding
+        assert bool(finding["hint"]) == (finding["level"] == "WARN"), finding
 
 
 def test_a_failure_is_shown_with_its_cure_and_exit_code(monkeypatch, capsys):
@@ -133,7 +133,7 @@ def test_sockets_that_nobody_listens_on(short_folder: Path):
         door.listen()
         old(dead), old(alive)
         (found,) = dead_sockets(short_folder)
-    assert (found.level, found.cure) == ("WARN", f"rm -r {dead}")
+    assert (found.level, found.hint) == ("WARN", f"rm -r {dead}")
     texts = [finding.text for finding in check_leftovers(short_folder, short_folder / "none")]
     assert f"sockets {dead}: nothing listens there" in texts
 
@@ -146,7 +146,7 @@ def test_files_for_exit_codes_that_nobody_will_write(tmp_path: Path):
     with alive.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         (found,) = dead_sockets(tmp_path)
-    assert (found.text, found.cure) == (f"{dead}: the job process that created it is gone", f"rm -r {dead}")
+    assert (found.text, found.hint) == (f"{dead}: the job process that created it is gone", f"rm -r {dead}")
 
 
 def test_segments_that_nobody_maps(tmp_path: Path):
@@ -156,7 +156,7 @@ def test_segments_that_nobody_maps(tmp_path: Path):
     with used.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
         old(used), old(unused)
         (found,) = dead_segments(tmp_path)
-    assert found.cure == f"rm -r {unused}"
+    assert found.hint == f"rm -r {unused}"
 
 
 def test_processes_whose_run_is_over(fake_run):
@@ -176,4 +176,4 @@ def test_processes_whose_run_is_over(fake_run):
     finally:
         lost.communicate()
     assert found.text == f"process {lost.pid} (distflow gone rollout/0): its run in {logs.parent} is over"
-    assert found.cure == f"kill {lost.pid}"
+    assert found.hint == f"kill {lost.pid}"

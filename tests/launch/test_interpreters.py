@@ -171,7 +171,7 @@ def test_a_bare_python_lacks_everything_and_this_one_nothing(bare):
     assert str(problem).startswith(
         f"here: {POOL}.python — {bare} lacks packages that workers import: torch>=2.6 (found: nothing)"
     )
-    assert problem.cure.startswith(f"{bare} -m pip install 'torch>=2.6'")
+    assert problem.hint.startswith(f"{bare} -m pip install 'torch>=2.6'")
     assert problems_here(plan_recipe("quickstart", [f"{POOL}.python={sys.executable}"])[1], str) == []
 
 

@@ -25,7 +25,7 @@ from distflow.launch.observe.progress import (
     worker_table,
 )
 from distflow.launch.run.record import RunRecord, WorkerEntry
-from distflow.sim.autoscale import Autoscaler, AutoscaleRule
+from distflow.metrics.autoscale import Autoscaler, AutoscaleRule
 
 LONG = "samples of training step 123 from " + ", ".join(f"rollout/{i}" for i in range(9)) + " for 3.1 s"
 RECORD = RunRecord("some", "/none", 100, (), {}, drain_s=1.0, restarts=0, state="starting")

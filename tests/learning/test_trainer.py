@@ -13,8 +13,9 @@ from distflow.algorithms.advantages import NORMALIZE
 from distflow.algorithms.aggregation import MODES, Aggregation
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, UserError
+from distflow.flow.imported_step import check_step
 from distflow.flow.plan import StepPlan
-from distflow.flow.resolve import check_step, shipped
+from distflow.flow.resolve import shipped
 from distflow.flow.step_declaration import read_declaration
 from distflow.runtime.protocols import BackendSpec
 from distflow.runtime.steps import StepContext

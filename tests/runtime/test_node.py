@@ -108,7 +108,7 @@ def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
     trainer.facts |= {"state": "training", "step": 4, "version": 4}
     trainer.counts = lambda: {"reward/timeouts": 2.0}
     for model in ("policy", "critic"):
-        trainer.told["weights"].append(lambda model=model: [{"model": model}])
+        trainer.status_rows["weights"].append(lambda model=model: [{"model": model}])
     row = asked_while_it_waits(town, trainer, "status", "samples of training step 4")
     assert row.pop("weights") == [{"model": "policy"}, {"model": "critic"}]
     (wait,) = row.pop("waits")

@@ -15,12 +15,13 @@ from msgspec import structs
 
 from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch, Ragged
-from distflow.exchange import steal_core as protocol
+from distflow.exchange import steal_core
+from distflow.exchange.group_transfer import GROUPS, RETURNED
 from distflow.exchange.intake_core import IntakeRule
 from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.sample_channel import InboundSamples
-from distflow.exchange.steal_core import ASK, GROUPS, RETURNED
+from distflow.exchange.steal_core import ASK
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.intake import Intake
 from distflow.runtime.receiving import Receiving, TrainingLimits
@@ -112,7 +113,7 @@ class Trainer:
 
 @pytest.fixture
 def trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Trainer]]:
-    monkeypatch.setattr(protocol, "REPEAT_S", 0.2)
+    monkeypatch.setattr(steal_core, "REPEAT_S", 0.2)
     made = [Trainer(number, tmp_path) for number in range(2)]
     for one in made:
         one.node.start()

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from click.testing import CliRunner
 
-from distflow.config.schema import Schedule
+from distflow.config.schema import Refresh, Schedule
 from distflow.exchange.rollout_core import RolloutCore, Turn
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
@@ -32,6 +32,13 @@ def test_no_scenario_breaks_a_promise(part: int) -> None:
 @pytest.mark.parametrize("schedule", [name for name in get_args(Schedule) if name != "fifo"])
 def test_no_schedule_of_leases_breaks_a_promise(schedule: Schedule) -> None:
     kinds = [replace(kind, schedule=schedule) for kind in variants() if kind.staleness is not None]
+    for seed in range(2 * len(kinds)):
+        assert judge(seed, scenario_of(kinds[seed % len(kinds)], seed)) is None
+
+
+@pytest.mark.parametrize("refresh", [name for name in get_args(Refresh) if name != "eager"])
+def test_no_way_to_take_weights_breaks_a_promise(refresh: Refresh) -> None:
+    kinds = [replace(kind, refresh=refresh) for kind in variants() if kind.staleness is not None]
     for seed in range(2 * len(kinds)):
         assert judge(seed, scenario_of(kinds[seed % len(kinds)], seed)) is None
 

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
 
 from distflow.config.outputs import check_writable
+from distflow.config.schema import Refresh
 from distflow.errors import UserError
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.flow.memory import group_bytes
@@ -197,6 +199,21 @@ def test_staleness_hides_what_does_not_bound_the_step() -> None:
     assert stale.never_trained == fresh.never_trained == 0
 
 
+def test_weights_are_loaded_as_refresh_says() -> None:
+    """One slow rollout: at the bound it needs one version in four, and it is idle between the groups that fill it."""
+    device = replace(DEVICE, weights=replace(DEVICE.weights, swap_s=0.4))
+    found = {
+        refresh: simulate(load_for(3, rollouts=1, slots=4, refresh=refresh), device, ALIKE, SimulateOptions(steps=12))
+        for refresh in get_args(Refresh)
+    }
+    loads = {refresh: one.pools[0].shares["loads"] * one.step_s for refresh, one in found.items()}
+    assert loads["eager"] == pytest.approx(0.4, abs=0.05), "one version a step"
+    assert loads["at_bound"] == pytest.approx(0.4 / 4, abs=0.05)
+    assert found["at_bound"].step_s < found["eager"].step_s - 0.2
+    assert loads["when_idle"] == pytest.approx(loads["eager"], abs=0.05)
+    assert max(found["eager"].staleness) <= 1 < max(found["at_bound"].staleness) <= 3
+
+
 def test_a_slow_worker_is_given_less() -> None:
     slow = SimulateOptions(steps=6, slowness={1: 4.0})
     load = load_for(2, slots=8)
@@ -215,9 +232,10 @@ def test_colocated_workers_generate_and_train_in_turn() -> None:
 
 def test_the_plan_says_what_is_simulated() -> None:
     words = ["layout=async", "layout.pools.rollout.count=3", "layout.pools.rollout.slots=48", "layout.max_staleness=2"]
-    _, plan = plan_recipe("quickstart", words, need_files=False)
+    _, plan = plan_recipe("quickstart", [*words, "layout.refresh=when_idle"], need_files=False)
     load = load_of(plan)
     assert (load.rollouts, load.slots, load.settings.max_staleness, load.colocated) == (3, 48, 2, False)
+    assert load.refresh == "when_idle"
     assert load.settings.memory_bytes == plan.owner_plan.sample_memory_mb << 20
     _, supervised = plan_recipe("quickstart", ["flow=sft"], need_files=False)
     with pytest.raises(UserError, match="this flow trains on files and generates nothing"):

@@ -16,8 +16,8 @@ from distflow.launch.cli import group
 from distflow.sim.costs import PaidSlot, PoolNeed, _cheapest_slots
 from distflow.sim.latency import DeviceCount, load
 from distflow.sim.lengths import Lognormal
+from distflow.sim.plan_simulation import SimulationInput
 from distflow.sim.predict import Load, SimulateOptions, load_of, simulate
-from distflow.sim.report import SimulateWays
 from distflow.sim.splits import (
     BUDGET_S,
     Candidate,
@@ -54,8 +54,8 @@ def found(*words: str, devices: int | None = None, steps: int = 2) -> SplitSearc
         _, other = plan_recipe("quickstart", [*RECIPE, *words, *rule.words(split), *more], need_files=False)
         return load_of(other)
 
-    ways = SimulateWays(DEVICE, LENGTHS, "", None, steps, False)
-    return search(Trials(rule, load_for, ways, steps, lambda line: None))
+    inputs = SimulationInput(DEVICE, LENGTHS, "", None, steps, False)
+    return search(Trials(rule, load_for, inputs, steps, lambda line: None))
 
 
 def rule(devices: int, *, engine: int = 1, trainer: int = 1, most: int = 8, least: int = 1) -> SplitRule:
@@ -174,8 +174,8 @@ def invoke(*words: str) -> str:
 def test_each_simulation_is_told_as_it_is_done() -> None:
     _, plan = plan_recipe("quickstart", RECIPE, need_files=False)
     told: list[str] = []
-    ways = SimulateWays(DEVICE, LENGTHS, "", None, 2, False)
-    trials = Trials(split_rule(plan, DEVICE), lambda split, stale: load_of(plan), ways, 2, told.append)
+    inputs = SimulationInput(DEVICE, LENGTHS, "", None, 2, False)
+    trials = Trials(split_rule(plan, DEVICE), lambda split, stale: load_of(plan), inputs, 2, told.append)
     trials.simulate(trials.rule.present)
     assert told[0].startswith("simulating 2 + 1, estimated to take ")
     found = trials.known[trials.rule.present]

@@ -79,7 +79,7 @@ class Pair:
     @property
     def told(self) -> tuple[int, int]:
         """Versions that came whole by NIXL, and others."""
-        told = self.reads.told()
+        told = self.reads.status()
         return told["read_whole"], told["read_in_part"]
 
     @property

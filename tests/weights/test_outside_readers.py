@@ -50,7 +50,7 @@ def test_they_take_from_hosts_of_the_run_what_these_were_given(host: Host) -> No
         assert all(holds(found, number, SIZE) for found in fetch_together(beyond, manifest))
         assert host.server.traffic.sent_bytes == sent
         assert all(holds(found, number, SIZE) for found in fetch_together([*beyond, *within], host.publish(number)))
-    assert host.server.told()[0]["readers"] == len(within), "nobody is sent to them"
+    assert host.server.status()[0]["readers"] == len(within), "nobody is sent to them"
     for reader in beyond:
         reader.close()
     assert "memfd:distflow-weights" not in Path("/proc/self/maps").read_text(), "they keep no memory"
@@ -100,8 +100,8 @@ def test_an_interrupted_fetch_goes_on_where_it_was(host: Host, monkeypatch: pyte
         if reader.fetched == 5:
             way.cut(reset=False)
 
-    tell = PrivateSegments.tell
-    monkeypatch.setattr(PrivateSegments, "tell", lambda *told: (tell(*told), cut())[0])
+    note = PrivateSegments.note_progress
+    monkeypatch.setattr(PrivateSegments, "note_progress", lambda *noted: (note(*noted), cut())[0])
     with pytest.raises(Overtaken, match="no chunk from"):
         reader.fetch(through, gone)
     had = reader.fetched

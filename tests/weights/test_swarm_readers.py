@@ -137,7 +137,7 @@ def test_an_interrupted_fetch_goes_on_and_trusts_only_what_is_right(host: Host, 
     torn.memory[HEADER_BYTES:end] = newest_memory(source)[HEADER_BYTES:end]
     torn.memory[HEADER_BYTES + CHUNK_BYTES] ^= 0xFF
     if told:
-        lost.tell(manifest.version, told)
+        lost.note_progress(manifest.version, told)
     lost.let_go(torn)
     reader = new_reader(tag)
     assert holds(reader.fetch(manifest), 1, SIZE)
@@ -175,9 +175,9 @@ def test_a_late_reader_is_served_by_the_others(host: Host) -> None:
     assert holds(late.fetch(manifest), 1, SIZE)
     assert host.server.traffic.chunks == sent
     assert sum(reader.traffic.chunks for reader in readers) >= manifest.chunks
-    (told,) = host.server.told()
+    (told,) = host.server.status()
     assert (told["sent_bytes"], told["chunks"], told["readers"]) == (manifest.size, manifest.chunks, 3)
-    assert [one.told()[0]["fetched_bytes"] // CHUNK_BYTES for one in (*readers, late)] == 3 * [manifest.chunks]
+    assert [one.status()[0]["fetched_bytes"] // CHUNK_BYTES for one in (*readers, late)] == 3 * [manifest.chunks]
     for reader in (*readers, late):
         reader.close()
 

@@ -132,14 +132,14 @@ class FarReader(Role):
     def stop_after(self, wire: Any, chunks: int) -> None:
         """Fetch, and stand still after so many chunks: what has come is served meanwhile."""
         kind: Any = PrivateSegments if self.reader._tag is None else HostSegments
-        tell = kind.tell
+        note = kind.note_progress
 
         def until(segments: Any, version: Version, arrived: int) -> None:
-            tell(segments, version, arrived)
+            note(segments, version, arrived)
             if arrived == chunks:
                 self.stand_still("fetching")
 
-        kind.tell = until
+        kind.note_progress = until
         self.fetch(wire)
 
     def flip(self, at: int) -> None:

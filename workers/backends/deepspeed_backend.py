@@ -34,7 +34,7 @@ from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer
 from distflow.workers.backends.model_backend import ModelBackend
 from distflow.workers.backends.optimizer import check_same
 from distflow.workers.backends.update_rules import adamw
-from distflow.workers.models import output_layer
+from distflow.workers.heads import output_layer
 from distflow.workers.offload import bytes_on
 
 GATHERED_BYTES = 64 << 20

@@ -22,7 +22,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
 from distflow.runtime.protocols import TokenScores
 from distflow.workers.backends.scoring import Scorer
-from distflow.workers.models import output_layer
+from distflow.workers.heads import output_layer
 
 
 def load_deepspeed(device: torch.device) -> ModuleType:

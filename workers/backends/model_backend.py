@@ -22,7 +22,8 @@ from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
 from distflow.workers.adapters import adapters_of, adapters_off
 from distflow.workers.backends.optimizer import ScheduledOptimizer, check_same
 from distflow.workers.backends.scoring import Scorer
-from distflow.workers.models import SCORE, build_model, head_of
+from distflow.workers.heads import SCORE, head_of
+from distflow.workers.models import build_model
 from distflow.workers.parameters import stored_model
 from distflow.workers.quantized import narrow_layers
 

@@ -34,7 +34,7 @@ from distflow.flow.estimate import LOGITS_CHUNK
 from distflow.runtime.protocols import TokenScores, TokenValues
 from distflow.workers import batch_invariant
 from distflow.workers.batch_invariant import enable_causal
-from distflow.workers.models import has_value_head, output_layer
+from distflow.workers.heads import has_value_head, output_layer
 
 
 class Scorer:

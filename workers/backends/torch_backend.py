@@ -15,7 +15,8 @@ from distflow.workers.backends.backend_options import TorchBackendOptions
 from distflow.workers.backends.model_backend import ModelBackend
 from distflow.workers.backends.optimizer import PolicyOptimizer, check_same
 from distflow.workers.backends.text_judge import TextJudge
-from distflow.workers.models import SCORE, inner_matrices
+from distflow.workers.heads import SCORE
+from distflow.workers.models import inner_matrices
 from distflow.workers.offload import Offloader, bytes_on
 from distflow.workers.quantized import narrow_layers
 

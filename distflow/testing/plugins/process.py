@@ -254,10 +254,10 @@ class _Child:
         return None if state is None or state.si_code == os.CLD_EXITED else state.si_status
 
     def _late(self, limit_s: float) -> None:
-        cure = "; with timeout_s beside `function` it would be killed and counted as a failure"
+        hint = "; with timeout_s beside `function` it would be killed and counted as a failure"
         text = (
             f"does not come back within {limit_s:g} s, {self.doing}: a worker would wait for it"
-            f"{cure if self.tested.subject.kind == 'reward' else ''} (--limit gives it longer)"
+            f"{hint if self.tested.subject.kind == 'reward' else ''} (--limit gives it longer)"
             if self.doing
             else f"the suites were not imported within {START_S:g} s"
         )

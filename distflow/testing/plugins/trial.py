@@ -109,7 +109,7 @@ class Trial:
         config = StepConfig.model_validate({"call": call, "with": settings, "model": MODEL})
         node = read_step(NAME, config, NAME, problems)
         if problems or node is None:
-            raise UserError("\n".join(_told(problem.key, problem.message, problem.cure) for problem in problems))
+            raise UserError("\n".join(_told(problem.key, problem.message, problem.hint) for problem in problems))
         self.plan = _plan(node, call)
         self.keeps_state = node.declaration.keeps_state
         self._head = node.declaration.head or "tokens"
@@ -182,9 +182,9 @@ def complaint_about_state(state: Mapping[str, Any]) -> str:
     return f"{changed[0]!r} comes back from a checkpoint as another value" if changed else ""
 
 
-def _told(key: str, message: str, cure: str) -> str:
+def _told(key: str, message: str, hint: str) -> str:
     setting = key.partition(".with.")[2]
-    return f"{f'setting {setting}: ' if setting else ''}{message}{f' — {cure}' if cure else ''}"
+    return f"{f'setting {setting}: ' if setting else ''}{message}{f' — {hint}' if hint else ''}"
 
 
 def _plan(node: StepNode, call: str) -> StepPlan:

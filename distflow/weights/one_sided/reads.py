@@ -223,7 +223,7 @@ class OneSidedReads:
         self._whole = 0
         self._parts = 0
 
-    def told(self) -> dict[str, int]:
+    def status(self) -> dict[str, int]:
         """For the status: bytes that were read and right; versions that came whole, and those that did not."""
         return {"read_bytes": self._bytes, "read_whole": self._whole, "read_in_part": self._parts}
 

@@ -142,12 +142,12 @@ class HostSegments:
         """Give the turn back."""
         fcntl.flock(self._turn, fcntl.LOCK_UN)
 
-    def tell(self, version: Version, arrived: int) -> None:
+    def note_progress(self, version: Version, arrived: int) -> None:
         """Say how far the fetch is."""
         os.pwrite(self._turn, TURN.pack(*version, arrived), 0)
 
-    def told(self) -> tuple[int, ...]:
-        """What the reader whose turn it is, or was, has told: term, number, chunks arrived."""
+    def progress(self) -> tuple[int, ...]:
+        """What the reader whose turn it is, or was, has noted: term, number, chunks arrived."""
         return TURN.unpack(os.pread(self._turn, TURN.size, 0).ljust(TURN.size, b"\0"))
 
     def writable(self, manifest: Manifest, *, further: bool = False) -> SharedSegment | None:

@@ -120,7 +120,7 @@ class ShardLink:
         """Whether this worker is in a group."""
         return self._group is not None
 
-    def told(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """For `status`."""
         group = self._group
         return {

@@ -82,7 +82,7 @@ class ChunkServer:
         """Serve a version from now on; the oldest of too many is forgotten."""
         with self.lock:
             self.core.hold(held)
-        self.tell()
+        self.notify()
 
     def forget(self, held: HeldVersion) -> None:
         """Serve a version no more, nor what was asked for of it before."""
@@ -94,7 +94,7 @@ class ChunkServer:
         with self.lock:
             self.core.forget_terms_before(term)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """There is something new: connections tell their readers."""
         for connection in list(self._connections):
             connection.wake()
@@ -102,7 +102,7 @@ class ChunkServer:
     def expect(self, held: HeldVersion, counts: Mapping[str, int]) -> None:
         """More of a version is on its way to here: `counts` are the bytes that readers have received, by address."""
         held.coming = counts
-        self.tell()
+        self.notify()
 
     def seals(self, secret: Secret) -> bool:
         """Whether what is sent to holders of this secret is encrypted."""
@@ -113,7 +113,7 @@ class ChunkServer:
         with self.lock:
             return dict(self._known)
 
-    def told(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """What was sent so far, and how many readers there are, for the status."""
         with self.lock:
             return {**asdict(self.traffic), "readers": len(self.core.present())}
@@ -126,7 +126,7 @@ class ChunkServer:
             if connection.served in self.core.readers:
                 self.core.readers.remove(connection.served)
         if self.core.introduces:
-            self.tell()
+            self.notify()
 
     def close(self) -> None:
         """Stop serving, end all threads."""
@@ -253,7 +253,7 @@ class _Connection:
             self._server.core.readers.append(self.served)
         self.threads[1].start()
         if self._server.core.introduces:
-            self._server.tell()
+            self._server.notify()
 
     def _body(self) -> memoryview:
         (size,) = LENGTH.unpack(take(self._link, LENGTH.size))

@@ -59,7 +59,7 @@ class DeltaFetch:
         def arrived(chunk: int) -> None:
             memory.held.add(chunk)
             came()
-            self._server.tell()
+            self._server.notify()
 
         self._server.hold(memory.held)
         try:

@@ -27,7 +27,7 @@ class PrivateSegments:
 
     def __init__(self) -> None:
         self._segments: list[SharedSegment] = []
-        self._told: tuple[int, ...] = (0, 0, 0)
+        self._progress: tuple[int, ...] = (0, 0, 0)
 
     def find(self, manifest: Manifest) -> mmap.mmap | None:
         """The whole version, if it is here; unchanged until the next fetch but one."""
@@ -53,13 +53,13 @@ class PrivateSegments:
     def end(self) -> None:
         """The turn is over."""
 
-    def tell(self, version: Version, arrived: int) -> None:
+    def note_progress(self, version: Version, arrived: int) -> None:
         """Note how far the fetch is."""
-        self._told = (*version, arrived)
+        self._progress = (*version, arrived)
 
-    def told(self) -> tuple[int, ...]:
+    def progress(self) -> tuple[int, ...]:
         """What was noted last: term, number, chunks arrived."""
-        return self._told
+        return self._progress
 
     def writable(self, manifest: Manifest, *, further: bool = False) -> SharedSegment | None:
         """A segment for a version that will be fetched, torn until `finish`: that of an interrupted fetch, else the
@@ -128,13 +128,13 @@ class NotServing:
     def forget_terms_before(self, term: int) -> None:
         """None were served."""
 
-    def tell(self) -> None:
-        """There is nobody to tell."""
+    def notify(self) -> None:
+        """There is nobody to notify."""
 
     def expect(self, held: HeldVersion, counts: Mapping[str, int]) -> None:
         """Nobody waits for it."""
 
-    def told(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """For the status."""
         return {}
 

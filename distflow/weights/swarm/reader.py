@@ -82,11 +82,11 @@ class SwarmReader:
         """What was sent to readers on other hosts."""
         return ServerTraffic() if self._server is None else self._server.traffic
 
-    def told(self) -> list[dict[str, Any]]:
+    def status(self) -> list[dict[str, Any]]:
         """What was fetched here, and sent to how many other readers, for the status."""
         server = self._server
-        read = {} if self._one_sided is None else self._one_sided.told()
-        return [] if server is None else [{**server.told(), "fetched_bytes": self.fetched * CHUNK_BYTES, **read}]
+        read = {} if self._one_sided is None else self._one_sided.status()
+        return [] if server is None else [{**server.status(), "fetched_bytes": self.fetched * CHUNK_BYTES, **read}]
 
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
         """Views of the announced version, in memory that others may need for newer ones: `hold` it before use.
@@ -139,7 +139,7 @@ class SwarmReader:
 
     def _bring(self, segments: Segments, manifest: Manifest, place: SwarmPlace, rules: FetchRules) -> mmap.mmap:
         """Fetch the version, or wait for the neighbour that does."""
-        told, last = segments.told(), time.monotonic()
+        progress, last = segments.progress(), time.monotonic()
         while True:
             memory = segments.find(manifest)
             if memory is not None:
@@ -151,13 +151,13 @@ class SwarmReader:
                 memory = self._in_turn(segments, manifest, place, rules, time.monotonic() - last > IN_USE_S)
                 if memory is not None:
                     return memory
-            before, told, now = told, segments.told(), time.monotonic()
-            if told != before:
+            before, progress, now = progress, segments.progress(), time.monotonic()
+            if progress != before:
                 last = now
-                self.chunks += max(0, told[2] - before[2]) if told[:2] == before[:2] else told[2]
+                self.chunks += max(0, progress[2] - before[2]) if progress[:2] == before[:2] else progress[2]
             if rules.closed():
                 raise Overtaken(f"{manifest.title}: the reader was closed")
-            if told[:2] != tuple(manifest.version) and rules.superseded():
+            if progress[:2] != tuple(manifest.version) and rules.superseded():
                 raise Overtaken(f"{manifest.title}: a neighbour fetches another, and there is a newer version")
             if now - last > rules.no_progress_s:
                 raise NoProgressError(
@@ -184,7 +184,7 @@ class SwarmReader:
         server, client, deltas = self._ends(place)
         deltas.keep_for(manifest)
         base = segments.base_of(manifest)
-        *interrupted, arrived_then = segments.told()
+        *interrupted, arrived_then = segments.progress()
         try:
             segment = segments.writable(manifest, further=further)
             if segment is None:
@@ -196,12 +196,12 @@ class SwarmReader:
             def came() -> None:
                 self.chunks += 1
                 self.fetched += 1
-                segments.tell(manifest.version, self.chunks - before)
+                segments.note_progress(manifest.version, self.chunks - before)
 
             def arrived(chunk: int) -> None:
                 held.add(chunk)
                 came()
-                server.tell()
+                server.notify()
 
             try:
                 there = self._read(manifest, segment, arrived, rules)
@@ -261,7 +261,7 @@ class SwarmReader:
             log.warning("%s: %d chunks are not what was announced", manifest.title, manifest.chunks - len(there))
         for chunk in there:
             held.add(chunk)
-        server.tell()
+        server.notify()
         return there
 
     def _whole(self, segments: Segments, segment: SharedSegment, held: HeldVersion) -> mmap.mmap:

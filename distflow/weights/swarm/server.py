@@ -70,9 +70,9 @@ class SwarmServer:
         """What was sent so far."""
         return self._server.traffic
 
-    def told(self) -> list[dict[str, Any]]:
+    def status(self) -> list[dict[str, Any]]:
         """What was sent to how many readers, for the status."""
-        return [self._server.told()]
+        return [self._server.status()]
 
     def describe(self, manifest: Manifest) -> Manifest:
         """The manifest of the same version for readers on other hosts; from now on its chunks are served.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distflow.errors import UserError
-from distflow.flow.estimate import LIBRARIES
+from distflow.flow.estimate import LIBRARY_BYTES
 from distflow.flow.lanes import lanes_of
 from distflow.flow.memory_fit import Capacity
 from distflow.flow.plan import publisher_for
@@ -167,13 +167,13 @@ def test_a_host_with_a_critic_alone_publishes_nothing_and_its_readers_share_what
     beside = plan_recipe("quickstart", ["flow=ppo", "layout=critic"])[1]
     together = needs_of(beside, place_workers(beside, parse_hosts("a slots=8", "hosts")), 0)
     # Each of two hosts has the libraries once that workers share.
-    fetched = policy.memory.fail + critic.memory.fail - together.memory.fail - LIBRARIES
+    fetched = policy.memory.fail + critic.memory.fail - together.memory.fail - LIBRARY_BYTES
     assert fetched == (2 + 1) * weights + weights // 2 * 2, (
         "the version that others are reading is published too, and half a version of deltas is kept on each of the two"
     )
     full = plan_recipe("quickstart", [*two, "weights.encoding=full"])[1]
     of_both = sum(needs_of(full, placement, host).memory.fail for host in (0, 1))
-    assert of_both == together.memory.fail + 3 * weights + LIBRARIES
+    assert of_both == together.memory.fail + 3 * weights + LIBRARY_BYTES
 
 
 def test_a_host_that_rounds_weights_for_others_needs_room_for_the_rounded_ones_too() -> None:

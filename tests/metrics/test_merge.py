@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.data.metrics_merge import MetricsReader, merge_step
+from distflow.metrics.merge import MetricsReader, merge_step
 from distflow.runtime.metrics import MetricStore
 
 

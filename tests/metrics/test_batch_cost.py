@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.data.batch_cost import BatchCost, BatchMeter
+from distflow.metrics.batch_cost import BatchCost, BatchMeter
 from distflow.types import SampleOutput
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from distflow.data.files import whole_lines
-from distflow.data.metric_sums import EXPLAINED, SUM_SUFFIX, WEIGHT_SUFFIX, explained_variance
-from distflow.data.rollout_count import ONE_MORE, one_more_rollout
+from distflow.metrics.rollout_count import ONE_MORE, one_more_rollout
+from distflow.metrics.sums import EXPLAINED, SUM_SUFFIX, WEIGHT_SUFFIX, explained_variance
 from distflow.types import VAL, VAL_LOSS
 
 SUMMED = ("_per_s", "/throughput", "/count", "/timeouts", "/errors", "/dropped")

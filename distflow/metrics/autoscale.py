@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Self
 
-from distflow.data.rollout_count import GenerationLoad
 from distflow.errors import UserError
 from distflow.flow.plan import Plan
+from distflow.metrics.rollout_count import GenerationLoad
 
 TOKENS_S = "perf/tokens_per_s"
 LONGER = 4
@@ -77,7 +77,7 @@ class ScaleDecision:
 
 def check_pool(plan: Plan, pool: str) -> None:
     """Raise UserError unless this is the one pool whose size the metrics of a run say something about."""
-    makers = [one.name for one in plan.pools if plan.primary in one.generates and not one.validates]
+    makers = [one.name for one in plan.generating_pools]
     if makers != [pool]:
         raise UserError(
             f"scale {pool}=auto: only for a pool that alone generates with {plan.primary} for training (here: "

@@ -8,10 +8,10 @@ from functools import cache
 
 import pytest
 
-from distflow.data.rollout_count import GenerationLoad
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
-from distflow.sim.autoscale import Autoscaler, AutoscaleRule, StepSeen, check_pool
+from distflow.metrics.autoscale import Autoscaler, AutoscaleRule, StepSeen, check_pool
+from distflow.metrics.rollout_count import GenerationLoad
 from distflow.sim.latency import load
 from distflow.sim.lengths import Lognormal
 from distflow.sim.predict import Load, Prediction, SimulateOptions, load_of, simulate

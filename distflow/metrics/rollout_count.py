@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Self
 
-from distflow.data.metric_sums import WEIGHT_SUFFIX
+from distflow.metrics.sums import WEIGHT_SUFFIX
 
 TRAINER_IDLE, ROLLOUT_IDLE = "perf/trainer_idle_share", "perf/rollout_idle_share"
 GENERATE, SCORE, SLOTS = "perf/generate_share", "perf/score_share", "perf/slots_share"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.data.metrics_merge import MetricsReader
-from distflow.data.rollout_count import ONE_MORE, GenerationLoad, other_count
+from distflow.metrics.merge import MetricsReader
+from distflow.metrics.rollout_count import ONE_MORE, GenerationLoad, other_count
 
 BOUND = GenerationLoad(training_waits=0.7, idle=0.0, generates=1.0, scores=0.0, slots=0.9, batch=0.0, stale=True)
 """Generation is all that takes time."""

@@ -62,12 +62,26 @@ class BatchCost:
         return BatchCost(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
     @property
+    def _spread(self) -> float:
+        return self.steps * self.squares - self.samples**2
+
+    @property
+    def variance(self) -> float:
+        """Of the number of samples, over the steps."""
+        return self._spread / self.steps**2 if self.steps else 0.0
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """t₀ and s, in seconds; the number of samples must have varied."""
+        slope = (self.steps * self.products - self.samples * self.seconds) / self._spread
+        return (self.seconds - slope * self.samples) / self.steps, slope
+
+    @property
     def share(self) -> float:
         """Of the time of a step, what the number of samples adds to that of none; 0 if it hardly varied."""
-        spread = self.steps * self.squares - self.samples**2
-        if self.seconds <= 0.0 or spread <= SPREAD * self.samples**2:
+        if self.seconds <= 0.0 or self._spread <= SPREAD * self.samples**2:
             return 0.0
-        slope = (self.steps * self.products - self.samples * self.seconds) / spread
+        _, slope = self.line
         return min(1.0, max(0.0, slope * self.samples / self.seconds))
 
 

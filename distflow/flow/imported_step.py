@@ -1,0 +1,43 @@
+"""Whether a step that has been imported is the one that the planner read in its source."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+
+from distflow.errors import PluginError
+from distflow.flow.plan import StepPlan
+from distflow.flow.resolve import check_call, not_a_generate_step, split_call
+from distflow.flow.step import ATTRIBUTE, StepSpec, named_fields, reads_of, writes_of
+from distflow.types import prefixed
+
+_POSITIONAL: Mapping[str, Sequence[str]] = {
+    "generate": ("episode", "generate", "ctx"),
+    "read": ("row",),
+    "client": ("batch",),
+}
+"""Arguments of steps that are not given a batch."""
+
+
+def check_step(function: object, plan: StepPlan) -> None:
+    """Check that an imported function is the step that the planner read; raises PluginError if it differs."""
+    if not callable(function):
+        raise PluginError(f"step {plan.name!r}: {plan.call} is a {type(function).__name__}, not a function")
+    if not hasattr(function, ATTRIBUTE):
+        raise PluginError(f"step {plan.name!r}: {plan.call} lacks @step (is it wrapped by another decorator?)")
+    spec: StepSpec = getattr(function, ATTRIBUTE)
+    reads = reads_of(spec, plan.prefix)
+    conditional = {prefixed(field, plan.prefix) for fields in spec.reads_when.values() for field in fields}
+    named = named_fields(spec, plan.settings)
+    writes = (*writes_of(spec, plan.prefix), *named.writes)
+    same = (spec.role, spec.scope, writes) == (plan.role, plan.scope, plan.writes)
+    further = set(plan.reads) - set(reads) - conditional - set(named.reads)
+    # A function that the settings choose may read any further field.
+    if not same or set(reads) - set(plan.reads) or (further and not spec.arguments):
+        raise PluginError(
+            f"step {plan.name!r}: {plan.call} was imported with a declaration that differs from its source"
+        )
+    if plan.role == "generate" and not inspect.iscoroutinefunction(function):
+        raise PluginError(f"step {plan.name!r}: {plan.call} {not_a_generate_step(split_call(plan.call)[1])}")
+    positional = _POSITIONAL.get(plan.role, ("batch", "ctx"))
+    check_call(plan.call, function, positional, tuple(plan.settings))
