@@ -83,7 +83,12 @@ class Failure(Form, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How one process of a worker ended. Example: `Exit(0)`, `Exit(None, 9)`, `Exit(None, early=0)`."""
+    """How one process of a worker ended: `Exit(0)`, `Exit(None, 9)`, `Exit(None, early=0)`.
+
+    Example:
+
+        Exit(None, signal=9)
+    """
 
     code: int | None
     """Exit code of a process that finished or failed; None: something else ended it."""
