@@ -44,7 +44,7 @@ from distflow.launch.agent.agent import Agent
 from distflow.launch.run.folder import claim
 from distflow.launch.run.process_table import process_id
 from distflow.launch.run.record import RunRecord, WorkerEntry
-from tests.launch.meshes import Mesh
+from distflow.sim.agent_mesh import Mesh
 from tests.launch.real_meshes import LiveMesh
 
 WORKERS_A_HOST = 8

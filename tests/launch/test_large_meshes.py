@@ -24,9 +24,9 @@ from distflow.comm.roll_call import RollCall, bits, pack, roll_from
 from distflow.errors import ProtocolError
 from distflow.launch.agent.peer_agents import IDLE_S, KEPT_LINKS, PeerAgents
 from distflow.launch.run.record import RunRecord
+from distflow.sim import agent_mesh as meshes
+from distflow.sim.agent_mesh import HOSTS, KNOWN_S, SETTLED_S, SILENCE_S, Mesh, check_events, near, split
 from tests.budget import within
-from tests.launch import meshes
-from tests.launch.meshes import HOSTS, KNOWN_S, SETTLED_S, SILENCE_S, Mesh, check_events, near, split
 from tests.launch.real_meshes import LiveMesh
 
 

@@ -22,6 +22,8 @@ SILENCE_S = 10.0
 
 @dataclass
 class Agent:
+    """One host's agent, and what it did with the workers there."""
+
     mesh: Gossip
     pool: Pool
     live: dict[str, int] = field(default_factory=dict)
@@ -63,6 +65,7 @@ class World:
         return Agent(mesh, Pool(self.rules, 0, 1e9), dict.fromkeys(own, 0), saved={0: 0})
 
     def happens(self, kind: str, a: int, b: int) -> None:
+        """One of `EVENTS`, to an agent, a worker or the network by numbers."""
         agent = self.agents[a % len(self.agents)]
         if kind == "cut":
             self.group = {host: (b >> host) & 1 for host in self.group}
@@ -111,6 +114,7 @@ class World:
             agent.broken = f"{name} was killed"
 
     def second(self) -> None:
+        """A second of all agents and of the network."""
         self.now += 1.0
         for host, agent in enumerate(self.agents):
             if not agent.dead and self.now >= agent.asleep_until:
@@ -205,6 +209,7 @@ class World:
                     agent.live, agent.broken = {}, agent.broken or SCALED
 
     def check(self) -> None:
+        """Raises AssertionError if two terms have trained at once, or an earlier one beside a later one."""
         terms = [number for _, number, _ in self.commits]
         assert terms == sorted(terms), "a former term trains beside a later one"
         for at in {at for at, _, _ in self.commits}:

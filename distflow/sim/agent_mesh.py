@@ -142,6 +142,7 @@ class Mesh:
 
 
 def split(mesh: Mesh, part: set[int]) -> None:
+    """From now on the hosts of a part hear each other alone, and so do the others."""
     mesh.group = {host: int(host in part) for host in mesh.group}
 
 
@@ -151,6 +152,7 @@ def near(agent: Gossip, now: float) -> set[int]:
 
 
 def happens(mesh: Mesh, kind: str, number: int) -> None:
+    """One of `EVENTS`, to a host or the network by a number."""
     host = sorted(mesh.agents)[number % len(mesh.agents)]
     if kind in ("split", "heal", "cut"):
         befalls_the_network(mesh, kind, host, number)
@@ -171,6 +173,7 @@ def happens(mesh: Mesh, kind: str, number: int) -> None:
 
 
 def befalls_the_network(mesh: Mesh, kind: str, host: int, number: int) -> None:
+    """Hosts that no longer hear each other, or do again."""
     if kind == "split":
         split(mesh, {one for one in mesh.group if (one * 7 + number) % 5 < 2})
     elif kind == "heal":
