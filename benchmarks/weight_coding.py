@@ -31,7 +31,7 @@ import torch
 from distflow.types import Version
 from distflow.weights.encodings.rounding import from_fp8, to_fp8
 from distflow.weights.shards.copies import PartCopies
-from distflow.weights.swarm.delta_chain import DeltaFile
+from distflow.weights.swarm.delta_memory import DeltaFile
 
 MIB = 1 << 20
 LOOK_S = 0.001

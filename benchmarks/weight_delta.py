@@ -43,13 +43,13 @@ from distflow.weights.encodings.delta import encode
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads
 from distflow.weights.segments.segment_file import SEGMENTS
 from distflow.weights.segments.shm import HEADER_BYTES, AnnouncedSegment, ShmPublisher, segment_prefix
-from distflow.weights.swarm.delta_chain import DeltaFile
 from distflow.weights.swarm.delta_fetch import make
+from distflow.weights.swarm.delta_memory import DeltaFile
 from distflow.weights.swarm.reader import SwarmReader
 from distflow.weights.swarm.server import SwarmServer
 
-KINDS = {"full": 1, "delta": 1 << 30}
-"""How versions are sent, each with the number of versions after which one crosses in full."""
+KINDS = {"full": False, "delta": True}
+"""How versions are sent, each with whether what has changed is served, too."""
 TRAINED = 8
 """Chats in a step."""
 TIMEOUT_S = 120.0
@@ -71,7 +71,7 @@ def train(name: str, pipe: Connection, setting: Setting) -> None:
     model = ModelConfig.model_validate(setting.model)
     backend = resolve(BACKENDS["torch"])(BackendSpec(model.model_dump(), "cpu", True, 0, setting.steps, {}))
     lessons = chats(model, setting.steps * TRAINED, seed=0)
-    servers = {kind: SwarmServer(setting.address, keyframe_every=every) for kind, every in KINDS.items()}
+    servers = {kind: SwarmServer(setting.address, deltas=deltas) for kind, deltas in KINDS.items()}
     publisher = ShmPublisher(setting.tag, "policy", 0, servers["full"].pinned)
     former: Manifest | None = None
     pipe.send("ready")

@@ -31,8 +31,8 @@ COLUMNS = 1024
 LR = 1e-6
 WIDTH = 0.02
 """Standard deviation of the masters, as of weights of language models."""
-WAYS = {"full": 1, "delta": 1 << 30}
-"""How a version crosses, each with the number of versions after which one crosses in full."""
+WAYS = {"full": False, "delta": True}
+"""How a version crosses, each with whether what has changed is served, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def move_parts(name: str, pipe: Connection, setting: PartSetting) -> None:
 def step_and_publish(name: str, pipe: Connection, setting: WeightsSetting) -> None:
     """Each order is an optimizer step, answered by what is announced of it in both ways and how long that took."""
     masters = [torch.nn.Parameter(torch.randn(setting.nbytes // TENSORS // 2) * WIDTH) for _ in range(TENSORS)]
-    servers = {way: SwarmServer(LOOPBACK, keyframe_every=every) for way, every in WAYS.items()}
+    servers = {way: SwarmServer(LOOPBACK, deltas=deltas) for way, deltas in WAYS.items()}
     publisher = ShmPublisher(f"{setting.tag}-{name}", MODEL, 0, servers["full"].pinned)
 
     def step(number: int) -> Mapping[str, tuple[Any, float]]:

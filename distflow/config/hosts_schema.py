@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from distflow.config.section import Section
 
 
@@ -19,10 +17,8 @@ class WeightsConfig(Section):
     (docs/many-hosts.md)."""
     encoding: Literal["auto", "full", "delta", "bf16", "fp8"] = "auto"
     """full: all bytes of each version; delta: only what has changed since the version that a host has, which gives the
-    same bytes; bf16 and fp8 (e4m3, a scale for 128 values, matrices alone): rounded, and of that what has changed;
-    auto: delta."""
-    keyframe_every: int = Field(default=32, ge=1, json_schema_extra={"unit": "versions"})
-    """Every so many versions one crosses in full, and hosts that are further behind take all of the newest one."""
+    same bytes (all of it where a host has none, or is more than 32 versions or half the model's bytes behind); bf16 and
+    fp8 (e4m3, a scale for 128 values, matrices alone): rounded, and of that what has changed; auto: delta."""
 
 
 class SecurityConfig(Section):

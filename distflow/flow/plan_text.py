@@ -243,7 +243,7 @@ def _encoding(plan: Plan) -> str:
     rounded = f"rounded to {given.encoding}, " if given.encoding in ("bf16", "fp8") else ""
     if given.encoding == "full":
         return "each version in full"
-    return f"{rounded}only what has changed, every {given.keyframe_every} versions all"
+    return f"{rounded}only what has changed since the version that a host has"
 
 
 def _by_other_links(plan: Plan) -> Iterator[str]:

@@ -33,6 +33,8 @@ FETCHED = 2
 """Versions in the shared memory of a host that fetches them: the one in use and served to others, and the next."""
 CHAINED = 0.5
 """So many versions' bytes the deltas between versions take at most, on a host that publishes to others or fetches."""
+MOST_DELTAS = 32
+"""And so many of them at most, each of which has open files there: a host that is further behind takes all."""
 PARTS_KEPT = 2
 """Versions of which a trainer keeps its own part, where it sends that itself; who gets them keeps one, whole."""
 GATED = ("llama", "mistral", "qwen2", "qwen3")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from distflow.config.hosts_schema import WeightsConfig
 from distflow.config.load import Giver
 from distflow.config.schema import PoolConfig, Recipe, RunConfig, WorkerSettings
 from distflow.config.training_schema import OptimizerConfig
@@ -172,8 +171,6 @@ def _of_steps(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
 def _of_weights(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
     """How weights cross hosts."""
     given, types = recipe.weights, {plan.recipe.models[name].dtype for name in plan.generating}
-    if given.encoding == "full" and given.keyframe_every != WeightsConfig().keyframe_every:
-        yield Idle("weights.keyframe_every", "weights.encoding is full: every version crosses so")
     if given.encoding == "bf16" and types <= {"bfloat16", "float16"}:
         why = f"the weights are in {' and '.join(sorted(types))}, which is not rounded to bfloat16"
         yield Idle("weights.encoding", why, "remove it, or fp8")

@@ -197,7 +197,7 @@ def _server_for(
     return SwarmServer(
         hosts.address,
         encrypted=recipe.security.encrypt == "all",
-        keyframe_every=1 if encoding == "full" else recipe.weights.keyframe_every,
+        deltas=encoding != "full",
         rounding=rounding,
         exposed=None if hosts.nixl is None else ExposedMemory(hosts.nixl),
         on_fault=on_fault,

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.sim.scenario import Crash, Pause
-from distflow.sim.swarm_memory import MODEL, TORN, HeldSegment, SimulatedSegment, content_of, manifest_of
+from distflow.sim.swarm_memory import MODEL, TORN, HeldSegment, SimulatedSegment, content_of, delta_between, manifest_of
 from distflow.sim.swarm_wire import KEEPALIVE_S, SwarmWire
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.segments.turns import Pin, SegmentTurns
 from distflow.weights.swarm.chunk_plan import ChunkDealer
+from distflow.weights.swarm.delta_chain import DeltaChain
 from distflow.weights.swarm.serve_core import SendChunk, ServeCore, ServedReader
 from distflow.weights.swarm_messages import ChunkAsk, Content, SwarmPlace
 
@@ -206,7 +207,7 @@ class SwarmHost(ABC):
             self.network.record.passed_on += 1
         else:
             manifest = what.held.manifest
-            self.network.record.sent[manifest.version, wire.served.site] += manifest.size_of(what.chunk)
+            self.network.record.sent[manifest.content, wire.served.site] += manifest.size_of(what.chunk)
 
 
 class PublisherHost(SwarmHost):
@@ -234,6 +235,7 @@ class PublisherHost(SwarmHost):
         self._segments = [SimulatedSegment(name, chunks) for name in names]
         self._turns, self._pin = SegmentTurns(names), Pin()
         self._held: list[HeldSegment] = []
+        self._chain = DeltaChain[HeldSegment](self.server)
         self._busy, self._due, self._undescribed = False, 0, 0
         self.publish()
 
@@ -278,14 +280,17 @@ class PublisherHost(SwarmHost):
         self._undescribed -= 1
         if segment.stored != version:
             return
-        manifest = manifest_of(version, segment.name, segment, self.network.scenario.last_bytes)
+        scenario = self.network.scenario
+        manifest = manifest_of(version, segment.name, segment, scenario.last_bytes)
         held = HeldSegment(manifest, segment, ChunkDealer(manifest.chunks))
+        made = delta_between(self._held[-1], held, scenario.delta_bytes) if self._held else None
+        deltas = self._chain.lead_to(manifest.size, made)
         former = [one for one in self._held if one.segment is segment]
         self._held = [*(one for one in self._held if one not in former), held][-(PUBLISHED + PINNED) :]
         for one in former:
             self.server.forget(one)
         self.server.hold(held)
         self.tell()
-        self.newest = manifest_of(version, str(self.place), segment, self.network.scenario.last_bytes)
+        self.newest = manifest_of(version, str(self.place), segment, scenario.last_bytes, deltas)
         self.network.record.published.append(version)
         self.network.announce(self.newest)

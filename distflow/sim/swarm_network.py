@@ -178,23 +178,24 @@ class SwarmNetwork(EventQueue):
 
     def _reachable_s(self, reader: ReaderHost) -> float:
         """For how long a reader could have fetched from the publisher, or without it what others have."""
-        content, publisher = reader.content, self.publisher
+        manifest, publisher = reader.manifest, self.publisher
+        assert manifest is not None, "it has fetched"
         hosts: list[SwarmHost] = [reader, publisher] if publisher.alive else [reader, *self.readers]
-        there = publisher.serves(content, 0) if publisher.alive else self._in_reach(reader, content)
+        there = publisher.serves(manifest.content, 0) if publisher.alive else self._in_reach(reader, manifest)
         if not there:
             return 0.0
         numbers = {host.number for host in hosts}
         cuts = [
             cut.at + cut.seconds for cut in self.scenario.cuts if set(cut.between) <= numbers and cut.at <= self.now
         ]
-        since = [host.clear_since for host in hosts] + ([] if publisher.alive else [self.moved[content]])
+        since = [host.clear_since for host in hosts] + ([] if publisher.alive else [self.moved[manifest.content]])
         calm_at = self.scenario.calm_at if self.scenario.wrong else 0.0
         return self.now - max(reader.fetch_began, publisher.died_at, calm_at, *since, *cuts)
 
-    def _in_reach(self, reader: ReaderHost, content: Content) -> bool:
+    def _in_reach(self, reader: ReaderHost, manifest: Manifest) -> bool:
         """Whether readers that this one knows of have, all together, what it fetches."""
         known = [one for one in self.readers if one.alive and one.address in reader.known()]
-        return all(any(one.serves(content, n) for one in (reader, *known)) for n in range(self.scenario.chunks))
+        return all(any(one.serves(manifest.content, n) for one in (reader, *known)) for n in range(manifest.chunks))
 
     # -- the end
     def _over(self) -> bool:

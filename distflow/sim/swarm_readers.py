@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from distflow.errors import NoProgressError, Overtaken
+from distflow.errors import ChecksumError, NoProgressError, Overtaken
 from distflow.flow.sizes import FETCHED
 from distflow.sim.scenario import Crash
 from distflow.sim.swarm_hosts import SwarmHost
-from distflow.sim.swarm_memory import TORN, HeldSegment, SimulatedSegment
+from distflow.sim.swarm_memory import TORN, Fetch, HeldSegment, Making, SimulatedSegment, make
 from distflow.sim.swarm_wire import SwarmWire
 from distflow.types import Version
 from distflow.weights.manifest import Manifest, digest
@@ -35,19 +34,6 @@ RESTART_S = 2.0
 """A worker that has failed is started again after so long."""
 
 
-@dataclass(slots=True)
-class _Fetch:
-    """The fetch under way."""
-
-    manifest: Manifest
-    segment: SimulatedSegment
-    held: HeldSegment
-    there: Sequence[int]
-    arrived: int
-    begun: bool = False
-    woken: bool = False
-
-
 class ReaderHost(SwarmHost):
     """One reader of a host: it fetches what is announced, the newest first, and serves what it has."""
 
@@ -60,11 +46,11 @@ class ReaderHost(SwarmHost):
         self.client: FetchCore[SwarmWire] | None = None
         self.links: list[SwarmWire] = []
         """Its own connections."""
-        self.content = Content(0, 0)
+        self.manifest: Manifest | None = None
         """What it has begun to fetch last."""
         self.gave_up_at = -2.0
         """When a fetch failed last, of which nothing came."""
-        self._fetch: _Fetch | None = None
+        self._fetch: Fetch | None = None
         self.forget_memory()
 
     @property
@@ -88,6 +74,8 @@ class ReaderHost(SwarmHost):
         self._quiet_since = (self.network.now, 0.0)
         """When bytes came last, and for how long the process had stood still by then."""
         self.versions = []
+        self._deltas: list[HeldSegment] = []
+        """That it has, and serves."""
         if self.network.announced is not None:
             self.after(self.network.delay(), partial(self.announce, self.network.announced))
 
@@ -136,32 +124,66 @@ class ReaderHost(SwarmHost):
             if newest == manifest.version:
                 self._have(manifest.version)
             return
-        client = self._client_for(SwarmPlace.parse(manifest.place))
-        interrupted, arrived = self._told
+        self._client_for(SwarmPlace.parse(manifest.place))
+        self._keep_for(manifest)
         segment = next(one for one in self._segments if one.stored != newest or newest is None)
         segment.stored = TORN
         held = HeldSegment(manifest, segment)
+        self._serve(held)
+        fetch, chain = Fetch(manifest, segment, held), list(manifest.chain_from(newest))
+        self._interrupted = self._told
+        if chain:
+            base = next(one for one in self._segments if one.stored == newest)
+            self._next_delta(Making(fetch, base, chain))
+        else:
+            self._fetch_rest(fetch, ())
+
+    def _serve(self, held: HeldSegment) -> None:
         if self.passes_on:
             self.server.hold(held)
             self.tell()
-        there: list[int] = []
-        if interrupted == manifest.version and arrived:
-            there = [n for n, data in enumerate(segment.data) if digest(bytes(data)) == manifest.digest_of(n)]
-        for chunk in there:
-            held.add(chunk)
-        self._fetch = _Fetch(manifest, segment, held, there, 0)
-        if len(there) == manifest.chunks:
-            self._finish(self._fetch)
-            return
-        self._begin_to_fetch(client, self._fetch)
 
-    def _begin_to_fetch(self, client: FetchCore[SwarmWire], fetch: _Fetch) -> None:
-        segment, held = fetch.segment, fetch.held
+    def _keep_for(self, manifest: Manifest) -> None:
+        """Forget deltas that do not lead to this version."""
+        named = {manifest.of_delta(delta).content for delta in manifest.deltas}
+        for held in [held for held in self._deltas if held.manifest.content not in named]:
+            self.server.forget(held)
+            self._deltas.remove(held)
+
+    def _next_delta(self, making: Making) -> None:
+        """Fetch the next delta, or make the version, all of them being there."""
+        version = making.version
+        if not making.left:
+            there = make(version.manifest, making.base, version.segment)
+            self.network.record.made += len(there) == version.manifest.chunks
+            self._fetch_rest(version, there)
+            return
+        manifest = version.manifest.of_delta(making.left.pop(0))
+        segment = SimulatedSegment(f"{self.name}-delta", manifest.chunks, manifest.base)
+        fetch = Fetch(manifest, segment, HeldSegment(manifest, segment), making=making)
+        self._serve(fetch.held)
+        self._begin_to_fetch(fetch)
+
+    def _fetch_rest(self, fetch: Fetch, made: Sequence[int]) -> None:
+        """Fetch what is not there of a version: of what was made of it, or else of an interrupted fetch."""
+        manifest, (interrupted, arrived), there = fetch.manifest, self._interrupted, made
+        if not made and interrupted == manifest.version and arrived:
+            there = [n for n, data in enumerate(fetch.segment.data) if digest(bytes(data)) == manifest.digest_of(n)]
+        for chunk in there:
+            fetch.held.add(chunk)
+        fetch.there = there
+        self._fetch = fetch
+        (self._finish if len(there) == manifest.chunks else self._begin_to_fetch)(fetch)
+
+    def _begin_to_fetch(self, fetch: Fetch) -> None:
+        client, segment, held = self.client, fetch.segment, fetch.held
+        assert client is not None, "the place is known"
+        told = fetch if fetch.making is None else fetch.making.version
 
         def arrived(chunk: int) -> None:
             held.add(chunk)
-            fetch.arrived += 1
-            self._told = (fetch.manifest.version, fetch.arrived)
+            told.arrived += 1
+            self._told = (told.manifest.version, told.arrived)
             self.after(0.0, self.tell)
 
         wanted = WantedVersion(
@@ -170,7 +192,8 @@ class ReaderHost(SwarmHost):
             arrived,
             self.network.scenario.no_progress_s,
         )
-        fetch.begun, self.content = True, fetch.manifest.content
+        self._fetch = fetch
+        fetch.begun, self.manifest = True, fetch.manifest
         self.fetch_began = self.network.now
         self._wrong.clear()
         self._received = client.received
@@ -178,7 +201,7 @@ class ReaderHost(SwarmHost):
         self._do(client.begin(wanted, fetch.there, self.clock))
         self._cycle(fetch)
 
-    def _client_for(self, place: SwarmPlace) -> FetchCore[SwarmWire]:
+    def _client_for(self, place: SwarmPlace) -> None:
         self.tokens.add(place.token)
         if self.client is None or self._place != place:
             if self.client is not None:
@@ -186,9 +209,8 @@ class ReaderHost(SwarmHost):
             own = self.address if self.passes_on else ""
             self.client, self._place = FetchCore(place.address, own, CONNECTIONS), place
             self._banned.clear()
-        return self.client
 
-    def _cycle(self, fetch: _Fetch) -> None:
+    def _cycle(self, fetch: Fetch) -> None:
         """Connect, then look after the fetch a moment later."""
         client, place = self.client, self._place
         if self._fetch is not fetch or client is None or place is None:
@@ -201,9 +223,7 @@ class ReaderHost(SwarmHost):
             self.network.connect(self, place, address, partial(self._connected, client))
         self.after(TICK_S, partial(self._look, fetch))
 
-    def _met_publisher(
-        self, client: FetchCore[SwarmWire], fetch: _Fetch, found: SwarmWire | str, refused: bool
-    ) -> None:
+    def _met_publisher(self, client: FetchCore[SwarmWire], fetch: Fetch, found: SwarmWire | str, refused: bool) -> None:
         self._connected(client, found, refused)
         self._cycle(fetch)
 
@@ -214,7 +234,7 @@ class ReaderHost(SwarmHost):
         else:
             self._do(client.opened(found, self.clock))
 
-    def _look(self, fetch: _Fetch) -> None:
+    def _look(self, fetch: Fetch) -> None:
         client = self.client
         if self._fetch is not fetch or client is None:
             return
@@ -239,13 +259,17 @@ class ReaderHost(SwarmHost):
             fetch.woken = True
             self.after(0.0, partial(self._look, fetch))
 
-    def _finish(self, fetch: _Fetch) -> None:
+    def _finish(self, fetch: Fetch) -> None:
         client, self._fetch = self.client, None
         assert client is not None, "it has fetched"
         self._hang_up(client.end() if fetch.begun else ())
         fetch.segment.stored = fetch.manifest.version
         fetch.held.whole = True
         assert fetch.segment.true, f"{self.name} has {fetch.manifest.title} with wrong bytes"
+        if fetch.making is not None:
+            self._deltas.append(fetch.held)
+            self._next_delta(fetch.making)
+            return
         self.network.record.ended["well"] += 1
         self._have(fetch.manifest.version)
         if fetch.there:
@@ -257,11 +281,16 @@ class ReaderHost(SwarmHost):
         self.versions.append(version)
         self.network.record.versions[self.number].append(version)
 
-    def _fail(self, fetch: _Fetch, error: Exception) -> None:
+    def _fail(self, fetch: Fetch, error: Exception) -> None:
         client, self._fetch = self.client, None
         assert client is not None, "it has fetched"
         self._hang_up(client.end())
         self.server.forget(fetch.held)
+        if fetch.making is not None and isinstance(error, ChecksumError):
+            self._fetch_rest(fetch.making.version, ())
+            return
+        if fetch.making is not None:
+            self.server.forget(fetch.making.version.held)
         self.network.record.ended[type(error).__name__] += 1
         if isinstance(error, Overtaken):
             self._consider()
@@ -311,7 +340,7 @@ class ReaderHost(SwarmHost):
             self._received = self.client.received
             self._begin_quiet(self._fetch)
 
-    def _begin_quiet(self, fetch: _Fetch) -> None:
+    def _begin_quiet(self, fetch: Fetch) -> None:
         self._quiet_since = (self.network.now, self.slept_s)
         self.network.moved[fetch.manifest.content] = self.network.now
 
@@ -346,7 +375,7 @@ class ReaderHost(SwarmHost):
         since, slept = self._quiet_since
         return self.network.now - since - (self.slept_s - slept)
 
-    def _check_patience(self, fetch: _Fetch) -> None:
+    def _check_patience(self, fetch: Fetch) -> None:
         """It waits no longer than it may, and less where there is a newer version."""
         quiet_s = self.network.now - self.network.moved[fetch.manifest.content]
         stood_still = sum(pause.seconds for pause in self.network.scenario.pauses)

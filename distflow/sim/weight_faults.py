@@ -2,7 +2,8 @@
 
 No reader ends a fetch with wrong or torn bytes, or goes back to an older version; every reader that lives has the
 newest version in the end, and none waits longer than it may; who sends wrong bytes is left alone; a reader gives up
-only what did not come; and where nothing goes wrong and all keep up, a version is sent about once to each site.
+only what did not come; and where nothing goes wrong and all keep up, a version is sent about once to each site, and
+whole only as long as one of its readers has none before, or where what has changed is not served.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from distflow.flow.sizes import CHAINED
 from distflow.sim.faults import BrokenPromise, broken_by
 from distflow.sim.scenario import Crash, Pause
 from distflow.sim.swarm_network import SwarmNetwork
@@ -38,6 +40,7 @@ def weights_of(seed: int) -> WeightScenario:
         joins=[0.0, *(rng.choice([0.0, 0.0, rng.uniform(0.0, BEGINS_S)]) for _ in range(readers - 1))],
         chunks=chunks,
         last_bytes=rng.choice([1, CHUNK_BYTES]),
+        delta_bytes=_delta_bytes(chunks, random.Random(f"{seed}/deltas")),
         publishes=sorted(rng.uniform(0.0, BEGINS_S) for _ in range(rng.choice([0, 1, 2, 6, 30 if chunks < 20 else 6]))),
         in_step=rng.random() < 0.5,
         copy_s=rng.choice([0.01, 1.0]),
@@ -54,6 +57,11 @@ def weights_of(seed: int) -> WeightScenario:
     if kind < 0.25:
         return scenario
     return _with_faults(scenario, rng) if kind < 0.9 else _orphaned(_with_faults(scenario, rng), rng)
+
+
+def _delta_bytes(chunks: int, rng: random.Random) -> int:
+    """Half of the scenarios have deltas, of which between one and more than a dozen are kept."""
+    return int(chunks * CHUNK_BYTES * rng.choice([0.02, 0.1, 0.3, 0.5])) if rng.random() < 0.5 else 0
 
 
 def _orphaned(scenario: WeightScenario, rng: random.Random) -> WeightScenario:
@@ -106,7 +114,11 @@ def check_weights(scenario: WeightScenario, record: WeightRecord) -> None:
         assert all(version in record.published for version in versions), f"host {host} has {versions}"
     if scenario.faultless and scenario.in_step:
         size = (scenario.chunks - 1) * CHUNK_BYTES + scenario.last_bytes
-        for (version, site), sent in record.sent.items():
+        for (content, site), sent in record.sent.items():
+            whole = size if content.base < 0 else scenario.delta_bytes
             # What goes to one that passes nothing on is dealt to others all the same.
-            most = UPLINK * size * (1 + sum(scenario.site(n) == site for n in scenario.outside))
-            assert sent <= most, f"{version} was sent {sent / size:.2f} times to site {site!r}"
+            most = UPLINK * whole * (1 + sum(scenario.site(n) == site for n in scenario.outside))
+            assert sent <= most, f"{content} was sent {sent / whole:.2f} times to site {site!r}"
+        if 0 < scenario.delta_bytes <= CHAINED * size and not any(scenario.joins):
+            late = [content for content, _ in record.sent if content.base < 0 and content.number > 1]
+            assert not late, f"{late} were sent whole, though all had the version before"

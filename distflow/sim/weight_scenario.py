@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from distflow.sim.scenario import Crash, Pause
 from distflow.types import Version
+from distflow.weights.swarm_messages import Content
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class WeightScenario:
     chunks: int = 4
     last_bytes: int = 1 << 20
     """Of the last chunk."""
+    delta_bytes: int = 0
+    """Of what has changed in a version since the one before; 0: that is not served."""
     publishes: Sequence[float] = ()
     """When the trainer has versions after the first; one that it is still copying is waited for."""
     in_step: bool = False
@@ -53,7 +56,7 @@ class WeightScenario:
     copy_s: float = 0.1
     """Seconds to copy a version into shared memory."""
     describe_s: float = 0.1
-    """Seconds to hash it."""
+    """Seconds to hash it, and to find out what has changed."""
     sites: Sequence[str] = ()
     """Where the readers stand."""
     outside: frozenset[int] = frozenset()
@@ -98,8 +101,8 @@ class WeightScenario:
 class WeightRecord:
     """What happened."""
 
-    sent: Counter[tuple[Version, str]] = field(default_factory=Counter)
-    """Bytes that publishers have sent, by version and site."""
+    sent: Counter[tuple[Content, str]] = field(default_factory=Counter)
+    """Bytes that publishers have sent, by version, or delta, and site."""
     versions: defaultdict[int, list[Version]] = field(default_factory=lambda: defaultdict(list))
     """That each host has had whole, one after the other."""
     ended: Counter[str] = field(default_factory=Counter)
@@ -110,4 +113,6 @@ class WeightRecord:
     """Chunks that arrived with wrong bytes."""
     passed_on: int = 0
     """Chunks that readers have sent."""
+    made: int = 0
+    """Versions that readers have made of older ones, all of their chunks."""
     seconds: float = 0.0

@@ -67,7 +67,12 @@ class WaitingClients:
 
     def answer(self, manifest: Manifest, *, far: bool) -> None:
         """A version is there for those that read in this way."""
-        for client, (asked, message) in list(self._waiting.items()):
-            if asked.far == far and (asked.after is None or manifest.version > asked.after):
-                del self._waiting[client]
-                self._reply(message, {"number": asked.number, "manifest": manifest.to_wire()})
+        served = [
+            client
+            for client, (asked, _) in self._waiting.items()
+            if asked.far == far and (asked.after is None or manifest.version > asked.after)
+        ]
+        wire = manifest.to_wire() if served else {}  # made once: it lists every parameter
+        for client in served:
+            asked, message = self._waiting.pop(client)
+            self._reply(message, {"number": asked.number, "manifest": wire})

@@ -37,7 +37,7 @@ class Publisher:
     """Replies to a subscription with what is next in line; an error is raised."""
 
     def __init__(self, *, far: bool = False) -> None:
-        self.host = Host(size=SIZE, keyframe_every=100)
+        self.host = Host(size=SIZE, deltas=True)
         self.replies: list[Manifest | Exception | None] = []
         self.asked: list[Version | None] = []
         self.around = 0

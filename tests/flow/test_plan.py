@@ -291,11 +291,11 @@ def test_what_cannot_be_had_without_a_bound(override: str, message: str) -> None
 def test_the_page_says_what_is_open_and_what_is_in_the_clear() -> None:
     alone = render_page(planned("quickstart"))
     assert "weights in the clear, checked by digests" in alone
-    assert "encrypts them); only what has changed, every 32 versions all\n" in alone
+    assert "encrypts them); only what has changed since the version that a host has\n" in alone
     assert "without the run's key" not in alone
-    words = ("layout.pools.trainer.count=2", "security.encrypt=all", "weights={encoding: fp8, keyframe_every: 5}")
+    words = ("layout.pools.trainer.count=2", "security.encrypt=all", "weights.encoding=fp8")
     two = render_page(planned("quickstart", *words))
-    assert "weights encrypted; rounded to fp8, only what has changed, every 5 versions all\n" in two
+    assert "weights encrypted; rounded to fp8, only what has changed since the version that a host has\n" in two
     assert "; each version in full\n" in render_page(planned("quickstart", "weights.encoding=full"))
     assert "Gloo (on GPUs NCCL) of trainer/0, trainer/1, at the host's address in the run" in two
     assert "gradients in the clear" in two

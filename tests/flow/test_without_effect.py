@@ -37,7 +37,6 @@ REFERENCE = ("flow=grpo_kl", "models.reference.head=tokens")
         ((), "models.policy.optimizer.momentum=0.5", "name is 'adamw', and only muon has it"),
         ((), "models.policy.optimizer.decay_steps=5", "schedule is 'constant', and only wsd has a decay"),
         ((), "models.policy.optimizer.min_lr=1e-9", "schedule is 'constant', which never decays"),
-        (("weights.encoding=full",), "weights.keyframe_every=4", "weights.encoding is full: every version crosses so"),
         (("models.policy.dtype=bfloat16",), "weights.encoding=bf16", "the weights are in bfloat16, which is not"),
         (REFERENCE, "models.reference.tokenizer=chars:01", "model 'reference' is a copy of 'policy', and has its"),
     ],

@@ -76,7 +76,7 @@ class Host:
         encrypted: bool = False,
         term: int = 0,
         size: int = 1_000_000,
-        keyframe_every: int = 1,
+        deltas: bool = False,
         to: Rounding | None = None,
         exposed: ExposedMemory | None = None,
         on_fault: Callable[[BaseException], None] = lambda error: None,
@@ -86,7 +86,7 @@ class Host:
         self.server = SwarmServer(
             "127.0.0.1",
             encrypted=encrypted,
-            keyframe_every=keyframe_every,
+            deltas=deltas,
             rounding=rounding,
             exposed=exposed,
             on_fault=on_fault,

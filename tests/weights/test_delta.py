@@ -15,7 +15,7 @@ from distflow.errors import ProtocolError
 from distflow.weights.encodings import delta
 from distflow.weights.encodings.delta import Kind, apply_part, encode, encode_part, parts_of
 from distflow.weights.manifest import CHUNK_BYTES, digests
-from distflow.weights.swarm.delta_chain import DeltaFile
+from distflow.weights.swarm.delta_memory import DeltaFile
 
 
 def applied(part: bytes, base: bytes) -> bytes:

@@ -65,7 +65,7 @@ class Pair:
         setting = [NixlSetting("127.0.0.1", f"test {end}", folder / f"{end}.log") for end in ("publisher", "reader")]
         self.size, self.tag = size, new_tag()
         self.exposed, self.reads = ExposedMemory(setting[0]), Reads(setting[1])
-        self.host = Host(exposed=self.exposed, size=size, keyframe_every=32)
+        self.host = Host(exposed=self.exposed, size=size, deltas=True)
         self.reader = SwarmReader(self.tag, "127.0.0.1", WAIT_S, one_sided=self.reads)
 
     def brings(self, manifest: Manifest) -> bool:

@@ -15,7 +15,7 @@ from distflow.types import Version
 from distflow.weights.encodings.rounding import Rounding
 from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
 from distflow.weights.segments.shm import HEADER_BYTES, ShmReader
-from distflow.weights.swarm.delta_chain import DeltaFile, DeltaMemory
+from distflow.weights.swarm.delta_memory import DeltaFile, DeltaMemory
 from distflow.weights.swarm.held_version import HeldVersion
 from distflow.weights.swarm.reader import SwarmReader
 from tests.polling import eventually
@@ -43,7 +43,7 @@ def is_version(found: Any, number: int) -> bool:
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    made = Host(keyframe_every=100)
+    made = Host(deltas=True)
     yield made
     made.close()
 
@@ -81,7 +81,7 @@ def corrupt(held: HeldVersion, at: int) -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_host_that_has_the_version_before_takes_what_has_changed(encrypted: bool) -> None:
-    host, tag = Host(encrypted=encrypted, keyframe_every=100), new_tag()
+    host, tag = Host(encrypted=encrypted, deltas=True), new_tag()
     reader = new_reader(tag)
     first = publish(host, 1)
     assert first.deltas == ()
@@ -104,20 +104,42 @@ def test_a_reader_that_skipped_three_versions_takes_their_changes_one_after_the_
     assert sent_for(host, reader, newest) == sum(delta.size for delta in newest.deltas) < 0.08 * newest.size
 
 
-def test_a_keyframe_is_taken_in_full_and_no_delta_reaches_beyond_it() -> None:
-    host, late, reader = Host(keyframe_every=3), new_reader(), new_reader()
-    sent = []
-    late.fetch(publish(host, 0))
-    for number in range(1, 8):
+def test_who_keeps_up_never_takes_a_version_whole_again_and_who_is_far_behind_does(
+    host: Host, reader: SwarmReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.weights.swarm.delta_chain.MOST_DELTAS", 3)
+    behind, far_behind = new_reader(), new_reader()
+    for number in range(12):
         manifest = publish(host, number)
-        sent.append(sent_for(host, reader, manifest) == manifest.size)
-    assert sent == [True, False, True, False, False, True, False], "0, 3 and 6 are keyframes, and 1 its first"
-    assert [delta.base for delta in manifest.deltas] == [6]
-    assert len(deltas_of(host)) == 1
-    late.fetch(manifest)
-    assert late.fetched == 2 * manifest.chunks
-    for each in (late, reader, host):
-        each.close()
+        sent = sent_for(host, reader, manifest)
+        assert sent == (manifest.deltas[-1].size if number else manifest.size)
+        if number in (7, 8):
+            (far_behind if number == 7 else behind).fetch(manifest)
+    assert [delta.base for delta in manifest.deltas] == [8, 9, 10]
+    assert len(deltas_of(host)) == 3
+    for late, chunks in ((behind, 3), (far_behind, manifest.chunks)):
+        before = late.fetched
+        assert is_version(late.fetch(manifest), 11)
+        assert late.fetched - before == chunks, "each delta fits into one"
+        late.close()
+
+
+def test_a_version_that_was_never_announced_leads_nowhere_and_those_before_it_still_do(host: Host) -> None:
+    readers = [new_reader() for _ in range(2)]
+    first, second = publish(host, 1), publish(host, 2)
+    lost = publish(host, 3)
+    for reader, manifest in zip(readers, (first, second), strict=True):
+        reader.fetch(manifest)
+    # As if it had been overwritten while its changes were looked for.
+    host.server._held.pop()
+    newest = publish(host, 4)
+    assert [(delta.base, delta.number) for delta in newest.deltas] == [(1, 2), (2, 4)]
+    assert lost.of_delta(lost.deltas[-1]).content not in [held.manifest.content for held in deltas_of(host)]
+    for reader, chunks in zip(readers, (2, 1), strict=True):
+        before = reader.fetched
+        assert is_version(reader.fetch(newest), 4)
+        assert reader.fetched - before == chunks
+        reader.close()
 
 
 def test_changes_that_are_not_smaller_than_the_version_are_not_taken(host: Host, reader: SwarmReader) -> None:
@@ -250,7 +272,7 @@ MATRIX, NORM = torch.randn(1000, 3001), torch.randn(3001)
 
 @pytest.mark.parametrize(("to", "share", "off"), [("bf16", 0.5, 1 / 256), ("fp8", 0.2525, 1 / 16)])
 def test_rounded_versions_cross_as_what_has_changed_too(to: Rounding, share: float, off: float) -> None:
-    host, reader = Host(keyframe_every=100, to=to), new_reader()
+    host, reader = Host(deltas=True, to=to), new_reader()
     for number in range(1, 7):
         matrix = MATRIX.clone()
         matrix[:number] = 1.0

@@ -1,120 +1,50 @@
-"""Deltas in the memory of a host, to be served from there, and those that a publisher keeps: to its last keyframe."""
+"""The deltas between the newest versions of a publisher: which ones are kept, and lead to a version."""
 
 from __future__ import annotations
 
-import os
-from mmap import ACCESS_READ, mmap
-from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
-from distflow.flow.sizes import CHAINED
-from distflow.weights.encodings.delta import encode
-from distflow.weights.manifest import CHUNK_BYTES, Delta, Manifest, digests
-from distflow.weights.segments.shm import HEADER, HEADER_BYTES
-from distflow.weights.swarm.chunk_plan import ChunkDealer
-from distflow.weights.swarm.chunk_server import ChunkServer
-from distflow.weights.swarm.held_version import HeldVersion
+from distflow.flow.sizes import CHAINED, MOST_DELTAS
+from distflow.weights.manifest import Delta
+from distflow.weights.swarm.serve_core import H
+
+H_contra = TypeVar("H_contra", contravariant=True)
 
 
-class DeltaFile:
-    """Memory that a delta is written to before its size is known: a file without a name, gone with its last user."""
+class ServesChunks(Protocol[H_contra]):
+    """What readers ask for chunks."""
 
-    def __init__(self) -> None:
-        self.handle = os.memfd_create("distflow-delta", os.MFD_CLOEXEC)
+    def hold(self, held: H_contra) -> None:
+        """Serve a version or a delta from now on."""
 
-    def write(self, at: int, data: bytes | memoryview) -> None:
-        """Write bytes of the delta, on any thread. Unlike assigning to a slice of a mapping it releases the GIL."""
-        left, at = memoryview(data), HEADER_BYTES + at
-        while left:
-            done = os.pwrite(self.handle, left, at)
-            left, at = left[done:], at + done
-
-    def digests(self, size: int) -> bytes:
-        """Of the chunks of a delta of `size` bytes."""
-        data = memoryview(mmap(self.handle, HEADER_BYTES + size, access=ACCESS_READ))[HEADER_BYTES:]
-        return digests([data[at : at + CHUNK_BYTES] for at in range(0, size, CHUNK_BYTES)])
-
-    def __enter__(self) -> DeltaFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.handle)
+    def forget(self, held: H_contra) -> None:
+        """Serve it no more."""
 
 
-class DeltaMemory:
-    """A delta in memory, which chunks can be served from; in `file` if it has been written already."""
+class DeltaChain(Generic[H]):
+    """Deltas are served beside the versions, each of which can be had whole: a reader takes what suits what it has.
 
-    def __init__(self, manifest: Manifest, file: DeltaFile, dealer: ChunkDealer | None = None) -> None:
-        os.ftruncate(file.handle, HEADER_BYTES + manifest.size)
-        self._memory = mmap(file.handle, HEADER_BYTES + manifest.size)
-        HEADER.pack_into(self._memory, 0, -1, 0)
-        self.held = HeldVersion(manifest, Path(f"/proc/self/fd/{file.handle}"), dealer)
-
-    @property
-    def data(self) -> memoryview:
-        """The bytes of the delta."""
-        return memoryview(self._memory)[HEADER_BYTES:]
-
-    def finish(self) -> None:
-        """All bytes are there and right."""
-        HEADER.pack_into(self._memory, 0, *self.held.manifest.version)
-        self.held.whole = True
-
-
-class DeltaChain:
-    """The deltas between a publisher's versions. Every `keyframe_every`th version has none, and none reaches beyond it.
-
-    All of them together are at most CHAINED times as large as a version: a reader that would need more takes that.
+    All that are kept are together at most CHAINED times as large as a version, and MOST_DELTAS: a reader that would
+    need more takes all of the version.
     """
 
-    def __init__(self, server: ChunkServer, keyframe_every: int) -> None:
+    def __init__(self, server: ServesChunks[H]) -> None:
         self._server = server
-        self._keyframe_every = keyframe_every
-        self._since = 0
-        """Versions since the last keyframe."""
-        self._chain: list[tuple[Delta, HeldVersion]] = []
+        self._chain: list[tuple[Delta, H]] = []
 
-    def lead_to(self, new: HeldVersion, former: HeldVersion | None) -> tuple[Delta, ...]:
-        """The deltas that lead to a version, the last one from the `former`; none if it is a keyframe."""
-        made = self._encode(new, former) if self._since < self._keyframe_every - 1 else None
-        if made is not None and self._chain and self._chain[-1][0].number != made[0].base:
-            # The version that it led to was never announced.
-            self._drop(len(self._chain))
-        if made is None:
-            self._drop(len(self._chain))
-            self._since = 0
-            return ()
-        self._since += 1
-        self._chain.append(made)
-        sizes = [delta.size for delta, _ in self._chain]
-        self._drop(next(n for n in range(len(sizes)) if sum(sizes[n:]) <= CHAINED * new.manifest.size))
-        self._server.hold(made[1])
-        return tuple(delta for delta, _ in self._chain)
-
-    def _encode(self, new: HeldVersion, former: HeldVersion | None) -> tuple[Delta, HeldVersion] | None:
-        """None where there is none: another layout, an older version that is gone, or nearly everything changed."""
-        if former is None or not former.intact or not _follows(new.manifest, former.manifest):
-            return None
-        with DeltaFile() as file:
-            size = encode(_bytes_of(new), _bytes_of(former), int(CHAINED * new.manifest.size), file.write)
-            if not size or not former.intact or not new.intact:
-                return None
-            delta = Delta(new.manifest.version.number, former.manifest.version.number, size, file.digests(size))
-            manifest = new.manifest.of_delta(delta)
-            memory = DeltaMemory(manifest, file, ChunkDealer(manifest.chunks))
-        memory.finish()
-        return delta, memory.held
-
-    def _drop(self, count: int) -> None:
-        for _, held in self._chain[:count]:
-            self._server.forget(held)
-        del self._chain[:count]
-
-
-def _follows(new: Manifest, former: Manifest) -> bool:
-    """Whether one can be made of the other."""
-    same = new.entries == former.entries and new.size == former.size
-    return same and new.version.term == former.version.term and new.version.number > former.version.number
-
-
-def _bytes_of(held: HeldVersion) -> memoryview:
-    return memoryview(held.memory)[HEADER_BYTES : HEADER_BYTES + held.manifest.size]
+    def lead_to(self, size: int, made: tuple[Delta, H] | None) -> tuple[Delta, ...]:
+        """The deltas that lead to a version of `size` bytes, of which `made` is the last; none without that."""
+        chain: list[tuple[Delta, H]] = []
+        if made is not None:
+            # What leads to a version that was never announced leads nowhere.
+            chain = [*(one for one in self._chain if one[0].number <= made[0].base), made]
+            sizes = [delta.size for delta, _ in chain]
+            fits = next(n for n in range(len(sizes)) if sum(sizes[n:]) <= CHAINED * size)
+            chain = chain[max(fits, len(chain) - MOST_DELTAS) :]
+            self._server.hold(made[1])
+        kept = [held for _, held in chain]
+        for _, held in self._chain:
+            if held not in kept:
+                self._server.forget(held)
+        self._chain = chain
+        return tuple(delta for delta, _ in chain)

@@ -15,7 +15,7 @@ from distflow.weights.encodings.delta import apply_part, parts_of
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, coding_threads, digest
 from distflow.weights.swarm.chunk_server import ChunkServer
 from distflow.weights.swarm.client import FetchRules, SwarmClient
-from distflow.weights.swarm.delta_chain import DeltaFile, DeltaMemory
+from distflow.weights.swarm.delta_memory import DeltaFile, DeltaMemory
 from distflow.weights.swarm.held_version import HeldVersion
 from distflow.weights.swarm.private_segments import NotServing
 

@@ -15,7 +15,7 @@ from distflow.errors import Overtaken
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.log import logger
 from distflow.weights.encodings.rounded_publisher import RoundedPublisher
-from distflow.weights.manifest import Manifest, digests
+from distflow.weights.manifest import Delta, Manifest, digests
 from distflow.weights.one_sided.reads import ExposedMemory
 from distflow.weights.segments.shm import AnnouncedSegment
 from distflow.weights.segments.turns import Pin
@@ -23,6 +23,7 @@ from distflow.weights.swarm.announcing import Announcing
 from distflow.weights.swarm.chunk_plan import ChunkDealer
 from distflow.weights.swarm.chunk_server import ChunkServer
 from distflow.weights.swarm.delta_chain import DeltaChain
+from distflow.weights.swarm.delta_memory import delta_between
 from distflow.weights.swarm.held_version import HeldVersion
 from distflow.weights.swarm.serve_core import ServerTraffic
 from distflow.weights.swarm_messages import SwarmPlace
@@ -37,9 +38,9 @@ def _tell(error: BaseException) -> None:
 class SwarmServer:
     """Listens on `host` from the start, on threads of its own; `encrypted`: chunks are sealed.
 
-    Versions are also served as what has changed since the one before, except every `keyframe_every`th (1: each). With
-    `rounding` they are rounded before, and with `exposed` readers may read them where they lie. `on_fault` is called on
-    a thread here with what it cannot go on after.
+    With `deltas` versions are also served as what has changed since the one before, with `rounding` they are rounded
+    before, and with `exposed` readers may read them where they lie. `on_fault` is called on a thread here with what it
+    cannot go on after.
     Raises ProtocolError if it cannot listen.
     """
 
@@ -48,7 +49,7 @@ class SwarmServer:
         host: str,
         *,
         encrypted: bool = False,
-        keyframe_every: int = 1,
+        deltas: bool = False,
         rounding: RoundedPublisher | None = None,
         exposed: ExposedMemory | None = None,
         on_fault: Callable[[BaseException], None] = _tell,
@@ -61,7 +62,7 @@ class SwarmServer:
         self._server.admit(self.place)
         self._rounding = rounding
         self._exposed = exposed
-        self._chain = DeltaChain(self._server, keyframe_every)
+        self._chain = DeltaChain[HeldVersion](self._server) if deltas else None
         # Where there is a newer one, hashing an older one would only delay it.
         self._announcing = Announcing("swarm-describe", self.describe, on_fault, only_newest=True)
 
@@ -90,7 +91,7 @@ class SwarmServer:
         found = digests([held.bytes_of(chunk) for chunk in range(manifest.chunks)])
         if not held.intact:
             raise Overtaken(f"{manifest.title}: overwritten by a newer version before it was hashed")
-        deltas = self._chain.lead_to(held, self._held[-1] if self._held else None)
+        deltas = () if self._chain is None else self._chain.lead_to(manifest.size, self._delta_to(held))
         if not held.intact:
             raise Overtaken(f"{manifest.title}: overwritten by a newer version before its changes were known")
         # The same segment held an older version.
@@ -119,6 +120,9 @@ class SwarmServer:
             self._exposed.close()
         if self._announcing.close() and self._rounding is not None:
             self._rounding.close()
+
+    def _delta_to(self, held: HeldVersion) -> tuple[Delta, HeldVersion] | None:
+        return delta_between(self._held[-1], held) if self._held else None
 
     def _pin_for(self, held: HeldVersion) -> None:
         with self._lock:
