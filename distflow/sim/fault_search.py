@@ -22,7 +22,7 @@ OTHERS: Mapping[str, Judge] = {"calls": judge_calls, "weights": judge_weights, "
 CORES = ("leases", *OTHERS)
 
 
-class Judged(NamedTuple):
+class SearchedSeed(NamedTuple):
     """One scenario, and what it broke; None: it kept all promises."""
 
     cores: str
@@ -30,9 +30,9 @@ class Judged(NamedTuple):
     broken: BrokenPromise | None
 
 
-def search_cores(arithmetic: Arithmetic, cores: Sequence[str], seeds: Iterable[int]) -> Iterator[Judged]:
+def search_cores(arithmetic: Arithmetic, cores: Sequence[str], seeds: Iterable[int]) -> Iterator[SearchedSeed]:
     """Simulate one scenario for each seed, of each of these cores in turn."""
     for number, seed in enumerate(seeds):
         name = cores[number % len(cores)]
         found = judge(seed, scenario_of(arithmetic, seed)) if name == "leases" else OTHERS[name](seed)
-        yield Judged(name, seed, found)
+        yield SearchedSeed(name, seed, found)
