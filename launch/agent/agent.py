@@ -5,8 +5,7 @@ work. When it is killed, `launch` or the fork server starts another one, which r
 workers.
 
 In a run on many hosts each host has an agent, and none of them is in charge: what they know spreads as reports
-(`distflow/cluster/`). Such an agent prints {"agent": H, "address": "tcp://…"}, and starts workers only once
-`mesh.begin` has told it the addresses of the others.
+(`distflow/cluster/`). It prints {"agent": H, "address": "tcp://…"}, and starts workers once `mesh.begin` came.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -117,6 +117,9 @@ FOLLOWS = st.lists(
 
 @settings(max_examples=200)
 @given(FOLLOWS)
+@example(
+    [("follow", 0, 1), ("publish", 0, 0), ("publish", 0, 1), ("deliver", 0, 0), ("follow", 0, 0), ("publish", 0, 0)]
+)
 def test_whatever_an_agent_begins_to_count_from_it_is_heard_and_no_other_is_taken_for_it(events):
     """Agents are followed by others, again and again, which know nothing of what those before them have sent."""
     world = World(3)

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from click.testing import CliRunner, Result
 
-from distflow.cluster.gossip import Gossip
+from distflow.cluster import term_vote
 from distflow.config.schema import Refresh, Schedule
 from distflow.errors import UserError
 from distflow.exchange.call_client import CallClient
@@ -127,7 +127,7 @@ def test_the_command_searches_all_cores_in_turn() -> None:
         ("leases", worker, "RolloutCore", Forgetful),
         ("calls", CallClient, "tick", lambda client, now: []),
         ("weights", Landing, "right", property(lambda landing: True)),
-        ("agents", Gossip, "tick", lambda agent, now: []),
+        ("agents", term_vote, "elected", lambda view, rules: None),
     ],
 )
 def test_the_command_names_the_seed_and_how_to_repeat_it(
