@@ -32,6 +32,8 @@ from unittest import mock
 import psutil
 from msgspec import structs
 
+from distflow.cluster.host_report import HostedWorker, HostReport, to_wire
+from distflow.cluster.processes import HostEntry, ProcessId, agent_name, nursery_name
 from distflow.comm.beats import BEAT, BEAT_S
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.message import decode, encode
@@ -39,11 +41,10 @@ from distflow.comm.roll_call import RollCall
 from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent import record_writer
 from distflow.launch.agent.agent import Agent
-from distflow.launch.cluster.host_report import HostedWorker, HostReport, to_wire
 from distflow.launch.run.folder import claim
 from distflow.launch.run.process_table import process_id
-from distflow.launch.run.record import HostEntry, ProcessId, RunRecord, WorkerEntry, agent_name, nursery_name
-from tests.launch.meshes import Mesh
+from distflow.launch.run.record import RunRecord, WorkerEntry
+from distflow.sim.agent_mesh import Mesh
 from tests.launch.real_meshes import LiveMesh
 
 WORKERS_A_HOST = 8

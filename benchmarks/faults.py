@@ -5,25 +5,21 @@
     python -m benchmarks.faults agents --seed 0 --count 10000       # host agents: reports, silence, terms of training
     python -m benchmarks.faults weights --seed 0 --count 10000      # fetches of versions of weights
 
-A scenario follows from its seed. It takes 0.05 to 0.2 s of one core, so run it with `nice` and in the
-background. Every 500 scenarios it says how far it is.
+`distflow simulate RECIPE --faults N` has leases of the kind of one recipe. A scenario follows from its seed. It takes
+0.05 to 0.2 s of one core, so run it with `nice` and in the background. Every 500 scenarios it says how far it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
 from distflow.config.schema import Schedule
-from distflow.sim.faults import Arithmetic, BrokenPromise, broken_by, judge, scenario_of, variants
-from distflow.sim.weight_faults import judge_weights
-from distflow.testing.call_faults import judge_calls
-from tests.launch import meshes, terms
+from distflow.sim.fault_search import OTHERS, Judge
+from distflow.sim.faults import Arithmetic, BrokenPromise, judge, scenario_of, variants
 
 EVERY, COLLECT = 500, 100
 
@@ -44,44 +40,7 @@ def judge_leases(seed: int) -> BrokenPromise | None:
     return judge(seed, scenario_of(every[seed % len(every)], seed))
 
 
-def judge_agents(seed: int) -> BrokenPromise | None:
-    """Host agents under random events: what they know of each other (one seed of ten), or the terms they agree on."""
-    rng = random.Random(f"{seed}/agents")
-    return broken_by(seed, lambda: _check_terms(rng) if seed % 10 else _check_mesh(rng))
-
-
-def _check_mesh(rng: random.Random) -> None:
-    events = [(rng.choice(meshes.EVENTS), rng.randrange(64), rng.randrange(7)) for _ in range(rng.randrange(9))]
-    meshes.check_events(rng.randrange(10_000), rng.choice([0.0, 0.1]), events)
-
-
-def _check_terms(rng: random.Random) -> None:
-    """Never two terms that train; where nothing was killed and all hear each other again, one does, or the run ends."""
-    layout, harmless = rng.choice(terms.LAYOUTS), rng.random() < 0.5
-    critics = 0 if harmless else min(rng.randrange(3), len(layout) - 1)
-    world = terms.World(layout, shrinks=harmless or rng.random() < 0.5, seed=rng.randrange(10_000), critics=critics)
-    for _ in range(rng.randrange(15)):
-        kind, where, number = rng.choice(terms.EVENTS), rng.randrange(8), rng.randrange(256)
-        if not (harmless and kind in ("crash", "kill")):
-            world.happens(kind, where, number)
-            world.check()
-    if harmless:
-        world.happens("heal", 0, 0)
-        before = len(world.commits)
-        for _ in range(120):
-            world.second()
-        # A pool that was told to keep only workers that are out of reach has stopped the run, with that reason.
-        trains = len(world.commits) > before or any(agent.stopped for agent in world.agents)
-        assert trains, f"nothing trains: {[agent.pool.term.reason for agent in world.agents]}"
-        world.check()
-
-
-JUDGES: dict[str, Callable[[int], BrokenPromise | None]] = {
-    "leases": judge_leases,
-    "calls": judge_calls,
-    "agents": judge_agents,
-    "weights": judge_weights,
-}
+JUDGES: dict[str, Judge] = {"leases": judge_leases, **OTHERS}
 
 
 def main() -> int:

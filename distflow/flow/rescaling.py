@@ -4,7 +4,7 @@ A worker's name stays with the host where it first ran: there its files are, and
 may have workers 0, 2 and 3. Its recipe says 3, how many there are; the documents of its workers say 4, so that they
 plan for each of these names (`span`), and list those that train (`members`).
 
-Nothing here decides: who trains in a term is agreed on by the host agents (`launch/cluster/term_vote.py`).
+Nothing here decides: who trains in a term is agreed on by the host agents (`distflow/cluster/term_vote.py`).
 """
 
 from __future__ import annotations

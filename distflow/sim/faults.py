@@ -14,7 +14,7 @@ terms that begin from the last checkpoint.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -85,12 +85,6 @@ def arithmetic_of(plan: Plan) -> Arithmetic:
         schedule=limits.schedule,
         refresh=load.refresh,
     )
-
-
-def search(arithmetic: Arithmetic, seeds: Iterable[int]) -> Iterator[BrokenPromise | None]:
-    """Simulate one scenario for each seed; None where all promises were kept."""
-    for seed in seeds:
-        yield judge(seed, scenario_of(arithmetic, seed))
 
 
 def judge(seed: int, scenario: Scenario) -> BrokenPromise | None:

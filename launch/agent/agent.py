@@ -5,8 +5,7 @@ work. When it is killed, `launch` or the fork server starts another one, which r
 workers.
 
 In a run on many hosts each host has an agent, and none of them is in charge: what they know spreads as reports
-(`cluster/`). Such an agent prints {"agent": H, "address": "tcp://…"}, and starts workers only once `mesh.begin` has
-told it the addresses of the others.
+(`distflow/cluster/`). It prints {"agent": H, "address": "tcp://…"}, and starts workers once `mesh.begin` came.
 """
 
 from __future__ import annotations
@@ -28,6 +27,9 @@ from typing import Any
 
 from msgspec import structs
 
+from distflow.cluster import cluster_view
+from distflow.cluster.host_report import HostReport
+from distflow.cluster.processes import STOPPED, Failure, Outcome, agent_name
 from distflow.comm.addresses import ensure_socket_dir
 from distflow.comm.beats import BEAT
 from distflow.comm.message import Message
@@ -41,12 +43,10 @@ from distflow.launch.agent.restart_policy import RestartPolicy
 from distflow.launch.agent.scaling import Scaling
 from distflow.launch.agent.start import RestartLimit, lock_host
 from distflow.launch.agent.worker_group import ENTRY, WorkerGroup, note_checkpointed
-from distflow.launch.cluster import cluster_view
-from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.observe.file_server import FileServer
-from distflow.launch.run.exit_status import STOPPED, Outcome, explain, finish, log_file, read_exits
+from distflow.launch.run.exit_status import explain, finish, log_file, read_exits
 from distflow.launch.run.process_table import end_all, host_part, process_id, sweep
-from distflow.launch.run.record import FILE_NAME, Failure, RunRecord, agent_name, read_record
+from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
 from distflow.log import configure, logger
 from distflow.runtime.disk import set_aside, spare_output
 

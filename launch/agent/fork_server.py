@@ -2,17 +2,16 @@
 
 It has one thread and touches no device, so forking is safe. If an imported library has started a thread nevertheless,
 the child replaces itself by a fresh interpreter, which is slower but safe. So does a child that another Python is to
-execute: that costs the import of the libraries, but one fork server per host reaps, reports and, if the agent is gone,
-concludes the run for all workers.
+execute: that imports the libraries again, but one fork server per host reaps and reports all workers.
 
 It listens on a Unix socket and serves the agent that connected last, by lines of JSON. From the agent: {"serve": true}
 first, {"start": name, "incarnation", "document", "log", "threads", "python"}, {"end": true}. To the agent: {"exited":
 name, "incarnation", "pid", "code", "signal", "early", "term"}, {"started": name, "incarnation", "pid"}, {"ready":
-seconds of importing, "pid"}, {"broken": traceback}. An agent is told of the last process of every worker before
-`ready`, so that one that replaces a killed agent knows which workers it has.
+seconds of importing, "pid"}, {"broken": traceback}. Before `ready` an agent, which may replace a killed one, is told of
+the last process of every worker.
 
-If the agent disappears without {"end": true} and no other connects, the fork server starts one. If all of them fail, it
-waits for the workers to end, writes down how the run ended in place of the agent, and cleans up.
+If the agent disappears without {"end": true} and no other connects, it starts one. If all of them fail, it waits for
+the workers to end, writes down how the run ended in place of the agent, and cleans up.
 """
 
 from __future__ import annotations
@@ -35,10 +34,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from distflow.cluster.processes import Exit
 from distflow.comm.processes import module_command, name_process
 from distflow.errors import UserError
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, become, environment_of, start_agent
-from distflow.launch.run.exit_status import Exit, conclude, exit_of, failure_file
+from distflow.launch.run.exit_status import conclude, exit_of, failure_file
 from distflow.launch.run.record import read_record
 from distflow.runtime.process_record import note_end, note_start, read_process
 

@@ -22,6 +22,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import structs
 
+from distflow.cluster import cluster_view
+from distflow.cluster.cluster_view import awaited, head_of, unseen
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import HostedWorker, HostReport
+from distflow.cluster.processes import HostEntry, agent_name
 from distflow.comm.addresses import Address, worker_address
 from distflow.comm.beats import BEAT, BEAT_S, STRIDE, Beat
 from distflow.comm.endpoint import Endpoint
@@ -31,14 +36,10 @@ from distflow.errors import ProtocolError
 from distflow.launch.agent.record_writer import Journal
 from distflow.launch.agent.remote_helper import try_all
 from distflow.launch.agent.restart_policy import Life, RestartPolicy, Tell
-from distflow.launch.cluster import cluster_view
-from distflow.launch.cluster.cluster_view import awaited, head_of, unseen
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostedWorker, HostReport
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.observe.file_sync import COLLECTED, FileSync
 from distflow.launch.run.exit_status import read_exits
-from distflow.launch.run.record import HOSTS, HostEntry, RunRecord, agent_name
+from distflow.launch.run.record import HOSTS, RunRecord
 from distflow.log import logger
 
 log = logger(__name__)

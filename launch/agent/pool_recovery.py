@@ -1,6 +1,6 @@
 """Recovers the training pool on one host: ends its training workers when one was killed anywhere, and restarts them.
 
-What is decided, and when, is in `cluster/term_vote.py`; this file carries it out in the run folder.
+What is decided, and when, is in `distflow/cluster/term_vote.py`; this file carries it out in the run folder.
 
 If the agent of a host is silent, its training workers are asked directly, since they may be healthy although their
 agent is gone. Each round of questions takes at most a few seconds, on a thread of its own.
@@ -15,6 +15,11 @@ from pathlib import Path
 
 import yaml
 
+from distflow.cluster.cluster_view import Rules, View, members_of, takes_up
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import HostReport, Successor, Term
+from distflow.cluster.processes import Failure
+from distflow.cluster.term_vote import Begin, Break, Found, Pool, Stop, is_to_end
 from distflow.comm.addresses import worker_address
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
@@ -23,14 +28,10 @@ from distflow.errors import DistflowError, UserError, WorkerFailed
 from distflow.flow.rescaling import renewed
 from distflow.launch.agent.restart_policy import Action, RestartPolicy, Tell
 from distflow.launch.agent.scaling import NoGpuError, Scaling
-from distflow.launch.cluster.cluster_view import Rules, View, members_of, takes_up
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostReport, Successor, Term
-from distflow.launch.cluster.term_vote import Begin, Break, Found, Pool, Stop, is_to_end
 from distflow.launch.observe.file_client import CheckpointFetch, saved_here
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.process_table import sweep_term
-from distflow.launch.run.record import Failure, RunRecord
+from distflow.launch.run.record import RunRecord
 from distflow.launch.run.resume import checkpoint_of, forget_drafts, forget_dumps_of
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import checkpoints_of, open_term

@@ -24,29 +24,17 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import structs
 
+from distflow.cluster.cluster_view import wanted
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import HostedWorker, HostReport, shortened
+from distflow.cluster.processes import Exit, HostEntry, ProcessId, RunState, agent_name, nursery_name
 from distflow.comm.addresses import place_of, worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkListener, agent_keys, key_file, read_keys
 from distflow.data.decoding import Form
 from distflow.launch.agent.restart_policy import Action, Life, RestartPolicy
-from distflow.launch.cluster.cluster_view import wanted
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostedWorker, HostReport, shortened
-from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.folder import try_claim
-from distflow.launch.run.record import (
-    AGENT,
-    HOSTS,
-    BadGpu,
-    HostEntry,
-    ProcessId,
-    RunRecord,
-    RunState,
-    WorkerEntry,
-    agent_name,
-    nursery_name,
-    read_record,
-)
+from distflow.launch.run.record import AGENT, HOSTS, BadGpu, RunRecord, WorkerEntry, read_record
 from distflow.log import logger
 from distflow.runtime.disk import replace_file
 from distflow.types import WorkerName

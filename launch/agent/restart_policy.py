@@ -21,12 +21,13 @@ from typing import Any, Literal
 
 from msgspec import structs
 
+from distflow.cluster.cluster_view import Elsewhere
+from distflow.cluster.host_report import Death, HostReport
+from distflow.cluster.processes import FAULTY, STOPPED, Exit, Failure, Outcome
+from distflow.cluster.term_vote import ELSEWHERE, SCALED
 from distflow.launch.agent.start import RestartLimit
-from distflow.launch.cluster.cluster_view import Elsewhere
-from distflow.launch.cluster.host_report import Death, HostReport
-from distflow.launch.cluster.term_vote import ELSEWHERE, SCALED
-from distflow.launch.run.exit_status import AGAIN, FAULTY, KNOWN_CODES, STOPPED, Exit, Outcome
-from distflow.launch.run.record import Failure, WorkerEntry
+from distflow.launch.run.exit_status import AGAIN, KNOWN_CODES
+from distflow.launch.run.record import WorkerEntry
 
 Phase = Literal["running", "leaving", "stopping", "failing", "over"]
 PHASES: Mapping[str, Phase] = {"leaving": "leaving", "stopping": "stopping", "failing": "failing"}

@@ -3,7 +3,8 @@
 Any agent may be asked. It decides on which host each worker of the pool is to run, and numbers the decision, which
 spreads with its report. The highest number wins, and every agent does its own part: it starts the workers that its host
 lacks and drains those that are no longer wanted. Who trains shares ledgers and sums with all others that do: the next
-term takes such a decision up as a whole (`cluster/term_vote.py`), and what is done here for it is to write documents.
+term takes such a decision up as a whole (`distflow/cluster/term_vote.py`), and what is done here for it is to write
+documents.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import structs
 
+from distflow.cluster import cluster_view
+from distflow.cluster.cluster_view import FreeGpus, members_of, takes_up
+from distflow.cluster.gossip import Gossip, least_silence_s
+from distflow.cluster.host_report import DesiredWorkers, Successor, Term
+from distflow.cluster.processes import agent_name
 from distflow.comm.addresses import worker_address
 from distflow.comm.beats import HostNumber
 from distflow.data.decoding import Form, Whole, read
 from distflow.errors import UserError
 from distflow.launch.agent.restart_policy import Action, RestartPolicy
-from distflow.launch.cluster import cluster_view
-from distflow.launch.cluster.cluster_view import FreeGpus, members_of, takes_up
-from distflow.launch.cluster.gossip import Gossip, least_silence_s
-from distflow.launch.cluster.host_report import DesiredWorkers, Successor, Term
 from distflow.launch.run.folder import note_sizes, recipe_in
-from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name, sites_of
+from distflow.launch.run.record import RunRecord, WorkerEntry, sites_of
 from distflow.log import logger
 from distflow.types import MOST_WORKERS, WorkerName
 

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import distflow
+from distflow.cluster.processes import agent_name
 from distflow.comm.processes import module_command
 from distflow.errors import UserError
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import try_lock
-from distflow.launch.run.record import FILE_NAME, HOSTS, agent_name
+from distflow.launch.run.record import FILE_NAME, HOSTS
 
 
 @dataclass(frozen=True, slots=True)

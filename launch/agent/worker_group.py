@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distflow.cluster.processes import Exit, Failure, ProcessId, agent_name, nursery_name
 from distflow.comm.addresses import socket_dir
 from distflow.comm.message import Message
 from distflow.comm.processes import module_command, started_at
@@ -25,9 +26,9 @@ from distflow.data.decoding import Form, Whole, read
 from distflow.launch.agent.fork_server import dead_child, end_group
 from distflow.launch.agent.restart_policy import Action, Life, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import LIMIT
-from distflow.launch.run.exit_status import Exit, document_file, exit_of, failure_file, log_file
+from distflow.launch.run.exit_status import document_file, exit_of, failure_file, log_file
 from distflow.launch.run.process_table import process_id, running, signal_to, space
-from distflow.launch.run.record import FILE_NAME, Failure, ProcessId, RunRecord, agent_name, nursery_name
+from distflow.launch.run.record import FILE_NAME, RunRecord
 from distflow.log import logger
 from distflow.runtime.process_record import ProcessRecord, process_file, read_process, trouble_file
 

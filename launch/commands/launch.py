@@ -236,7 +236,7 @@ def _note_fetched(draft: Path, name: str) -> None:
     """Record the run as one that was stopped on this machine: what it was elsewhere is gone."""
     from msgspec import structs
 
-    from distflow.launch.run.exit_status import STOPPED
+    from distflow.cluster.processes import STOPPED
     from distflow.launch.run.record import read_record
 
     record = read_record(draft)

@@ -19,6 +19,7 @@ import click
 import yaml
 from msgspec import structs
 
+from distflow.cluster.processes import STOPPED, HostEntry, agent_name
 from distflow.comm.addresses import place_of
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
 from distflow.errors import DistflowError, Problem, UserError, did_you_mean
@@ -34,9 +35,8 @@ from distflow.launch.deploy.placement import WorkerPlacement, likely_slots
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import AutoscaleDisplay, names_in
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
-from distflow.launch.run.exit_status import STOPPED
 from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_files, try_lock
-from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name, read_record
+from distflow.launch.run.record import FILE_NAME, HOSTS, RunRecord, read_record
 from distflow.metrics.autoscale import Autoscaler, AutoscaleRule, check_pool
 from distflow.types import WorkerName
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from distflow.cluster.processes import STOPPED
 from distflow.config.outputs import check_writable
 from distflow.errors import UserError
 
@@ -94,10 +95,22 @@ def _turn_options(command: Command) -> Command:
 @click.option(
     "--faults", type=click.IntRange(min=1), metavar="N", help="Instead: run N random faults through its cores."
 )
+@click.option(
+    "--faults-of",
+    metavar="CORES",
+    help="leases, calls, weights, agents, or some of them, joined by commas.  [default: all]",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first seed of --faults.")
 @click.pass_context
 def command(
-    context: click.Context, /, recipe: str, overrides: tuple[str, ...], faults: int | None, seed: int, **given: Any
+    context: click.Context,
+    /,
+    recipe: str,
+    overrides: tuple[str, ...],
+    faults: int | None,
+    faults_of: str | None,
+    seed: int,
+    **given: Any,
 ) -> int:
     """Predict step time, idle time by cause, staleness and traffic of RECIPE on devices that need not be there.
 
@@ -105,9 +118,10 @@ def command(
     """
     if faults is not None:
         _check_alone(context)
-        return _search(recipe, overrides, faults, seed)
-    if is_given(context, "seed"):
-        raise UserError("--seed: the first seed of --faults — give --faults N, too, or leave it out")
+        return _search(recipe, overrides, range(seed, seed + faults), faults_of, as_json=given["as_json"])
+    for name, what in (("seed", "the first seed of --faults"), ("faults_of", "what --faults searches")):
+        if is_given(context, name):
+            raise UserError(f"--{name.replace('_', '-')}: {what} — give --faults N, too, or leave it out")
     outputs = {name: given.pop(name) for name in ("as_json", "output", "plot")}
     turns = _turns(given.pop("turn_tokens"), given.pop("turn_s"))
     inputs = replace(simulation_input(given, timeline=outputs["output"] is not None), turns=turns)
@@ -134,26 +148,42 @@ def is_given(context: click.Context, name: str) -> bool:
 def _check_alone(context: click.Context) -> None:
     """Raise UserError for options that say how to predict: a search for faults has devices of its own."""
     options = [one for one in context.command.params if isinstance(one, click.Option) and one.name is not None]
-    others = [one.opts[-1] for one in options if one.name not in ("faults", "seed") and is_given(context, one.name)]
+    own = ("faults", "faults_of", "seed", "as_json")
+    others = [one.opts[-1] for one in options if one.name not in own and is_given(context, one.name)]
     if others:
         raise UserError(f"--faults: a search for faults has no use for {', '.join(others)} — leave it out")
 
 
-def _search(recipe: str, overrides: Sequence[str], faults: int, seed: int) -> int:
+def _search(recipe: str, overrides: Sequence[str], seeds: range, faults_of: str | None, *, as_json: bool) -> int:
     from distflow.flow.recipe_check import plan_recipe
-    from distflow.sim.faults import arithmetic_of, search
+    from distflow.sim.fault_search import CORES, search_cores
+    from distflow.sim.faults import arithmetic_of
 
+    cores = CORES if faults_of is None else tuple(dict.fromkeys(faults_of.split(",")))
+    if unknown := [name for name in cores if name not in CORES]:
+        raise UserError(f"--faults-of {unknown[0]}: expected some of {', '.join(CORES)}, joined by commas")
     _, plan = plan_recipe(recipe, overrides, need_files=False)
-    broken = 0
-    for found in search(arithmetic_of(plan), range(seed, seed + faults)):
-        if found is not None:
-            broken += 1
-            click.echo(f"seed {found.seed}: {found.what}")
-            again = " ".join(["distflow simulate", recipe, *overrides])
-            click.echo(f"  repeat it with: {again} --faults 1 --seed {found.seed}")
-    kept = "all promises were kept" if not broken else f"{broken} broke a promise"
-    click.echo(f"{faults} scenarios, seeds {seed} to {seed + faults - 1}: {kept}")
-    return 1 if broken else 0
+    command = " ".join(["distflow simulate", recipe, *overrides])
+    counts, broken, interrupted = Counter[str](), list[dict[str, Any]](), False
+    try:
+        for name, seed, found in search_cores(arithmetic_of(plan), cores, seeds):
+            counts[name] += 1
+            if found is None:
+                continue
+            again = f"{command} --faults 1 --faults-of {name} --seed {seed}"
+            broken.append({"cores": name, "seed": seed, "what": found.what, "again": again})
+            if not as_json:
+                click.echo(f"{name}, seed {seed}: {found.what}\n  repeat it with: {again}")
+    except KeyboardInterrupt:
+        interrupted = True
+    if as_json:
+        click.echo(json.dumps({"scenarios": {name: counts[name] for name in cores}, "broken": broken}, indent=1))
+    else:
+        each = ", ".join(f"{counts[name]} of {name}" for name in cores)
+        kept = "all promises were kept" if not broken else f"{len(broken)} broke a promise"
+        last = seeds.start + max(counts.total() - 1, 0)
+        click.echo(f"{counts.total()} scenarios ({each}), seeds {seeds.start} to {last}: {kept}")
+    return STOPPED if interrupted else 1 if broken else 0
 
 
 def simulation_input(given: Mapping[str, Any], *, timeline: bool) -> SimulationInput:

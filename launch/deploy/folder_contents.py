@@ -25,6 +25,7 @@ import yaml
 from msgspec import structs
 
 import distflow
+from distflow.cluster.processes import HostEntry, agent_name
 from distflow.comm.addresses import worker_address
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.config.load import LoadedRecipe
@@ -38,7 +39,7 @@ from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.placement import WorkerPlacement, device_of
 from distflow.launch.run.folder import SUBFOLDERS, plugin_files, rewritten, shipped_files, shipped_names
-from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, WorkerEntry, agent_name
+from distflow.launch.run.record import FILE_NAME, RunRecord, WorkerEntry
 from distflow.runtime.checkpoint.commit import step_of, term_file, term_text
 from distflow.runtime.disk import replace_file
 

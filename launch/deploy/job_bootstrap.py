@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distflow.cluster.processes import STOPPED, agent_name
 from distflow.errors import DistflowError, UserError
 from distflow.launch.agent.remote_helper import RemoteHelper
 from distflow.launch.agent.start import agent_lives, run_of
@@ -40,9 +41,8 @@ from distflow.launch.deploy.launch_request import Options, recipe_of
 from distflow.launch.deploy.launcher import launch_on
 from distflow.launch.deploy.placement import place_workers
 from distflow.launch.deploy.ssh import Line
-from distflow.launch.run.exit_status import STOPPED
 from distflow.launch.run.process_table import signal_to
-from distflow.launch.run.record import agent_name, read_record
+from distflow.launch.run.record import read_record
 from distflow.log import logger
 
 LEAVE = signal.SIGUSR1

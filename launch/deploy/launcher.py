@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from distflow.cluster.processes import Outcome
 from distflow.comm.processes import module_command
 from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
@@ -34,7 +35,7 @@ from distflow.launch.deploy.placement import WorkerPlacement, begin_with, needs_
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import Display, make_display
 from distflow.launch.observe.run_summary import reached, tell_end
-from distflow.launch.run.exit_status import Outcome, conclude, finish
+from distflow.launch.run.exit_status import conclude, finish
 from distflow.launch.run.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.run.process_table import parts_here, processes_of, sweep
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from distflow.cluster.processes import HostEntry, agent_name
 from distflow.errors import UserError
 from distflow.launch.deploy.stop_run import StopProgress, stop_run
 from distflow.launch.observe.alerts import WINDOW, Alerts, where_time_went
@@ -25,7 +26,7 @@ from distflow.launch.observe.progress import REWARD, Display, RunStatus
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, without_agents, worker_rows
 from distflow.launch.run.exit_status import as_it_ended
 from distflow.launch.run.process_table import is_lost, signal_to
-from distflow.launch.run.record import AGENT, HostEntry, RunRecord, agent_name, read_record
+from distflow.launch.run.record import AGENT, RunRecord, read_record
 from distflow.metrics.merge import MetricsReader
 from distflow.types import WorkerName
 

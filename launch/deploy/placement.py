@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from distflow.cluster.gossip import least_silence_s
 from distflow.config.paths import looks_like_path
 from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import Problem, UserError, did_you_mean
@@ -20,7 +21,6 @@ from distflow.flow.memory import group_bytes
 from distflow.flow.memory_fit import counted_twice
 from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
 from distflow.flow.sizes import CHAINED, FETCHED, PINNED, PUBLISHED, ModelSize, model_size
-from distflow.launch.cluster.gossip import least_silence_s
 from distflow.launch.deploy.host_checks import GIB, Needs, Threshold, at_least, needs_of_workers
 from distflow.launch.deploy.hostfile import Host, HostsError
 

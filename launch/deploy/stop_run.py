@@ -12,10 +12,11 @@ from pathlib import Path
 import psutil
 from msgspec import structs
 
+from distflow.cluster.processes import STOPPED, Outcome, agent_name
 from distflow.errors import DistflowError
 from distflow.launch.agent.start import lock_host
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, worker_rows
-from distflow.launch.run.exit_status import STOPPED, Outcome, as_it_ended, finish
+from distflow.launch.run.exit_status import as_it_ended, finish
 from distflow.launch.run.process_table import (
     HostPart,
     await_end,
@@ -31,7 +32,7 @@ from distflow.launch.run.process_table import (
     spawners_of,
     sweep,
 )
-from distflow.launch.run.record import RunRecord, agent_name, read_record
+from distflow.launch.run.record import RunRecord, read_record
 
 POLL_S = 0.1
 TERM_S = 5.0

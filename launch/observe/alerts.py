@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
+from distflow.cluster.processes import ProcessId, agent_name
 from distflow.comm.tracker_processes import COUNTS, DROPPED_ROWS
 from distflow.comm.tracker_processes import FAILURES as TRACKER_FAILURES
-from distflow.launch.run.record import ProcessId, RunRecord, agent_name
+from distflow.launch.run.record import RunRecord
 from distflow.metrics.merge import MetricsReader
 from distflow.metrics.rollout_count import GENERATE, PHASE, SCORE, STALENESS
 from distflow.metrics.rollout_count import ROLLOUT_IDLE as ROLLOUT

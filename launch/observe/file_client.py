@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from distflow.cluster.host_report import Saved, Successor, Term
 from distflow.comm.client import RequestClient
 from distflow.comm.keys import Keys, key_file, read_keys
 from distflow.data.decoding import Form, Whole, read
 from distflow.errors import DistflowError, ProtocolError, WorkerFailed
-from distflow.launch.cluster.host_report import Saved, Successor, Term
 from distflow.launch.observe.file_server import READ_BYTES, FileData
 from distflow.launch.run.resume import checkpoint_of, missing_parts
 from distflow.log import logger

@@ -15,12 +15,13 @@ from typing import Any
 
 import psutil
 
+from distflow.cluster.processes import agent_name, nursery_name
 from distflow.comm.client import ask
 from distflow.comm.keys import Keys, key_file, read_keys
 from distflow.errors import ProtocolError, UserError
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.process_table import HALTED, catches, describe_state, elsewhere, running, state_of
-from distflow.launch.run.record import RunRecord, agent_name, nursery_name
+from distflow.launch.run.record import RunRecord
 from distflow.runtime.process_record import SIGNAL, render
 
 AT_ONCE = 64

@@ -14,10 +14,10 @@ from pathlib import Path
 import click
 import yaml
 
+from distflow.cluster.processes import STOPPED, Failure
 from distflow.config.schema import StopConfig
 from distflow.launch.observe.alerts import where_time_went
-from distflow.launch.run.exit_status import STOPPED
-from distflow.launch.run.record import Failure, RunRecord
+from distflow.launch.run.record import RunRecord
 from distflow.launch.run.resume import best_checkpoint
 from distflow.metrics.merge import MetricsReader, validated
 from distflow.runtime.process_record import read_troubles

@@ -4,60 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
-from distflow.errors import DeviceFault, WorkerFailed
+from distflow.cluster.processes import FAULTY, STOPPED, Exit, Failure, Outcome, agent_name
+from distflow.errors import WorkerFailed
 from distflow.launch.run.folder import try_claim
-from distflow.launch.run.record import Failure, RunRecord, RunState, agent_name, read_record
+from distflow.launch.run.record import RunRecord, read_record
 from distflow.runtime.disk import END_ROOM, write_last
 from distflow.runtime.process_record import ProcessRecord, read_process
 from distflow.types import WorkerName
 
-STOPPED = 130
 KNOWN_CODES = (1, 2, 3)
 AGAIN = 75
 """Exit code of a training worker that ended because another one is gone: `errors.ReplicaLost`."""
-FAULTY = DeviceFault.exit_code
-"""Exit code of a worker whose GPU has failed: counts as killed."""
 TAKEOVER_S = 6.0
 """Time for the agents of other hosts to take over `run.json` from one that died; they try every 2 s."""
 LOOK_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """How one process of a worker ended. Example: `Exit(0)`, `Exit(None, 9)`, `Exit(None, early=0)`."""
-
-    code: int | None
-    """Exit code of a process that finished or failed; None: something else ended it."""
-    signal: int | None = None
-    """The signal that killed it, if known."""
-    early: int | None = None
-    """Exit code that claims success, of a process that had not finished: `os._exit` in a reward, say."""
-    term: int | None = None
-    """Term of the training workers in which a generating worker learned that no more samples are needed."""
-
-    @property
-    def accident(self) -> bool:
-        """Whether something else than its own code ended it: a signal, or its GPU, which has failed."""
-        return self.code in (None, FAULTY)
-
-    def __str__(self) -> str:
-        if self.code is not None:
-            return f"exit code {self.code}{' (its GPU has failed)' if self.code == FAULTY else ''}"
-        if self.early is not None:
-            return f"exit code {self.early} before its work was done (does a plug-in call os._exit?)"
-        if self.signal is None:
-            return "an unknown signal"
-        hint = ", often the system running out of memory" if self.signal == signal.SIGKILL else ""
-        return f"signal {self.signal} ({signal.Signals(self.signal).name}{hint})"
 
 
 def exit_of(status: os.waitid_result, record: ProcessRecord | None) -> Exit:
@@ -68,15 +35,6 @@ def exit_of(status: os.waitid_result, record: ProcessRecord | None) -> Exit:
     if unfinished and status.si_status in (0, STOPPED):
         return Exit(None, early=status.si_status)
     return Exit(status.si_status, term=None if record is None or record.pid != status.si_pid else record.term)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended."""
-
-    state: RunState
-    exit_code: int
-    failure: Failure | None = None
 
 
 def failure_file(run_dir: Path, worker: str) -> Path:

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import psutil
 
+from distflow.cluster.processes import ProcessId, agent_name
 from distflow.comm.addresses import remove_socket_dir, run_tag, socket_dir
 from distflow.comm.processes import process_alive, started_at
 from distflow.launch.run.folder import try_claim
-from distflow.launch.run.record import ProcessId, RunRecord, agent_name
+from distflow.launch.run.record import RunRecord
 from distflow.types import WorkerName
 
 SEGMENTS = Path("/dev/shm")

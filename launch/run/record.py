@@ -9,43 +9,17 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import structs
 
-from distflow.comm.addresses import Address
-from distflow.data.decoding import MOST, Form, Name, Site
+from distflow.cluster.processes import Failure, HostEntry, ProcessId, RunState, agent_name, nursery_name
+from distflow.data.decoding import Form
 from distflow.errors import UserError
 from distflow.runtime.disk import replace_file
 
-RunState = Literal["starting", "running", "done", "failed", "stopped"]
 OnFailure = Literal["restart", "shrink", "stop"]
 FINAL: frozenset[RunState] = frozenset({"done", "failed", "stopped"})
 FILE_NAME = "run.json"
 AGENT = "agent/0"
 HOSTS = "hosts"
 """Folder of the run in which every agent leaves its own files."""
-
-
-def agent_name(host: int) -> str:
-    """Name of the agent of a host."""
-    return f"agent/{host}"
-
-
-def nursery_name(host: int) -> str:
-    """Name of the fork server of a host."""
-    return f"nursery/{host}"
-
-
-class ProcessId(Form, frozen=True):
-    """Identifies a process; its start time (seconds since boot) distinguishes it from a later one with the same pid.
-
-    Example:
-
-        ProcessId(pid=4711, started=93.21)
-    """
-
-    pid: int
-    started: Annotated[float, msgspec.Meta(ge=-1.0, le=MOST)]
-    """−1: it had ended before its start could be read."""
-    space: str = ""
-    """Machine and PID namespace in which `pid` is valid; empty: those of the reader."""
 
 
 class WorkerEntry(Form, frozen=True):
@@ -69,28 +43,6 @@ class WorkerEntry(Form, frozen=True):
     """Numbers of the GPUs that it uses on its host."""
 
 
-class HostEntry(Form, frozen=True):
-    """A host of the run: its number is that of its agent, agent/<number>.
-
-    Example:
-
-        HostEntry("gpu-2", "10.0.0.3", agent="tcp://10.0.0.3:40001")
-    """
-
-    name: str
-    """As in the hosts file."""
-    address: str
-    """Address the other hosts connect to; empty in a run on one host."""
-    agent: Address = ""
-    """tcp address of its agent; empty in a run on one host."""
-    nonce: str = ""
-    """Content of `hosts/<number>.nonce`, written by its agent: a host that reads it shares that agent's run folder."""
-    gpus: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
-    """How many GPUs its workers may use."""
-    site: Site = ""
-    """Where it stands, as in the hosts file."""
-
-
 class BadGpu(Form, frozen=True):
     """A GPU that has failed again and again under the run's workers.
 
@@ -108,22 +60,6 @@ class BadGpu(Form, frozen=True):
 def sites_of(hosts: Sequence[HostEntry]) -> dict[str, str]:
     """Where the hosts stand that have a site, by number."""
     return {str(number): host.site for number, host in enumerate(hosts) if host.site}
-
-
-class Failure(Form, frozen=True):
-    """Why a run failed. `traceback` begins with the user's frames where there are any.
-
-    Example:
-
-        Failure("rollout/1", 2, "StepError", "step 'reward' must write one value a sample")
-    """
-
-    worker: Name
-    exit_code: int
-    error: str
-    message: str
-    traceback: str = ""
-    log: str = ""
 
 
 class RunRecord(Form, frozen=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from distflow.cluster.processes import HostEntry
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import Keys, NetworkListener, key_file, write_keys
 from distflow.comm.message import Message
@@ -20,7 +21,7 @@ from distflow.exchange.messages import Lease, LeasePrompt
 from distflow.exchange.own_samples import OwnSamples, samples_of
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.store_channel import KINDS, OWNERS, ClientStep, SampleStore, refusal
-from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry
+from distflow.launch.run.record import RunRecord, WorkerEntry
 from distflow.types import GivenResponse, Uid
 from distflow.workers.clients import by_client
 

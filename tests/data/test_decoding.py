@@ -9,7 +9,7 @@ THREADS, PROCESSES = 20, 6
 CODE = f"""
 import sys, threading
 from distflow.data.decoding import read
-from distflow.launch.cluster.gossip import _Beat
+from distflow.cluster.gossip import _Beat
 
 sys.setswitchinterval(1e-6)
 together = threading.Barrier({THREADS})

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from distflow.launch.run.exit_status import STOPPED
+from distflow.cluster.processes import STOPPED
 from tests.e2e.runs import PACED, SMALL, Launch, Run, check_trained_once, cli
 from tests.warm_start import WarmProcess
 

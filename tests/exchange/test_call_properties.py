@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.sim import call_faults
+from distflow.sim.call_faults import calls_of, check_calls, judge_calls
+from distflow.sim.call_network import CallNetwork
+from distflow.sim.call_scenario import MIB, CallScenario, Cut, Withdrawal
 from distflow.sim.scenario import Crash, Leave, Pause
-from distflow.testing import call_faults
-from distflow.testing.call_faults import calls_of, check_calls, judge_calls
-from distflow.testing.call_network import CallNetwork
-from distflow.testing.call_scenario import MIB, CallScenario, Cut, Withdrawal
 from tests.budget import within
 
 AT = st.floats(0.0, 20.0)

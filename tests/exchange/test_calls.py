@@ -19,9 +19,9 @@ from distflow.exchange.call_messages import (
     OutgoingCall,
 )
 from distflow.exchange.call_server import CallKey, CallServer
+from distflow.sim.call_network import CallNetwork
+from distflow.sim.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario
 from distflow.sim.scenario import Leave, Pause
-from distflow.testing.call_network import CallNetwork
-from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario
 from distflow.types import Version
 
 POOLS = {FROZEN: "reference", VERSIONED: "critic"}

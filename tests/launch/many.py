@@ -14,12 +14,13 @@ from typing import Any
 
 import yaml
 
+from distflow.cluster.processes import HostEntry, agent_name, nursery_name
 from distflow.comm.addresses import worker_address
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, make_keys, read_keys, write_keys
 from distflow.launch.run.folder import SUBFOLDERS
 from distflow.launch.run.process_table import await_end, end, host_part, leftovers, processes_of, sweep
-from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry, agent_name, nursery_name, read_record
+from distflow.launch.run.record import RunRecord, WorkerEntry, read_record
 from distflow.types import WorkerName
 from tests.launch.conftest import FAKE, WAIT_S, await_that, environment
 from tests.warm_start import WarmProcess

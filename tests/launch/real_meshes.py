@@ -13,13 +13,14 @@ from typing import Any
 
 from msgspec import structs
 
+from distflow.cluster.processes import HostEntry, agent_name
 from distflow.comm.addresses import ensure_socket_dir
 from distflow.comm.beats import BEAT, BEAT_S
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.message import Message
 from distflow.launch.agent.peer_agents import PeerAgents
 from distflow.launch.agent.record_writer import make_endpoint
-from distflow.launch.run.record import HostEntry, RunRecord, agent_name
+from distflow.launch.run.record import RunRecord
 
 TURN_S = 0.25
 START_S = 60.0

@@ -12,12 +12,13 @@ import psutil
 import pytest
 from msgspec import structs
 
+from distflow.cluster.processes import nursery_name
 from distflow.comm.client import ask
 from distflow.launch.agent.record_writer import read_journal
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.process_table import await_end, elsewhere, host_part, processes_of, running
-from distflow.launch.run.record import AGENT, nursery_name
+from distflow.launch.run.record import AGENT
 from tests.launch.conftest import FAKE, await_that, environment
 
 LONG = {"steps": 10_000}

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from distflow.cluster.processes import ProcessId
 from distflow.launch.deploy.monitor import StatusReader
 from distflow.launch.observe.alerts import STEPS, Alerts, copy_troubles, counted_rewards, tracker_troubles
 from distflow.launch.observe.progress import PlainDisplay
-from distflow.launch.run.record import ProcessId, RunRecord, WorkerEntry
+from distflow.launch.run.record import RunRecord, WorkerEntry
 
 
 def row(name: str, **counts: float) -> dict[str, object]:

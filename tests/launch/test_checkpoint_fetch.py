@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from distflow.cluster.host_report import Saved, Successor, Term
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.errors import ProtocolError
-from distflow.launch.cluster.host_report import Saved, Successor, Term
 from distflow.launch.observe import file_client
 from distflow.launch.observe.file_client import CheckpointFetch, saved_here
 from distflow.launch.observe.file_server import FileServer

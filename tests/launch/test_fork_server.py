@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from distflow.cluster.processes import Exit
 from distflow.comm.addresses import ensure_socket_dir, remove_socket_dir, socket_dir
 from distflow.launch.agent.worker_group import ForkServerLine
-from distflow.launch.run.exit_status import Exit
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import REPOSITORY
 

@@ -13,6 +13,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import HostReport
+from distflow.cluster.processes import Exit, HostEntry, Outcome
 from distflow.comm.addresses import worker_address
 from distflow.errors import WorkerFailed
 from distflow.flow.recipe_check import plan_recipe
@@ -23,13 +26,11 @@ from distflow.launch.agent.restart_policy import RestartPolicy, StartWorker
 from distflow.launch.agent.scaling import Scaling
 from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cli import run as distflow
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill
 from distflow.launch.deploy.stop_run import stop_run
-from distflow.launch.run.exit_status import Exit, Outcome, explain, finish
+from distflow.launch.run.exit_status import explain, finish
 from distflow.launch.run.folder import create_run_folder
-from distflow.launch.run.record import AGENT, HostEntry, RunRecord, WorkerEntry, read_record
+from distflow.launch.run.record import AGENT, RunRecord, WorkerEntry, read_record
 from tests.disks import SmallDisk
 from tests.launch.conftest import FakeRun, await_that
 

@@ -6,17 +6,16 @@ from collections.abc import Iterator
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from distflow.cluster import cluster_view
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport
+from distflow.cluster.processes import Exit, Failure, HostEntry, ProcessId
 from distflow.comm.beats import BEAT_S, Beat
 from distflow.errors import ProtocolError
-from distflow.launch.cluster import cluster_view
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport
-from distflow.launch.run.exit_status import Exit
-from distflow.launch.run.record import Failure, HostEntry, ProcessId
 
 SILENCE_S = 10.0
 
@@ -118,6 +117,9 @@ FOLLOWS = st.lists(
 
 @settings(max_examples=200)
 @given(FOLLOWS)
+@example(
+    [("follow", 0, 1), ("publish", 0, 0), ("publish", 0, 1), ("deliver", 0, 0), ("follow", 0, 0), ("publish", 0, 0)]
+)
 def test_whatever_an_agent_begins_to_count_from_it_is_heard_and_no_other_is_taken_for_it(events):
     """Agents are followed by others, again and again, which know nothing of what those before them have sent."""
     world = World(3)

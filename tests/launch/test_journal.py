@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport, Saved, Successor, Term
+from distflow.cluster.processes import Exit, Failure, HostEntry, ProcessId
 from distflow.comm.beats import BEAT_S
 from distflow.launch.agent.record_writer import Journal, JournalWriter, Succession, journal_file, read_journal
 from distflow.launch.agent.restart_policy import Life, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import RestartLimit
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport, Saved, Successor, Term
-from distflow.launch.run.exit_status import Exit
-from distflow.launch.run.record import Failure, HostEntry, ProcessId, RunRecord, WorkerEntry
+from distflow.launch.run.record import RunRecord, WorkerEntry
 
 KILLED = Exit(None, signal.SIGKILL)
 WORKERS = [WorkerEntry("rollout/0", False), WorkerEntry("rollout/1", False), WorkerEntry("trainer/0", True)]

@@ -12,6 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.cluster.gossip import FEW, Gossip
+from distflow.cluster.host_report import HostReport
+from distflow.cluster.processes import HostEntry, agent_name
 from distflow.comm import roll_call
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Body, Buffer
@@ -20,12 +23,10 @@ from distflow.comm.probes import PARTNERS
 from distflow.comm.roll_call import RollCall, bits, pack, roll_from
 from distflow.errors import ProtocolError
 from distflow.launch.agent.peer_agents import IDLE_S, KEPT_LINKS, PeerAgents
-from distflow.launch.cluster.gossip import FEW, Gossip
-from distflow.launch.cluster.host_report import HostReport
-from distflow.launch.run.record import HostEntry, RunRecord, agent_name
+from distflow.launch.run.record import RunRecord
+from distflow.sim import agent_mesh as meshes
+from distflow.sim.agent_mesh import HOSTS, KNOWN_S, SETTLED_S, SILENCE_S, Mesh, check_events, near, split
 from tests.budget import within
-from tests.launch import meshes
-from tests.launch.meshes import HOSTS, KNOWN_S, SETTLED_S, SILENCE_S, Mesh, check_events, near, split
 from tests.launch.real_meshes import LiveMesh
 
 

@@ -15,11 +15,12 @@ import psutil
 import pytest
 from msgspec import structs
 
+from distflow.cluster.processes import HostEntry
 from distflow.comm.addresses import run_tag
 from distflow.flow.lineage import processor
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.process_table import SEGMENTS, host_part, leftovers
-from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, read_record
+from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
 from tests.launch.checkpoints import leave_checkpoint
 from tests.launch.conftest import FAKE_WORKERS, WAIT_S, await_that, environment
 from tests.warm_start import WarmProcess

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from distflow.cluster.processes import HostEntry
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.launch.deploy import launcher
 from distflow.launch.deploy.launcher import LocalAgent
 from distflow.launch.deploy.monitor import Monitor
 from distflow.launch.observe.progress import PlainDisplay
-from distflow.launch.run.record import HostEntry, RunRecord
+from distflow.launch.run.record import RunRecord
 
 
 def ended_process() -> subprocess.Popen[bytes]:

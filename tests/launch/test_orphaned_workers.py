@@ -6,15 +6,15 @@ from pathlib import Path
 
 from msgspec import structs
 
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import Death, HostedWorker, HostReport
+from distflow.cluster.processes import Exit, Failure, HostEntry
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkListener, make_keys
 from distflow.launch.agent.peer_agents import OrphanedWorkers, addresses
 from distflow.launch.agent.restart_policy import RestartPolicy, Tell
 from distflow.launch.agent.start import RestartLimit
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import Death, HostedWorker, HostReport
-from distflow.launch.run.exit_status import Exit
-from distflow.launch.run.record import Failure, HostEntry, WorkerEntry
+from distflow.launch.run.record import WorkerEntry
 
 SILENCE_S = 10.0
 

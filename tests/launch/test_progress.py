@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
+from distflow.cluster.processes import ProcessId
 from distflow.launch.deploy import monitor
 from distflow.launch.deploy.monitor import StatusReader
 from distflow.launch.observe.progress import (
@@ -23,7 +24,7 @@ from distflow.launch.observe.progress import (
     worker_page,
     worker_table,
 )
-from distflow.launch.run.record import ProcessId, RunRecord, WorkerEntry
+from distflow.launch.run.record import RunRecord, WorkerEntry
 from distflow.metrics.autoscale import Autoscaler, AutoscaleRule
 
 LONG = "samples of training step 123 from " + ", ".join(f"rollout/{i}" for i in range(9)) + " for 3.1 s"

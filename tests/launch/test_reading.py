@@ -13,11 +13,11 @@ import threading
 
 import pytest
 
+from distflow.cluster.processes import Failure
 from distflow.launch.cli import run as distflow
 from distflow.launch.commands.export import best_step
 from distflow.launch.observe.run_summary import root_cause, summary
 from distflow.launch.run.process_table import host_part, processes_of
-from distflow.launch.run.record import Failure
 from distflow.types import VALIDATION
 from tests.launch.checkpoints import leave_checkpoint
 from tests.launch.conftest import WAIT_S, await_that, environment

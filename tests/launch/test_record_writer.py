@@ -10,27 +10,17 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport, from_wire, to_wire
+from distflow.cluster.processes import Exit, Failure, HostEntry, Outcome, ProcessId, agent_name, nursery_name
 from distflow.launch.agent import record_writer as recording
 from distflow.launch.agent.record_writer import OFFER_S, TRY_S, RecordWriter, compose
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport, from_wire, to_wire
 from distflow.launch.commands.status import _findings
 from distflow.launch.observe.wait_graph import wait_graph
-from distflow.launch.run.exit_status import Exit, Outcome, explain, failure_file, finish
+from distflow.launch.run.exit_status import explain, failure_file, finish
 from distflow.launch.run.folder import claim
 from distflow.launch.run.process_table import process_id
-from distflow.launch.run.record import (
-    FILE_NAME,
-    BadGpu,
-    Failure,
-    HostEntry,
-    ProcessId,
-    RunRecord,
-    WorkerEntry,
-    agent_name,
-    nursery_name,
-    read_record,
-)
+from distflow.launch.run.record import FILE_NAME, BadGpu, RunRecord, WorkerEntry, read_record
 from distflow.runtime.disk import set_aside
 from tests.disks import SmallDisk
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distflow.cluster.cluster_view import Elsewhere
+from distflow.cluster.processes import FAULTY, Exit, Failure
 from distflow.launch.agent.restart_policy import GRACE_S, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import RestartLimit
-from distflow.launch.cluster.cluster_view import Elsewhere
-from distflow.launch.run.exit_status import FAULTY, Exit
-from distflow.launch.run.record import Failure, WorkerEntry
+from distflow.launch.run.record import WorkerEntry
 
 KILLED = Exit(None, signal.SIGKILL)
 FAULT = Exit(FAULTY)

@@ -8,19 +8,20 @@ import pytest
 import yaml
 from msgspec import structs
 
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import HostedWorker, HostReport, Successor, Term
+from distflow.cluster.processes import HostEntry
 from distflow.errors import UserError
 from distflow.flow.document import read_worker_document
 from distflow.flow.planner import make_plan
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.agent.restart_policy import RestartLimit, RestartPolicy, StartWorker
 from distflow.launch.agent.scaling import Scaling
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostedWorker, HostReport, Successor, Term
 from distflow.launch.deploy.folder_contents import Beginning, CheckedHost, RunContents, fill
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.placement import place_workers
 from distflow.launch.run.folder import create_run_folder
-from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry, read_record
+from distflow.launch.run.record import RunRecord, WorkerEntry, read_record
 from distflow.runtime.assembly import Setting
 from distflow.types import WorkerName
 

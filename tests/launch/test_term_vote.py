@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from distflow.launch.cluster.cluster_view import Rules, View
-from distflow.launch.cluster.host_report import (
+from distflow.cluster.cluster_view import Rules, View
+from distflow.cluster.host_report import (
     Choice,
     DesiredWorkers,
     HostReport,
@@ -19,7 +19,8 @@ from distflow.launch.cluster.host_report import (
     from_wire,
     to_wire,
 )
-from distflow.launch.cluster.term_vote import (
+from distflow.cluster.processes import HostEntry
+from distflow.cluster.term_vote import (
     SCALED,
     Begin,
     Break,
@@ -31,7 +32,6 @@ from distflow.launch.cluster.term_vote import (
     propose,
     why_broken,
 )
-from distflow.launch.run.record import HostEntry
 
 RESTART, SHRINK = Rules(False, 60.0, 3), Rules(True, 60.0, 3)
 LONG_AGO = 75.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.sim import agent_terms as terms
+from distflow.sim.agent_terms import World
 from tests.budget import within
-from tests.launch import terms
-from tests.launch.terms import World
 
 EVENTS = st.lists(
     st.tuples(

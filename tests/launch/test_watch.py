@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from distflow.cluster.processes import Failure
 from distflow.launch.cli import run as distflow
 from distflow.launch.deploy.stop_run import stop_run
-from distflow.launch.run.record import Failure, RunRecord, WorkerEntry
+from distflow.launch.run.record import RunRecord, WorkerEntry
 from tests.launch.conftest import WAIT_S, FakeRun, environment
 from tests.launch.many import Hosts
 

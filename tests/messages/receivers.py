@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distflow.cluster.processes import HostEntry
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.membership import KINDS as MEMBERSHIP
@@ -23,7 +24,7 @@ from distflow.flow.document import Place, document_text, read_worker_document, w
 from distflow.flow.planner import make_plan
 from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent.agent import Agent
-from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry
+from distflow.launch.run.record import RunRecord, WorkerEntry
 from distflow.runtime import ports, weight_publisher
 from distflow.runtime.assembly import Setting, build_tokenizer
 from distflow.runtime.receiving import TrainingLimits

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from distflow import types
+from distflow.cluster import host_report, processes
 from distflow.exchange import call_messages, lease_wire, messages, rows_messages
-from distflow.launch.cluster import host_report
 from distflow.launch.run import record
 
-MODULES = (types, messages, call_messages, rows_messages, record, host_report)
+MODULES = (types, messages, call_messages, rows_messages, processes, record, host_report)
 NAMES = {name: value for module in MODULES for name, value in vars(module).items()}
 EXAMPLE = re.compile(r"^Example:\n\n((?:    .*\n?)+)", re.M)
 

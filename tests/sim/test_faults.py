@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import get_args
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
+from distflow.cluster import term_vote
 from distflow.config.schema import Refresh, Schedule
+from distflow.errors import UserError
+from distflow.exchange.call_client import CallClient
 from distflow.exchange.rollout_core import RolloutCore, Turn
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
-from distflow.sim import worker
-from distflow.sim.faults import arithmetic_of, judge, scenario_of, search, variants
+from distflow.sim import fault_search, worker
+from distflow.sim.fault_search import search_cores
+from distflow.sim.faults import arithmetic_of, judge, scenario_of, variants
 from distflow.types import Version
+from distflow.weights.swarm.fetch_actions import Landing
 
 SCENARIOS = 300
 FOUND = (16, 20, 76)
@@ -90,8 +96,8 @@ def test_a_core_that_breaks_a_promise_is_found(
 ) -> None:
     monkeypatch.setattr(worker, "RolloutCore", core)
     plain = [a for a in variants() if a.staleness == 1 and not a.hedging]
-    broken = (found.what for found in search(plain[0], range(40)) if found is not None)
-    assert any(re.search(what, text) for text in broken)
+    judged = [one.broken for one in search_cores(plain[0], ["leases"], range(40))]
+    assert any(re.search(what, broken.what) for broken in judged if broken is not None)
 
 
 def test_the_instance_is_small_and_of_the_recipes_kind() -> None:
@@ -100,12 +106,66 @@ def test_the_instance_is_small_and_of_the_recipes_kind() -> None:
     assert (found.colocated, found.staleness, found.ledgers, found.hedging) == (True, 1, 4, plan.recipe.layout.hedging)
 
 
-def test_the_command_names_the_seed_and_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = CliRunner().invoke(group, ["simulate", "quickstart", "--faults", "2", "--seed", "4"], standalone_mode=False)
-    assert (kept.return_value, kept.output) == (0, "2 scenarios, seeds 4 to 5: all promises were kept\n")
-    monkeypatch.setattr(worker, "RolloutCore", Forgetful)
-    words = ["simulate", "quickstart", "layout.max_staleness=1", "--faults", "1", "--seed", "7"]
-    broken = CliRunner().invoke(group, words, standalone_mode=False)
-    assert broken.return_value == 1
-    assert "repeat it with: distflow simulate quickstart layout.max_staleness=1 --faults 1 --seed 7" in broken.output
-    assert "1 broke a promise" in broken.output
+def searched(*words: str) -> Result:
+    return CliRunner().invoke(group, ["simulate", "quickstart", *words], standalone_mode=False)
+
+
+def test_the_command_searches_all_cores_in_turn() -> None:
+    found = searched("--faults", "6", "--seed", "4")
+    each = "2 of leases, 2 of calls, 1 of weights, 1 of agents"
+    assert (found.return_value, found.output) == (
+        0,
+        f"6 scenarios ({each}), seeds 4 to 9: all promises were kept\n",
+    )
+    told = json.loads(searched("--faults", "3", "--faults-of", "calls,agents", "--json").output)
+    assert told == {"scenarios": {"calls": 2, "agents": 1}, "broken": []}
+
+
+@pytest.mark.parametrize(
+    ("cores", "where", "what", "instead"),
+    [
+        ("leases", worker, "RolloutCore", Forgetful),
+        ("calls", CallClient, "tick", lambda client, now: []),
+        ("weights", Landing, "right", property(lambda landing: True)),
+        ("agents", term_vote, "elected", lambda view, rules: None),
+    ],
+)
+def test_the_command_names_the_seed_and_how_to_repeat_it(
+    monkeypatch: pytest.MonkeyPatch, cores: str, where: object, what: str, instead: object
+) -> None:
+    """Of whichever cores have a fault."""
+    monkeypatch.setattr(where, what, instead)
+    words = ["layout.max_staleness=1", "--faults", "40"]
+    broken = json.loads(searched(*words, "--json").output)["broken"]
+    assert broken
+    assert {one["cores"] for one in broken} == {cores}
+    again = f"distflow simulate quickstart layout.max_staleness=1 --faults 1 --faults-of {cores} --seed "
+    assert {one["again"] for one in broken} == {f"{again}{one['seed']}" for one in broken}
+    alone = searched("layout.max_staleness=1", *str(broken[0]["again"]).split()[4:])
+    assert alone.return_value == 1
+    assert f"{cores}, seed {broken[0]['seed']}: {broken[0]['what']}\n  repeat it with: {again}" in alone.output
+    assert "1 broke a promise" in alone.output
+
+
+def test_a_search_that_is_interrupted_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judged(seed: int) -> None:
+        if seed == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(fault_search, "OTHERS", {"calls": judged})
+    found = searched("--faults", "9", "--faults-of", "calls")
+    assert found.return_value == 130
+    assert found.output == "2 scenarios (2 of calls), seeds 0 to 1: all promises were kept\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--faults", "1", "--faults-of", "calls,lanes"], "--faults-of lanes: expected some of leases, calls, weights"),
+        (["--faults-of", "calls"], "--faults-of: what --faults searches — give --faults N, too, or leave it out"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(words: list[str], message: str) -> None:
+    found = searched(*words)
+    assert isinstance(found.exception, UserError)
+    assert message in str(found.exception)

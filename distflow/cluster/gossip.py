@@ -31,14 +31,14 @@ from typing import Any
 
 from msgspec import structs
 
-from distflow.comm.beats import BEAT_S, HIGHEST, UNSEEN, Beat, Heard
+from distflow.cluster.host_report import HostReport, to_wire
+from distflow.comm.beats import BEAT_S, HIGHEST, STRIDE, UNSEEN, Beat, Heard
 from distflow.comm.news import News
 from distflow.comm.partners import Partners
 from distflow.comm.probes import Draw
 from distflow.comm.pulses import Pulses
 from distflow.comm.roll_call import RollCall
 from distflow.data.decoding import read
-from distflow.launch.cluster.host_report import HostReport, to_wire
 
 FEW = 16
 """As long as there are no more other hosts than this, each of them gets every beat."""
@@ -225,9 +225,12 @@ class Gossip:
         self.revision += 1
 
     def _get_ahead_of(self, serial: int, pulse: int) -> None:
-        """Jump ahead of the numbers that a previous agent has sent; never backwards."""
+        """Jump ahead of the numbers that a previous agent has sent; never backwards.
+
+        Far ahead: what it sent last may be under way still, and of two reports with one number the first would stay.
+        """
         if self.own.serial < serial < HIGHEST:
-            self._take(structs.replace(self.own, serial=serial + 1))
+            self._take(structs.replace(self.own, serial=serial + STRIDE))
             self._all_lack_ours()
         self._pulses.get_ahead_of(pulse)
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from distflow.launch.cluster.cluster_view import Rules, View, members_of, wanted
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import DesiredWorkers, HostReport, Saved
-from distflow.launch.cluster.term_vote import SCALED, Begin, Break, Pool, Stop, is_to_end
-from distflow.launch.run.record import HostEntry
+from distflow.cluster.cluster_view import Rules, View, members_of, wanted
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import DesiredWorkers, HostReport, Saved
+from distflow.cluster.processes import HostEntry
+from distflow.cluster.term_vote import SCALED, Begin, Break, Pool, Stop, is_to_end
 from distflow.types import in_pool
 
 EVENTS = ("cut", "cut", "heal", "heal", "kill", "crash", "sleep", "scale", "scale", "wait", "wait")
@@ -21,7 +21,9 @@ SILENCE_S = 10.0
 
 
 @dataclass
-class Agent:
+class SimulatedAgent:
+    """One host's agent, and what it did with the workers there."""
+
     mesh: Gossip
     pool: Pool
     live: dict[str, int] = field(default_factory=dict)
@@ -57,12 +59,13 @@ class World:
         self.leaving: set[int] = set()
         """Terms whose training workers were asked to save and leave."""
 
-    def _agent(self, host: int, count: int) -> Agent:
+    def _agent(self, host: int, count: int) -> SimulatedAgent:
         mesh = Gossip(HostReport(host, HostEntry(f"h{host}", "")), set(range(count)) - {host}, SILENCE_S)
         own = [name for name, where in self.trainers.items() if where == host]
-        return Agent(mesh, Pool(self.rules, 0, 1e9), dict.fromkeys(own, 0), saved={0: 0})
+        return SimulatedAgent(mesh, Pool(self.rules, 0, 1e9), dict.fromkeys(own, 0), saved={0: 0})
 
     def happens(self, kind: str, a: int, b: int) -> None:
+        """One of `EVENTS`, to an agent, a worker or the network by numbers."""
         agent = self.agents[a % len(self.agents)]
         if kind == "cut":
             self.group = {host: (b >> host) & 1 for host in self.group}
@@ -79,7 +82,7 @@ class World:
         for _ in range(b % 25):
             self.second()
 
-    def scale(self, agent: Agent, b: int) -> dict[str, int]:
+    def scale(self, agent: SimulatedAgent, b: int) -> dict[str, int]:
         """Somebody asks for other workers of a pool: some that there are, and some on any host."""
         pools = sorted({name.partition("/")[0] for name in self.trainers})
         pool, draw = pools[b % len(pools)], random.Random(b)
@@ -93,7 +96,7 @@ class World:
             agent.decided[pool] = DesiredWorkers((number, agent.mesh.host), chosen)
         return chosen
 
-    def _wanted(self, agent: Agent) -> dict[str, DesiredWorkers]:
+    def _wanted(self, agent: SimulatedAgent) -> dict[str, DesiredWorkers]:
         found = wanted(agent.mesh)
         for pool, decision in agent.decided.items():
             if pool not in found or decision.stamp > found[pool].stamp:
@@ -104,13 +107,14 @@ class World:
         """The members of a term, and their hosts."""
         return dict(members_of(self.begun.get(number), self.trainers))
 
-    def _die(self, agent: Agent, name: str) -> None:
+    def _die(self, agent: SimulatedAgent, name: str) -> None:
         del agent.live[name]
         if agent.broken is None:
             agent.kills.append(name)
             agent.broken = f"{name} was killed"
 
     def second(self) -> None:
+        """A second of all agents and of the network."""
         self.now += 1.0
         for host, agent in enumerate(self.agents):
             if not agent.dead and self.now >= agent.asleep_until:
@@ -139,7 +143,7 @@ class World:
             else:
                 agent.mesh.hear(msgpack.unpackb(body))
 
-    def _act(self, host: int, agent: Agent) -> None:
+    def _act(self, host: int, agent: SimulatedAgent) -> None:
         if agent.dead or agent.stopped or self.now < agent.asleep_until:
             return
         self._publish(host, agent)
@@ -156,7 +160,7 @@ class World:
             self._begin(agent, move)
         self._publish(host, agent)
 
-    def _begin(self, agent: Agent, move: Begin) -> None:
+    def _begin(self, agent: SimulatedAgent, move: Begin) -> None:
         term = move.term
         assert self.begun.setdefault(term.number, term) == term, "a term with two contents"
         homes = {name.partition("/")[0] for name in self.trainers}
@@ -168,7 +172,7 @@ class World:
         agent.pool.began(term)
         agent.live = {name: term.number for name, host in self.where(term.number).items() if host == agent.mesh.host}
 
-    def _publish(self, host: int, agent: Agent) -> None:
+    def _publish(self, host: int, agent: SimulatedAgent) -> None:
         saved = tuple(Saved(step, term) for step, term in sorted(agent.saved.items()) if step)
         if agent.broken is not None and agent.live:
             agent.live = {}
@@ -177,7 +181,7 @@ class World:
         report = HostReport(host, agent.mesh.own.entry, term=term, wanted=self._wanted(agent))
         self._send(host, agent.mesh.publish(report))
 
-    def _view(self, agent: Agent) -> View:
+    def _view(self, agent: SimulatedAgent) -> View:
         mesh = agent.mesh
         return View(
             mesh.host,
@@ -205,6 +209,7 @@ class World:
                     agent.live, agent.broken = {}, agent.broken or SCALED
 
     def check(self) -> None:
+        """Raises AssertionError if two terms have trained at once, or an earlier one beside a later one."""
         terms = [number for _, number, _ in self.commits]
         assert terms == sorted(terms), "a former term trains beside a later one"
         for at in {at for at, _, _ in self.commits}:

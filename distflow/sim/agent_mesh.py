@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 import msgpack
 from msgspec import structs
 
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import HostReport
+from distflow.cluster.processes import HostEntry
 from distflow.comm.beats import STRIDE, Beat
 from distflow.comm.probes import RUMOUR_BEATS
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostReport
-from distflow.launch.run.record import HostEntry
 
 SILENCE_S = 15.0
 TURN_S = 1.0
@@ -142,6 +142,7 @@ class Mesh:
 
 
 def split(mesh: Mesh, part: set[int]) -> None:
+    """From now on the hosts of a part hear each other alone, and so do the others."""
     mesh.group = {host: int(host in part) for host in mesh.group}
 
 
@@ -151,6 +152,7 @@ def near(agent: Gossip, now: float) -> set[int]:
 
 
 def happens(mesh: Mesh, kind: str, number: int) -> None:
+    """One of `EVENTS`, to a host or the network by a number."""
     host = sorted(mesh.agents)[number % len(mesh.agents)]
     if kind in ("split", "heal", "cut"):
         befalls_the_network(mesh, kind, host, number)
@@ -171,6 +173,7 @@ def happens(mesh: Mesh, kind: str, number: int) -> None:
 
 
 def befalls_the_network(mesh: Mesh, kind: str, host: int, number: int) -> None:
+    """Hosts that no longer hear each other, or do again."""
     if kind == "split":
         split(mesh, {one for one in mesh.group if (one * 7 + number) % 5 < 2})
     elif kind == "heal":

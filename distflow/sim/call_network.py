@@ -19,9 +19,9 @@ from functools import partial
 import msgpack
 
 from distflow.exchange.call_messages import CallAnswer, CallMessage, from_wire, kind_of, to_wire
+from distflow.sim.call_scenario import FROZEN, VERSIONED, CallRecord, CallScenario
+from distflow.sim.call_workers import AnsweringWorker, AskingWorker, SimulatedProcess
 from distflow.sim.event_queue import EventQueue
-from distflow.testing.call_scenario import FROZEN, VERSIONED, CallRecord, CallScenario
-from distflow.testing.call_workers import AnsweringWorker, AskingWorker, SimulatedProcess
 from distflow.types import Version, WorkerName
 
 TRAIN_S = 0.5

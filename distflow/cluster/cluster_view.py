@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import structs
 
+from distflow.cluster.gossip import Gossip
+from distflow.cluster.host_report import DesiredWorkers, HostReport, Successor, Term
+from distflow.cluster.processes import STOPPED, Exit, Failure, Outcome, agent_name
 from distflow.errors import UserError
-from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import DesiredWorkers, HostReport, Successor, Term
-from distflow.launch.run.exit_status import STOPPED, Exit, Outcome
-from distflow.launch.run.record import Failure, agent_name
 from distflow.types import WorkerName
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import random
 
+from distflow.sim.call_network import CallNetwork
+from distflow.sim.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario, Cut, Withdrawal
 from distflow.sim.faults import BrokenPromise, broken_by
 from distflow.sim.scenario import Crash, Leave, Pause
-from distflow.testing.call_network import CallNetwork
-from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario, Cut, Withdrawal
 
 BEGINS_S = 20.0
 """Faults begin within so many seconds."""

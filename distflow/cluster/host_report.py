@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from distflow.cluster.processes import Failure, HostEntry, ProcessId
 from distflow.comm.addresses import Address
 from distflow.comm.beats import HostNumber
 from distflow.data.decoding import Form, Name, Whole, read
-from distflow.launch.run.record import Failure, HostEntry, ProcessId
 
 TRACEBACK_CHARACTERS = 20_000
 """How much of a failure's traceback is sent: it begins with the user's frames."""

@@ -49,8 +49,8 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from distflow.launch.cluster.cluster_view import Rules, View, members_of
-from distflow.launch.cluster.host_report import Choice, Saved, Successor, Term, choose
+from distflow.cluster.cluster_view import Rules, View, members_of
+from distflow.cluster.host_report import Choice, Saved, Successor, Term, choose
 from distflow.types import WorkerName, in_pool
 
 ELSEWHERE = "a training worker on another host was killed"
