@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgpack
 
 from distflow.cluster.cluster_view import Rules, View, members_of, wanted
 from distflow.cluster.gossip import Gossip
-from distflow.cluster.host_report import DesiredWorkers, HostReport, Saved
+from distflow.cluster.host_report import DesiredWorkers, HostReport, Saved, Successor
 from distflow.cluster.processes import HostEntry
 from distflow.cluster.term_vote import SCALED, Begin, Break, Pool, Stop, is_to_end
+from distflow.comm.beats import Beat
 from distflow.types import in_pool
 
 EVENTS = ("cut", "cut", "heal", "heal", "kill", "crash", "sleep", "scale", "scale", "wait", "wait")
@@ -54,7 +56,7 @@ class World:
         """Hosts of one group hear each other."""
         self.flying: list[tuple[float, int, int, bytes]] = []
         self.commits: list[tuple[float, int, tuple[str, ...]]] = []
-        self.begun: dict[int, object] = {}
+        self.begun: dict[int, Successor] = {}
         self.slept = False
         self.leaving: set[int] = set()
         """Terms whose training workers were asked to save and leave."""
@@ -125,7 +127,7 @@ class World:
                 self._act(host, self.agents[host])
         self._train()
 
-    def _send(self, host: int, beats: object) -> None:
+    def _send(self, host: int, beats: Iterable[Beat]) -> None:
         for beat in beats:
             late = self.random.choice([0.0, 0.0, 0.5, 1.0, 3.0])
             if self.random.random() > 0.1:

@@ -239,6 +239,7 @@ class ReaderHost(SwarmHost):
         if self._fetch is not fetch or client is None:
             return
         if not client.done:
+            self._count_received(fetch, client.received)
             out = client.tick(self.clock, superseded=self._wanted is not None)
             for expected in [action for action in out if isinstance(action, Expect)]:
                 fetch.held.coming = expected.counts
@@ -334,11 +335,11 @@ class ReaderHost(SwarmHost):
         if wire in self.links:
             self.links.remove(wire)
 
-    def moved(self) -> None:
-        """Bytes have come that somebody here wanted."""
-        if self._fetch is not None and self.client is not None and self.client.received > self._received:
-            self._received = self.client.received
-            self._begin_quiet(self._fetch)
+    def _count_received(self, fetch: Fetch, received: int) -> None:
+        """Bytes that somebody here wanted are progress as far as they count when looked at: wrong ones do not."""
+        if received > self._received:
+            self._received = received
+            self._begin_quiet(fetch)
 
     def _begin_quiet(self, fetch: Fetch) -> None:
         self._quiet_since = (self.network.now, self.slept_s)

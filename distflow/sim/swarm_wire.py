@@ -86,7 +86,6 @@ class SwarmWire(ChunkLink):
             return
         if landing.trusted:
             self.received += nbytes
-        reader.moved()
         landing.data[part(number)] = data
         if number == PIECES - 1:
             right = self.judge(landing, what.held.manifest.size_of(chunk))
