@@ -152,7 +152,7 @@ class Gossip:
 
         The time in which our own agent was not running does not count, since answers were not read then.
         """
-        seen_at = max(self._pulses.heard_us.get(host, 0.0), self._partners.seen_at(host))
+        seen_at = max(self._pulses.heard_us_at(host), self._partners.seen_at(host))
         return self._pulses.clock + self._pulses.passed_s(now) - seen_at
 
     def seen_by(self, host: int) -> bool:

@@ -73,7 +73,7 @@ class Partners:
         """Doubt all hosts of which no pulse has become known for so long."""
         for host in self._pulses.others:
             if self._pulses.age_s(host) >= silence_s:
-                self._doubt(host, self._pulses.of(host), self._pulses.heard_at.get(host, 0.0))
+                self._doubt(host, self._pulses.of(host), self._pulses.heard_at(host))
 
     # -- outgoing
 
@@ -167,7 +167,7 @@ class Partners:
             if pulse >= pulses.own and pulse < HIGHEST:
                 pulses.get_ahead_of(pulse + 1)
                 self._repeat(host)
-        elif pulses.of(host) > pulse and pulses.heard_at.get(host, 0.0) > since:
+        elif pulses.of(host) > pulse and pulses.heard_at(host) > since:
             self._repeat(host)
         else:
             self._doubt(host, max(pulse, pulses.of(host)), since)

@@ -62,14 +62,14 @@ class Probes:
         """The hosts in `doubts`, as bits."""
         self._draw = draw
         self._round: list[int] = []
-        """Hosts whose turn is still to come, the next one last."""
+        """Hosts whose turn is still to come, in any order: the next one is drawn when it is needed."""
         self._open: dict[int, OpenQuestion] = {}
         self._relays: dict[int, set[int]] = {}
         """By host: who wants to hear of a sign of life."""
 
     def join(self, host: int) -> None:
         """A new host gets its turn in the current round."""
-        self._round.insert(self._draw(len(self._round) + 1), host)
+        self._round.append(host)
 
     def replace_one(self, others: Sequence[int], away: int) -> None:
         """Take the next host of the round in place of the longest-standing partner. `away`: bits of hosts to leave out.
@@ -82,8 +82,8 @@ class Probes:
             if len(self.partners) == PARTNERS:
                 return
             if not self._round:
-                self._round = self._shuffled(others)
-            host = self._round.pop()
+                self._round = list(others)
+            host = self._drawn()
             if not away >> host & 1 and host not in self.partners:
                 self.partners.append(host)
 
@@ -154,10 +154,9 @@ class Probes:
         for _ in range(min(count, len(there))):
             yield there.pop(self._draw(len(there)))
 
-    def _shuffled(self, hosts: Sequence[int]) -> list[int]:
-        """In random order (Fisher and Yates)."""
-        order = list(hosts)
-        for last in range(len(order) - 1, 0, -1):
-            other = self._draw(last + 1)
-            order[last], order[other] = order[other], order[last]
-        return order
+    def _drawn(self) -> int:
+        """Take one of the round (Fisher and Yates, one step at a time: no beat does work for all hosts)."""
+        left = self._round
+        number = self._draw(len(left))
+        left[number], left[-1] = left[-1], left[number]
+        return left.pop()

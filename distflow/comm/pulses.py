@@ -6,6 +6,7 @@ not running (a slow turn of its loop, SIGSTOP): it did not read what arrived the
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections.abc import Iterable
 
@@ -28,13 +29,11 @@ class Pulses:
         self.beat = 0
         """The number of our last beat."""
         self.clock = 0.0
-        self.newest: dict[int, int] = {host: 0}
-        self.heard_at: dict[int, float] = {}
-        """When the last pulse of a host became known."""
+        # By host, 0 for those that are not known: 24 bytes each, a tenth of what dictionaries take.
+        self._newest, self._heard_at, self._heard_us = array("q"), array("d"), array("d")
+        self._reserve(max((host, *self.others)))
         self.sent: dict[int, float] = {}
         """When our last pulses were sent."""
-        self.heard_us: dict[int, float] = {}
-        """By agent: when our newest pulse that it has confirmed was sent."""
         self._beat_at: float | None = None
         self._since_beat_s = 0.0
 
@@ -46,11 +45,19 @@ class Pulses:
     @property
     def own(self) -> int:
         """Our own last pulse."""
-        return self.newest[self.host]
+        return self._newest[self.host]
 
     def of(self, host: int) -> int:
         """The last known pulse of a host."""
-        return self.newest.get(host, 0)
+        return self._newest[host] if host < len(self._newest) else 0
+
+    def heard_at(self, host: int) -> float:
+        """When the last pulse of a host became known; 0 for one that was known from the start."""
+        return self._heard_at[host] if host < len(self._heard_at) else 0.0
+
+    def heard_us_at(self, host: int) -> float:
+        """When our newest pulse that a host has confirmed was sent; 0: it has confirmed none."""
+        return self._heard_us[host] if host < len(self._heard_us) else 0.0
 
     def know(self, host: int) -> bool:
         """Add a host; returns whether it is new."""
@@ -58,7 +65,8 @@ class Pulses:
             return False
         insort(self.others, host)
         self.known |= 1 << host
-        self.heard_at[host] = self.clock
+        self._reserve(host)
+        self._heard_at[host] = self.clock
         return True
 
     def look(self, now: float) -> None:
@@ -84,7 +92,7 @@ class Pulses:
 
     def count(self) -> None:
         """Our next pulse is about to be sent."""
-        self.newest[self.host] += 1
+        self._newest[self.host] += 1
         self.sent[self.own] = self.clock
         while len(self.sent) > REMEMBERED_PULSES:
             del self.sent[next(iter(self.sent))]
@@ -92,17 +100,21 @@ class Pulses:
     def get_ahead_of(self, pulse: int) -> None:
         """Jump ahead of a number that a previous agent has sent, or that others take for our last one."""
         if self.own < pulse < HIGHEST:
-            self.newest[self.host] = pulse
+            self._newest[self.host] = pulse
 
     def learn(self, host: int, pulse: int) -> None:
-        """A pulse has become known."""
-        self.newest[host], self.heard_at[host] = pulse, self.precisely
+        """A pulse of a known host has become known."""
+        self._newest[host], self._heard_at[host] = pulse, self.precisely
 
     def confirm(self, by: int, pulse: int) -> None:
-        """Another agent has heard a pulse of ours."""
+        """The agent of another known host has heard a pulse of ours."""
         if pulse in self.sent:
-            self.heard_us[by] = max(self.sent[pulse], self.heard_us.get(by, 0.0))
+            self._heard_us[by] = max(self.sent[pulse], self._heard_us[by])
 
     def age_s(self, host: int) -> float:
         """For how long no new pulse of a host has become known (at first: since it is known)."""
-        return self.clock - self.heard_at.get(host, 0.0)
+        return self.clock - self.heard_at(host)
+
+    def _reserve(self, host: int) -> None:
+        for column in (self._newest, self._heard_at, self._heard_us):
+            column.frombytes(bytes(column.itemsize * max(0, host + 1 - len(column))))

@@ -99,8 +99,9 @@ class RollCall:
         self._common = 0
         self._checksum = MIXED
         self._proves_from = 0.0
-        self._seen_at: dict[int, float] = {}
-        """By host: when we entered the last roll before this one in which it has heard us."""
+        self._seen: list[tuple[int, float]] = []
+        """Hosts that have heard us in a roll before this one, as bits, and when we entered it: each host once, by the
+        last such roll, and the last roll first. While all hear us it is one entry, however many there are."""
         self._own = (MIXED, -1)
         """The checksum with which we agreed, and the serial of our own report then."""
         self._informed = (-1, 0)
@@ -146,7 +147,7 @@ class RollCall:
         """When we entered the last roll in which a host has heard us; 0: never."""
         if self._proven and self._agreed >> host & 1:
             return self._entered_at
-        return self._seen_at.get(host, 0.0)
+        return next((at for hosts, at in self._seen if hosts >> host & 1), 0.0)
 
     def has_report(self, host: int, serial: int) -> bool:
         """Whether a host is known to have our report of this serial, since it had the same reports as we."""
@@ -182,7 +183,8 @@ class RollCall:
 
     def _enter(self, number: int, clock: float, length_s: float) -> None:
         if self._proven:
-            self._seen_at |= dict.fromkeys(bits(self._agreed), self._entered_at)
+            former = [(hosts & ~self._agreed, at) for hosts, at in self._seen]
+            self._seen = [(self._agreed, self._entered_at), *(seen for seen in former if seen[0])]
         # A list that was left early, since others are further, says nothing about who is missing.
         absent = ~self._present if self.number and clock - self._entered_at >= 0.75 * length_s else 0
         self._missing, self._absent = absent & self._absent, absent

@@ -35,7 +35,9 @@ class Mesh:
         self.random = random.Random(seed)
         self.now = 0.0
         self.loss, self.doubling, self.late_s = loss, doubling, late_s
-        self.agents = {host: self.agent(host, range(hosts)) for host in range(hosts)}
+        # One object for each number, whose references all agents keep.
+        numbers = list(range(hosts))
+        self.agents = {host: self.agent(host, numbers) for host in numbers}
         self.group = dict.fromkeys(range(hosts), 0)
         """Hosts of one group hear each other."""
         self.cut: set[tuple[int, int]] = set()

@@ -132,7 +132,7 @@ def test_whatever_an_agent_begins_to_count_from_it_is_heard_and_no_other_is_take
             world.happens(kind, host, number)
         for one, agent in world.agents.items():
             arrived = [at for pulse, at in agent._pulses.sent.items() if (one, pulse) in world.arrived]
-            assert all(at <= max(arrived, default=0.0) for at in agent._pulses.heard_us.values()), "heard, and was not"
+            assert all(at <= max(arrived, default=0.0) for at in agent._pulses._heard_us), "heard, and was not"
     world.beat(4)
     for host, agent in world.agents.items():
         for peer, other in world.agents.items():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
+import random
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.cluster.gossip import FEW, Gossip
+from distflow.cluster.gossip import FEW, Gossip, in_order
 from distflow.cluster.host_report import HostReport
 from distflow.cluster.processes import HostEntry, agent_name
 from distflow.comm import roll_call
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Body, Buffer
 from distflow.comm.outbox import Delivery, delivered
-from distflow.comm.probes import PARTNERS
+from distflow.comm.probes import PARTNERS, Probes
+from distflow.comm.pulses import Pulses
 from distflow.comm.roll_call import RollCall, bits, pack, roll_from
 from distflow.errors import ProtocolError
 from distflow.launch.agent.peer_agents import IDLE_S, KEPT_LINKS, PeerAgents
@@ -187,6 +191,89 @@ def test_each_agent_talks_to_few_and_to_all_in_turn() -> None:
     before = mesh.messages
     mesh.run(10.5)
     assert mesh.messages - before < HOSTS * 10 * (2 * PARTNERS + 2)
+
+
+def calls(work: Callable[[], object]) -> int:
+    """How many functions it calls: its cost, whatever else the machine does."""
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_what_an_agent_does_and_sends_hardly_grows_with_the_number_of_hosts() -> None:
+    messages, sent, called = list[float](), list[float](), list[float]()
+    for hosts in (32, 256):
+        mesh = Mesh(hosts)
+        mesh.everybody_knows_everything()
+        mesh.run(1.5 * RollCall.length_s(hosts))
+        mesh.messages = mesh.bytes = 0
+        seconds = RollCall.length_s(hosts)
+        called.append(calls(lambda mesh=mesh, seconds=seconds: mesh.run(seconds)) / hosts / seconds)
+        messages.append(mesh.messages / hosts / seconds)
+        sent.append(mesh.bytes / hosts / seconds)
+    assert messages[1] < 1.05 * messages[0]
+    assert called[1] < 1.05 * called[0]
+    # A bit a host in the lists of the roll, while they fill.
+    assert sent[1] < 1.5 * sent[0]
+
+
+def three_rolls(hosts: int) -> None:
+    """One agent's part in them, and all others hear it."""
+    roll, every, length_s = RollCall(0), (1 << hosts) - 1, RollCall.length_s(hosts)
+    for number in range(1, 4):
+        roll.call(number * length_s, hosts)
+        roll.hear(roll_call.Roll(number, every, every ^ 1, every, 7), number * length_s, hosts)
+        roll.agree(every, 7, 1)
+        assert roll.seen_at(hosts - 1) == number * length_s
+
+
+def first_partners(hosts: int) -> None:
+    probes = Probes(in_order)
+    probes.replace_one(range(1, hosts), 0)
+    assert len(probes.partners) == PARTNERS
+
+
+@pytest.mark.parametrize("begin", [three_rolls, first_partners])
+def test_beginning_a_roll_or_a_round_is_no_work_for_each_host(begin: Callable[[int], None]) -> None:
+    assert calls(lambda: begin(64)) == calls(lambda: begin(4096))
+
+
+def test_what_an_agent_remembers_of_the_pulses_of_a_host_is_a_few_bytes() -> None:
+    hosts = list(range(4096))
+    tracemalloc.start()
+    try:
+        pulses = Pulses(0, hosts[1:])
+        pulses.count()
+        for host in pulses.others:
+            pulses.learn(host, 1_000_000 + host)
+            pulses.confirm(host, pulses.own)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 64 * len(hosts)
+
+
+def test_every_host_has_its_turn_once_in_a_round_in_random_order() -> None:
+    probes, others = Probes(random.Random(0).randrange), range(1, 101)
+    seen = list[int]()
+    probes.replace_one(others, 0)
+    seen += probes.partners
+    while len(seen) < 100:
+        probes.replace_one(others, 0)
+        seen.append(probes.partners[-1])
+    assert sorted(seen) == list(others)
+    assert seen != sorted(seen)
+
+
+def test_when_a_host_last_heard_us_is_known_of_each_roll() -> None:
+    roll = RollCall(0)
+    for number, agreed in ((1, 0b1110), (2, 0b0110), (3, 0b0010)):
+        roll.call(10.0 * number, 4)
+        roll.hear(roll_call.Roll(number, 0b1111, agreed, 0b1111, 7), 10.0 * number, 4)
+    assert [roll.seen_at(host) for host in (1, 2, 3)] == [30.0, 20.0, 10.0]
+    roll.call(40.0, 4)
+    assert [roll.seen_at(host) for host in (1, 2, 3)] == [30.0, 20.0, 10.0]
+    assert len(roll._seen) == 3
 
 
 def test_who_is_in_the_intersection_was_heard_by_all_that_agreed() -> None:
