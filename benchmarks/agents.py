@@ -1,7 +1,7 @@
 """What a host agent costs, by workers and hosts. No process, no socket: the agent's own code alone.
 
     python -m benchmarks.agents [--workers 16 128 1000 4000] [--rounds 9]
-    python -m benchmarks.agents --mesh 16 128 1024 [--seconds 5]
+    python -m benchmarks.agents --mesh 16 128 1024 4096 [--seconds 5] [--loss 0.1] [--cut 40]
     python -m benchmarks.agents --live 64
 
 First, turns of the agent's loop, with eight workers a host. *quiet*: nothing new was heard; *news*: another host's
@@ -9,16 +9,22 @@ report has changed, so `run.json` is composed and written. Medians of CPU time, 
 
 With `--mesh`, what the agents tell each other: all agents of a mesh in one process, in virtual time, with messages
 encoded and decoded. Of each agent and second, once all know all: messages sent, bytes sent, and CPU time of what it
-sends and hears (that of the simulated network is in it). Then one agent dies while another has something to report:
-after how many seconds everybody knows. `--live` does the same with a process for each agent, on real sockets; there the
-CPU time is that of the processes.
+sends and hears (that of the simulated network is in it), and function calls, since thousands of agents in one process
+share one cache, which a host does not. Then one agent dies while another has something to report: after how many
+seconds everybody knows, and how many living agents were called silent by anybody until then. `--loss`: so large a share
+of the messages is lost; `--cut`: no message of an agent reaches so many others, drawn at random. `--live` does the same
+with a process for each agent, on real sockets; there the CPU time is that of the processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import gc
 import math
 import os
+import random
+import resource
 import statistics
 import tempfile
 import time
@@ -44,7 +50,7 @@ from distflow.launch.agent.agent import Agent
 from distflow.launch.run.folder import claim
 from distflow.launch.run.process_table import process_id
 from distflow.launch.run.record import RunRecord, WorkerEntry
-from distflow.sim.agent_mesh import Mesh
+from distflow.sim.agent_mesh import KNOWN_S, Mesh
 from tests.launch.real_meshes import LiveMesh
 
 WORKERS_A_HOST = 8
@@ -180,10 +186,21 @@ def measure(workers: int, rounds: int) -> dict[str, float]:
         return {"quiet": quiet, "news": fresh}
 
 
-def measure_mesh(hosts: int, seconds: int) -> str:
-    """A line about a mesh of so many hosts."""
-    mesh = Mesh(hosts)
+def mesh_of(hosts: int, loss: float, cut: int) -> Mesh:
+    """In which all know all."""
+    mesh = Mesh(hosts, loss=loss)
     mesh.everybody_knows_everything()
+    draw = random.Random(0)
+    mesh.cut = {(one, other) for one in range(hosts) for other in draw.sample(range(hosts), cut)}
+    # What lives as long as the mesh is not searched for garbage again and again: a host has one agent, not thousands.
+    gc.collect()
+    gc.freeze()
+    return mesh
+
+
+def measure_mesh(hosts: int, seconds: int, loss: float, cut: int) -> str:
+    """A line about a mesh of so many hosts."""
+    mesh = mesh_of(hosts, loss, cut)
     # Long enough for two rolls to be called.
     mesh.run(2 * RollCall.length_s(hosts))
     mesh.messages = mesh.bytes = 0
@@ -191,10 +208,13 @@ def measure_mesh(hosts: int, seconds: int) -> str:
     mesh.run(float(seconds))
     cpu, each = time.process_time() - begin, hosts * seconds
     cost = f"{mesh.messages / each:.1f} messages, {mesh.bytes / each:.0f} bytes, {1e3 * cpu / each:.2f} ms CPU"
+    profile = cProfile.Profile()
+    profile.runcall(mesh.run, 1.0)
+    cost += f", {sum(entry.callcount for entry in profile.getstats()) / hosts:.0f} function calls"
     died_at, dead = mesh.now, hosts // 2
     del mesh.agents[dead]
     mesh.publish(1, reason="a worker was killed")
-    told_s, silent_s = math.nan, math.nan
+    told_s, silent_s, wronged = math.nan, math.nan, set[int]()
     while math.isnan(told_s + silent_s) and mesh.now < died_at + KNOWN_WITHIN_S:
         mesh.run(STEP_S)
         agents, after = mesh.agents.values(), mesh.now - died_at
@@ -202,7 +222,10 @@ def measure_mesh(hosts: int, seconds: int) -> str:
             told_s = after
         if math.isnan(silent_s) and all(agent.unheard_s(dead) >= 2 * BEAT_S for agent in agents):
             silent_s = after
-    return f"{hosts} hosts, each agent and second: {cost}; report known after {told_s:.1f} s, silence {silent_s:.1f} s"
+        wronged |= {host for agent in agents for host in agent.silent(KNOWN_S)} - {dead}
+    known = f"report known after {told_s:.1f} s, silence {silent_s:.1f} s, {len(wronged)} living called silent"
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return f"{hosts} hosts, each agent and second: {cost}; {known}; {memory} MiB of this process at most"
 
 
 def measure_live(hosts: int) -> str:
@@ -248,9 +271,11 @@ def main() -> None:
         "--live", type=int, nargs="+", default=[], help="hosts: the same, with a process for each agent"
     )
     parser.add_argument("--seconds", type=int, default=5, help="of virtual time that are measured")
+    parser.add_argument("--loss", type=float, default=0.0, help="share of the messages of a mesh")
+    parser.add_argument("--cut", type=int, default=0, help="agents that no message of an agent reaches")
     chosen = parser.parse_args()
     for hosts in chosen.mesh:
-        print(measure_mesh(hosts, chosen.seconds), flush=True)
+        print(measure_mesh(hosts, chosen.seconds, chosen.loss, chosen.cut), flush=True)
     for hosts in chosen.live:
         print(measure_live(hosts), flush=True)
     if chosen.mesh or chosen.live:

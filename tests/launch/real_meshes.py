@@ -44,14 +44,7 @@ class LiveAgent:
     def run(self) -> None:
         """Until it is told to die, or to end."""
         while True:
-            try:
-                message = self._inbox.get(timeout=TURN_S)
-            except queue.Empty:
-                pass
-            else:
-                assert isinstance(message, Message), message
-                if message.kind == BEAT:
-                    self._peers.hear(message, time.monotonic())
+            self._listen()
             self._peers.tick(time.monotonic())
             self._say()
             if self._line.poll():
@@ -61,6 +54,19 @@ class LiveAgent:
                     shutil.rmtree(self._sockets)
                     return
                 self._do(what, about)
+
+    def _listen(self) -> None:
+        """Read all that has come before answering, as an agent of a run does: one that is late catches up."""
+        patience = TURN_S
+        while True:
+            try:
+                message = self._inbox.get(timeout=patience)
+            except queue.Empty:
+                return
+            assert isinstance(message, Message), message
+            if message.kind == BEAT:
+                self._peers.hear(message, time.monotonic())
+            patience = 0.0
 
     def _do(self, what: str, about: Any) -> None:
         mesh = self._peers.mesh
