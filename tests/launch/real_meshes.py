@@ -143,6 +143,7 @@ class LiveMesh:
 
     def end(self) -> None:
         """End all that live."""
-        for host, end in self._ends.items():
+        for host in self._ends:
             self.tell(host, "end")
+        for end in self._ends.values():
             end()
