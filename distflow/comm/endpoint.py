@@ -26,7 +26,7 @@ from distflow.comm.curve import leaves_machine, listener_for
 from distflow.comm.keys import NetworkListener
 from distflow.comm.lanes import TO_MYSELF, InProcessLane, Lane, SharedMemoryLane, SocketLane
 from distflow.comm.message import MAX_HEADER_BYTES, Body, Buffer, Message, decode_all, header_of, prefix_of
-from distflow.comm.outbox import COPIED_BYTES, Delivery, Outbox, Posted, bundles, delivered
+from distflow.comm.outbox import Delivery, Outbox, Posted, bundles, delivered
 from distflow.comm.shared_lane import KINDS, SharedLane
 from distflow.comm.shared_sending import SegmentUse
 from distflow.comm.sockets import Sockets, frames_from, send_message
@@ -368,23 +368,18 @@ class Endpoint:
             self._shared.forget(str(first.to))
             first.delivery.hand_over()
         elif isinstance(first.to, bytes):
-            self._send(sockets.routers[first.to[0]], bundle, [first.to[1:]], near=not first.to[0])
+            self._send(sockets.routers[first.to[0]], bundle, [first.to[1:]])
         else:
-            address = self.roster[first.to]
-            self._send(sockets.to(first.to, address), bundle, [], near=address.startswith("ipc://"))
+            self._send(sockets.to(first.to, self.roster[first.to]), bundle, [])
 
-    def _send(
-        self, socket: zmq.Socket[bytes] | None, bundle: Sequence[Posted], route: Sequence[bytes], *, near: bool
-    ) -> None:
+    def _send(self, socket: zmq.Socket[bytes] | None, bundle: Sequence[Posted], route: Sequence[bytes]) -> None:
         header = header_of(self._prefix, [posted.frames[0] for posted in bundle])
         payload = [frame for posted in bundle for frame in posted.frames[1:]]
         nbytes = sum([posted.nbytes for posted in bundle])
-        # Bytes for another host may wait for seconds, and whether they have left is asked before they are sent again.
-        copied = near and nbytes < COPIED_BYTES
         try:
             if socket is None:
                 raise zmq.Again
-            trackers = send_message(socket, route, header, payload, copied=copied)
+            trackers = send_message(socket, route, header, payload)
         except zmq.Again:
             for posted in bundle:
                 posted.delivery.drop()

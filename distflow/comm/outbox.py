@@ -28,9 +28,6 @@ QUEUE_BYTES = 64 << 20
 """Most bytes under way to one peer; a larger message is sent if there is no other."""
 SMALL_BYTES = 64 << 10
 """Smaller frames are copied into the socket's buffers, which is faster than sharing them."""
-COPIED_BYTES = 16 << 10
-"""Shorter messages to this machine are copied with their payload: following what the socket holds wakes a thread of
-pyzmq for each of them, which takes longer. The socket bounds how many of them wait for a peer."""
 BUNDLE_BYTES = 1 << 20
 """Most bytes of several messages that travel as one; larger ones travel alone."""
 SMALL_QUEUE_BYTES = 4 << 20

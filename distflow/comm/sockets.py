@@ -64,15 +64,15 @@ def frames_from(router: zmq.Socket[bytes]) -> list[zmq.Frame]:
 
 
 def send_message(
-    socket: zmq.Socket[bytes], route: Sequence[bytes], header: bytes, payload: Sequence[Buffer], *, copied: bool = False
+    socket: zmq.Socket[bytes], route: Sequence[bytes], header: bytes, payload: Sequence[Buffer]
 ) -> list[zmq.MessageTracker]:
     """Send one message; large frames are shared rather than copied. Raises zmq.Again if the socket takes no more.
 
-    Returns what tells when the socket has released it; nothing if it was `copied`, as short headers always are.
+    Returns what tells when the socket has released it; nothing if it was copied.
     """
     frames: list[Any] = [*route, header, *payload]
     trackers: list[zmq.MessageTracker] = []
-    if not copied and (payload or len(header) >= SMALL_BYTES):
+    if payload or len(header) >= SMALL_BYTES:
         # Released frame by frame in order, so that the last one tells.
         last = zmq.Frame(frames[-1], track=True, copy=False, copy_threshold=0)
         frames[-1], trackers = last, [last.tracker]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -163,7 +164,7 @@ def _search(recipe: str, overrides: Sequence[str], seeds: range, faults_of: str 
     if unknown := [name for name in cores if name not in CORES]:
         raise UserError(f"--faults-of {unknown[0]}: expected some of {', '.join(CORES)}, joined by commas")
     _, plan = plan_recipe(recipe, overrides, need_files=False)
-    command = " ".join(["distflow simulate", recipe, *overrides])
+    command = shlex.join(["distflow", "simulate", recipe, *overrides])
     counts, broken, interrupted = Counter[str](), list[dict[str, Any]](), False
     try:
         for name, seed, found in search_cores(arithmetic_of(plan), cores, seeds):

@@ -20,7 +20,7 @@ from distflow.comm import outbox
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import MAX_BUNDLED, Message
 from distflow.comm.outbox import BUNDLE_BYTES, Delivery, Outbox, Posted, SentOnce, bundles
-from distflow.comm.sockets import RECEIVE_LIMIT, SEND_LIMIT
+from distflow.comm.sockets import RECEIVE_LIMIT
 from distflow.errors import ProtocolError
 from tests.polling import WAIT_S, eventually
 
@@ -59,22 +59,13 @@ def test_an_absent_peer_costs_a_bounded_number_of_bytes(sender: Endpoint) -> Non
 
 def test_what_waits_for_a_peer_that_is_gone_is_let_go_of(sender: Endpoint) -> None:
     sent = sender.send("trainer/0", "results", {}, (bytearray(MIB),))
-    small = sender.send("trainer/0", "results", {}, (bytes(outbox.COPIED_BYTES),))
+    small = sender.send("trainer/0", "results", {}, (b"few",))
     eventually(lambda: len(sender._outbox) == 0)
     assert not sent.left
-    assert not small.left, "it is followed, though it is no large one"
+    assert not small.left, "small ones are followed as well if they have a payload"
     sender.disconnect("trainer/0")
     eventually(lambda: sent.left and small.left)
     eventually(lambda: not sender._outbox._under_way)
-
-
-def test_small_payloads_for_a_peer_on_this_machine_are_copied_and_the_socket_bounds_them(sender: Endpoint) -> None:
-    sent = []
-    for n in range(SEND_LIMIT + 200):
-        sent.append(sender.send("trainer/0", "results", {"n": n}, (bytes(1 << 10),)))
-        eventually(partial(getattr, sent[-1], "settled"))
-    assert all(delivery.left for delivery in sent)
-    assert [delivery.dropped for delivery in sent] == [False] * SEND_LIMIT + [True] * 200, "the newest are dropped"
 
 
 def test_what_was_sent_has_left_and_makes_room(sender: Endpoint, roster: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from typing import get_args
 
@@ -19,7 +20,7 @@ from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
 from distflow.sim import fault_search, worker
 from distflow.sim.fault_search import search_cores
-from distflow.sim.faults import arithmetic_of, judge, scenario_of, variants
+from distflow.sim.faults import BrokenPromise, arithmetic_of, judge, scenario_of, variants
 from distflow.types import Version
 from distflow.weights.swarm.fetch_actions import Landing
 
@@ -145,6 +146,14 @@ def test_the_command_names_the_seed_and_how_to_repeat_it(
     assert alone.return_value == 1
     assert f"{cores}, seed {broken[0]['seed']}: {broken[0]['what']}\n  repeat it with: {again}" in alone.output
     assert "1 broke a promise" in alone.output
+
+
+def test_the_command_that_repeats_a_seed_can_be_pasted_into_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_search, "OTHERS", {"calls": lambda seed: BrokenPromise(seed, "lost")})
+    override = "models.policy.path=my models/policy"
+    found = searched(override, "--faults", "1", "--faults-of", "calls", "--seed", "5", "--json")
+    again = json.loads(found.output)["broken"][0]["again"]
+    assert shlex.split(again)[2:] == ["quickstart", override, "--faults", "1", "--faults-of", "calls", "--seed", "5"]
 
 
 def test_a_search_that_is_interrupted_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:

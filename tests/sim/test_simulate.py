@@ -292,7 +292,7 @@ def test_several_values_give_a_table_or_a_list() -> None:
             (["--lengths", text], r"expected median from 1 to 1e\+09, sigma from 0 to 10 and prompt_share from 0 to 1")
             for text in ("sigma=-1", "sigma=200", "median=1e300")
         ),
-        (["--faults", "2", "--json", "--plot", "x.png"], r"--faults: .* no use for --plot, --json — leave it out"),
+        (["--faults", "2", "--json", "--plot", "x.png"], r"--faults: .* no use for --plot — leave it out"),
         (["--seed", "7"], r"--seed: the first seed of --faults"),
         *(
             (["batch.prompts=8,16", again], r"batch.prompts: given 2 times — give it once, several values as one list")
