@@ -1,7 +1,7 @@
 """What a host agent costs, by workers and hosts. No process, no socket: the agent's own code alone.
 
     python -m benchmarks.agents [--workers 16 128 1000 4000] [--rounds 9]
-    python -m benchmarks.agents --mesh 16 128 1024 4096 [--seconds 5] [--loss 0.1] [--cut 40]
+    python -m benchmarks.agents --mesh 16 128 1024 4096 [--seconds 5] [--deaths 10] [--loss 0.1] [--cut 40]
     python -m benchmarks.agents --live 64
 
 First, turns of the agent's loop, with eight workers a host. *quiet*: nothing new was heard; *news*: another host's
@@ -11,9 +11,10 @@ With `--mesh`, what the agents tell each other: all agents of a mesh in one proc
 encoded and decoded. Of each agent and second, once all know all: messages sent, bytes sent, and CPU time of what it
 sends and hears (that of the simulated network is in it), and function calls, since thousands of agents in one process
 share one cache, which a host does not. Then one agent dies while another has something to report: after how many
-seconds everybody knows, and how many living agents were called silent by anybody until then. `--loss`: so large a share
-of the messages is lost; `--cut`: no message of an agent reaches so many others, drawn at random. `--live` does the same
-with a process for each agent, on real sockets; there the CPU time is that of the processes.
+seconds everybody knows (of several deaths, one after another, the longest time), and how many living agents were called
+silent by anybody until then. `--loss`: so large a share of the messages is lost; `--cut`: no message of an agent reaches
+so many others, drawn at random. `--live` does the same with a process for each agent, on real sockets; there the CPU
+time is that of the processes.
 """
 
 from __future__ import annotations
@@ -198,7 +199,24 @@ def mesh_of(hosts: int, loss: float, cut: int) -> Mesh:
     return mesh
 
 
-def measure_mesh(hosts: int, seconds: int, loss: float, cut: int) -> str:
+def death(mesh: Mesh, dead: int) -> tuple[float, float, set[int]]:
+    """One agent dies and another has something to report: seconds until all know of either, and whom they wronged."""
+    died_at, told_s, silent_s, wronged = mesh.now, math.inf, math.inf, set[int]()
+    del mesh.agents[dead]
+    mesh.publish(1, reason=f"a worker of host {dead} was killed")
+    agents, serial = mesh.agents.values(), mesh.agents[1].own.serial
+    while math.isinf(max(told_s, silent_s)) and mesh.now < died_at + KNOWN_WITHIN_S:
+        mesh.run(STEP_S)
+        after = mesh.now - died_at
+        if math.isinf(told_s) and all(agent.reports[1].serial >= serial for agent in agents):
+            told_s = after
+        if math.isinf(silent_s) and all(agent.unheard_s(dead) >= 2 * BEAT_S for agent in agents):
+            silent_s = after
+        wronged |= {host for agent in agents for host in agent.silent(KNOWN_S)} & mesh.agents.keys()
+    return told_s, silent_s, wronged
+
+
+def measure_mesh(hosts: int, seconds: int, loss: float, cut: int, deaths: int) -> str:
     """A line about a mesh of so many hosts."""
     mesh = mesh_of(hosts, loss, cut)
     # Long enough for two rolls to be called.
@@ -211,18 +229,9 @@ def measure_mesh(hosts: int, seconds: int, loss: float, cut: int) -> str:
     profile = cProfile.Profile()
     profile.runcall(mesh.run, 1.0)
     cost += f", {sum(entry.callcount for entry in profile.getstats()) / hosts:.0f} function calls"
-    died_at, dead = mesh.now, hosts // 2
-    del mesh.agents[dead]
-    mesh.publish(1, reason="a worker was killed")
-    told_s, silent_s, wronged = math.nan, math.nan, set[int]()
-    while math.isnan(told_s + silent_s) and mesh.now < died_at + KNOWN_WITHIN_S:
-        mesh.run(STEP_S)
-        agents, after = mesh.agents.values(), mesh.now - died_at
-        if math.isnan(told_s) and all(agent.reports[1].reason for agent in agents):
-            told_s = after
-        if math.isnan(silent_s) and all(agent.unheard_s(dead) >= 2 * BEAT_S for agent in agents):
-            silent_s = after
-        wronged |= {host for agent in agents for host in agent.silent(KNOWN_S)} - {dead}
+    found = [death(mesh, hosts // 2 + number) for number in range(deaths)]
+    told_s, silent_s = max(told for told, _, _ in found), max(silent for _, silent, _ in found)
+    wronged = set[int]().union(*(living for _, _, living in found))
     known = f"report known after {told_s:.1f} s, silence {silent_s:.1f} s, {len(wronged)} living called silent"
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     return f"{hosts} hosts, each agent and second: {cost}; {known}; {memory} MiB of this process at most"
@@ -271,11 +280,12 @@ def main() -> None:
         "--live", type=int, nargs="+", default=[], help="hosts: the same, with a process for each agent"
     )
     parser.add_argument("--seconds", type=int, default=5, help="of virtual time that are measured")
+    parser.add_argument("--deaths", type=int, default=1, help="in a mesh, one after another")
     parser.add_argument("--loss", type=float, default=0.0, help="share of the messages of a mesh")
     parser.add_argument("--cut", type=int, default=0, help="agents that no message of an agent reaches")
     chosen = parser.parse_args()
     for hosts in chosen.mesh:
-        print(measure_mesh(hosts, chosen.seconds, chosen.loss, chosen.cut), flush=True)
+        print(measure_mesh(hosts, chosen.seconds, chosen.loss, chosen.cut, chosen.deaths), flush=True)
     for hosts in chosen.live:
         print(measure_live(hosts), flush=True)
     if chosen.mesh or chosen.live:
