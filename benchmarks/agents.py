@@ -12,9 +12,9 @@ encoded and decoded. Of each agent and second, once all know all: messages sent,
 sends and hears (that of the simulated network is in it), and function calls, since thousands of agents in one process
 share one cache, which a host does not. Then one agent dies while another has something to report: after how many
 seconds everybody knows (of several deaths, one after another, the longest time), and how many living agents were called
-silent by anybody until then. `--loss`: so large a share of the messages is lost; `--cut`: no message of an agent reaches
-so many others, drawn at random. `--live` does the same with a process for each agent, on real sockets; there the CPU
-time is that of the processes.
+silent by anybody until then. `--loss`: so large a share of the messages is lost; `--cut`: no message of an agent
+reaches so many others, drawn at random. `--live` does the same with a process for each agent, on real sockets; there
+the CPU time is that of the processes.
 """
 
 from __future__ import annotations
