@@ -284,6 +284,10 @@ def main() -> None:
     parser.add_argument("--loss", type=float, default=0.0, help="share of the messages of a mesh")
     parser.add_argument("--cut", type=int, default=0, help="agents that no message of an agent reaches")
     chosen = parser.parse_args()
+    if any(2 * chosen.deaths > hosts for hosts in chosen.mesh):
+        parser.error(
+            f"--deaths {chosen.deaths}: at most half of the hosts of each mesh can die, of {min(chosen.mesh)} here"
+        )
     for hosts in chosen.mesh:
         print(measure_mesh(hosts, chosen.seconds, chosen.loss, chosen.cut, chosen.deaths), flush=True)
     for hosts in chosen.live:
