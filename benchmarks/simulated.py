@@ -33,7 +33,7 @@ SAMPLES, PROMPT, BUDGET = 8, 200, 16_384
 STEPS = 4
 SCALE_STALENESS = 4
 SCALE_STEPS, SAMPLED = 4 * (1 + SCALE_STALENESS), 64
-"""Steps of a line of `scale`, and how many rollouts its seeds have together at least."""
+"""Steps of a line of `scale` or `hub`, and how many rollouts its seeds have together at least."""
 LENGTHS: dict[str, tuple[Lengths, int]] = {
     # As measured of instruction models on short questions; of reasoning models; of agents, where a few tasks are long
     # and samples have turns.
@@ -46,9 +46,10 @@ TURNS = {"agentic": SampleTurns(512, 0.02)}
 DRIVER_SAMPLE_S = 0.95 / 4_096
 """verl's driver: 0.6 to 1.3 s for 4,096 samples of 1,024 tokens, which grow with the bytes."""
 DRIVER_BYTE_S = DRIVER_SAMPLE_S / group_bytes(1, 0, 1_024)
-HUB_RESEND_S = 1e6
 COORDINATOR_SAMPLE_S = 1e-3
 """siiRL's data coordinator: 0.9 to 1.1 s for the metadata of 1,024 samples."""
+HUB_RESEND_S = 1e6
+"""What waits in such a process is not lost: sent again, it would only add to what waits there."""
 
 
 def load_for(
@@ -86,7 +87,7 @@ def scale(counts: Sequence[int]) -> None:
     first = 0.0
     for count in counts:
         seeds = max(1, SAMPLED // count)
-        runs = [_scaled(count, None, SCALE_STEPS, seed) for seed in range(seeds)]
+        runs = [_scaled(count, None, seed) for seed in range(seeds)]
         generates = [run.pools[0].shares for run in runs]
         trains = [run.pools[1].shares for run in runs]
         rate = statistics.mean(run.tokens_s for run in runs) / count
@@ -127,16 +128,15 @@ def coordinator_s(message: Message) -> float:
     return SAMPLES * COORDINATOR_SAMPLE_S if isinstance(message, Result) else 0.0
 
 
-def _scaled(count: int, way: Callable[[Message], float] | None, steps: int = SCALE_STEPS, seed: int = 0) -> Prediction:
+def _scaled(count: int, way: Callable[[Message], float] | None, seed: int = 0) -> Prediction:
     lengths, longest = LENGTHS["short"]
     work = load_for(count, max(1, count // 8), 9 * count, SCALE_STALENESS, longest)
     work = replace(work, job=replace(work.job, seed=seed))
     if way is not None:
-        # What waits in that process is not lost: sent again, it would only add to what waits there.
         work = replace(work, settings=replace(work.settings, resend_s=HUB_RESEND_S))
     device = load(DEVICE)
     train = replace(device.train, token_s=device.train.token_s / 8, pair_s=device.train.pair_s / 8)
-    return simulate(work, replace(device, train=train), lengths, SimulateOptions(steps=steps, hub_s=way))
+    return simulate(work, replace(device, train=train), lengths, SimulateOptions(steps=SCALE_STEPS, hub_s=way))
 
 
 # -- tails
