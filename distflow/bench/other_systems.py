@@ -52,7 +52,8 @@ class OtherSystems:
         self._names = names
         self._script = SCRIPTS / f"{script}.py"
         self._options = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-        self._python = found_from_here(python) if python else (str(USUAL.absolute()) if USUAL.exists() else None)
+        chosen = python or (str(USUAL) if USUAL.exists() else None)
+        self._python = None if chosen is None else found_from_here(chosen)
         self._folder = tempfile.TemporaryDirectory(prefix="df-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._read = b""
