@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from distflow.flow.plan import Plan
     from distflow.launch.deploy.hostfile import Host
     from distflow.launch.deploy.placement import WorkerPlacement
-    from distflow.sim.costs import PoolNeed, SiteOffer
+    from distflow.sim.costs import CostSearch, PoolNeed, SiteOffer
+    from distflow.sim.plan_simulation import SimulationInput
     from distflow.sim.predict import Load
     from distflow.sim.splits import PoolSplit, SplitSearch
 
@@ -154,17 +155,23 @@ def _optimize(
         import json
 
         click.echo(json.dumps(splits_report.data(found, costs, notes), indent=1))
-        return 0
+    else:
+        _show_splits(found, inputs, notes, costs if offers else None)
+    return 0
+
+
+def _show_splits(found: SplitSearch, inputs: SimulationInput, notes: Sequence[str], costs: CostSearch | None) -> None:
+    """As text; `costs`: where hosts have any."""
     from distflow.launch.commands.metrics import print_columns
+    from distflow.sim import splits_report
 
     click.echo("\n".join(splits_report.above(found, inputs)))
     print_columns(splits_report.table(found))
     click.echo("\n".join(splits_report.below(found, notes)))
-    if offers:
+    if costs is not None:
         click.echo("\n".join(splits_report.above_costs()))
         print_columns(splits_report.cost_table(found, costs))
         click.echo("\n".join(splits_report.below_costs(found, costs)))
-    return 0
 
 
 def _on_hosts(load: Load, hosts: Sequence[Host]) -> Load:
