@@ -179,10 +179,12 @@ def _search(recipe: str, overrides: Sequence[str], seeds: range, faults_of: str 
         interrupted = True
     if as_json:
         click.echo(json.dumps({"scenarios": {name: counts[name] for name in cores}, "broken": broken}, indent=1))
+    elif not counts:
+        click.echo("interrupted before the first scenario was over")
     else:
         each = ", ".join(f"{counts[name]} of {name}" for name in cores)
         kept = "all promises were kept" if not broken else f"{len(broken)} broke a promise"
-        last = seeds.start + max(counts.total() - 1, 0)
+        last = seeds.start + counts.total() - 1
         click.echo(f"{counts.total()} scenarios ({each}), seeds {seeds.start} to {last}: {kept}")
     return STOPPED if interrupted else 1 if broken else 0
 
