@@ -6,7 +6,7 @@ A publisher goes through versions of a bfloat16 model, at each of which another 
 that pass nothing on fetch them over loopback, so that all of their bytes come from the publisher: one at each version,
 one at every 4th, one that begins late, one at every 48th. In the end a reader comes that stands beside another one, and
 gets the version there. Each version that a reader gets is compared bit by bit. Prints bytes as shares of the model, and
-the publisher's seconds for a version, of which it also says how much the first of 32 takes.
+the publisher's seconds for a version.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from distflow.weights.swarm.reader import SwarmReader
 from distflow.weights.swarm.server import SwarmServer
 
 TIMEOUT_S = 60.0
-TURN = 32
 READERS = {"each version": (0, 1), "every 4th": (0, 4), "begins at the 40th": (40, 1), "every 48th": (0, 48)}
 """At which version each begins, and how many it goes on by."""
 
@@ -84,17 +83,14 @@ def show(
     print(f"{changed:.1%} of the values change, {len(made)} versions of {nbytes / 1e6:.0f} MB; shares of the model:")
     for who, sizes in sent.items():
         shares = [size / nbytes for size in sizes]
-        whole = sum(share >= 1 for share in shares)
+        others = [share for share in shares if share < 1] or [0.0]
         print(
-            f"  {who}: {len(shares)} fetches, {whole} whole, the others {statistics.median(shares):.3f} "
-            f"(most {max((share for share in shares if share < 1), default=0):.3f}); "
+            f"  {who}: {len(shares)} fetches, {sum(share >= 1 for share in shares)} whole, the others "
+            f"{statistics.median(others):.3f} (most {max(others):.3f}); "
             f"{sum(shares):.2f} in all, {sum(shares) / len(shares):.3f} a fetch"
         )
-    first = [times for number, times in enumerate(made) if number and number % TURN == 0]
-    others = [times for number, times in enumerate(made) if number % TURN]
-    for what, rows in ((f"versions {TURN}, {2 * TURN}, …", first), ("others", others)):
-        wall, cpu = (statistics.median(row[n] for row in rows) for n in range(2))
-        print(f"  publisher, {what}: {wall:.3f} s, {cpu:.3f} s of CPU")
+    wall, cpu = (statistics.median(times[n] for times in made[1:]) for n in range(2))
+    print(f"  publisher: {wall:.3f} s a version, {cpu:.3f} s of CPU")
     print(
         f"  kept: {len(last.deltas)} deltas, {sum(delta.size for delta in last.deltas) / nbytes:.3f} of the model; "
         f"their digests {sum(len(delta.digests) for delta in last.deltas)} bytes of a manifest, "
