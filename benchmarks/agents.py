@@ -206,7 +206,7 @@ def death(mesh: Mesh, dead: int) -> tuple[float, float, set[int]]:
     mesh.publish(1, reason=f"a worker of host {dead} was killed")
     agents, serial = mesh.agents.values(), mesh.agents[1].own.serial
     while math.isinf(max(told_s, silent_s)) and mesh.now < died_at + KNOWN_WITHIN_S:
-        mesh.run(STEP_S)
+        mesh.run_for(STEP_S)
         after = mesh.now - died_at
         if math.isinf(told_s) and all(agent.reports[1].serial >= serial for agent in agents):
             told_s = after
@@ -220,14 +220,14 @@ def measure_mesh(hosts: int, seconds: int, loss: float, cut: int, deaths: int) -
     """A line about a mesh of so many hosts."""
     mesh = mesh_of(hosts, loss, cut)
     # Long enough for two rolls to be called.
-    mesh.run(2 * RollCall.length_s(hosts))
+    mesh.run_for(2 * RollCall.length_s(hosts))
     mesh.messages = mesh.bytes = 0
     begin = time.process_time()
-    mesh.run(float(seconds))
+    mesh.run_for(float(seconds))
     cpu, each = time.process_time() - begin, hosts * seconds
     cost = f"{mesh.messages / each:.1f} messages, {mesh.bytes / each:.0f} bytes, {1e3 * cpu / each:.2f} ms CPU"
     profile = cProfile.Profile()
-    profile.runcall(mesh.run, 1.0)
+    profile.runcall(mesh.run_for, 1.0)
     cost += f", {sum(entry.callcount for entry in profile.getstats()) / hosts:.0f} function calls"
     found = [death(mesh, hosts // 2 + number) for number in range(deaths)]
     told_s, silent_s = max(told for told, _, _ in found), max(silent for _, silent, _ in found)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import msgpack
 from msgspec import structs
@@ -14,6 +14,7 @@ from distflow.cluster.host_report import HostReport
 from distflow.cluster.processes import HostEntry
 from distflow.comm.beats import STRIDE, Beat
 from distflow.comm.probes import RUMOUR_BEATS
+from distflow.sim.event_queue import EventQueue
 
 SILENCE_S = 15.0
 TURN_S = 1.0
@@ -26,14 +27,14 @@ HOSTS = 20
 EVENTS = ("publish", "publish", "crash", "sleep", "wake", "restart", "join", "split", "heal", "cut")
 
 
-class Mesh:
+class Mesh(EventQueue):
     """`loss`, `doubling`: shares of the messages. What is sent takes up to `late_s`."""
 
     def __init__(
         self, hosts: int, seed: int = 0, *, loss: float = 0.0, doubling: float = 0.0, late_s: float = 0.02
     ) -> None:
+        super().__init__()
         self.random = random.Random(seed)
-        self.now = 0.0
         self.loss, self.doubling, self.late_s = loss, doubling, late_s
         # One object for each number, whose references all agents keep.
         numbers = list(range(hosts))
@@ -44,13 +45,10 @@ class Mesh:
         """Sender and receiver."""
         self.asleep: set[int] = set()
         self.messages = self.bytes = 0
-        self._events: list[tuple[float, int, int, bytes]] = []
-        """When, number of the event, host, and the message that arrives; empty: a turn of the agent's loop."""
-        self._number = 0
         self._waiting: dict[int, list[bytes]] = {}
         """What arrived at hosts that are asleep."""
         for host in self.agents:
-            self._plan(self.random.random(), host, b"")
+            self.at(self.random.random(), partial(self._loop, host))
 
     def agent(self, host: int, hosts: Iterable[int]) -> Gossip:
         """One that has just started."""
@@ -73,7 +71,7 @@ class Mesh:
         """A host is added to the run."""
         self.agents[host] = self.agent(host, knows)
         self.group[host] = 0
-        self._plan(self.now, host, b"")
+        self.after(0.0, partial(self._loop, host))
 
     def restart(self, host: int) -> None:
         """The agent of a host is followed by another one, which knows what was last written down."""
@@ -93,23 +91,19 @@ class Mesh:
             self._arrive(host, body)
         self._turn(host)
 
-    def run(self, seconds: float) -> None:
-        """Let time pass."""
-        until = self.now + seconds
-        while self._events and self._events[0][0] <= until:
-            self.now, _, host, body = heapq.heappop(self._events)
-            if host not in self.agents:
-                continue
-            if not body:
-                self._plan(self.now + TURN_S * (1 + 0.05 * self.random.random()), host, b"")
-                if host not in self.asleep:
-                    self._turn(host)
-            elif host in self.asleep:
-                self._waiting.setdefault(host, []).append(body)
-            else:
-                self._arrive(host, body)
+    def _loop(self, host: int) -> None:
+        """A turn of the agent's loop, in which it has heard nothing, and the next one."""
+        if host in self.agents:
+            self.after(TURN_S * (1 + 0.05 * self.random.random()), partial(self._loop, host))
+            if host not in self.asleep:
                 self._turn(host)
-        self.now = until
+
+    def _comes(self, host: int, body: bytes) -> None:
+        if host in self.asleep:
+            self._waiting.setdefault(host, []).append(body)
+        elif host in self.agents:
+            self._arrive(host, body)
+            self._turn(host)
 
     def _arrive(self, host: int, body: bytes) -> None:
         beat = msgpack.unpackb(body)
@@ -128,11 +122,7 @@ class Mesh:
             if self.random.random() < self.loss:
                 continue
             for _ in range(1 + (self.random.random() < self.doubling)):
-                self._plan(self.now + self.late_s * self.random.random(), beat.host, body)
-
-    def _plan(self, at: float, host: int, body: bytes) -> None:
-        self._number += 1
-        heapq.heappush(self._events, (at, self._number, host, body))
+                self.after(self.late_s * self.random.random(), partial(self._comes, beat.host, body))
 
     def serials(self) -> set[tuple[tuple[int, int], ...]]:
         """What the agents know of all reports: one element if they agree."""
@@ -189,11 +179,11 @@ def check_events(seed: int, loss: float, events: Iterable[tuple[str, int, int]])
     mesh = Mesh(HOSTS, seed, loss=loss, doubling=0.1, late_s=0.3)
     for kind, number, seconds in events:
         happens(mesh, kind, number)
-        mesh.run(seconds)
+        mesh.run_for(seconds)
     for kind in ("heal", "wake"):
         happens(mesh, kind, 0)
     mesh.loss = 0.0
-    mesh.run(2 * SETTLED_S)
+    mesh.run_for(2 * SETTLED_S)
     assert len(mesh.serials()) == 1
     dead = set(mesh.group) - mesh.agents.keys()
     for host, agent in mesh.agents.items():

@@ -25,6 +25,13 @@ class EventQueue:
         """Schedule an event for a time."""
         heapq.heappush(self._events, (seconds, next(self._numbers), event))
 
+    def run_for(self, seconds: float) -> None:
+        """Let everything happen that does within so many seconds."""
+        until = self.now + seconds
+        while self._events and self._events[0][0] <= until:
+            self._happen()
+        self.now = until
+
     def run_until(self, over: Callable[[], bool], limit_s: float, describe: Callable[[], str]) -> None:
         """Let one event after the other happen until it is `over`.
 
@@ -33,5 +40,8 @@ class EventQueue:
         while not over():
             if not self._events or self._events[0][0] > limit_s:
                 raise StuckError(describe())
-            self.now, _, event = heapq.heappop(self._events)
-            event()
+            self._happen()
+
+    def _happen(self) -> None:
+        self.now, _, event = heapq.heappop(self._events)
+        event()

@@ -37,7 +37,7 @@ from tests.launch.real_meshes import LiveMesh
 def settled(hosts: int = HOSTS, seed: int = 0, **network: float) -> Mesh:
     """A mesh in which all know all."""
     mesh = Mesh(hosts, seed, **network)
-    mesh.run(6.0)
+    mesh.run_for(6.0)
     assert len(mesh.serials()) == 1
     return mesh
 
@@ -66,11 +66,11 @@ def test_all_that_live_know_of_a_death_and_of_a_silence_within_seconds(loss: flo
     mesh = settled(32, loss=loss, doubling=loss, late_s=0.1)
     del mesh.agents[30]
     mesh.publish(7, reason="a worker was killed")
-    mesh.run(KNOWN_S)
+    mesh.run_for(KNOWN_S)
     for agent in mesh.agents.values():
         assert agent.report(7).reason == "a worker was killed"
         assert 0.0 < agent.unheard_s(30) < KNOWN_S
-    mesh.run(SILENCE_S)
+    mesh.run_for(SILENCE_S)
     assert all(agent.silent() == {30} for agent in mesh.agents.values())
 
 
@@ -78,7 +78,7 @@ def test_nobody_who_is_heard_is_called_silent_whatever_is_lost() -> None:
     mesh = settled(seed=1, loss=0.15, late_s=0.3)
     mesh.cut = {(one, one + 1) for one in range(0, HOSTS, 2)} | {(one + 2, one) for one in range(0, HOSTS, 4)}
     for _ in range(12):
-        mesh.run(1.0)
+        mesh.run_for(1.0)
         for agent in mesh.agents.values():
             assert agent.silent(KNOWN_S) == frozenset()
             assert near(agent, mesh.now) == set(mesh.agents)
@@ -92,7 +92,7 @@ def test_a_minority_finds_itself_cut_off_before_it_counts_as_gone(part: int) -> 
     split(mesh, few)
     noticed: dict[int, float] = {}
     while mesh.now < cut_at + 1.5 * SILENCE_S:
-        mesh.run(0.5)
+        mesh.run_for(0.5)
         for host in sorted(few - noticed.keys()):
             if 2 * len(near(mesh.agents[host], mesh.now)) <= HOSTS:
                 noticed[host] = mesh.now - cut_at
@@ -104,7 +104,7 @@ def test_a_minority_finds_itself_cut_off_before_it_counts_as_gone(part: int) -> 
     assert {host for host, agent in mesh.agents.items() if agent.is_outnumbered()} == few
     assert all(mesh.agents[host].silent() == few for host in range(part, HOSTS))
     mesh.group = dict.fromkeys(mesh.group, 0)
-    mesh.run(SETTLED_S)
+    mesh.run_for(SETTLED_S)
     for agent in mesh.agents.values():
         assert agent.silent(KNOWN_S) == frozenset()
         assert near(agent, mesh.now) == set(mesh.agents)
@@ -113,7 +113,7 @@ def test_a_minority_finds_itself_cut_off_before_it_counts_as_gone(part: int) -> 
 def test_of_two_halves_neither_is_outnumbered_and_both_are_cut_off() -> None:
     mesh = settled()
     split(mesh, set(range(HOSTS // 2)))
-    mesh.run(2 * SILENCE_S)
+    mesh.run_for(2 * SILENCE_S)
     for agent in mesh.agents.values():
         assert not agent.is_outnumbered()
         assert 2 * len(near(agent, mesh.now)) <= HOSTS
@@ -122,18 +122,18 @@ def test_of_two_halves_neither_is_outnumbered_and_both_are_cut_off() -> None:
 def test_an_agent_that_slept_doubts_nobody_for_it() -> None:
     mesh = settled()
     mesh.asleep.add(3)
-    mesh.run(2 * SILENCE_S)
+    mesh.run_for(2 * SILENCE_S)
     assert all(agent.silent() == {3} for host, agent in mesh.agents.items() if host != 3)
     mesh.wake(3)
     assert mesh.agents[3].silent(KNOWN_S) == frozenset()
-    mesh.run(SETTLED_S)
+    mesh.run_for(SETTLED_S)
     assert all(agent.silent(KNOWN_S) == frozenset() for agent in mesh.agents.values())
 
 
 def test_a_host_that_joins_has_all_reports_and_all_have_its_own() -> None:
     mesh = settled(30)
     mesh.join(30, knows=[0, 1, 30])
-    mesh.run(SETTLED_S)
+    mesh.run_for(SETTLED_S)
     assert len(mesh.serials()) == 1
     assert mesh.agents[30].others == list(range(30))
     assert all(agent.others == sorted({*range(31)} - {host}) for host, agent in mesh.agents.items())
@@ -142,11 +142,11 @@ def test_a_host_that_joins_has_all_reports_and_all_have_its_own() -> None:
 def test_a_mesh_that_outgrows_the_few_goes_on() -> None:
     mesh = settled(FEW)
     del mesh.agents[2]
-    mesh.run(KNOWN_S)
+    mesh.run_for(KNOWN_S)
     for host in range(FEW, FEW + 6):
         mesh.join(host, knows=range(FEW))
-        mesh.run(0.5)
-    mesh.run(SILENCE_S)
+        mesh.run_for(0.5)
+    mesh.run_for(SILENCE_S)
     assert len(mesh.serials()) == 1
     assert not any(agent.few for agent in mesh.agents.values())
     assert all(agent.silent() == {2} for agent in mesh.agents.values())
@@ -157,14 +157,14 @@ def test_whoever_exits_knows_that_all_have_heard_how() -> None:
     for host in mesh.agents:
         mesh.publish(host, clean=True)
     assert not any(mesh.agents[0].seen_by(host) for host in range(1, HOSTS))
-    mesh.run(SETTLED_S)
+    mesh.run_for(SETTLED_S)
     # One after another leaves, and what the others know of those that are left stays known.
     for host in range(HOSTS - 1, 0, -1):
         agent = mesh.agents[host]
         assert all(agent.seen_by(other) for other in mesh.agents if other != host)
         mesh.publish(host, gone=True)
         del mesh.agents[host]
-        mesh.run(0.2)
+        mesh.run_for(0.2)
     assert all(mesh.agents[0].report(host).gone for host in range(1, HOSTS))
 
 
@@ -173,7 +173,7 @@ def test_an_agent_takes_no_confirmation_of_the_one_before_it_for_its_own() -> No
     mesh.restart(5)
     mesh.cut = {(5, other) for other in range(HOSTS)}
     for _ in range(8):
-        mesh.run(0.5)
+        mesh.run_for(0.5)
         # It hears others, who have heard the agent before it; nobody hears this one.
         agent = mesh.agents[5]
         assert all(agent.unseen_s(other, mesh.now) >= agent._pulses.clock for other in agent.others)
@@ -183,13 +183,13 @@ def test_each_agent_talks_to_few_and_to_all_in_turn() -> None:
     mesh = settled()
     agent, asked = mesh.agents[0], set()
     for _ in range(2 * HOSTS):
-        mesh.run(1.05)
+        mesh.run_for(1.05)
         partners = set(agent._partners._probes.partners)
         assert len(partners) == PARTNERS
         asked |= partners
     assert asked == set(range(1, HOSTS))
     before = mesh.messages
-    mesh.run(10.5)
+    mesh.run_for(10.5)
     assert mesh.messages - before < HOSTS * 10 * (2 * PARTNERS + 2)
 
 
@@ -205,10 +205,10 @@ def test_what_an_agent_does_and_sends_hardly_grows_with_the_number_of_hosts() ->
     for hosts in (32, 256):
         mesh = Mesh(hosts)
         mesh.everybody_knows_everything()
-        mesh.run(1.5 * RollCall.length_s(hosts))
+        mesh.run_for(1.5 * RollCall.length_s(hosts))
         mesh.messages = mesh.bytes = 0
         seconds = RollCall.length_s(hosts)
-        called.append(calls(lambda mesh=mesh, seconds=seconds: mesh.run(seconds)) / hosts / seconds)
+        called.append(calls(lambda mesh=mesh, seconds=seconds: mesh.run_for(seconds)) / hosts / seconds)
         messages.append(mesh.messages / hosts / seconds)
         sent.append(mesh.bytes / hosts / seconds)
     assert messages[1] < 1.05 * messages[0]

@@ -64,7 +64,7 @@ class Run:
 
     def run(self, seconds: int) -> None:
         for _ in range(seconds):
-            self.mesh.run(1.0)
+            self.mesh.run_for(1.0)
             self.seconds += 1
             for worker in self.living():
                 out, events = worker.core.tick(float(self.seconds), self.seconds, {"state": "generating"})
