@@ -12,7 +12,7 @@ from typing import Any, Self
 import zmq
 
 from distflow.comm.addresses import place_of
-from distflow.comm.curve import CLIENT, KEY_HINT, Watch, leaves_machine, present_key, tune
+from distflow.comm.curve import CLIENT, Watch, leaves_machine, present_key, tune
 from distflow.comm.keys import Keys
 from distflow.comm.message import Buffer, Message, decode, decode_all, encode, header_of, pack, prefix_of
 from distflow.comm.outbox import Delivery, Outbox, Posted, bundles
@@ -206,8 +206,8 @@ class _Connection:
 
     def check(self) -> None:
         """Raise ProtocolError if the other end refuses this connection."""
-        if self.watch is not None and self.watch.refused():
-            raise ProtocolError(f"{place_of(self.address)} refused the connection — {KEY_HINT}")
+        if self.watch is not None and (why := self.watch.refused()):
+            raise ProtocolError(f"{place_of(self.address)} refused the connection — {why[0]}")
 
     def close(self, linger_s: float = 0.0) -> None:
         if self.watch is not None:

@@ -23,6 +23,8 @@ Context = zmq.Context[zmq.Socket[bytes]]
 CLIENT = "client"
 """Sender name of commands: they have the run's key, are in no roster, and may only ask for status, stacks and stop."""
 KEY_HINT = "another run's key, or not a port of this run: every host needs the same <run_dir>/keys/run.key"
+UNKNOWN_HINT = "the run's key is right, but the server does not know the client's own (yet): it comes with its address"
+LOST_HINT = "not finished within {:g} s and is tried again: one of the two, or the link between them, is too busy"
 
 IDLE_LINK_S = 1
 """On a connection without traffic the kernel asks the other one so often whether it is there (TCP keepalive).
@@ -42,12 +44,14 @@ HANDSHAKE_MS = 5000
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 500
 HANGS_UP = 2
-"""Consecutive connections lost in the handshake that count as a refusal; a single one may be a peer that just ended."""
+"""Consecutive connections that the other end ends in the handshake and that count as a refusal, if they come faster
+than handshakes time out; a single one may be a peer that just ended."""
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"distflow"
 _REQUEST_FRAMES = 9
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_UNKNOWN = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_FAILED = _UNKNOWN | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _HUNG_UP = (errno.EPIPE, errno.ECONNRESET)
 
 
@@ -156,9 +160,9 @@ class Gate:
             return None
         return CLIENT if frames[8] == self._run else self._name_of(frames[8])
 
-    def refused(self) -> int:
-        """Connections refused since the last call."""
-        return len(_events(self._monitor))
+    def refused(self) -> list[str]:
+        """For each connection refused since the last call, why."""
+        return [_hint(event) for event in _events(self._monitor)]
 
     def close(self) -> None:
         """Stop authenticating."""
@@ -168,33 +172,56 @@ class Gate:
 
 
 class Watch:
-    """The client's side of one connecting socket: whether the other end refuses it. Used by the socket's thread."""
+    """The client's side of one connecting socket: whether the other end refuses it. Used by the socket's thread.
+
+    A server that cannot read our first message, since the run's key is another one, only hangs up, and so does one that
+    ends a handshake which takes too long. What tells them apart is how fast one hang-up follows the other.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self.monitor = _monitor(socket, _FAILED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._hung_up = 0
+        self._hung_up_after = self._looked_at = time.monotonic()
+        """The first hang-up came after this moment, and what is found by the next look after that one."""
+        self.lost = 0
+        """Handshakes that took too long."""
         self.over = False
         """ZeroMQ has given up on this socket: another attempt needs a new one."""
 
-    def refused(self) -> int:
-        """Refusals by the other end since the last call."""
-        count = 0
+    def refused(self) -> list[str]:
+        """For each refusal by the other end since the last call, why."""
+        found: list[str] = []
+        looked_at, self._looked_at = self._looked_at, time.monotonic()
         for event in _events(self.monitor):
             if event["event"] & _FAILED:
                 self.over = True
-                count += 1
+                found.append(_hint(event))
             elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._hung_up = 0
-            elif event["value"] in _HUNG_UP:
-                self._hung_up += 1
-                count += self._hung_up >= HANGS_UP
-        return count
+            elif event["value"] not in _HUNG_UP:
+                self.lost += event["value"] == errno.EAGAIN
+            elif self._hangs_up_quickly(looked_at):
+                found.append(KEY_HINT)
+        return found
+
+    def _hangs_up_quickly(self, looked_at: float) -> bool:
+        """Whether so many connections were ended in less time than it takes handshakes to time out."""
+        if not self._hung_up:
+            self._hung_up_after = looked_at
+        self._hung_up += 1
+        quickly = self._looked_at - self._hung_up_after < (self._hung_up - 1) * HANDSHAKE_MS / 1000
+        self.lost += self._hung_up >= HANGS_UP and not quickly
+        return quickly
 
     def close(self) -> None:
         """Stop watching; the socket stays open."""
         self._socket.disable_monitor()
         self.monitor.close(linger=0)
+
+
+def _hint(event: dict[str, Any]) -> str:
+    return UNKNOWN_HINT if event["event"] == _UNKNOWN else KEY_HINT
 
 
 def _monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:

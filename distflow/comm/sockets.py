@@ -11,7 +11,17 @@ import zmq
 from zmq.utils import z85
 
 from distflow.comm.addresses import place_of
-from distflow.comm.curve import KEY_HINT, Gate, Watch, bind_network, leaves_machine, listener_for, present_key, tune
+from distflow.comm.curve import (
+    HANDSHAKE_MS,
+    LOST_HINT,
+    Gate,
+    Watch,
+    bind_network,
+    leaves_machine,
+    listener_for,
+    present_key,
+    tune,
+)
 from distflow.comm.keys import NetworkListener
 from distflow.comm.message import Buffer, size_of
 from distflow.comm.outbox import SMALL_BYTES
@@ -135,21 +145,23 @@ class Sockets:
             dealer.close(REPLACED_LINGER_S)
 
     def look(self) -> int:
-        """Count connections refused by us or by a peer since the last call; logs each address once."""
+        """Count connections refused by us or by a peer since the last call; logs each address and reason once."""
         count = 0
         for name, dealer in list(self._dealers.items()):
-            if dealer.watch is None or not (refused := dealer.watch.refused()):
+            if dealer.watch is None:
                 continue
-            count += refused
-            self._tell(dealer.address, f"{name} at {place_of(dealer.address)} refused the connection — {KEY_HINT}")
+            refused, place = dealer.watch.refused(), place_of(dealer.address)
+            count += len(refused)
+            for why in refused:
+                self._tell(f"{name} at {place} refused the connection — {why}")
+            if dealer.watch.lost:
+                self._tell(f"the handshake with {name} at {place} was {LOST_HINT.format(HANDSHAKE_MS / 1000)}")
             if dealer.watch.over:
                 self._dealers.pop(name).close(0.0)
                 self._refusing[dealer.address] = time.monotonic() + REFUSED_PAUSE_S
-        if self.gate is not None and (refused := self.gate.refused()):
-            count += refused
-            self._tell(
-                str(self.network_address), f"refused a client at {place_of(str(self.network_address))} — {KEY_HINT}"
-            )
+        for why in [] if self.gate is None else self.gate.refused():
+            count += 1
+            self._tell(f"refused a client at {place_of(str(self.network_address))} — {why}")
         return count
 
     def close(self, linger_s: float) -> None:
@@ -187,7 +199,7 @@ class Sockets:
     def _refuses(self, address: str) -> bool:
         return address in self._refusing and time.monotonic() < self._refusing[address]
 
-    def _tell(self, address: str, text: str) -> None:
-        if address not in self._told:
-            self._told.add(address)
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
             log.warning("%s", text)

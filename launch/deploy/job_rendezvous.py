@@ -200,7 +200,7 @@ class RendezvousServer:
                 gate.answer()
             if router in ready:
                 self._hear(router, router.recv_multipart())
-            self._refused += gate.refused()
+            self._refused += len(gate.refused())
             self._rendezvous.tick(time.monotonic(), self._address, self._refused)
             if self._rendezvous.complete and not told:
                 told = True

@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
+from distflow.comm import curve, sockets
 from distflow.comm.addresses import place_of
 from distflow.comm.client import RequestClient, ask
 from distflow.comm.curve import Watch, present_key
@@ -390,3 +392,45 @@ def test_ipv6(tmp_path: Path, keys: Keys, host: str) -> None:
     assert peer.network_address.startswith("tcp://[::1]:")
     assert ask(peer.network_address, "status", {}, WAIT_S, keys) == {"six": True}
     peer.close()
+
+
+def test_a_peer_that_has_not_heard_of_us_is_not_said_to_have_another_key(
+    tmp_path: Path, keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the address of a new worker may take longer than its connection waits."""
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(sockets, "INTRODUCED_S", 0.0)
+    trainer = Peer("trainer/0", tmp_path, keys)
+    rollout = Peer("rollout/0", tmp_path, keys, {"trainer/0": trainer.address})
+    rollout.endpoint.send("trainer/0", "note", {"n": 1})
+    eventually(lambda: rollout.endpoint.traffic.refused and trainer.endpoint.traffic.refused, "both refused")
+    for said in (f"trainer/0 at {trainer.place} refused the connection", f"refused a client at {trainer.place}"):
+        assert f"{said} — the run's key is right, but the server does not know the client's own (yet)" in caplog.text
+    assert "another run's key" not in caplog.text
+    rollout.endpoint.close()
+    trainer.endpoint.close()
+
+
+@pytest.mark.parametrize("who", ["we", "they"])
+def test_a_handshake_that_takes_too_long_is_lost_and_not_refused(
+    tmp_path: Path, keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """A server that is too busy accepts connections and says nothing, until one of the two gives up."""
+    caplog.set_level(logging.WARNING)
+    for module in (curve, sockets):
+        monkeypatch.setattr(module, "HANDSHAKE_MS", 300)
+    if who == "they":
+        monkeypatch.setattr(sockets, "tune", lambda socket, address: None)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        place = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
+        rollout = Peer("rollout/0", tmp_path, keys, {"trainer/0": place})
+        rollout.endpoint.send("trainer/0", "note", {})
+        for _ in range(3 if who == "they" else 0):
+            connection, _ = busy.accept()
+            time.sleep(0.4)
+            connection.close()
+        eventually(lambda: "the handshake with trainer/0" in caplog.text, "the loss is told")
+    assert f"the handshake with trainer/0 at {place} was not finished within 0.3 s and is tried again" in caplog.text
+    assert "another run's key" not in caplog.text
+    assert rollout.endpoint.traffic.refused == 0
+    rollout.endpoint.close()
