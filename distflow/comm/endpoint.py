@@ -20,10 +20,9 @@ from typing import Any
 
 import zmq
 
-from distflow.comm.addresses import check_address, key_in
 from distflow.comm.compressed_lane import CompressedLane, unpacked
-from distflow.comm.curve import leaves_machine, listener_for
 from distflow.comm.keys import NetworkListener
+from distflow.comm.known_peers import KnownPeers
 from distflow.comm.lanes import TO_MYSELF, InProcessLane, Lane, SharedMemoryLane, SocketLane
 from distflow.comm.message import MAX_HEADER_BYTES, Body, Buffer, Message, decode_all, header_of, prefix_of
 from distflow.comm.outbox import Delivery, Outbox, Posted, bundles, delivered
@@ -67,16 +66,11 @@ class Endpoint:
         self.name = name
         self.incarnation = incarnation
         self._prefix = prefix_of(name, incarnation)
-        self.roster: Mapping[str, str] = dict(roster)
+        self._known = KnownPeers(name, listener, roster)
         self.network_address: str | None = None
         """Where peers on other hosts reach this endpoint, once it has started; None without a listener."""
         self._listener = listener
         self._max_frame_bytes = max_frame_bytes
-        self._knowing = threading.Lock()
-        self._names: Mapping[bytes, str] = {}
-        """Names of peers on other hosts, by public key."""
-        self._not_learned: dict[str, str] = {}
-        """The last address of a peer that could not be used."""
         self.traffic = Traffic()
         self._tick_s = tick_s
         self._outbox = Outbox()
@@ -95,8 +89,12 @@ class Endpoint:
         self._handled = False
         """Whether there were messages since `on_handled`."""
         self._on_fault: Callable[[BaseException], None] = self._say
-        for known, address in roster.items():
-            self.know(known, address)
+        self.know_all(roster)
+
+    @property
+    def roster(self) -> Mapping[str, str]:
+        """Addresses of the known peers, by name: another mapping when one changes."""
+        return self._known.addresses
 
     @property
     def segments(self) -> dict[str, SegmentUse]:
@@ -140,27 +138,19 @@ class Endpoint:
         Raises ProtocolError for a malformed address, for one on another host when this endpoint has no listener, and
         for the key of another peer.
         """
-        if leaves_machine(check_address(address)):
-            listener_for(address, self._listener)
-        key = key_in(address)
-        with self._knowing:
-            if key is not None and self._names.get(key, name) != name:
-                raise ProtocolError(f"{name} announced the key of {self._names[key]}")
-            if key is not None and key not in self._names:
-                self._names = {**{one: of for one, of in self._names.items() if of != name}, key: name}
-            # A new mapping each time: readers, the endpoint's thread among them, take no lock.
-            self.roster = {**self.roster, name: address}
+        self.know_all({name: address})
+
+    def know_all(self, addresses: Mapping[str, str]) -> None:
+        """`know` for many at once, which costs about as much as a single one."""
+        self._known.know(addresses)
 
     def learn(self, name: str, address: str) -> bool:
         """`know` for addresses from another host. A bad address is logged once and ignored; returns False then."""
-        try:
-            self.know(name, address)
-        except ProtocolError as error:
-            if self._not_learned.get(name) != address:
-                log.warning("%s ignored the address of %s: %s", self.name, name, error)
-            self._not_learned[name] = address
-            return False
-        return True
+        return bool(self.learn_all({name: address}))
+
+    def learn_all(self, addresses: Mapping[str, str]) -> set[str]:
+        """`learn` for many at once; returns the names of those that were good."""
+        return self._known.learn(addresses)
 
     def send(self, to: str, kind: str, body: Body, payload: Sequence[Buffer] = ()) -> Delivery:
         """Queue a message for a peer of the roster; the returned Delivery says whether it has left this process.
@@ -236,7 +226,7 @@ class Endpoint:
 
     def _serve(self, bound: threading.Event, failed: list[Exception]) -> None:
         try:
-            sockets = Sockets(self._listener, self._max_frame_bytes, lambda key: self._names.get(key))
+            sockets = Sockets(self._listener, self._max_frame_bytes, lambda key: self._known.names.get(key))
             sockets.bind(self.roster[self.name])
             self.network_address = sockets.network_address
         except Exception as error:
