@@ -1,11 +1,16 @@
 """What a host agent costs, by workers and hosts. No process, no socket: the agent's own code alone.
 
-    python -m benchmarks.agents [--workers 16 128 1000 4000] [--rounds 9]
+    python -m benchmarks.agents [--hosts 2 16 125 500 1024 4096] [--rounds 9] [--profile]
     python -m benchmarks.agents --mesh 16 128 1024 4096 [--seconds 5] [--deaths 10] [--loss 0.1] [--cut 40]
     python -m benchmarks.agents --live 64
 
-First, turns of the agent's loop, with eight workers a host. *quiet*: nothing new was heard; *news*: another host's
-report has changed, so `run.json` is composed and written. Medians of CPU time, in milliseconds.
+First, turns of the agent's loop, with eight workers a host. *quiet*: nothing new was heard; *news*: in another host's
+report one process and the address of one worker have changed, of which our workers are told (what they are sent is
+encoded, and what is heard was decoded before). *burst*: so have 100 hosts' since the last turn. *silent*: nothing new
+was heard, and a host has been silent for a while; *broken*: nor there, and the training workers are to restart, for
+which this host waits. All of these of an agent that does not write `run.json`; *writes*: one that does, with news of
+one host. *begin*: what the first `mesh.begin` takes. Medians of CPU time, in milliseconds. `--profile` prints where
+that goes.
 
 With `--mesh`, what the agents tell each other: all agents of a mesh in one process, in virtual time, with messages
 encoded and decoded. Of each agent and second, once all know all: messages sent, bytes sent, and CPU time of what it
@@ -22,14 +27,16 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
+import hashlib
 import math
 import os
+import pstats
 import random
 import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -42,12 +49,15 @@ from msgspec import structs
 from distflow.cluster.host_report import HostedWorker, HostReport, to_wire
 from distflow.cluster.processes import HostEntry, ProcessId, agent_name, nursery_name
 from distflow.comm.beats import BEAT, BEAT_S
+from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.message import decode, encode
+from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.roll_call import RollCall
 from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent import record_writer
 from distflow.launch.agent.agent import Agent
+from distflow.launch.agent.restart_policy import RestartPolicy, Tell
 from distflow.launch.run.folder import claim
 from distflow.launch.run.process_table import process_id
 from distflow.launch.run.record import RunRecord, WorkerEntry
@@ -55,52 +65,58 @@ from distflow.sim.agent_mesh import KNOWN_S, Mesh
 from tests.launch.real_meshes import LiveMesh
 
 WORKERS_A_HOST = 8
+BURST = 100
+FUNCTIONS = 25
+"""How many of them a profile shows."""
 KNOWN_WITHIN_S = 15.0
 STARTS_WITHIN_S, LIVE_S, ENDS_WITHIN_S = 300.0, 20.0, 10.0
 STEP_S = 0.1
 
 
-class Wire:
-    """In place of an Endpoint: encodes what is sent, and forgets it."""
+class Wire(Endpoint):
+    """An Endpoint that is not started: encodes what is sent, and forgets it."""
 
-    network_address = "tcp://10.0.0.0:1"
-
-    def __init__(self, name: str, incarnation: int, roster: Mapping[str, str], **more: object) -> None:
-        self.roster = dict(roster)
-        self._name, self._incarnation = name, incarnation
-
-    def know(self, name: str, address: str) -> None:
-        """Take an address."""
-        self.roster[name] = address
-
-    learn = know
+    def __init__(self, name: str, incarnation: int, *more: Any, **further: Any) -> None:
+        super().__init__(name, incarnation, *more, **further)
+        self.network_address = address_of(0)
 
     def disconnect(self, name: str) -> None:
         """There is no connection."""
 
-    def send(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
+    def send(self, to: str, kind: str, body: Any, payload: Sequence[Any] = ()) -> Delivery:
         """Encode a message."""
-        encode(kind, self._name, self._incarnation, body)
+        encode(kind, self.name, self.incarnation, body)
+        return delivered()
 
 
 class Quiet:
     """In place of a WorkerGroup: starts nobody."""
 
-    def __init__(self, *parts: object) -> None:
+    def __init__(self, record: RunRecord, host: int, entry: str, core: RestartPolicy, send: Callable[..., Any]) -> None:
         self.pids: dict[str, ProcessId] = {}
         self.inputs: list[object] = []
+        self._core, self._send = core, send
 
     def do(self, actions: Sequence[object]) -> None:
         """Nothing is left to be done in a run that goes on."""
         assert not list(actions), "a run that goes on undisturbed"
 
-    def tell(self, what: object) -> None:
+    def tell(self, what: Tell) -> None:
         """Nobody listens."""
+        for name in self._core.lives:
+            if what.to in (None, name):
+                self._send(name, what.kind, what.body)
 
 
-def world(workers: int, folder: Path) -> RunRecord:
+def address_of(host: int, process: int = 0) -> str:
+    """Of a process of a host, with a key of its own."""
+    key = hashlib.sha256(f"{host} {process}".encode()).hexdigest()
+    return f"tcp://10.0.{host // 250}.{host % 250}:{40_000 + process}#{key}"
+
+
+def world(hosts: int, folder: Path) -> RunRecord:
     """Of a run with one training worker a host."""
-    hosts = workers // WORKERS_A_HOST
+    workers = hosts * WORKERS_A_HOST
     entries = [WorkerEntry(f"rollout/{i}", False, 1, i % hosts) for i in range(workers - hosts)]
     entries += [WorkerEntry(f"trainer/{i}", True, 1, i) for i in range(hosts)]
     names = [*(entry.name for entry in entries), *map(agent_name, range(hosts))]
@@ -111,38 +127,61 @@ def world(workers: int, folder: Path) -> RunRecord:
     return record
 
 
-def report(record: RunRecord, host: int) -> HostReport:
-    """Of a host whose workers all run."""
-    entry = structs.replace(record.hosts[host], agent=f"tcp://10.0.0.{host}:1", nonce="n")
-    own = [worker for worker in record.workers if worker.host == host]
-    there = {worker.name: HostedWorker(worker.trains, 1, "running", address=f"tcp://10.0.0.{host}:2") for worker in own}
+def reports(record: RunRecord) -> list[HostReport]:
+    """Of all hosts, whose workers all run."""
+    own: dict[int, list[WorkerEntry]] = {}
+    for worker in record.workers:
+        own.setdefault(worker.host, []).append(worker)
+    return [report(record, host, own[host]) for host in record.numbers]
+
+
+def report(record: RunRecord, host: int, own: Sequence[WorkerEntry]) -> HostReport:
+    """Of a host."""
+    entry = structs.replace(record.hosts[host], agent=address_of(host), nonce="n")
+    there = {
+        worker.name: HostedWorker(worker.trains, 1, "running", address=address_of(host, 1 + number))
+        for number, worker in enumerate(own)
+    }
     names = [*there, agent_name(host), nursery_name(host)]
     return HostReport(
         host, entry, 1, workers=there, marks={name: ProcessId(1000 + host, 1.5, "there") for name in names}
     )
 
 
-def make(record: RunRecord) -> Agent:
-    """The agent of the first host, which writes `run.json`, once all workers run everywhere."""
-    agent = Agent(record, 0, "none:none", claim(record.path), None)
+def changed(before: HostReport, number: int) -> HostReport:
+    """What a host reports next: a worker has another address, and a process another number."""
+    name, first = next(iter(before.workers.items()))
+    workers = {**before.workers, name: structs.replace(first, address=address_of(before.host, 10 + number))}
+    marks = {**before.marks, name: ProcessId(number, 1.0, "there")}
+    return structs.replace(before, serial=2 + number, workers=workers, marks=marks)
+
+
+def make(record: RunRecord, told: Sequence[HostReport], *, writes: bool) -> Agent:
+    """The agent of the first host, once all workers run everywhere."""
+    # Somebody has the lock of the folder.
+    lock = claim(record.path)
+    agent = Agent(record, 0, "none:none", lock if writes else None, None)
     for life in agent._core.lives.values():
         life.state, life.pid = "running", os.getpid()
         agent._worker_group.pids[life.entry.name] = process_id(os.getpid())
-        body = {"address": f"tcp://10.0.0.0:{len(agent._worker_group.pids)}"}
+        body = {"address": address_of(0, len(agent._worker_group.pids))}
         agent._peers.here(decode(encode("here", life.entry.name, 0, body)))
+    agent._peers.begin({"agents": {str(one.host): one.entry.agent for one in told}})
     now = time.monotonic()
     agent._peers.mesh.tick(now)
-    for host in agent._peers.mesh.others:
-        agent._peers.hear(beat(record, host, report(record, host)), now)
+    for one in told[1:]:
+        agent._peers.hear(beat(record, one), now)
     turn(agent)
     return agent
 
 
-def beat(record: RunRecord, host: int, *reports: HostReport) -> Any:
-    """A message from the agent of a host, as it comes in."""
-    seen = [[number, 10**6, 10**6] for number in record.numbers]
-    body = {"from": host, "seen": seen, "reports": [to_wire(one) for one in reports]}
-    return decode(encode(BEAT, agent_name(host), record.launch_term, body))
+def beat(record: RunRecord, *told: HostReport) -> Any:
+    """A message from the agent of a host, with reports, as it comes in."""
+    sender = told[0].host
+    seen = [[sender, told[0].serial, told[0].serial], [0, 10**6, 10**6]]
+    # As in a large mesh, whatever the size: with a checksum, a beat need not list all hosts.
+    body = {"from": sender, "seen": seen, "reports": [to_wire(one) for one in told], "checksum": 1}
+    return decode(encode(BEAT, agent_name(sender), record.launch_term, body))
 
 
 def turn(agent: Agent) -> None:
@@ -162,29 +201,70 @@ def median_ms(rounds: int, work: Callable[[int], None]) -> float:
     return statistics.median(found)
 
 
-def measure(workers: int, rounds: int) -> dict[str, float]:
-    """Milliseconds by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        record = world(workers, Path(folder))
-        agent = make(record)
-        one = report(record, 1)
-        changed = [
-            beat(
-                record,
-                1,
-                structs.replace(one, serial=2 + n, marks={**one.marks, "trainer/1": ProcessId(n, 1.0, "there")}),
-            )
-            for n in range(rounds)
-        ]
+def hears(agent: Agent, beats: Sequence[Any]) -> None:
+    """What an agent does once it has received these."""
+    for one in beats:
+        agent._peers.hear(one, time.monotonic())
+    turn(agent)
 
-        def news(number: int) -> None:
-            agent._peers.hear(changed[number], time.monotonic())
+
+def turns(record: RunRecord, rounds: int, *, writes: bool) -> dict[str, Callable[[int], None]]:
+    """Of one agent, by name: a turn of its loop, with the number of the round."""
+    told = reports(record)
+    agent = make(record, told, writes=writes)
+    # What agents tell each other is measured for itself.
+    agent._peers.tick = lambda now: None  # type: ignore[method-assign]
+    some = told[1 : 1 + BURST]
+    news = [[beat(record, changed(told[1], number))] for number in range(rounds)]
+    if writes:
+
+        def write(number: int) -> None:
+            agent._recorder._rests_until = 0.0
+            hears(agent, news[number])
+
+        return {"writes": write}
+    burst = [[beat(record, changed(one, rounds + number)) for one in some] for number in range(rounds)]
+    beginning = {"agents": {str(one.host): one.entry.agent for one in told}}
+
+    def silent(number: int) -> None:
+        with mock.patch.object(agent._peers.mesh, "silent", return_value=frozenset({1})):
             turn(agent)
 
-        # What agents tell each other is measured for itself.
-        with mock.patch.object(agent._peers, "tick", return_value=None):
-            quiet, fresh = median_ms(rounds, lambda number: turn(agent)), median_ms(rounds, news)
-        return {"quiet": quiet, "news": fresh}
+    def broken(number: int) -> None:
+        agent._core.broken, agent._core.lives["trainer/0"].state = "trainer/0 was killed", "ended"
+        turn(agent)
+
+    def begin(number: int) -> None:
+        Agent(record, 0, "none:none", None, None)._peers.begin(beginning)
+
+    return {
+        "quiet": lambda number: turn(agent),
+        "news": lambda number: hears(agent, news[number]),
+        "burst": lambda number: hears(agent, burst[number]),
+        "silent": silent,
+        "broken": broken,
+        "begin": begin,
+    }
+
+
+def measure(hosts: int, rounds: int, *, profiled: bool) -> dict[str, float]:
+    """Milliseconds by name."""
+    found: dict[str, float] = {}
+    for writes in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, work in turns(world(hosts, Path(folder)), rounds, writes=writes).items():
+                found[name] = median_ms(rounds, work)
+                if profiled:
+                    show_profile(f"{hosts} hosts, {name}", work, rounds - 1)
+    return found
+
+
+def show_profile(title: str, work: Callable[[int], None], number: int) -> None:
+    """Print which functions a further round spends its time in."""
+    print(title, flush=True)
+    profile = cProfile.Profile()
+    profile.runcall(work, number)
+    pstats.Stats(profile).sort_stats("cumulative").print_stats(FUNCTIONS)
 
 
 def mesh_of(hosts: int, loss: float, cut: int) -> Mesh:
@@ -273,8 +353,9 @@ def measure_live(hosts: int) -> str:
 def main() -> None:
     """A line for each number of workers, or of hosts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[16, 128, 1000, 4000])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 16, 125, 500, 1024, 4096])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--profile", action="store_true", help="show where the time of turns goes")
     parser.add_argument("--mesh", type=int, nargs="+", default=[], help="hosts: what agents tell each other instead")
     parser.add_argument(
         "--live", type=int, nargs="+", default=[], help="hosts: the same, with a process for each agent"
@@ -295,10 +376,10 @@ def main() -> None:
     if chosen.mesh or chosen.live:
         return
     with mock.patch.object(record_writer, "Endpoint", Wire), mock.patch.object(agent_module, "WorkerGroup", Quiet):
-        for workers in chosen.workers:
-            found = measure(workers, chosen.rounds)
+        for hosts in chosen.hosts:
+            found = measure(hosts, chosen.rounds, profiled=chosen.profile)
             figures = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())
-            print(f"{workers} workers on {workers // WORKERS_A_HOST} hosts: {figures}", flush=True)
+            print(f"{hosts * WORKERS_A_HOST} workers on {hosts} hosts: {figures}", flush=True)
 
 
 if __name__ == "__main__":

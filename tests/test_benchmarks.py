@@ -24,7 +24,7 @@ from distflow.sim.emulation import DrawnLengths, EmulatedEngineOptions
 
 
 def test_the_agents_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["agents", "--workers", "16", "--rounds", "1"])
+    monkeypatch.setattr(sys, "argv", ["agents", "--hosts", "2", "--rounds", "1"])
     agents.main()
     assert capsys.readouterr().out.startswith("16 workers on 2 hosts: quiet ")
 

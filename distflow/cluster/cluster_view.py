@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +12,7 @@ from msgspec import structs
 from distflow.cluster.gossip import Gossip
 from distflow.cluster.host_report import DesiredWorkers, HostReport, Successor, Term
 from distflow.cluster.processes import STOPPED, Exit, Failure, Outcome, agent_name
+from distflow.cluster.report_totals import ReportTotals
 from distflow.errors import UserError
 from distflow.types import WorkerName
 
@@ -138,27 +139,22 @@ def takes_up(term: Successor, before: Term) -> bool:
 
 def head_of(mesh: Gossip) -> int:
     """The host whose run folder gets a copy of all files, if the hosts do not share one: the first that is heard."""
-    silent = mesh.silent()
-    return min(host for host in (mesh.host, *mesh.others) if host not in silent)
+    return first_heard(mesh, mesh.silent())
 
 
-def elsewhere(mesh: Gossip, trainers: Mapping[str, int]) -> Elsewhere:
+def first_heard(mesh: Gossip, silent: Collection[int]) -> int:
+    """The first host that is not silent."""
+    return min(mesh.host, next((host for host in mesh.others if host not in silent), mesh.host))
+
+
+def elsewhere(totals: ReportTotals, trainers: Mapping[str, int]) -> Elsewhere:
     """The state of the other hosts. `trainers`: all training workers of the run, with their hosts."""
-    silent = mesh.silent()
-    living = any(host not in silent and _may_be_living(mesh.report(host)) for host in mesh.others)
+    mesh, silent = totals.mesh, totals.mesh.silent()
+    # A host that has not reported may be living.
+    living = len(mesh.others) > len(totals.idle) + len(silent - totals.idle)
     training = any(host != mesh.host and not _ended(mesh, host, name) for name, host in trainers.items())
-    saved = sum(report.saved for host, report in mesh.reports.items() if host != mesh.host)
     # Between two terms no training worker runs, but all of them will.
-    return Elsewhere(living, training or _between_terms(mesh), saved)
-
-
-def _between_terms(mesh: Gossip) -> bool:
-    terms = [report.term for report in mesh.reports.values()]
-    return max(terms, key=lambda term: (term.number, term.broken)).broken
-
-
-def _may_be_living(report: HostReport | None) -> bool:
-    return report is None or (report.living and not report.gone)
+    return Elsewhere(living, training or totals.between_terms, totals.saved)
 
 
 def _ended(mesh: Gossip, host: int, worker: str) -> bool:
@@ -170,43 +166,45 @@ def wanted(mesh: Gossip) -> dict[str, DesiredWorkers]:
     """The last decision about each pool that was scaled."""
     found: dict[str, DesiredWorkers] = {}
     for report in mesh.reports.values():
-        for pool, decision in report.wanted.items():
-            if pool not in found or decision.stamp > found[pool].stamp:
-                found[pool] = decision
+        take_newer(found, report.wanted)
     return found
 
 
-def roster(mesh: Gossip, own: Callable[[str], str]) -> dict[str, str]:
-    """Addresses of all workers and agents for the workers of this host; `own(name)`: of one on this host."""
-    found: dict[str, str] = {}
-    for host in sorted(mesh.reports.keys() | set(mesh.others)):
-        report = mesh.report(host)
-        found[agent_name(host)] = own(agent_name(host)) if host == mesh.host else report.entry.agent if report else ""
-        for name, hosted in report.workers.items() if report is not None else ():
-            if hosted.state != "left":
-                found[name] = own(name) if host == mesh.host else hosted.address
-    return found
+def take_newer(decisions: dict[str, DesiredWorkers], others: Mapping[str, DesiredWorkers]) -> None:
+    """Replace decisions about pools by later ones."""
+    for pool, decision in others.items():
+        if pool not in decisions or decision.stamp > decisions[pool].stamp:
+            decisions[pool] = decision
 
 
-def network_roster(mesh: Gossip, *, leaving_out: int | None = None) -> dict[str, str]:
-    """Network addresses of all workers and agents, perhaps except those of one host."""
-    found: dict[str, str] = {}
+def addresses_on(report: HostReport) -> dict[str, str]:
+    """Network addresses of the agent and the workers of a host."""
+    there = {name: hosted.address for name, hosted in report.workers.items() if hosted.state != "left"}
+    return {agent_name(report.host): report.entry.agent, **there}
+
+
+def status(mesh: Gossip) -> dict[str, Any]:
+    """What any agent tells commands about all hosts, as plain data."""
+    roster: dict[str, str] = {}
+    workers: list[dict[str, Any]] = []
     for host, report in mesh.reports.items():
-        if host != leaving_out:
-            found[agent_name(host)] = report.entry.agent
-            found |= {name: hosted.address for name, hosted in report.workers.items() if hosted.state != "left"}
-    return found
-
-
-def entries(mesh: Gossip) -> dict[str, dict[str, Any]]:
-    """All hosts that have reported, by number, as plain data."""
-    return {str(host): structs.asdict(report.entry) for host, report in sorted(mesh.reports.items())}
+        roster |= addresses_on(report)
+        for name, hosted in report.workers.items():
+            about = {"name": name, "host": host, "incarnation": hosted.incarnation, "state": hosted.state}
+            workers.append(about)
+    return {
+        "workers": workers,
+        "silent": sorted(mesh.silent()),
+        "hosts": {str(host): structs.asdict(report.entry) for host, report in sorted(mesh.reports.items())},
+        "saved": sum(report.saved for report in mesh.reports.values()),
+        "roster": roster,
+    }
 
 
 def orphaned(mesh: Gossip, silent: Collection[int]) -> Iterator[tuple[str, int]]:
     """Workers on silent hosts, with their hosts, if this agent is the one that tells them things: the first of those
     that are not silent."""
-    if mesh.host != min(host for host in (mesh.host, *mesh.others) if host not in silent):
+    if not silent or mesh.host != first_heard(mesh, silent):
         return
     for host in sorted(silent):
         report = mesh.report(host)
@@ -239,14 +237,6 @@ def outcome(mesh: Gossip, trainers: Mapping[str, int], exits: Mapping[str, Exit]
     return Outcome("failed", 3, Failure(agent, 3, "WorkerFailed", why))
 
 
-def all_started(mesh: Gossip) -> bool:
-    """Whether all hosts have reported, and all their workers have been started."""
-    reports = mesh.reports.values()
-    if len(reports) <= len(mesh.others):
-        return False
-    return all(hosted.state != "starting" for report in reports for hosted in report.workers.values())
-
-
 def unseen(mesh: Gossip, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> list[str]:
     """Training workers whose end has not been reported."""
     return [name for name, host in trainers.items() if not _ended(mesh, host, name) and name not in exits]
@@ -267,11 +257,11 @@ def awaited(mesh: Gossip, apart: Collection[int], silent: Collection[int], *, wr
 
     `apart`: hosts that do not share our run folder. `writes`: this agent writes `run.json`.
     """
-    waits = [
+    waits = (
         (agent_name(host), _awaited_of(mesh, host, apart, writes=writes))
         for host in mesh.others
         if host not in silent and not _gone(mesh.report(host))
-    ]
+    )
     return next((f"{name} {what}" for name, what in waits if what is not None), None)
 
 

@@ -26,7 +26,8 @@ lost. A second later 0 and 1 send beats again: 2 has confirmed serial 7 of host 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from msgspec import structs
@@ -76,6 +77,8 @@ class Gossip:
         """In a mesh of few, by agent: how many beats we have sent since its last one."""
         self.revision = 0
         """Rises with every new report and every new host."""
+        self._revised = {own.host: 0}
+        """By host, the one that changed last at the end: the revision in which it did."""
 
     @property
     def few(self) -> bool:
@@ -88,15 +91,24 @@ class Gossip:
         return self.reports[self.host]
 
     @property
-    def others(self) -> list[int]:
+    def others(self) -> Sequence[int]:
         """Numbers of the other hosts, in order."""
-        return self._pulses.others.copy()
+        return self._pulses.others
+
+    def changed_since(self, revision: int) -> list[int]:
+        """Hosts that are new, or have a new report, since this revision: the work is for these alone."""
+        found: list[int] = []
+        for host in reversed(self._revised):
+            if self._revised[host] <= revision:
+                break
+            found.append(host)
+        return found
 
     def know(self, host: int) -> None:
         """Add a host."""
         if not self._pulses.know(host):
             return
-        self.revision += 1
+        self._revise(host)
         if self.few:
             self._lacking[host] = self.reports.keys() - {host}
             return
@@ -129,9 +141,10 @@ class Gossip:
     def is_outnumbered(self) -> bool:
         """Whether more than half of the hosts that have not exited are silent; those whose workers have all left or
         ended, as far as was heard, cannot go on without us and do not count."""
-        silent = self.silent()
-        there = {host for host in self._pulses.others if not self._is_done(host)} if silent else silent
-        return 2 * len(silent & there) > len(there) + 1
+        missing = 2 * sum(not self._is_done(host) for host in self.silent())
+        # No more are looked for than it takes.
+        there = islice((host for host in self._pulses.others if not self._is_done(host)), missing)
+        return missing > 1 + sum(1 for _ in there)
 
     def _is_done(self, host: int) -> bool:
         report = self.report(host)
@@ -154,6 +167,19 @@ class Gossip:
         """
         seen_at = max(self._pulses.heard_us_at(host), self._partners.seen_at(host))
         return self._pulses.clock + self._pulses.passed_s(now) - seen_at
+
+    def confirmed(self, within_s: float, now: float) -> int:
+        """Hosts, as bits, whose agents have confirmed a pulse of ours that is younger than this, and our own.
+
+        In a large mesh these are the ones that rolls tell of; `unseen_s` also knows who has answered us directly.
+        """
+        since = self._pulses.clock + self._pulses.passed_s(now) - within_s
+        if since < 0.0:
+            return self._pulses.known
+        own = 1 << self.host
+        if not self.few:
+            return own | self._partners.seen_since(since)
+        return own | sum(1 << host for host in self._pulses.others if self._pulses.heard_us_at(host) > since)
 
     def seen_by(self, host: int) -> bool:
         """Whether another agent has our newest report."""
@@ -222,7 +248,12 @@ class Gossip:
     def _take(self, report: HostReport) -> None:
         """Replace a report by a newer one."""
         self._news.take(report, self._pulses.beat)
+        self._revise(report.host)
+
+    def _revise(self, host: int) -> None:
         self.revision += 1
+        self._revised.pop(host, None)
+        self._revised[host] = self.revision
 
     def _get_ahead_of(self, serial: int, pulse: int) -> None:
         """Jump ahead of the numbers that a previous agent has sent; never backwards.

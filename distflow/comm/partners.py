@@ -57,6 +57,10 @@ class Partners:
         """When we said what a host has heard in the last roll (0: never)."""
         return self._roll.seen_at(host)
 
+    def seen_since(self, at: float) -> int:
+        """Hosts, as bits, that have heard in a roll what we said after this time."""
+        return self._roll.seen_since(at)
+
     def has_ours(self, host: int) -> bool:
         """Whether a host has said in a roll that it has the reports that we have, the newest of ours included."""
         return self._roll.has_report(host, self._news.serial(self._pulses.host))

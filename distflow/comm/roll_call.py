@@ -149,6 +149,13 @@ class RollCall:
             return self._entered_at
         return next((at for hosts, at in self._seen if hosts >> host & 1), 0.0)
 
+    def seen_since(self, at: float) -> int:
+        """Hosts, as bits, that have heard us in a roll that we entered after this time."""
+        found = self._agreed if self._proven and self._entered_at > at else 0
+        for hosts, entered_at in self._seen:
+            found |= hosts if entered_at > at else 0
+        return found
+
     def has_report(self, host: int, serial: int) -> bool:
         """Whether a host is known to have our report of this serial, since it had the same reports as we."""
         return bool(self._informed_of(serial) >> host & 1)

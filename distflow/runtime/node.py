@@ -27,7 +27,7 @@ from distflow.comm.keys import Keys, NetworkListener, key_file, read_keys
 from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, MemberMessage, Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive, resident_mb, started_at
-from distflow.data.decoding import Form, Name, read
+from distflow.data.decoding import Form, Name, Whole, read
 from distflow.errors import ProtocolError, RecipeMismatch
 from distflow.exchange.facts import CHANGING, read_facts
 from distflow.exchange.store_channel import refusal
@@ -349,6 +349,11 @@ class Hosts:
 
 class _Roster(Form, frozen=True):
     addresses: dict[Name, Address]
+    """Those that have changed after number `since`, up to `number`."""
+    since: Whole = 0
+    """0: these are all."""
+    number: Whole = 0
+    """0: it is not from our own agent, who counts its changes."""
 
 
 class Greeting:
@@ -362,6 +367,8 @@ class Greeting:
         self._say_at = 0.0
         self._said = False
         self._heard = False
+        self._has = 0
+        """The number up to which we have all that our agent knows."""
         node.on_agent("roster", self._on_roster)
         node.on_tick(self._tick)
 
@@ -369,20 +376,25 @@ class Greeting:
         if self._elsewhere and now >= self._say_at:
             self._said = True
             self._say_at = now + (REMIND_EVERY_S if self._heard else SAY_EVERY_S)
-            self._node.send(self._agent, "here", {"address": self._node.endpoint.network_address})
+            here = {"address": self._node.endpoint.network_address, "has": self._has}
+            self._node.send(self._agent, "here", here)
 
     def _on_roster(self, message: Message) -> None:
-        addresses = read(message.body, _Roster, "roster").addresses
+        told = read(message.body, _Roster, "roster")
         # The agent answers each `here` with a roster; one that comes before any `here` has another reason.
         self._heard = self._heard or self._said
-        endpoint = self._node.endpoint
-        for name, address in addresses.items():
-            if name == endpoint.name:
-                continue
-            if endpoint.roster.get(name) != address:
-                if not endpoint.learn(name, address):
-                    continue
-                self._node.membership.greet(name)
-            if self._wanted(name) and name not in self._node.membership.peers:
-                log.info("%s was added to the run", name)
-                self._node.membership.add(name)
+        if told.number and told.since in (0, self._has):
+            self._has = told.number
+        elif told.number:
+            # One before was lost: the agent is told what we have.
+            self._say_at = 0.0
+        endpoint, membership = self._node.endpoint, self._node.membership
+        others = {name: address for name, address in told.addresses.items() if name != endpoint.name}
+        new = {name: address for name, address in others.items() if endpoint.roster.get(name) != address}
+        learned = endpoint.learn_all(new)
+        for name in learned:
+            membership.greet(name)
+        good = others.keys() - (new.keys() - learned)
+        for name in (name for name in others if name in good and name not in membership.peers and self._wanted(name)):
+            log.info("%s was added to the run", name)
+            membership.add(name)

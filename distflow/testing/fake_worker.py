@@ -128,7 +128,7 @@ class FakeWorker:
             self.endpoint.send(f"agent/{self.document['host']}", "here", {"address": address})
 
     def _learn(self, addresses: Mapping[str, str]) -> None:
-        self.listed = str(self.name) in addresses
+        self.listed = self.listed or str(self.name) in addresses
         for name in sorted(addresses):
             if name not in self.endpoint.roster or self.endpoint.roster[name] != addresses[name]:
                 print(f"knows {name} {addresses[name].partition(':')[0] or 'nowhere'}", flush=True)

@@ -30,13 +30,15 @@ from msgspec import structs
 from distflow.cluster import cluster_view
 from distflow.cluster.host_report import HostReport
 from distflow.cluster.processes import STOPPED, Failure, Outcome, agent_name
+from distflow.cluster.report_totals import ReportTotals
 from distflow.comm.addresses import ensure_socket_dir
 from distflow.comm.beats import BEAT
 from distflow.comm.message import Message
 from distflow.comm.processes import name_process
 from distflow.data.decoding import Form, read
 from distflow.errors import DistflowError, UserError
-from distflow.launch.agent.peer_agents import ExitBarrier, OrphanedWorkers, PeerAgents, reach
+from distflow.launch.agent.orphaned_workers import OrphanedWorkers
+from distflow.launch.agent.peer_agents import ExitBarrier, PeerAgents, reach
 from distflow.launch.agent.pool_recovery import PoolRecovery
 from distflow.launch.agent.record_writer import Journal, RecordWriter, Succession, make_endpoint, read_journal
 from distflow.launch.agent.restart_policy import RestartPolicy
@@ -87,6 +89,8 @@ class Agent:
         self._exit_barrier: ExitBarrier | None = None
         self._endpoint = make_endpoint(record, host, journal)
         self._peers = PeerAgents(record, host, self._endpoint)
+        self._totals = ReportTotals(self._peers.mesh)
+        self._running = False
         self._entry = self._peers.mesh.own.entry
         self._worker_group = WorkerGroup(record, host, entry, self._core, self._endpoint.send)
         self._scaling = Scaling(record, host, self._core)
@@ -129,15 +133,18 @@ class Agent:
         self._recorder.try_for_lock(time.monotonic())
         if not self._await_begin():
             return self._end(self._unbegun())
-        self._core.elsewhere = cluster_view.elsewhere(self._peers.mesh, self._terms.members)
+        self._totals.look()
+        self._core.elsewhere = cluster_view.elsewhere(self._totals, self._terms.members)
         self._worker_group.do(again)
         self._worker_group.begin()
         self._publish()
         while self._core.outcome is None:
-            if self._listen() or not self._peers.rest(time.monotonic(), self._core.deadline):
+            patience_s = self._peers.patience_s(time.monotonic())
+            if self._listen(patience_s) or not self._peers.rest(time.monotonic(), self._core.deadline):
                 self._conclude()
                 self._worker_group.do(self._core.tick(time.monotonic()))
                 self._publish()
+                self._peers.concluded(time.monotonic())
         return self._close(self._core.outcome)
 
     def _announce(self) -> None:
@@ -184,9 +191,9 @@ class Agent:
     def _on_leave(self, number: int, frame: object) -> None:
         self._leave = True
 
-    def _listen(self) -> bool:
+    def _listen(self, patience_s: float = 1.0) -> bool:
         """Wait up to a second for something to happen, and handle it; returns False if only beats have arrived."""
-        patience = min(1.0, max(0.0, self._core.deadline - time.monotonic()))
+        patience = min(patience_s, max(0.0, self._core.deadline - time.monotonic()))
         if self._exit_barrier is not None:
             patience = 0.1
         ready, _, _ = select.select([self._wake_r, *self._worker_group.inputs], [], [], patience)
@@ -241,17 +248,8 @@ class Agent:
         self._succession.keep(self._report())
 
     def _status(self) -> dict[str, Any]:
-        mesh = self._peers.mesh
-        workers = [
-            {"name": name, "host": host, "incarnation": hosted.incarnation, "state": hosted.state}
-            for host, report in mesh.reports.items()
-            for name, hosted in report.workers.items()
-        ]
-        state, silent = self._recorder.record.state, sorted(mesh.silent())
+        told = {"state": self._recorder.record.state, **cluster_view.status(self._peers.mesh)}
         collecting = self._exit_barrier.collecting if self._exit_barrier is not None else None
-        saved = sum(report.saved for report in mesh.reports.values())
-        about = {"hosts": cluster_view.entries(mesh), "saved": saved, "roster": cluster_view.network_roster(mesh)}
-        told = {"workers": workers, "state": state, "silent": silent, **about}
         return told if collecting is None else {**told, "collecting": collecting}
 
     # -- consequences of the other agents' reports
@@ -264,10 +262,10 @@ class Agent:
             # Decisions are a function of the reports of all hosts, including ours.
             self._succession.publish(self._report())
         self._worker_group.do(self._terms.act(mesh, self._endpoint.know, now))
-        for host in mesh.others:
-            report = mesh.report(host)
-            if report is not None:
-                self._follow(report, now)
+        self._totals.look()
+        goes_on = self._core.phase in ("running", "leaving")
+        for host in sorted(self._totals.ending if goes_on else self._totals.at_once):
+            self._follow(mesh.reports[host], now)
         self._orphaned.tell(mesh, self._core, self._endpoint)
         try:
             self._worker_group.do(self._scaling.apply(mesh, self._endpoint.know, now))
@@ -275,7 +273,7 @@ class Agent:
             failure = Failure(self._name, error.exit_code, type(error).__name__, str(error), "", self._log())
             self._worker_group.do(self._core.fail(failure, now))
         if self._many:
-            self._worker_group.do(self._core.heard(cluster_view.elsewhere(mesh, self._terms.members), now))
+            self._worker_group.do(self._core.heard(cluster_view.elsewhere(self._totals, self._terms.members), now))
 
     def _follow(self, report: HostReport, now: float) -> None:
         """Wind up if another host does."""
@@ -301,9 +299,9 @@ class Agent:
             self._worker_group.tell(tell)
         mesh = self._peers.mesh
         self._recorder.try_for_lock(now, outnumbered=mesh.is_outnumbered())
-        started = self._core.all_started and cluster_view.all_started(mesh)
-        running = started or self._recorder.record.state == "running"
-        self._recorder.update(mesh, "running" if running else "starting", os.getpid(), now)
+        started = self._core.all_started and self._totals.all_started
+        self._running = self._running or started or self._recorder.record.state == "running"
+        self._recorder.update(mesh, "running" if self._running else "starting", os.getpid(), now)
 
     def _report(self, *, gone: bool = False) -> HostReport:
         core, mesh = self._core, self._peers.mesh
@@ -362,7 +360,7 @@ class Agent:
         self._endpoint.close(linger_s=EXIT_LINGER_S if self._many else LINGER_S)
         self._clean_up()
         if self._recorder.writes and not self._recorder.record.over:
-            finish(self._recorder.record, outcome)
+            finish(self._recorder.composed(self._peers.mesh, os.getpid()), outcome)
         log.info("the run is over: %s", outcome.state)
         return outcome.exit_code
 

@@ -1,10 +1,6 @@
-"""How an agent works with the agents of other hosts: reports, their orphaned workers, and the end of the run.
+"""How an agent works with the agents of other hosts: reports, and the end of the run.
 
 `PeerAgents` exchanges reports with them, and derives from these what the own workers must be told.
-
-`OrphanedWorkers` are workers whose host agent is silent: they go on, and the first of the other agents tells them what
-their own agent cannot: deaths, new addresses of workers on other hosts, and the end of the run. Nothing else is
-concluded about such workers; if their agent was only slow, they are told some things twice, which is harmless.
 
 `ExitBarrier` is how agents part at the end of a run on many hosts: none exits before the others know how the run ended,
 and none waits for ever.
@@ -22,7 +18,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import structs
 
-from distflow.cluster import cluster_view
 from distflow.cluster.cluster_view import awaited, head_of, unseen
 from distflow.cluster.gossip import Gossip
 from distflow.cluster.host_report import HostedWorker, HostReport
@@ -31,11 +26,12 @@ from distflow.comm.addresses import Address, worker_address
 from distflow.comm.beats import BEAT, BEAT_S, STRIDE, Beat
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
-from distflow.data.decoding import Form, read, shown
+from distflow.data.decoding import Form, Whole, read, shown
 from distflow.errors import ProtocolError
+from distflow.launch.agent.address_book import AddressBook
 from distflow.launch.agent.record_writer import Journal
 from distflow.launch.agent.remote_helper import try_all
-from distflow.launch.agent.restart_policy import Life, RestartPolicy, Tell
+from distflow.launch.agent.restart_policy import Life, Tell
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.observe.file_sync import COLLECTED, FileSync
 from distflow.launch.run.exit_status import read_exits
@@ -54,6 +50,8 @@ exit, and the workers of its host are told of the end by another agent."""
 KEPT_LINKS, IDLE_S = 64, 15.0
 """In a mesh of many an agent talks to others one after another. It keeps so many connections, in most meshes those to
 all, and closes older ones that it has not used for so long."""
+NEWS_S = 0.1
+"""In a mesh of many, what other agents report is concluded from at most so often: what came meanwhile at one time."""
 HostName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z_:%-]{1,63}(\.[0-9a-zA-Z_:%-]{1,63})*\Z")]
 Port = Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
 
@@ -64,6 +62,8 @@ class _Begin(Form, frozen=True):
 
 class _Here(Form, frozen=True):
     address: Address
+    has: Whole = 0
+    """The number of the roster that it has."""
 
 
 class PeerAgents:
@@ -87,15 +87,20 @@ class PeerAgents:
         self._told_of, self._concluded = -1, (-1, 0.0)
         """The revision of the reports whose deaths our workers have been told, and from which all else was concluded,
         and when."""
+        self._agents: Mapping[str, str] = {}
+        """Known addresses of the other hosts' agents, by number: another mapping when one changes."""
         self._talked_at: dict[str, float] = {}
         """By agent: when we last sent it something, the longest ago first."""
         self._here: dict[str, tuple[int, str]] = {}
+        # No two agents of a host use the same numbers.
+        first = secrets.randbelow(STRIDE)
+        self._book = AddressBook(self.mesh, lambda name: worker_address(record.path, name, host), first)
+        for other in self.mesh.others:
+            self._book.note(other, agent_name(other), "")
         self._rosters: dict[str, tuple[int, int]] = {}
         """By worker: its incarnation, and the number of the roster that it was sent last."""
-        self._addresses: Mapping[str, str] = {}
-        self._addresses_number = 0
-        self._addresses_of = -1
-        """The revision of the reports that the addresses are from."""
+        self._asking: set[str] = set()
+        """Workers that are to be sent a roster, even if nothing is new in it."""
 
     def resume(self, journal: Journal) -> None:
         """Continue from the journal of the previous agent."""
@@ -108,9 +113,9 @@ class PeerAgents:
         if journal.begun:
             self.begin({"agents": journal.agents})
 
-    def agents(self) -> dict[str, str]:
+    def agents(self) -> Mapping[str, str]:
         """Known addresses of the other hosts' agents by number, as `begin` takes them."""
-        return {str(host): address for host in self.mesh.others if (address := self._address(host))}
+        return self._agents
 
     def open(self) -> HostEntry:
         """Write our nonce, by which agents that share this folder notice it. The endpoint must have been started."""
@@ -127,10 +132,11 @@ class PeerAgents:
     def begin(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Handle `mesh.begin`: learn the addresses of all agents, later of additional ones; returns the answer."""
         agents = read(body, _Begin, "mesh.begin").agents
-        for number, address in ((int(number), address) for number, address in agents.items()):
-            if number != self._host:
-                self.mesh.know(number)
-                self._endpoint.know(agent_name(number), address)
+        others = {number: address for number, address in agents.items() if int(number) != self._host}
+        for number in others:
+            self.mesh.know(int(number))
+        self._endpoint.know_all({agent_name(int(number)): address for number, address in others.items()})
+        self._agents = {**self._agents, **others}
         self.begun = True
         return {"begun": True, "agent": self._host}
 
@@ -144,18 +150,21 @@ class PeerAgents:
             return
         for host in {one["host"] for one in message.body["reports"]} - {self._host}:
             report = self.mesh.report(host)
-            if report is not None and report.entry.agent and self._address(host) != report.entry.agent:
-                self._endpoint.learn(agent_name(host), report.entry.agent)
+            address = "" if report is None else report.entry.agent
+            new = bool(address) and self._address(host) != address
+            if new and self._endpoint.learn(agent_name(host), address):
+                self._agents = {**self._agents, str(host): address}
 
     def here(self, message: Message) -> None:
-        """Handle `here`: a worker of this host repeats its address until it gets a roster that lists it."""
-        address = read(message.body, _Here, "here").address
+        """Handle `here`: a worker of this host says where it listens, and which roster it has."""
+        here = read(message.body, _Here, "here")
         if message.sender not in self._endpoint.roster:
             raise ProtocolError(f"{shown(message.sender)} is not a worker of this host")
         incarnation, _ = self._here.get(message.sender, (-1, ""))
         if message.incarnation >= incarnation:
-            self._here[message.sender] = message.incarnation, address
-        self._rosters.pop(message.sender, None)
+            self._here[message.sender] = message.incarnation, here.address
+            self._rosters[message.sender] = message.incarnation, here.has
+        self._asking.add(message.sender)
 
     def hosted(self, life: Life) -> HostedWorker:
         """One of our workers, as other hosts are told of it."""
@@ -192,14 +201,21 @@ class PeerAgents:
     def rest(self, now: float, deadline: float) -> bool:
         """Only beats were heard: answer them if nothing else follows; returns whether that was so.
 
-        In a mesh of many they come all the time, and conclusions are drawn once a second, from news at once.
+        In a mesh of many they come all the time, and conclusions are drawn once a second, from news after `NEWS_S`.
         """
-        revision, at = self._concluded
-        if self.mesh.few or self.mesh.revision != revision or now >= min(deadline, at + BEAT_S):
-            self._concluded = self.mesh.revision, now
+        if self.mesh.few or now >= deadline or not self.patience_s(now):
             return False
         self.tick(now)
         return True
+
+    def concluded(self, now: float) -> None:
+        """All that is known by now has been taken into account, and our own report was published."""
+        self._concluded = self.mesh.revision, now
+
+    def patience_s(self, now: float) -> float:
+        """How long conclusions from what other agents have told can wait."""
+        revision, at = self._concluded
+        return max(0.0, at + (BEAT_S if self.mesh.revision == revision else NEWS_S) - now)
 
     def apart(self) -> frozenset[int]:
         """Hosts whose agents have another run folder than this one."""
@@ -207,11 +223,8 @@ class PeerAgents:
 
     def deaths(self) -> Iterator[Tell]:
         """Deaths on other hosts that our workers have not been told of; each once."""
-        if self._told_of == self.mesh.revision:
-            return
-        self._told_of = self.mesh.revision
-        for host in self.mesh.others:
-            report = self.mesh.report(host)
+        changed, self._told_of = self.mesh.changed_since(self._told_of), self.mesh.revision
+        for report in (self.mesh.report(host) for host in changed if host != self._host):
             for name, hosted in report.workers.items() if report is not None else ():
                 for death in hosted.deaths:
                     if (name, death.incarnation) not in self._told:
@@ -223,20 +236,16 @@ class PeerAgents:
         """New addresses for those of our workers that lack them; none if the documents contain all of them."""
         if not self._many and not self.mesh.own.wanted:
             return
-        self._note_addresses()
+        book = self._book
+        book.look()
         for name, life in lives.items():
-            newest = (life.incarnation, self._addresses_number)
-            if life.state == "running" and self._rosters.get(name) != newest:
-                self._rosters[name] = newest
-                yield Tell("roster", {"addresses": self._addresses}, name)
-
-    def _note_addresses(self) -> None:
-        if self._addresses_of == self.mesh.revision:
-            return
-        self._addresses_of = self.mesh.revision
-        addresses = cluster_view.roster(self.mesh, lambda name: worker_address(self._run_dir, name, self._host))
-        if addresses != self._addresses:
-            self._addresses, self._addresses_number = addresses, self._addresses_number + 1
+            incarnation, has = self._rosters.get(name, (-1, 0))
+            if incarnation != life.incarnation or not book.first < has <= book.number:
+                has = 0
+            if life.state == "running" and (has < book.number or name in self._asking):
+                self._rosters[name] = life.incarnation, book.number
+                self._asking.discard(name)
+                yield Tell("roster", {"addresses": book.since(has), "since": has, "number": book.number}, name)
 
     def _shares(self, host: int) -> bool:
         report = self.mesh.report(host)
@@ -323,63 +332,6 @@ class ExitBarrier:
         }
         missing = unseen(self._peers.mesh, trainers, read_exits(self._record.path, trainers))
         return f"a report of how {', '.join(missing)} ended" if missing else None
-
-
-class OrphanedWorkers:
-    """What one agent tells workers whose own agent is silent."""
-
-    def __init__(self) -> None:
-        self._deaths: set[tuple[str, str, int]] = set()
-        self._rosters: dict[str, Mapping[str, str]] = {}
-        self._stopped: set[tuple[str, str]] = set()
-
-    def tell(self, mesh: Gossip, core: RestartPolicy, endpoint: Endpoint) -> None:
-        """Send them what is new."""
-        for name, address in addresses(mesh).items():
-            if endpoint.roster.get(name) != address:
-                endpoint.learn(name, address)
-        for tell in self.tells(mesh, core):
-            assert tell.to is not None, "an orphan is told by name"
-            if tell.to not in endpoint.roster:
-                continue
-            log.info("telling %s, whose agent is silent: %s", tell.to, tell.kind)
-            endpoint.send(tell.to, tell.kind, tell.body)
-
-    def tells(self, mesh: Gossip, core: RestartPolicy) -> Iterator[Tell]:
-        """What they must be told now; each thing once."""
-        for name, host in cluster_view.orphaned(mesh, mesh.silent()):
-            yield from self._deaths_for(name, mesh)
-            yield from self._roster_for(name, host, mesh)
-        if core.winding_up:
-            for name, _ in cluster_view.orphaned(mesh, _quiet(mesh)):
-                if (name, core.course) not in self._stopped:
-                    self._stopped.add((name, core.course))
-                    yield Tell("stop", {"reason": core.reason or f"the run is {core.course}"}, name)
-
-    def _deaths_for(self, name: str, mesh: Gossip) -> Iterator[Tell]:
-        for report in mesh.reports.values():
-            for worker, hosted in report.workers.items():
-                for death in hosted.deaths:
-                    if worker != name and (name, worker, death.incarnation) not in self._deaths:
-                        self._deaths.add((name, worker, death.incarnation))
-                        body = {"worker": worker, "incarnation": death.incarnation, "reason": death.reason}
-                        yield Tell("lost", body, name)
-
-    def _roster_for(self, name: str, host: int, mesh: Gossip) -> Iterator[Tell]:
-        """Addresses on other hosts only: it knows those on its own."""
-        addresses = cluster_view.network_roster(mesh, leaving_out=host)
-        if self._rosters.get(name) != addresses:
-            self._rosters[name] = addresses
-            yield Tell("roster", {"addresses": addresses}, name)
-
-
-def addresses(mesh: Gossip) -> dict[str, str]:
-    """The addresses of workers on silent hosts."""
-    return {name: mesh.reports[host].workers[name].address for name, host in cluster_view.orphaned(mesh, _quiet(mesh))}
-
-
-def _quiet(mesh: Gossip) -> frozenset[int]:
-    return mesh.silent(SILENT_S) | mesh.silent()
 
 
 class _Reach(Form, frozen=True):

@@ -16,10 +16,10 @@ from pathlib import Path
 import yaml
 
 from distflow.cluster.cluster_view import Rules, View, members_of, takes_up
-from distflow.cluster.gossip import Gossip
+from distflow.cluster.gossip import Gossip, least_silence_s
 from distflow.cluster.host_report import HostReport, Successor, Term
 from distflow.cluster.processes import Failure
-from distflow.cluster.term_vote import Begin, Break, Found, Pool, Stop, is_to_end
+from distflow.cluster.term_vote import BEFORE_ALL, Begin, Break, Found, Pool, Stop, is_to_end
 from distflow.comm.addresses import worker_address
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
@@ -76,6 +76,10 @@ class PoolRecovery:
         """Why it cannot be told which checkpoints are valid."""
         self._refused_at: float | None = None
         """When the disk last refused the files that a term begins with; None: it has room."""
+        self._members = _Members(None, self._hosts)
+        """Of the current term."""
+        self._whole_at = -1
+        """The last revision of the reports whose terms were all whole, and none newer than ours."""
 
     def resume(self, term: Term, culprits: Iterable[str]) -> None:
         """Continue from the term in which the previous agent was killed. `culprits`: as `former_culprits` says."""
@@ -90,7 +94,14 @@ class PoolRecovery:
     @property
     def members(self) -> Mapping[str, int]:
         """The training workers of the current term, with their hosts."""
-        return members_of(self._pool.term.begun, self._hosts)
+        return self._current.where
+
+    @property
+    def _current(self) -> _Members:
+        begun = self._pool.term.begun
+        if self._members.begun is not begun:
+            self._members = _Members(begun, members_of(begun, self._hosts))
+        return self._members
 
     @property
     def present(self) -> Term:
@@ -107,6 +118,8 @@ class PoolRecovery:
         """Do this host's part. The mesh already has our report of `present`. `know` gets addresses of new workers."""
         core = self._core
         if core.winding_up or not core.renews:
+            return []
+        if self._is_whole(mesh) and self._hears_all(mesh, now):
             return []
         agents = {host: report.entry.agent for host, report in mesh.reports.items()}
         terms = {host: report.term for host, report in mesh.reports.items()} | {self._host: self.present}
@@ -134,6 +147,34 @@ class PoolRecovery:
             move = begun
         why = move.why if isinstance(move, Stop) else self._fetch.fault
         return [] if why is None else core.fail(self._failure(why), now)
+
+    def _is_whole(self, mesh: Gossip) -> bool:
+        """Whether nothing that was reported disturbs the current term; looks at what has changed since it was so."""
+        own = self._pool.term
+        if self._core.broken is not None or own.broken or self._unreadable is not None or self._fetch.fault is not None:
+            return False
+        terms = [
+            report.term for host in mesh.changed_since(self._whole_at) if (report := mesh.report(host)) is not None
+        ]
+        if any((term.number, term.broken) > (own.number, False) for term in terms):
+            return False
+        self._whole_at = mesh.revision
+        taken_up = {} if own.begun is None else {pool: (number, host) for pool, number, host in own.begun.scaled}
+        decisions = self._scaling.training(mesh).items()
+        return all(decision.stamp <= taken_up.get(pool, BEFORE_ALL) for pool, decision in decisions)
+
+    def _hears_all(self, mesh: Gossip, now: float) -> bool:
+        """Whether all hosts of training workers are heard, and have confirmed that they hear us."""
+        hosts = self._current.hosts
+        gone = any(hosts >> host & 1 for host in mesh.silent(self._rules.gone_s))
+        return not gone and not hosts & ~mesh.confirmed(self._quiet_s(mesh), now)
+
+    def _quiet_s(self, mesh: Gossip) -> float:
+        """An agent that has not confirmed for so long that it hears us is not waited for: its workers are asked.
+
+        Longer than it takes all that live to confirm it, which among many hosts is a while.
+        """
+        return max(self._rules.silence_s / 3, least_silence_s(len(mesh.others) + 1))
 
     def _lacks_room(self, now: float) -> str:
         """What to wait for while the files that a term begins with cannot be written; empty: nothing."""
@@ -194,10 +235,11 @@ class PoolRecovery:
     def _quiet(self, mesh: Gossip, unseen: Mapping[int, float]) -> dict[int, tuple[str, ...]]:
         """Addresses of training workers, by host, where the agent has not confirmed for a while that it hears us."""
         found: dict[int, tuple[str, ...]] = {}
+        quiet_s = self._quiet_s(mesh)
         for name, host in self.members.items():
             report = mesh.report(host)
             hosted = None if report is None else report.workers.get(name)
-            if unseen.get(host, 0.0) > self._rules.silence_s / 3 and hosted is not None and hosted.address:
+            if unseen.get(host, 0.0) > quiet_s and hosted is not None and hosted.address:
                 found[host] = (*found.get(host, ()), hosted.address)
         return found
 
@@ -249,6 +291,14 @@ class PoolRecovery:
     def _failure(self, message: str) -> Failure:
         worker = next((name for name, host in self._hosts.items() if host == self._host), next(iter(self._hosts)))
         return Failure(worker, 3, "WorkerFailed", message, "", str(log_file(self._run_dir, worker)))
+
+
+class _Members:
+    """The training workers of the term that began so, with their hosts: `hosts` are these as bits."""
+
+    def __init__(self, begun: Successor | None, where: Mapping[str, int]) -> None:
+        self.begun, self.where = begun, where
+        self.hosts = sum(1 << host for host in set(where.values()))
 
 
 class LivenessProbe:

@@ -46,9 +46,11 @@ if TYPE_CHECKING:
 TRY_S = 2.0
 OFFER_S = 3 * TRY_S
 """How long the lock stays released: enough for other agents, if there are any, to take it."""
+SPARE = 10
+"""Of many workers `run.json` is long: writing it takes at most one part in so many of the agent's time."""
 BAD_AFTER = 2
 """A GPU that has failed so often in a run is called bad: once may be chance, or a kernel's fault."""
-_parsed = lru_cache(1 << 13)(WorkerName.parse)
+_parsed = lru_cache(1 << 16)(WorkerName.parse)
 log = logger(__name__)
 
 
@@ -60,6 +62,8 @@ class RecordWriter:
         self._lock = lock
         self._written: object = None
         """What the last record was composed from."""
+        self._rests_until = float("-inf")
+        """When the next one may be written."""
         self._refused_at: float | None = None
         """When the disk refused the last record; None: it did not."""
         self._tried_at: float | None = None
@@ -95,13 +99,16 @@ class RecordWriter:
     def update(self, mesh: Gossip, state: RunState, pid: int, now: float) -> None:
         """Write what is new, if this agent writes; otherwise only remember the state of the run.
 
-        Nothing is composed unless there was news since the last call. What the disk refuses is tried again every
-        `TRY_S` seconds.
+        Nothing is composed unless there was news since the last call. After a record that took long to write comes a
+        rest (`SPARE`), and what is new then is in the next one; so whoever calls this must go on to. What the disk
+        refuses is tried again every `TRY_S` seconds.
         """
         news = (mesh.revision, mesh.silent(), state)
-        if news == self._written or (self._refused_at is not None and now - self._refused_at < TRY_S):
+        refused = self._refused_at is not None and now - self._refused_at < TRY_S
+        if news == self._written or refused or (self.writes and now < self._rests_until):
             return
         if self.writes:
+            began = time.monotonic()
             try:
                 self.save(compose(self.record, mesh, state, pid))
             except OSError as error:
@@ -110,6 +117,7 @@ class RecordWriter:
                 self._refused_at = now
             else:
                 self._written, self._refused_at = news, None
+            self._rests_until = now + SPARE * (time.monotonic() - began)
         elif not self.record.over:
             self.record = structs.replace(self.record, state=state)
 
@@ -181,6 +189,9 @@ def _unreported(before: RunRecord, mesh: Gossip) -> dict[str, ProcessId]:
 
 def _ordered(before: RunRecord, entries: Mapping[str, WorkerEntry]) -> tuple[WorkerEntry, ...]:
     """By pool, in their previous order, and by index."""
+    if [entry.name for entry in before.workers if entry.name in entries] == list(entries):
+        # Nobody is new.
+        return tuple(entries.values())
     pools: dict[str, int] = {}
     for name in (*(entry.name for entry in before.workers), *entries):
         pools.setdefault(_parsed(name).pool, len(pools))

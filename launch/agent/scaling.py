@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import structs
 
-from distflow.cluster import cluster_view
-from distflow.cluster.cluster_view import FreeGpus, members_of, takes_up
+from distflow.cluster.cluster_view import FreeGpus, members_of, take_newer, takes_up
 from distflow.cluster.gossip import Gossip, least_silence_s
 from distflow.cluster.host_report import DesiredWorkers, Successor, Term
 from distflow.cluster.processes import agent_name
@@ -70,6 +69,9 @@ class Scaling:
             self._planned[_pool(entry.name)][entry.name] = entry.host
         self._gpus = record.hosts[host].gpus if record.hosts else record.gpus
         self._decided: dict[str, DesiredWorkers] = {}
+        """The last known decision about each pool that was scaled."""
+        self._looked = -1
+        """The revision of the reports whose decisions we know."""
         self._refused_at: float | None = None
         """When the disk last refused the documents of new workers; None: it has room."""
         self._reserved: tuple[int, float] | None = None
@@ -81,11 +83,10 @@ class Scaling:
 
     def wanted(self, mesh: Gossip) -> dict[str, DesiredWorkers]:
         """The last decision about each pool that was scaled, including our own."""
-        found = cluster_view.wanted(mesh)
-        for pool, decision in self._decided.items():
-            if pool not in found or decision.stamp > found[pool].stamp:
-                found[pool] = decision
-        return found
+        for report in map(mesh.report, mesh.changed_since(self._looked)):
+            take_newer(self._decided, {} if report is None else report.wanted)
+        self._looked = mesh.revision
+        return dict(self._decided)
 
     def ask(self, body: Mapping[str, Any], mesh: Gossip) -> dict[str, Any]:
         """Decide on {"pool", "count", "slots", "leaving"}; answers {"was", "now", "trains", "joining", "leaving",

@@ -9,6 +9,7 @@ import zmq
 
 from distflow.comm.client import ask
 from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import NetworkListener, make_keys
 from distflow.comm.message import Message
 from distflow.errors import ProtocolError
 
@@ -153,3 +154,20 @@ def test_what_no_receiver_accepts_is_refused_by_its_sender_and_ends_no_receiver(
     assert arrived.get(timeout=1.0).kind == "note"
     large.close(0.0)
     small.close(0.0)
+
+
+def test_of_many_addresses_the_good_ones_are_learned_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key, other = "#" + "ab" * 32, "#" + "cd" * 32
+    endpoint = Endpoint("a/0", 0, {"a/0": f"ipc://{tmp_path}/a"}, listener=NetworkListener("127.0.0.1", make_keys()))
+    before = endpoint.roster
+    told = {"b/0": f"tcp://10.0.0.1:1{key}", "b/1": f"tcp://10.0.0.1:2{key}", "b/2": "junk", "b/3": ""}
+    assert endpoint.learn_all(told) == {"b/0", "b/3"}
+    assert endpoint.learn_all(told) == {"b/0", "b/3"}
+    assert before.keys() == {"a/0"}, "who reads it has one state of it"
+    assert endpoint.roster == {**before, "b/0": told["b/0"], "b/3": ""}
+    assert caplog.text.count("ignored the address of b/1: b/1 announced the key of b/0") == 1
+    endpoint.know_all({"b/0": f"tcp://10.0.0.1:1{other}", "b/1": f"tcp://10.0.0.1:2{key}"})
+    assert endpoint.roster["b/1"].endswith(key), "a key that nobody has any more is free"
+    with pytest.raises(ProtocolError, match="b/4 announced the key of b/0"):
+        endpoint.know_all({"b/4": f"tcp://10.0.0.1:3{other}"})
+    endpoint.close()

@@ -14,6 +14,7 @@ from distflow.cluster import cluster_view
 from distflow.cluster.gossip import Gossip
 from distflow.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport
 from distflow.cluster.processes import Exit, Failure, HostEntry, ProcessId
+from distflow.cluster.report_totals import ReportTotals
 from distflow.comm.beats import BEAT_S, Beat
 from distflow.errors import ProtocolError
 
@@ -303,21 +304,24 @@ TRAINERS = {"trainer/0": 0, "trainer/1": 1}
 
 
 def test_a_host_that_has_not_reported_lives_and_trains():
-    assert cluster_view.elsewhere(known(), TRAINERS) == cluster_view.Elsewhere(living=True, training=True)
-    assert cluster_view.elsewhere(known(), {"trainer/0": 0}) == cluster_view.Elsewhere(living=True, training=False)
+    totals = ReportTotals(known())
+    assert cluster_view.elsewhere(totals, TRAINERS) == cluster_view.Elsewhere(living=True, training=True)
+    assert cluster_view.elsewhere(totals, {"trainer/0": 0}) == cluster_view.Elsewhere(living=True, training=False)
 
 
 @pytest.mark.parametrize("state, living", [("starting", True), ("draining", True), ("ended", False), ("left", False)])
 def test_a_host_lives_while_one_of_its_workers_does(state, living):
     report = HostReport(1, entry(1), workers=hosted(rollout_0=state, trainer_1="ended"))
-    assert cluster_view.elsewhere(known(a=report), TRAINERS) == cluster_view.Elsewhere(living, training=False)
+    assert cluster_view.elsewhere(ReportTotals(known(a=report)), TRAINERS) == cluster_view.Elsewhere(
+        living, training=False
+    )
 
 
 def test_a_silent_host_is_not_waited_for_but_nobody_says_that_its_training_ended():
     found = known(a=HostReport(1, entry(1), workers=hosted(trainer_1="running")))
     for now in range(int(SILENCE_S) + 2):
         found.tick(float(now))
-    assert cluster_view.elsewhere(found, TRAINERS) == cluster_view.Elsewhere(living=False, training=True)
+    assert cluster_view.elsewhere(ReportTotals(found), TRAINERS) == cluster_view.Elsewhere(living=False, training=True)
 
 
 def outcomes(*reports: HostReport, exits: dict[str, Exit] | None = None) -> Iterator[tuple[str, int]]:

@@ -7,11 +7,11 @@ from pathlib import Path
 from msgspec import structs
 
 from distflow.cluster.gossip import Gossip
-from distflow.cluster.host_report import Death, HostedWorker, HostReport
+from distflow.cluster.host_report import Death, HostedWorker, HostReport, to_wire
 from distflow.cluster.processes import Exit, Failure, HostEntry
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkListener, make_keys
-from distflow.launch.agent.peer_agents import OrphanedWorkers, addresses
+from distflow.launch.agent.orphaned_workers import OrphanedWorkers, addresses
 from distflow.launch.agent.restart_policy import RestartPolicy, Tell
 from distflow.launch.agent.start import RestartLimit
 from distflow.launch.run.record import WorkerEntry
@@ -57,7 +57,8 @@ def test_the_first_of_the_others_tells_each_thing_once():
     expected = {"rollout/1": "tcp://10.0.0.1:9", "rollout/2": "tcp://10.0.0.2:9"}
     assert roster.body["addresses"] == expected | {f"agent/{n}": f"tcp://10.0.0.{n}:1" for n in (1, 2)}
     assert list(orphans.tells(found, core)) == []
-    found.reports[2] = structs.replace(found.reports[2], workers={"rollout/2": hosted("tcp://10.0.0.2:10")})
+    moved = structs.replace(found.reports[2], serial=1, workers={"rollout/2": hosted("tcp://10.0.0.2:10")})
+    found.hear({"from": 2, "seen": [[2, 1, 100]], "reports": [to_wire(moved)]})
     assert [tell.kind for tell in orphans.tells(found, core)] == ["roster"]
     assert addresses(found) == {"trainer/0": "tcp://10.0.0.0:9"}
 

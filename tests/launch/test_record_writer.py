@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec import structs
@@ -14,7 +15,7 @@ from distflow.cluster.gossip import Gossip
 from distflow.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport, from_wire, to_wire
 from distflow.cluster.processes import Exit, Failure, HostEntry, Outcome, ProcessId, agent_name, nursery_name
 from distflow.launch.agent import record_writer as recording
-from distflow.launch.agent.record_writer import OFFER_S, TRY_S, RecordWriter, compose
+from distflow.launch.agent.record_writer import OFFER_S, SPARE, TRY_S, RecordWriter, compose
 from distflow.launch.commands.status import _findings
 from distflow.launch.observe.wait_graph import wait_graph
 from distflow.launch.run.exit_status import explain, failure_file, finish
@@ -152,9 +153,29 @@ def test_a_turn_without_news_composes_nothing(tmp_path: Path, monkeypatch: pytes
     assert len(composed) == 1
     assert (read_record(tmp_path).state, other.record.state) == ("running", "running")
     mesh.publish(structs.replace(mesh.own, marks={"agent/0": ProcessId(7, 1.0)}))
-    writer.update(mesh, "running", 1, 0.0)
+    writer.update(mesh, "running", 1, 100.0)
     assert len(composed) == 2
     assert read_record(tmp_path).pids["agent/0"] == ProcessId(7, 1.0)
+
+
+def test_a_record_that_takes_long_to_write_is_not_written_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, mesh = many(tmp_path, 64)
+    clock = iter(range(100))
+    monkeypatch.setattr(recording, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    writer = RecordWriter(before, claim(tmp_path))
+
+    def publish(pid: int, now: float) -> int:
+        mesh.publish(structs.replace(mesh.own, marks={"agent/0": ProcessId(pid, 1.0)}))
+        writer.update(mesh, "running", 1, now)
+        return read_record(tmp_path).pids["agent/0"].pid
+
+    assert publish(7, 20.0) == 7, "at once; it takes a second"
+    assert publish(8, 20.0 + SPARE - 0.1) == 7
+    writer.update(mesh, "running", 1, 20.0 + SPARE)
+    assert read_record(tmp_path).pids["agent/0"].pid == 8, "what was new meanwhile is written as soon as may be"
+    assert publish(9, 60.0) == 9
 
 
 def test_a_record_that_the_disk_refuses_is_written_when_there_is_room(tmp_path: Path) -> None:

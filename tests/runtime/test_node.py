@@ -304,3 +304,31 @@ def test_one_address_that_cannot_be_used_does_not_cost_a_worker_the_rest_of_a_ro
     assert node.membership.peers.keys() == {"trainer/0", "trainer/2"}
     assert "trainer/1" not in node.endpoint.roster
     node.start()
+
+
+def test_a_worker_says_which_roster_it_has_and_soon_if_one_was_lost(town: Town) -> None:
+    node = town.node("rollout/0", [], host=0)
+    greeting = Greeting(node, SimpleNamespace(here=0, address="127.0.0.1"), lambda name: False)
+    sent: list[int] = []
+    node.send = lambda to, kind, body: sent.append(body["has"])
+
+    def hear(number: int, since: int, **addresses: str) -> None:
+        told = {"addresses": addresses, "since": since, "number": number}
+        greeting._on_roster(Message("roster", "agent/0", 0, told))
+
+    greeting._tick(0.0)
+    hear(40, 0)
+    hear(41, 40)
+    greeting._tick(10.0)
+    hear(43, 42)
+    greeting._tick(10.1)
+    greeting._on_roster(Message("roster", "agent/1", 0, {"addresses": {}}))
+    greeting._tick(10.2)
+    assert sent == [0, 41, 41], "what another agent tells instead of ours has no number"
+    hear(43, 41)
+    greeting._tick(40.0)
+    assert sent[3:] == [43]
+    hear(7, 0)
+    greeting._tick(80.0)
+    assert sent[4:] == [7], "the next agent of our host counts for itself"
+    node.start()
