@@ -1,7 +1,8 @@
 """A stand-in for a worker, for tests of launching: no torch, no model, starts in milliseconds.
 
 Its document is a worker's YAML; `settings.engine_options.fake` and `settings.backend_options.fake` set its behaviour:
-`steps` (training steps it pretends to make), `step_s`, `first` (step to begin at), `fail_at` (step) and `how` (raise |
+`steps` (training steps it pretends to make), `step_s`, `first` (step to begin at), `until` (training ends before that,
+once a file with this path exists), `fail_at` (step) and `how` (raise |
 exit:N | leave:N, which skips all clean-up | signal:N) in its first incarnation, `stubborn` (ignores stop and SIGTERM),
 `held_by` (after a stop, exits only once a file with this path exists, like a worker that saves), `saves_s` (after a
 stop, saves for so many seconds, and tells its agent how far it is), `helper` (starts a child process), `hog` (keeps
@@ -74,7 +75,7 @@ class FakeWorker:
         if behaviour.get("stubborn"):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         trains = self.name.pool in ("trainer", "worker")
-        while not trains or self.step < int(behaviour["steps"]):
+        while not trains or self._trains_on(behaviour):
             why = self._asked_to_stop(float(behaviour.get("step_s", 0.02)))
             if why is not None and not behaviour.get("stubborn"):
                 self._save(float(behaviour.get("saves_s", 0.0)))
@@ -89,6 +90,10 @@ class FakeWorker:
             if not peer.startswith("agent/") and peer != str(self.name):
                 self.endpoint.send(peer, "stop", {"reason": FINISHED})
         return 0
+
+    def _trains_on(self, behaviour: Mapping[str, Any]) -> bool:
+        until = behaviour.get("until")
+        return self.step < int(behaviour["steps"]) and not (until is not None and Path(until).exists())
 
     def _behaviour(self) -> Mapping[str, Any]:
         settings = self.document["settings"]

@@ -13,6 +13,12 @@ from distflow.testing.fakes import SHAPES, FakeEngine
 from distflow.types import SampleOutput, SampleRequest
 
 VOCABULARY = 13
+TOLD_EVERY = 25
+
+
+def told(tokens: int) -> str:
+    """What an engine has in its worker's log once its first samples have so many tokens: a multiple of TOLD_EVERY."""
+    return f"slow engine: token {tokens} of the first samples"
 
 
 class SlowEngine(FakeEngine):
@@ -21,6 +27,7 @@ class SlowEngine(FakeEngine):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(slots=spec.slots, max_tokens=spec.max_tokens, vocabulary=VOCABULARY)
         self._poll_s = float(spec.options["poll_s"])
+        self._polls = 0
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue samples; no token ends a sample before its time."""
@@ -31,6 +38,9 @@ class SlowEngine(FakeEngine):
         """Decode, slowly."""
         if self.progress():
             time.sleep(self._poll_s)
+            self._polls += 1
+            if self._polls % TOLD_EVERY == 0:
+                print(told(self._polls), flush=True)
         return super().poll()
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -4,9 +4,8 @@ import json
 import os
 import re
 import signal
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from distflow.data.randomness import uniforms
 from tests.e2e.long_turns import FIRST, NAMED
 from tests.e2e.runs import Launch, Run
-from tests.e2e.slow_engine import VOCABULARY
+from tests.e2e.slow_engine import VOCABULARY, told
 
 ENGINE = Path(__file__).with_name("slow_engine.py")
 TOKENS, PROMPTS, SAMPLES = 150, 16, 4
@@ -64,11 +63,18 @@ def generating(run: Run) -> Callable[[], bool]:
     return lambda: all(log.exists() and "connected to trainer/0" in log.read_text() for log in logs)
 
 
+def end_in_the_middle(run: Run, worker: str, number: int, *, of: Sequence[str], tokens: int = 100) -> None:
+    """Send a signal to a worker when one `of` the rollouts has so many tokens of its first samples."""
+    pid = run.pid_of(worker)  # looked up before: on a busy machine that takes a while
+    logs = [run.folder / "logs" / f"{name.replace('/', '-')}.log" for name in of]
+    run.until(lambda: any(told(tokens) in log.read_text() for log in logs), f"token {tokens} of {of}")
+    os.kill(pid, number)
+
+
 def test_another_rollout_goes_on_where_a_killed_one_was(launch: Launch) -> None:
     run = slow_run(launch, 3, "layout.hedging=false")
     run.until(generating(run), "first contact")
-    time.sleep(2.5)
-    os.kill(run.pid_of("rollout/1"), signal.SIGKILL)
+    end_in_the_middle(run, "rollout/1", signal.SIGKILL, of=["rollout/1"])
     assert run.wait() == 0, run.output
     check(run, 3)
     assert total(run, "rollout/continued_samples") >= SAMPLES
@@ -98,8 +104,7 @@ def test_the_turns_of_a_killed_rollout_are_replayed_on_another(launch: Launch) -
     """It is killed in the second turns: the first ones, and what the environment said, are made again by the record."""
     run = two_turns(launch, 3)
     run.until(generating(run), "first contact")
-    time.sleep(2.5)
-    os.kill(run.pid_of("rollout/1"), signal.SIGKILL)
+    end_in_the_middle(run, "rollout/1", signal.SIGKILL, of=["rollout/1"])
     assert run.wait() == 0, run.output
     check_turns(run, 3)
     assert total(run, "rollout/continued_samples") >= SAMPLES
@@ -113,8 +118,7 @@ def test_samples_begin_anew_where_their_environment_cannot_be_replayed(launch: L
     own.write_text(text.replace('environment=["replay", "repeatable"]', "environment=[]"))
     run = two_turns(launch, 3, f"flow.steps.sample.call={own}:talk")
     run.until(generating(run), "first contact")
-    time.sleep(2.5)
-    os.kill(run.pid_of("rollout/1"), signal.SIGKILL)
+    end_in_the_middle(run, "rollout/1", signal.SIGKILL, of=["rollout/1"])
     assert run.wait() == 0, run.output
     check_turns(run, 3)
     assert total(run, "rollout/continued_samples") == 0
@@ -123,8 +127,7 @@ def test_samples_begin_anew_where_their_environment_cannot_be_replayed(launch: L
 def test_a_terminated_rollout_hands_back_what_it_holds_and_comes_back(launch: Launch) -> None:
     run = slow_run(launch, 3, "layout.hedging=false")
     run.until(generating(run), "first contact")
-    time.sleep(2.5)
-    os.kill(run.pid_of("rollout/1"), signal.SIGTERM)
+    end_in_the_middle(run, "rollout/1", signal.SIGTERM, of=["rollout/1"])
     assert run.wait() == 0, run.output
     check(run, 3)
     assert "rollout/1 ended with signal 15" in (run.folder / "logs" / "agent-0.log").read_text()
@@ -211,8 +214,7 @@ def test_what_is_generated_on_the_weights_of_the_checkpoint_goes_on_when_the_tra
 ) -> None:
     run = slow_run(launch, 2)
     run.until(generating(run), "first contact")
-    time.sleep(1.5)
-    os.kill(run.pid_of("trainer/0"), signal.SIGKILL)
+    end_in_the_middle(run, "trainer/0", signal.SIGKILL, of=["rollout/0", "rollout/1"], tokens=50)
     assert run.wait() == 0, run.output
     check(run, 2)
     said = [(run.folder / "logs" / f"rollout-{i}.log").read_text() for i in (0, 1)]

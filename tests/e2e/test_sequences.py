@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from tests.e2e.slow_engine import VOCABULARY
 from tests.e2e.test_layout_invariance import compare, norms, tokens
 from tests.e2e.test_partial import PROMPTS as SLOW_PROMPTS
 from tests.e2e.test_partial import SAMPLES as SLOW_SAMPLES
-from tests.e2e.test_partial import TOKENS, generating, slow_run, total
+from tests.e2e.test_partial import TOKENS, end_in_the_middle, generating, slow_run, total
 from tests.e2e.test_ppo import critic
 
 STEPS = Path(__file__).with_name("breaking_turns.py")
@@ -124,8 +122,7 @@ def test_the_sequences_of_a_killed_rollout_are_replayed_on_another(launch: Launc
     call = f"flow.steps.sample.call={STEPS}:summarise"
     run = slow_run(launch, 3, call, "layout.hedging=false", tokens=TOKENS - FIRST)
     run.until(generating(run), "first contact")
-    time.sleep(2.5)
-    os.kill(run.pid_of("rollout/1"), signal.SIGKILL)
+    end_in_the_middle(run, "rollout/1", signal.SIGKILL, of=["rollout/1"])
     assert run.wait() == 0, run.output
     _check_drawn(run, 3)
     assert total(run, "rollout/continued_samples") >= SLOW_SAMPLES

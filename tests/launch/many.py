@@ -139,6 +139,12 @@ class Hosts:
         self.agents[host].kill()
         os.kill(nursery, signal.SIGKILL)
 
+    def lose(self, host: int) -> None:
+        """A host with all that runs on it. Its agent and what forks go first: nobody sees how its workers end."""
+        part = host_part(self.record(), host)
+        self.kill_for_good(host)
+        end(processes_of(part), 0.0)
+
     def leftovers(self) -> list[str]:
         return [
             line for host, folder in enumerate(self.folders) for line in leftovers(host_part(read_record(folder), host))

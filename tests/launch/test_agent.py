@@ -217,9 +217,10 @@ def test_an_agent_that_is_killed_while_its_nursery_starts_is_followed_too(fake_r
     assert (run.await_over().state, run.leftovers()) == ("done", [])
 
 
-def test_workers_whose_nursery_and_then_agent_were_killed_go_on_and_are_watched(fake_run):
+def test_workers_whose_nursery_and_then_agent_were_killed_go_on_and_are_watched(fake_run, tmp_path):
     """Nobody is left whose children they are: that they end, and how, is seen all the same."""
-    run = fake_run({"rollout/0": {}, "rollout/1": {}, "trainer/0": {"steps": 120, "step_s": 0.05}})
+    trained = tmp_path / "trained"
+    run = fake_run({"rollout/0": {}, "rollout/1": {}, "trainer/0": {**LONG, "until": str(trained)}})
     agent = run.start()
     run.await_up("rollout/0", "rollout/1", "trainer/0")
     before = {name: run.pid(name) for name in ("rollout/0", "rollout/1", "trainer/0")}
@@ -232,6 +233,7 @@ def test_workers_whose_nursery_and_then_agent_were_killed_go_on_and_are_watched(
     assert {name: run.pid(name) for name in before} == before
     os.kill(before["rollout/1"], signal.SIGKILL)
     run.await_up("rollout/1", incarnation=1)
+    trained.touch()
     assert run.await_over().state == "done"
     assert "trainer/0 ended with exit code 0" in run.log("agent-0")
     assert "starting trainer/0, incarnation 1" not in run.log("agent-0")

@@ -36,13 +36,14 @@ def hosts(tmp_path: Path) -> Iterator[MakeHosts]:
 both = pytest.mark.parametrize("shared", [True, False], ids=["one folder", "a folder each"])
 
 
-def short(steps: int = 20) -> dict:
-    return {**TWO, "trainer/0": (0, {"steps": steps, "step_s": 0.05})}
+def until(trained: Path) -> dict:
+    """Training goes on until this file exists."""
+    return {**TWO, "trainer/0": (0, {**LONG, "until": str(trained)})}
 
 
 @both
 def test_a_run_is_done_everywhere_and_nothing_is_left(hosts: MakeHosts, shared: bool):
-    run = hosts(short(), shared=shared)
+    run = hosts({**TWO, "trainer/0": (0, {"steps": 20, "step_s": 0.05})}, shared=shared)
     run.start()
     assert run.exit_codes() == [0, 0]
     for host in (0, 1):
@@ -137,9 +138,12 @@ def test_a_worker_that_fails_on_one_host_ends_the_run_on_all_with_its_reason(hos
 
 
 @both
-def test_an_agent_that_is_killed_is_followed_by_one_where_the_others_look_for_it(hosts: MakeHosts, shared: bool):
+def test_an_agent_that_is_killed_is_followed_by_one_where_the_others_look_for_it(
+    hosts: MakeHosts, shared: bool, tmp_path: Path
+):
     """It has the same address, hears what has happened meanwhile, and starts again what dies on its host."""
-    run = hosts(short(steps=240), shared=shared)
+    trained = tmp_path / "trained"
+    run = hosts(until(trained), shared=shared)
     run.start()
     run.await_up()
     run.agents[0].kill()
@@ -158,14 +162,16 @@ def test_an_agent_that_is_killed_is_followed_by_one_where_the_others_look_for_it
 
     # The other host's report takes a beat or two to reach the new agent.
     await_that(lambda: seen() == lives, "the lives of all workers in its status")
+    trained.touch()
     assert run.exit_codes(1) == [0]
     await_that(lambda: run.record(0).over and run.leftovers() == [], "the end of what the second agent sees to")
     assert [run.record(host).state for host in (0, 1)] == ["done", "done"]
 
 
-def test_the_run_goes_on_when_an_agent_and_its_nursery_are_killed(hosts: MakeHosts):
+def test_the_run_goes_on_when_an_agent_and_its_nursery_are_killed(hosts: MakeHosts, tmp_path: Path):
     """Its workers are told by another agent what theirs cannot tell, and say themselves how they ended."""
-    run = hosts(short(steps=160))
+    trained = tmp_path / "trained"
+    run = hosts(until(trained))
     run.start()
     run.await_up()
     part = host_part(run.record(), 0)
@@ -174,34 +180,49 @@ def test_the_run_goes_on_when_an_agent_and_its_nursery_are_killed(hosts: MakeHos
     run.await_log("rollout/1", "rollout/1 incarnation 1 is up")
     run.await_log("agent/1", "taking over run.json")
     run.await_log("trainer/0", 'lost {"worker": "rollout/1", "incarnation": 0')
+    trained.touch()
     assert run.exit_codes(1) == [0]
     assert await_end(processes_of(part), 30.0) == []
     assert run.record(0).state == "done"
 
 
-def test_the_run_ends_in_order_when_another_agent_and_its_nursery_are_killed(hosts: MakeHosts):
-    run = hosts(short(steps=80))
+def test_the_run_ends_in_order_when_another_agent_and_its_nursery_are_killed(hosts: MakeHosts, tmp_path: Path):
+    trained = tmp_path / "trained"
+    run = hosts(until(trained))
     run.start()
     run.await_up()
     part = host_part(run.record(), 1)
     run.kill_for_good(1)
     await_that(lambda: run.record().silent == (1,), "the silence in run.json")
+    trained.touch()
     assert run.exit_codes(0) == [0]
     assert await_end(processes_of(part), 30.0) == []
     assert run.record().state == "done"
 
 
-def test_a_training_worker_whose_end_nobody_saw_is_not_taken_for_done(hosts: MakeHosts):
-    run = hosts({**TWO, "trainer/1": (1, LONG), "trainer/0": (0, {"steps": 80, "step_s": 0.05})})
+def test_a_training_worker_whose_end_nobody_saw_is_not_taken_for_done(hosts: MakeHosts, tmp_path: Path):
+    """Also if the others have finished, as they have here before anybody knows that the host is silent."""
+    trained = tmp_path / "trained"
+    run = hosts({**until(trained), "trainer/1": (1, LONG)}, shared=False, host_silence_s=8.0)
     run.start()
     run.await_up()
-    part = host_part(run.record(), 1)
-    run.agents[1].kill()
-    for process in processes_of(part):
-        process.kill()
+    run.lose(1)
+    trained.touch()
+    assert run.exit_codes(0) == [3], run.log("agent/0")
+    assert "trainer/0 ended with exit code 0" in run.log("agent/0")
+    assert "it is unknown how trainer/1 ended" in run.record().failure.message
+
+
+def test_a_run_that_waits_for_a_lost_host_can_be_stopped(hosts: MakeHosts):
+    """Its own training worker was ended: with one of two it is not with most of them."""
+    run = hosts({**TWO, "trainer/1": (1, LONG), "trainer/0": (0, LONG)})
+    run.start()
+    run.await_up()
+    run.lose(1)
+    run.await_log("agent/0", "trainer/0 ended with")
     await_that(lambda: run.record().silent == (1,), "the silence in run.json")
     run.ask(0, "stop", {"reason": "nothing is trained any more"})
-    assert run.exit_codes(0) == [130]
+    assert run.exit_codes(0) == [130], run.log("agent/0")
 
 
 def test_an_agent_that_nobody_tells_to_begin_ends_and_cleans_up(hosts: MakeHosts):
@@ -243,14 +264,14 @@ def test_titles_and_logs_tell_the_hosts_apart(hosts: MakeHosts):
         assert found == {run.pid(name) for name in names}
 
 
-def test_a_stopped_agent_is_slow_and_not_gone(hosts: MakeHosts):
-    run = hosts(short(steps=100), host_silence_s=30.0)
+def test_a_stopped_agent_is_slow_and_not_gone(hosts: MakeHosts, tmp_path: Path):
+    trained = tmp_path / "trained"
+    run = hosts(until(trained), host_silence_s=30.0)
     run.start()
     run.await_up()
     os.kill(run.agents[1].pid, signal.SIGSTOP)
-    await_that(
-        lambda: run.log("trainer/0") != "" and len(processes_of(host_part(run.record(), 0))) == 2, "host 0's end"
-    )
+    trained.touch()
+    await_that(lambda: len(processes_of(host_part(run.record(), 0))) == 2, "host 0's end")
     assert run.agents[0].poll() is None
     os.kill(run.agents[1].pid, signal.SIGCONT)
     assert run.exit_codes() == [0, 0]

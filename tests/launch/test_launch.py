@@ -177,9 +177,10 @@ def test_an_interrupt_without_an_agent_still_ends_everything(launcher):
     assert launcher.nothing_left("quickstart")
 
 
-def test_the_head_starts_the_agent_again(launcher):
+def test_the_head_starts_the_agent_again(launcher, tmp_path):
     """Killed at first sight, before it has a fork server; and later together with it: nobody else could."""
-    head = launcher.start(backend="{fake: {steps: 60, step_s: 0.05}}", before=["env"])
+    trained = tmp_path / "trained"
+    head = launcher.start(backend=f"{{fake: {{steps: 10000, step_s: 0.05, until: {trained}}}}}", before=["env"])
 
     def killed() -> bool:
         for child in psutil.Process(head.pid).children():
@@ -195,11 +196,12 @@ def test_the_head_starts_the_agent_again(launcher):
     before = launcher.record("quickstart").pids
     for name in ("agent/0", "nursery/0"):
         os.kill(before[name].pid, signal.SIGKILL)
+    taken = "the previous agent was killed; taking over its workers"
+    await_that(lambda: taken in agent_log(launcher), "the third agent")
+    trained.touch()
     out, _ = head.communicate(timeout=WAIT_S)
     assert head.returncode == 0
     assert out.count("the host agent was killed; restarting it") == 2
-    assert "step 60/600" in out
-    assert "the previous agent was killed; taking over its workers" in agent_log(launcher)
     assert f"starting {next(iter(before))}, incarnation 1" not in agent_log(launcher)
     assert launcher.nothing_left("quickstart")
 
