@@ -31,11 +31,10 @@ DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def load_options(steps: int | None) -> Callable[[Command], Command]:
-    """Options that say what to simulate a recipe on; `steps`: the default of --steps."""
+def load_options(command: Command) -> Command:
+    """What to simulate a recipe on."""
     file = click.Path(dir_okay=False, path_type=Path)
-    counted = click.IntRange(1, 1000)
-    options = (
+    for option in (
         click.option(
             "--device",
             default=DEVICE,
@@ -55,15 +54,15 @@ def load_options(steps: int | None) -> Callable[[Command], Command]:
             metavar="N",
             help="Tokens of a prompt.  [default: half of the longest]",
         ),
-        click.option("--steps", type=counted, default=steps, show_default=True, help="Simulated steps that count."),
-    )
-
-    def add(command: Command) -> Command:
-        for option in options:
-            command = option(command)
-        return command
-
-    return add
+        click.option(
+            "--steps",
+            type=click.IntRange(1, 1000),
+            metavar="N",
+            help="Simulated steps that count.  [default: the least multiple of 1 + max_staleness from 8 on]",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def _output_options(command: Command) -> Command:
@@ -90,7 +89,7 @@ def _turn_options(command: Command) -> Command:
 @click.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE[,VALUE…]]…")
-@load_options(8)
+@load_options
 @_turn_options
 @_output_options
 @click.option(
