@@ -5,8 +5,9 @@
     python -m benchmarks.faults agents --seed 0 --count 10000       # host agents: reports, silence, terms of training
     python -m benchmarks.faults weights --seed 0 --count 10000      # fetches of versions of weights
 
-`distflow simulate RECIPE --faults N` has leases of the kind of one recipe. A scenario follows from its seed. It takes
-0.05 to 0.2 s of one core, so run it with `nice` and in the background. Every 500 scenarios it says how far it is.
+`distflow simulate RECIPE --faults N` has the layout of one recipe in leases, and in half of the others. A scenario
+follows from its seed. It takes 0.05 to 0.3 s of one core, so run it with `nice` and in the background. Every 500
+scenarios it says how far it is, and what was injected.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
 from distflow.config.schema import Schedule
-from distflow.sim.fault_search import OTHERS, Judge
+from distflow.sim.agent_faults import judge_agents
+from distflow.sim.call_faults import judge_calls
+from distflow.sim.event_queue import Fault
+from distflow.sim.fault_report import shown_faults
 from distflow.sim.faults import Arithmetic, BrokenPromise, judge, scenario_of, variants
+from distflow.sim.weight_faults import judge_weights
 
 EVERY, COLLECT = 500, 100
 
@@ -34,13 +41,18 @@ def kinds() -> list[Arithmetic]:
     ]
 
 
-def judge_leases(seed: int) -> BrokenPromise | None:
+def judge_leases(seed: int, injected: Counter[Fault]) -> BrokenPromise | None:
     """The scenario of a seed, of one kind after the other."""
     every = kinds()
-    return judge(seed, scenario_of(every[seed % len(every)], seed))
+    return judge(seed, scenario_of(every[seed % len(every)], seed), injected)
 
 
-JUDGES: dict[str, Judge] = {"leases": judge_leases, **OTHERS}
+JUDGES: dict[str, Callable[[int, Counter[Fault]], BrokenPromise | None]] = {
+    "leases": judge_leases,
+    "calls": lambda seed, injected: judge_calls(seed, injected=injected),
+    "weights": lambda seed, injected: judge_weights(seed, injected=injected),
+    "agents": lambda seed, injected: judge_agents(seed, injected=injected),
+}
 
 
 def main() -> int:
@@ -50,11 +62,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--count", type=int, default=10_000)
     args = parser.parse_args()
-    judged, broken, began = JUDGES[args.what], 0, time.monotonic()
+    judged, broken, injected, began = JUDGES[args.what], 0, Counter[Fault](), time.monotonic()
     # Looking for cycles again and again costs more than the cycles do.
     gc.disable()
     for number, seed in enumerate(range(args.seed, args.seed + args.count), start=1):
-        found = judged(seed)
+        found = judged(seed, injected)
         if found is not None:
             broken += 1
             print(f"seed {seed}: {found.what}", flush=True)
@@ -62,7 +74,8 @@ def main() -> int:
             gc.collect()
         if number % EVERY == 0 or number == args.count:
             cpu, wall = time.process_time(), time.monotonic() - began
-            print(f"{number} scenarios, {broken} broke a promise; {cpu:.0f} s of a core, {wall:.0f} s", flush=True)
+            print(f"{number} scenarios, {broken} broke a promise; {cpu:.0f} s of a core, {wall:.0f} s")
+            print(f"  injected: {shown_faults(injected)}", flush=True)
     return 1 if broken else 0
 
 

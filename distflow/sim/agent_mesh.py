@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -14,7 +15,7 @@ from distflow.cluster.host_report import HostReport
 from distflow.cluster.processes import HostEntry
 from distflow.comm.beats import STRIDE, Beat
 from distflow.comm.probes import RUMOUR_BEATS
-from distflow.sim.event_queue import EventQueue
+from distflow.sim.event_queue import EventQueue, Fault
 
 SILENCE_S = 15.0
 TURN_S = 1.0
@@ -24,6 +25,8 @@ KNOWN_S = 5.0
 SETTLED_S = 10.0
 """Within so long all that live have the same reports, whatever was lost before."""
 HOSTS = 20
+GONE = 4
+"""So many hosts die at most, or sleep, or join."""
 EVENTS = ("publish", "publish", "crash", "sleep", "wake", "restart", "join", "split", "heal", "cut")
 
 
@@ -31,11 +34,20 @@ class Mesh(EventQueue):
     """`loss`, `doubling`: shares of the messages. What is sent takes up to `late_s`."""
 
     def __init__(
-        self, hosts: int, seed: int = 0, *, loss: float = 0.0, doubling: float = 0.0, late_s: float = 0.02
+        self,
+        hosts: int,
+        seed: int = 0,
+        *,
+        loss: float = 0.0,
+        doubling: float = 0.0,
+        late_s: float = 0.02,
+        injected: Counter[Fault] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(injected)
         self.random = random.Random(seed)
         self.loss, self.doubling, self.late_s = loss, doubling, late_s
+        self.hosts = hosts
+        """At the beginning."""
         # One object for each number, whose references all agents keep.
         numbers = list(range(hosts))
         self.agents = {host: self.agent(host, numbers) for host in numbers}
@@ -120,9 +132,16 @@ class Mesh(EventQueue):
             self.messages += 1
             self.bytes += len(body)
             if self.random.random() < self.loss:
+                self.inject("messages_lost")
                 continue
-            for _ in range(1 + (self.random.random() < self.doubling)):
-                self.after(self.late_s * self.random.random(), partial(self._comes, beat.host, body))
+            copies = 1 + (self.random.random() < self.doubling)
+            self.injected["messages_doubled"] += copies - 1
+            for _ in range(copies):
+                late_s = self.late_s * self.random.random()
+                if self.doubling:
+                    # Thousands of agents, of which something is measured, have a better network.
+                    self.note_arrival((host, beat.host), late_s)
+                self.after(late_s, partial(self._comes, beat.host, body))
 
     def serials(self) -> set[tuple[tuple[int, int], ...]]:
         """What the agents know of all reports: one element if they agree."""
@@ -150,33 +169,44 @@ def happens(mesh: Mesh, kind: str, number: int) -> None:
         befalls_the_network(mesh, kind, host, number)
     elif kind == "publish" and host not in mesh.asleep:
         mesh.publish(host, reason=str(mesh.now))
-    elif kind == "crash" and len(mesh.agents) > HOSTS - 4:
+    elif kind == "crash" and len(mesh.agents) > max(1, mesh.hosts - GONE):
+        mesh.inject("crashes")
         mesh.wake(host)
         del mesh.agents[host]
-    elif kind == "sleep" and len(mesh.asleep) < 4:
+    elif kind == "sleep" and len(mesh.asleep) < GONE:
+        mesh.injected["pauses"] += host not in mesh.asleep
         mesh.asleep.add(host)
     elif kind == "wake":
         for sleeping in sorted(mesh.asleep):
             mesh.wake(sleeping)
     elif kind == "restart" and host not in mesh.asleep:
+        mesh.inject("crashes")
         mesh.restart(host)
-    elif kind == "join" and len(mesh.group) < HOSTS + 4:
+    elif kind == "join" and len(mesh.group) < mesh.hosts + GONE:
+        mesh.inject("joins")
         mesh.join(len(mesh.group), knows=range(len(mesh.group)))
 
 
 def befalls_the_network(mesh: Mesh, kind: str, host: int, number: int) -> None:
     """Hosts that no longer hear each other, or do again."""
+    mesh.injected["cuts"] += kind != "heal"
     if kind == "split":
         split(mesh, {one for one in mesh.group if (one * 7 + number) % 5 < 2})
     elif kind == "heal":
         mesh.group, mesh.cut = dict.fromkeys(mesh.group, 0), set()
     elif kind == "cut":
-        mesh.cut.add((host, (host + 1 + number) % HOSTS))
+        mesh.cut.add((host, (host + 1 + number) % mesh.hosts))
 
 
-def check_events(seed: int, loss: float, events: Iterable[tuple[str, int, int]]) -> None:
+def check_events(
+    seed: int,
+    loss: float,
+    events: Iterable[tuple[str, int, int]],
+    hosts: int = HOSTS,
+    injected: Counter[Fault] | None = None,
+) -> None:
     """Whatever happens, in the end all have the same reports, and only the dead are silent. Raises AssertionError."""
-    mesh = Mesh(HOSTS, seed, loss=loss, doubling=0.1, late_s=0.3)
+    mesh = Mesh(hosts, seed, loss=loss, doubling=0.1, late_s=0.3, injected=injected)
     for kind, number, seconds in events:
         happens(mesh, kind, number)
         mesh.run_for(seconds)

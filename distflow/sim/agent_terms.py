@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from distflow.cluster.host_report import DesiredWorkers, HostReport, Saved, Succ
 from distflow.cluster.processes import HostEntry
 from distflow.cluster.term_vote import SCALED, Begin, Break, Pool, Stop, is_to_end
 from distflow.comm.beats import Beat
+from distflow.sim.event_queue import Fault
 from distflow.types import in_pool
 
 EVENTS = ("cut", "cut", "heal", "heal", "kill", "crash", "sleep", "scale", "scale", "wait", "wait")
@@ -43,13 +45,24 @@ class SimulatedAgent:
 class World:
     """Agents with their meshes, the network between them, and workers that train when all of their term can."""
 
-    def __init__(self, layout: list[int], *, shrinks: bool, seed: int, critics: int = 0) -> None:
+    def __init__(
+        self,
+        layout: list[int],
+        *,
+        shrinks: bool,
+        seed: int,
+        critics: int = 0,
+        hosts: int = 0,
+        injected: Counter[Fault] | None = None,
+    ) -> None:
+        """`hosts`: there are so many at least, whether they train or not."""
         self.random = random.Random(seed)
+        self.injected = Counter[Fault]() if injected is None else injected
         self.now = 0.0
         # The last `critics` of them train another model.
         last = len(layout) - critics
         self.trainers = {f"trainer/{i}" if i < last else f"critic/{i - last}": host for i, host in enumerate(layout)}
-        count = max(layout) + 1
+        count = max(hosts, *(host + 1 for host in layout))
         self.rules = Rules(shrinks, SILENCE_S, restarts=1000)
         self.agents = [self._agent(host, count) for host in range(count)]
         self.group = dict.fromkeys(range(count), 0)
@@ -69,6 +82,7 @@ class World:
     def happens(self, kind: str, a: int, b: int) -> None:
         """One of `EVENTS`, to an agent, a worker or the network by numbers."""
         agent = self.agents[a % len(self.agents)]
+        self._count(kind, agent)
         if kind == "cut":
             self.group = {host: (b >> host) & 1 for host in self.group}
         elif kind == "heal":
@@ -84,6 +98,11 @@ class World:
         for _ in range(b % 25):
             self.second()
 
+    def _count(self, kind: str, agent: SimulatedAgent) -> None:
+        self.injected["cuts"] += kind == "cut"
+        self.injected["crashes"] += (kind == "kill" and bool(agent.live)) or (kind == "crash" and not agent.dead)
+        self.injected["pauses"] += kind == "sleep" and not agent.dead
+
     def scale(self, agent: SimulatedAgent, b: int) -> dict[str, int]:
         """Somebody asks for other workers of a pool: some that there are, and some on any host."""
         pools = sorted({name.partition("/")[0] for name in self.trainers})
@@ -95,6 +114,7 @@ class World:
         number = max((one.stamp[0] for one in self._wanted(agent).values()), default=0) + 1
         chosen = kept | {name: hosts[name] for name in new if name not in members}
         if chosen:
+            self.injected["scalings"] += 1
             agent.decided[pool] = DesiredWorkers((number, agent.mesh.host), chosen)
         return chosen
 
@@ -130,7 +150,10 @@ class World:
     def _send(self, host: int, beats: Iterable[Beat]) -> None:
         for beat in beats:
             late = self.random.choice([0.0, 0.0, 0.5, 1.0, 3.0])
-            if self.random.random() > 0.1:
+            lost = self.random.random() <= 0.1
+            self.injected["messages_lost"] += lost
+            if not lost:
+                self.injected["messages_late"] += late > 0.0
                 self.flying.append((self.now + late, host, beat.host, msgpack.packb(dict(beat.body))))
 
     def _deliver(self) -> None:

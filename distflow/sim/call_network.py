@@ -13,6 +13,7 @@ callers have all that they asked for t; they ask for t + 1 before that.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -21,7 +22,7 @@ import msgpack
 from distflow.exchange.call_messages import CallAnswer, CallMessage, from_wire, kind_of, to_wire
 from distflow.sim.call_scenario import FROZEN, VERSIONED, CallRecord, CallScenario
 from distflow.sim.call_workers import AnsweringWorker, AskingWorker, SimulatedProcess
-from distflow.sim.event_queue import EventQueue
+from distflow.sim.event_queue import EventQueue, Fault
 from distflow.types import Version, WorkerName
 
 TRAIN_S = 0.5
@@ -31,19 +32,18 @@ TRAIN_S = 0.5
 class CallNetwork(EventQueue):
     """One run of a scenario."""
 
-    def __init__(self, scenario: CallScenario) -> None:
-        super().__init__()
+    def __init__(self, scenario: CallScenario, injected: Counter[Fault] | None = None) -> None:
+        super().__init__(injected)
         self.scenario = scenario
         self.record = CallRecord()
         self.version = Version(0, 0)
         self.begins: dict[int, int] = {}
         """Training steps at which terms began."""
-        home = FROZEN if scenario.shared else VERSIONED
-        self.pools = {FROZEN: FROZEN, VERSIONED: home}
+        self.pools = {step: FROZEN if scenario.shared else step for step in scenario.called}
         self.clients = {f"trainer/{i}": AskingWorker(self, i) for i in range(scenario.clients)}
         self.servers: dict[str, AnsweringWorker] = {}
-        for pool in dict.fromkeys(self.pools.values()):
-            for index in range(scenario.servers):
+        for pool, servers in scenario.pools.items():
+            for index in range(servers):
                 self._add(f"{pool}/{index}")
         self._rng = random.Random(scenario.seed)
         self._opened = -1
@@ -77,12 +77,17 @@ class CallNetwork(EventQueue):
 
         self.deliver(sender, receiver, hear)
         if self._rng.random() < self.scenario.duplicates:
+            self.inject("messages_doubled")
             self.deliver(sender, receiver, hear)
 
     def deliver(self, sender: SimulatedProcess, receiver: SimulatedProcess, hear: Callable[[], None]) -> None:
         """Hand something over a little later, unless it is lost: to whatever has the receiver's name by then."""
-        if self._rng.random() >= self.scenario.loss and not self._cut(sender.name, receiver.name):
-            self.after(self.delay(), partial(receiver.when_awake, hear))
+        if self._rng.random() < self.scenario.loss or self._cut(sender.name, receiver.name):
+            self.inject("messages_lost")
+            return
+        late_s = self.delay()
+        self.note_arrival((sender.name, receiver.name), late_s)
+        self.after(late_s, partial(receiver.when_awake, hear))
 
     def _cut(self, sender: str, receiver: str) -> bool:
         clients, servers = list(self.clients), list(self.servers)
@@ -116,7 +121,7 @@ class CallNetwork(EventQueue):
 
     def is_home(self, server: str) -> bool:
         """Whether it runs the step that needs a version."""
-        return WorkerName.parse(server).pool == self.pools[VERSIONED]
+        return VERSIONED in self.pools and WorkerName.parse(server).pool == self.pools[VERSIONED]
 
     def _advance(self) -> None:
         self._training = False
@@ -125,6 +130,7 @@ class CallNetwork(EventQueue):
         self.look()
 
     def _renew(self) -> None:
+        self.inject("new_terms")
         self.begins[self.version.term + 1] = self.version.number
         self._publish(Version(self.version.term + 1, self.version.number))
         for client in self.clients.values():
@@ -149,15 +155,17 @@ class CallNetwork(EventQueue):
         for at in scenario.joins:
             self.after(at, self._join)
         for crash in scenario.crashes:
-            self.after(crash.at, partial(servers[crash.worker].die, crash))
+            self.befall(crash.at, "crashes", servers[crash.worker], partial(servers[crash.worker].die, crash))
         for crash in scenario.client_crashes:
-            self.after(crash.at, partial(clients[crash.worker].die, crash))
+            self.befall(crash.at, "crashes", clients[crash.worker], partial(clients[crash.worker].die, crash))
         for pause in scenario.pauses:
-            self.after(pause.at, partial(servers[pause.worker].pause, pause))
+            self.befall(pause.at, "pauses", servers[pause.worker], partial(servers[pause.worker].pause, pause))
         for pause in scenario.client_pauses:
-            self.after(pause.at, partial(clients[pause.worker].pause, pause))
+            self.befall(pause.at, "pauses", clients[pause.worker], partial(clients[pause.worker].pause, pause))
         for leave in scenario.leaves:
-            self.after(leave.at, partial(self._drain, servers[leave.worker]))
+            self.befall(leave.at, "leaves", servers[leave.worker], partial(self._drain, servers[leave.worker]))
+        for cut in scenario.cuts:
+            self.after(cut.at, partial(self.inject, "cuts"))
         for cancel in scenario.cancels:
             self.after(cancel.at, partial(self._cancel, clients[cancel.client]))
         for at in scenario.renewals:
@@ -165,13 +173,17 @@ class CallNetwork(EventQueue):
 
     def _add(self, name: str) -> AnsweringWorker:
         number, slowness = len(self.servers), self.scenario.slowness
-        server = AnsweringWorker(self, name, slowness[number] if number < len(slowness) else 1.0)
+        slow = slowness[number] if number < len(slowness) else 1.0
+        self.injected["slow_workers"] += slow > 1.0
+        server = AnsweringWorker(self, name, slow)
         self.servers[name] = server
         return server
 
     def _join(self) -> None:
-        there = sum(WorkerName.parse(name).pool == FROZEN for name in self.servers)
-        self._add(f"{FROZEN}/{there}").start()
+        self.inject("joins")
+        pool = next(iter(self.scenario.pools))
+        there = sum(WorkerName.parse(name).pool == pool for name in self.servers)
+        self._add(f"{pool}/{there}").start()
 
     def _drain(self, server: AnsweringWorker) -> None:
         if server.alive:

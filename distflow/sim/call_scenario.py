@@ -39,13 +39,15 @@ class Cut:
 class CallScenario:
     """What to simulate. Times are in virtual seconds, probabilities per message.
 
-    Servers are numbered over all: the first ones run `reference`, as many others `values`; if `shared`, those run both.
-    The first server of each step must not be gone for good, or nobody would answer.
+    Servers are numbered over all: the first ones run `reference`, the others `values`; if `shared`, those run both. The
+    first server of each step must not be gone for good, or nobody would answer.
     """
 
     clients: int = 1
     servers: int = 2
-    """Of each step."""
+    """Of `reference`; 0: that is not called."""
+    homes: int | None = None
+    """Servers of `values`; None: as many, 0: that is not called."""
     shared: bool = False
     steps: int = 2
     """Training steps: version t + 1 exists once everything for step t is answered."""
@@ -79,7 +81,7 @@ class CallScenario:
     """Servers that are drained."""
     cuts: Sequence[Cut] = ()
     joins: Sequence[float] = ()
-    """When further servers of `reference` join."""
+    """When further servers join, of the first step that is called."""
     client_crashes: Sequence[Crash] = ()
     """Of callers: they come back, and ask anew what they have no answer for."""
     client_pauses: Sequence[Pause] = ()
@@ -93,9 +95,22 @@ class CallScenario:
     seed: int = 0
     limit_s: float = 8_000.0
 
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The steps that are called."""
+        homes = self.servers if self.homes is None else self.homes
+        return tuple(step for step, servers in ((FROZEN, self.servers), (VERSIONED, homes)) if servers)
+
+    @property
+    def pools(self) -> dict[str, int]:
+        """The servers of each pool."""
+        homes = self.servers if self.homes is None else self.homes
+        sizes = {FROZEN: self.servers} if self.shared else {FROZEN: self.servers, VERSIONED: homes}
+        return {pool: servers for pool, servers in sizes.items() if servers}
+
     def patient(self) -> CallScenario:
         """The same, with time enough for a network that loses much and one slow server that is left with everything."""
-        calls = self.clients * self.steps * self.groups * len((FROZEN, VERSIONED))
+        calls = self.clients * self.steps * self.groups * len(self.called)
         each_s = self.tokens * math.exp(self.spread**2 / 2) * self.token_s * max(self.slowness, default=1.0)
         return replace(self, limit_s=self.limit_s + AGAIN * calls * each_s)
 

@@ -26,7 +26,7 @@ from distflow.exchange.call_messages import (
 )
 from distflow.exchange.call_server import CallKey, CallServer
 from distflow.exchange.call_targets import SERVER_BYTES, allows
-from distflow.sim.call_scenario import FROZEN, VERSIONED
+from distflow.sim.call_scenario import VERSIONED
 from distflow.sim.scenario import Crash, Pause
 from distflow.types import Version
 
@@ -122,7 +122,8 @@ class AskingWorker(SimulatedProcess):
 
     def open_step(self, t: int, rng: random.Random) -> None:
         """The groups of a training step arrive."""
-        keys = [(step, t, group) for group in range(self.network.scenario.groups) for step in (FROZEN, VERSIONED)]
+        scenario = self.network.scenario
+        keys = [(step, t, group) for group in range(scenario.groups) for step in scenario.called]
         self.wanted.update(keys)
         for key in keys if self.alive else ():
             self.after(rng.random(), partial(self._ask, key))
@@ -180,6 +181,7 @@ class AskingWorker(SimulatedProcess):
             self._forget(key)
             self.wanted.discard(key)
             self.network.record.cancelled += 1
+            self.network.inject("calls_cancelled")
             self._post(self.core.cancel([key]))
             self.network.look()
 

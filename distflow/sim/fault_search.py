@@ -4,35 +4,94 @@ leases     leases, stealing, dealing, terms, by the arithmetic of a recipe
 calls      calls of other pools
 weights    fetches of versions, from the publisher and from other readers
 agents     host agents: what they know of each other, and which term trains
+
+Half of the scenarios of calls, weights and agents have the recipe's own layout, the others any: runs are scaled, and
+few workers have few faults. Which half a seed belongs to follows from it, too.
 """
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distflow.sim.agent_faults import judge_agents
 from distflow.sim.call_faults import judge_calls
-from distflow.sim.faults import Arithmetic, BrokenPromise, judge, scenario_of
+from distflow.sim.event_queue import Fault
+from distflow.sim.fault_layouts import FaultLayouts
+from distflow.sim.faults import BrokenPromise, judge, scenario_of
 from distflow.sim.weight_faults import judge_weights
 
-Judge = Callable[[int], BrokenPromise | None]
-"""Simulates the scenario of a seed, and says what it broke."""
-OTHERS: Mapping[str, Judge] = {"calls": judge_calls, "weights": judge_weights, "agents": judge_agents}
-CORES = ("leases", *OTHERS)
+Judge = Callable[[int, FaultLayouts | None, Counter[Fault]], BrokenPromise | None]
+"""Simulates the scenario of a seed, with the layouts of a recipe or any, counts its faults, and says what it broke."""
+OWN = 0.5
+"""Share of the scenarios that have the recipe's own layout."""
+
+
+def _leases(seed: int, layouts: FaultLayouts | None, injected: Counter[Fault]) -> BrokenPromise | None:
+    arithmetic = None if layouts is None else layouts.leases
+    assert arithmetic is not None, "leases are those of a recipe that has them"
+    return judge(seed, scenario_of(arithmetic, seed), injected)
+
+
+def _calls(seed: int, layouts: FaultLayouts | None, injected: Counter[Fault]) -> BrokenPromise | None:
+    return judge_calls(seed, () if layouts is None else layouts.calls, injected)
+
+
+def _weights(seed: int, layouts: FaultLayouts | None, injected: Counter[Fault]) -> BrokenPromise | None:
+    return judge_weights(seed, () if layouts is None else layouts.weights, injected)
+
+
+def _agents(seed: int, layouts: FaultLayouts | None, injected: Counter[Fault]) -> BrokenPromise | None:
+    return judge_agents(seed, None if layouts is None else layouts.agents, injected)
+
+
+JUDGES: Mapping[str, Judge] = {"leases": _leases, "calls": _calls, "weights": _weights, "agents": _agents}
+CORES = tuple(JUDGES)
 
 
 class SearchedSeed(NamedTuple):
-    """One scenario, and what it broke; None: it kept all promises."""
+    """One scenario, and what came of it."""
 
     cores: str
     seed: int
+    own: bool
+    """Whether it had the recipe's layout."""
+    injected: Counter[Fault]
     broken: BrokenPromise | None
+    """None: it kept all promises."""
 
 
-def search_cores(arithmetic: Arithmetic, cores: Sequence[str], seeds: Iterable[int]) -> Iterator[SearchedSeed]:
+@dataclass(slots=True)
+class SearchedCores:
+    """What came of all scenarios of some cores."""
+
+    own: int = 0
+    """With the recipe's layout."""
+    others: int = 0
+    injected: Counter[Fault] = field(default_factory=Counter)
+    broken: list[BrokenPromise] = field(default_factory=list)
+
+    @property
+    def scenarios(self) -> int:
+        """That were simulated."""
+        return self.own + self.others
+
+    def add(self, one: SearchedSeed) -> None:
+        """Count a scenario."""
+        self.own += one.own
+        self.others += not one.own
+        self.injected += one.injected
+        if one.broken is not None:
+            self.broken.append(one.broken)
+
+
+def search_cores(layouts: FaultLayouts, cores: Sequence[str], seeds: Iterable[int]) -> Iterator[SearchedSeed]:
     """Simulate one scenario for each seed, of each of these cores in turn."""
     for number, seed in enumerate(seeds):
-        name = cores[number % len(cores)]
-        found = judge(seed, scenario_of(arithmetic, seed)) if name == "leases" else OTHERS[name](seed)
-        yield SearchedSeed(name, seed, found)
+        name, injected = cores[number % len(cores)], Counter[Fault]()
+        own = name == "leases" or random.Random(f"{seed}/own").random() < OWN
+        broken = JUDGES[name](seed, layouts if own else None, injected)
+        yield SearchedSeed(name, seed, own, injected, broken)

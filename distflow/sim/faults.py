@@ -4,7 +4,7 @@ A scenario follows from its seed and from the recipe's *arithmetic* alone, so th
 that is needed to see it again. The instance is small: a few ledgers, groups and training steps; what breaks a protocol
 is the order of events, not their number.
 
-    found = search(arithmetic_of(plan), range(1_000))
+    found = judge(7, scenario_of(arithmetic, 7))
 
 Promises: every position is trained on once, in the step that the data order and the drops imply, or dropped once; no
 sample is older than the bound; no owner holds more than it may; and a run always comes to its end. Deaths of owners are
@@ -14,6 +14,7 @@ terms that begin from the last checkpoint.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -21,9 +22,8 @@ from itertools import islice
 from distflow.config.schema import Refresh, Schedule
 from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.flow.plan import Plan
+from distflow.sim.event_queue import Fault
 from distflow.sim.network import LeaseNetwork
-from distflow.sim.predict import load_of
 from distflow.sim.scenario import Crash, Leave, Pause, Record, Renewal, Scenario, StuckError
 
 HERE = IntakeCall("old_logprobs", in_window=True, here=True)
@@ -65,31 +65,9 @@ class BrokenPromise:
     what: str
 
 
-def arithmetic_of(plan: Plan) -> Arithmetic:
-    """Of a plan. Raises UserError for one that cannot be simulated."""
-    load = load_of(plan)
-    limits = load.settings
-    return Arithmetic(
-        ledgers=min(limits.ledgers, 4),
-        groups_per_ledger=min(limits.groups_per_ledger, 3),
-        samples=min(limits.samples_per_prompt, 4),
-        owners=min(load.replicas, 4),
-        workers=min(load.rollouts, 5),
-        staleness=None if limits.max_staleness is None else min(limits.max_staleness, 3),
-        hedging=limits.hedging,
-        partial_rollouts=limits.partial_rollouts,
-        streamed=load.streamed,
-        stealing=load.stealing,
-        dealing=load.dealing,
-        colocated=load.colocated,
-        schedule=limits.schedule,
-        refresh=load.refresh,
-    )
-
-
-def judge(seed: int, scenario: Scenario) -> BrokenPromise | None:
-    """Simulate a scenario, and say what it broke."""
-    return broken_by(seed, lambda: check(scenario, LeaseNetwork(scenario).run()))
+def judge(seed: int, scenario: Scenario, injected: Counter[Fault] | None = None) -> BrokenPromise | None:
+    """Simulate a scenario, and say what it broke; `injected`: where to count its faults."""
+    return broken_by(seed, lambda: check(scenario, LeaseNetwork(scenario, injected=injected).run()))
 
 
 def broken_by(seed: int, run: Callable[[], None]) -> BrokenPromise | None:

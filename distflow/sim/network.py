@@ -12,7 +12,7 @@ by the scenario's workload. A training loop ends its step when all replicas have
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -27,7 +27,7 @@ from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Progress, Result
 from distflow.metrics.batch_cost import BatchCost
 from distflow.sim.account import SimulatedTraffic, Totals
-from distflow.sim.event_queue import EventQueue
+from distflow.sim.event_queue import EventQueue, Fault
 from distflow.sim.scenario import Record, Scenario
 from distflow.sim.trainer import SimulatedReplica
 from distflow.sim.worker import Had, SimulatedWorker
@@ -42,8 +42,8 @@ GROUP_HELD = 12
 class LeaseNetwork(EventQueue):
     """One run of a scenario."""
 
-    def __init__(self, scenario: Scenario, *, timeline: bool = False) -> None:
-        super().__init__()
+    def __init__(self, scenario: Scenario, *, timeline: bool = False, injected: Counter[Fault] | None = None) -> None:
+        super().__init__(injected)
         self.scenario = scenario
         self.workload = scenario.work()
         self.record = Record()
@@ -91,13 +91,14 @@ class LeaseNetwork(EventQueue):
         return self.record
 
     def _plan_faults(self) -> None:
-        scenario = self.scenario
+        scenario, workers = self.scenario, list(self.workers.values())
         for crash in scenario.crashes:
-            self.after(crash.at, partial(self.workers[f"rollout/{crash.worker}"].die, crash))
+            self.befall(crash.at, "crashes", workers[crash.worker], partial(workers[crash.worker].die, crash))
         for pause in scenario.pauses:
-            self.after(pause.at, partial(self.workers[f"rollout/{pause.worker}"].pause, pause))
+            self.befall(pause.at, "pauses", workers[pause.worker], partial(workers[pause.worker].pause, pause))
         for leave in scenario.leaves:
-            self.after(leave.at, partial(self.workers[f"rollout/{leave.worker}"].leave, leave))
+            self.befall(leave.at, "leaves", workers[leave.worker], partial(workers[leave.worker].leave, leave))
+        self.injected["slow_workers"] += sum(scenario.slowness(number) > 1.0 for number in range(scenario.workers))
         for renewal in scenario.renewals:
             self.after(renewal.at, partial(self._renew, renewal.owners))
 
@@ -118,7 +119,10 @@ class LeaseNetwork(EventQueue):
                 wait_s = self._through_hub(item.message)
             self.traffic.note(sender, item.to, nbytes)
             for _ in range(self._copies()):
-                self.after(wait_s + self._rng.random() * self.scenario.delay_s, deliver)
+                late_s = wait_s + self._rng.random() * self.scenario.delay_s
+                if self.scenario.audited:
+                    self.note_arrival((sender, item.to), late_s)
+                self.after(late_s, deliver)
 
     def _encoded(self, item: Outgoing, hear: Callable[[str, Message], None]) -> Callable[[], None]:
         kind = kind_of(item.message)
@@ -139,8 +143,11 @@ class LeaseNetwork(EventQueue):
 
     def _copies(self) -> int:
         scenario = self.scenario
-        copies = 0 if scenario.loss and self._rng.random() < scenario.loss else 1
-        return copies + bool(scenario.duplicates and self._rng.random() < scenario.duplicates)
+        lost = bool(scenario.loss and self._rng.random() < scenario.loss)
+        doubled = bool(scenario.duplicates and self._rng.random() < scenario.duplicates)
+        if lost != doubled:
+            self.inject("messages_lost" if lost else "messages_doubled")
+        return 1 - lost + doubled
 
     def _deliver_between(self, term: int, sender: str, item: Send) -> None:
         """Between replicas; those of another term are other processes."""
@@ -196,6 +203,7 @@ class LeaseNetwork(EventQueue):
     def _renew(self, owners: int) -> None:
         if self._owners_finished:
             return
+        self.inject("new_terms")
         self.term += 1
         self.owner_names = [f"trainer/{r}" for r in range(owners)]
         self._training = False

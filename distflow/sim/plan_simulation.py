@@ -11,7 +11,7 @@ from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.lengths import Lengths
 from distflow.sim.notes import emulation_notes, gpu_notes, slot_notes, truncation_notes
-from distflow.sim.predict import Prediction, SimulateOptions, load_of, simulate
+from distflow.sim.predict import Prediction, SimulateOptions, load_of, simulate, whole_rounds
 from distflow.sim.schedule_of import schedule_of, speed_up_of
 from distflow.sim.theory import LengthMoments, SpeedUp, StepTimes, ideal_s, schedule
 
@@ -25,7 +25,8 @@ class SimulationInput:
     shown: str
     """The lengths, as reports name them."""
     prompt_tokens: int | None
-    steps: int
+    steps: int | None
+    """Training steps that count; None: at least 8, in whole rounds."""
     timeline: bool
     turns: SampleTurns = ONE_TURN
 
@@ -56,7 +57,8 @@ def simulate_plan(plan: Plan, inputs: SimulationInput, words: tuple[str, ...]) -
     """Simulate a plan; `words`: the values in which it differs from others. Raises UserError, as `load_of` does."""
     load = load_of(plan, prompt_tokens=inputs.prompt_tokens)
     load = replace(load, job=replace(load.job, turns=inputs.turns))
-    options = SimulateOptions(steps=inputs.steps, timeline=inputs.timeline)
+    steps = whole_rounds(load.settings.max_staleness) if inputs.steps is None else inputs.steps
+    options = SimulateOptions(steps, timeline=inputs.timeline)
     prediction = simulate(load, inputs.device, inputs.lengths, options)
     moments = LengthMoments.of(inputs.lengths, load.job.response_tokens)
     step = schedule_of(load, inputs.device)

@@ -58,6 +58,8 @@ HEARD_S = 0.01
 """Maximum time until a worker hears of a version."""
 DELAY_S = 0.002
 """Maximum delay of a message."""
+STEPS = 8
+"""Training steps that count, at least, where nobody says how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class Load:
 class SimulateOptions:
     """How to simulate it."""
 
-    steps: int = 8
+    steps: int = STEPS
     """Training steps that count; some before and after them are simulated, too."""
     slowness: Mapping[int, float] = field(default_factory=dict)
     """Factors on the times of engines, by worker number."""
@@ -233,6 +235,12 @@ def steps_of(stale: int | None, measured: int) -> Steps:
     # Without a bound, memory is what limits how far ahead groups are leased, not the end of the run.
     after = 8 if stale is None else max(1, stale)
     return Steps(first, first + measured, first + measured + after)
+
+
+def whole_rounds(stale: int | None, least: int = STEPS) -> int:
+    """So many steps or a few more: a multiple of `1 + max_staleness`, in which steps come that wait for weights."""
+    steps = 1 if stale is None else 1 + stale
+    return -(-least // steps) * steps
 
 
 def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: SimulateOptions) -> Prediction:

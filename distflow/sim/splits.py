@@ -24,14 +24,14 @@ from distflow.sim.account import DECODE, FIRST, LATER, LEASES, LOADS, OTHERS, ST
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.notes import counted
 from distflow.sim.plan_simulation import SimulationInput
-from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate, steps_of
+from distflow.sim.predict import Load, Prediction, SimulateOptions, simulate, steps_of, whole_rounds
 from distflow.sim.schedule_of import schedule_of
 from distflow.sim.theory import LengthMoments, StepTimes, schedule
 
 MOST, LEAST = 10, 3
 """Splits that are simulated."""
-STEPS, LEAST_STEPS = 8, 3
-"""Training steps that count in each simulation, at most and at least."""
+LEAST_STEPS = 3
+"""Training steps that count in each simulation, at least."""
 BUDGET_S = 60.0
 """Seconds of a core that all simulations together may take, as they are estimated beforehand; but for the least."""
 SAMPLE_S, WORKER_S = 5e-4, 4.5e-4
@@ -228,7 +228,8 @@ class Trials:
         steps: int | None,
         tell: Callable[[str], None],
     ) -> None:
-        """`steps`: training steps that count in each simulation; None: 8, or fewer where they would take long.
+        """`steps`: training steps that count in each simulation; None: as `whole_rounds` has them, or fewer where they
+        would take long.
 
         `load_for` raises RecipeError for a split that the recipe cannot have; `tell` gets a line before each
         simulation, and one with what came of it.
@@ -239,6 +240,7 @@ class Trials:
         self.moments = LengthMoments.of(inputs.lengths, self.here.job.response_tokens)
         self.known = {split: self.modelled(split, self.here) for split in sorted({*rule.splits(), rule.present})}
         self.steps = self._steps() if steps is None else steps
+        self._given = steps is not None
         self.spent_s = 0.0
         """Seconds of a core for simulations, as estimated."""
 
@@ -246,8 +248,11 @@ class Trials:
         """As many as let the least number of splits, and two larger bounds of staleness, be simulated in time."""
         step_s = self.known[self.rule.present].model.step_s
         each_s = BUDGET_S / (LEAST + 2)
-        fits = (n for n in range(STEPS, LEAST_STEPS, -1) if cost_s(self.here, step_s, n) <= each_s)
-        return next(fits, LEAST_STEPS)
+        stale = self.here.settings.max_staleness
+        most, one = whole_rounds(stale), whole_rounds(stale, 1)
+        # Where a single round takes too long, a part of it is simulated.
+        tried = (*range(most, LEAST_STEPS - 1, -one), *range(one - 1, LEAST_STEPS, -1))
+        return next((n for n in tried if cost_s(self.here, step_s, n) <= each_s), LEAST_STEPS)
 
     def estimate(self, one: Candidate) -> float:
         """The step time by the formula, corrected by the simulation that is nearest to it."""
@@ -276,11 +281,12 @@ class Trials:
             first = error.problems[0]
             # Its counts are not from the user's command line.
             return replace(candidate, refused=str(first).removeprefix("command line: "))
-        estimated_s = cost_s(load, candidate.model.step_s, self.steps)
+        steps = self.steps if self._given else whole_rounds(load.settings.max_staleness, self.steps)
+        estimated_s = cost_s(load, candidate.model.step_s, steps)
         name = f"{candidate.split}" + ("" if stale is None else f" at max_staleness {stale}")
         self._tell(f"simulating {name}, estimated to take {estimated_s:.0f} s")
         self.spent_s += estimated_s
-        options = SimulateOptions(self.steps)
+        options = SimulateOptions(steps)
         done = replace(candidate, prediction=simulate(load, self._inputs.device, self._inputs.lengths, options))
         self._tell(f"{name}: {done.step_s:.1f} s a training step, limited by {limit_of(done).name}")
         return done

@@ -199,7 +199,10 @@ class SwarmHost(ABC):
         """What arrives of bytes of a chunk."""
         scenario, lies = self.network.scenario, self.number in self.network.scenario.liars
         bad = self.network.now < scenario.calm_at and self.network.chance(scenario.wrong)
-        return bytes([data[0] ^ 1]) + data[1:] if lies or bad else data
+        if not (lies or bad):
+            return data
+        self.network.inject("wrong_chunks")
+        return bytes([data[0] ^ 1]) + data[1:]
 
     def has_sent(self, wire: SwarmWire, what: SendChunk[HeldSegment]) -> None:
         """A chunk has been sent."""

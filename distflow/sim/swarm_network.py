@@ -13,12 +13,13 @@ another way, which is not simulated: each living reader hears them a little late
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import count
 
 from distflow.errors import ChecksumError
-from distflow.sim.event_queue import EventQueue
+from distflow.sim.event_queue import EventQueue, Fault
 from distflow.sim.swarm_hosts import PublisherHost, SwarmHost
 from distflow.sim.swarm_readers import ReaderHost
 from distflow.sim.swarm_wire import SwarmWire
@@ -37,8 +38,8 @@ PATIENT_S = 60.0
 class SwarmNetwork(EventQueue):
     """One run of a scenario."""
 
-    def __init__(self, scenario: WeightScenario) -> None:
-        super().__init__()
+    def __init__(self, scenario: WeightScenario, injected: Counter[Fault] | None = None) -> None:
+        super().__init__(injected)
         self.scenario = scenario
         self.record = WeightRecord()
         self.announced: Manifest | None = None
@@ -128,17 +129,19 @@ class SwarmNetwork(EventQueue):
         self.publisher.begin()
         for reader, at in zip(self.readers, scenario.joins, strict=True):
             self.after(at, reader.begin)
+            self.injected["joins"] += at > 0.0
         for at in scenario.publishes:
             self.after(at, self._publish)
         for crash in scenario.crashes:
-            self.after(crash.at, partial(hosts[crash.worker].die, crash))
+            self.befall(crash.at, "crashes", hosts[crash.worker], partial(hosts[crash.worker].die, crash))
         for pause in scenario.pauses:
-            self.after(pause.at, partial(hosts[pause.worker].pause, pause))
+            self.befall(pause.at, "pauses", hosts[pause.worker], partial(hosts[pause.worker].pause, pause))
         for jump in scenario.jumps:
-            self.after(jump.at, partial(hosts[jump.host].jump, jump.seconds))
+            self.befall(jump.at, "clock_jumps", hosts[jump.host], partial(hosts[jump.host].jump, jump.seconds))
         for damage in scenario.damages:
             self.after(damage.at, hosts[damage.host].damage)
         for cut in scenario.cuts:
+            self.after(cut.at, partial(self.inject, "cuts"))
             if cut.reset:
                 self.after(cut.at, partial(self._reset, set(cut.between)))
         self.after(scenario.calm_at, lambda: None)

@@ -98,10 +98,9 @@ class ReaderHost(SwarmHost):
 
     def damage(self) -> None:
         """A byte of the newest version changes."""
-        newest = self.newest
-        for segment in self._segments:
-            if newest is not None and segment.stored == newest:
-                segment.data[self.network.any(len(segment.data))][0] ^= 1
+        for segment in (one for one in self._segments if one.stored == self.newest):
+            segment.data[self.network.any(len(segment.data))][0] ^= 1
+            self.network.inject("damaged_chunks")
 
     def on_read(self, held: HeldSegment) -> None:
         """It may be written over all the same: only a publisher waits for those that fetch."""

@@ -19,6 +19,7 @@ from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.sim.account import FIRST, LATER, TRAIN, UPDATE, ReplicaTime
+from distflow.sim.event_queue import Fault
 from distflow.sim.scenario import Record, Scenario
 from distflow.sim.workload import Workload
 from distflow.types import Version
@@ -44,6 +45,9 @@ class ReplicaNetwork(Protocol):
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         """Schedule an event."""
+
+    def inject(self, what: Fault) -> None:
+        """Count a fault."""
 
     def send(self, sender: str, outgoing: Sequence[Sending]) -> None:
         """Send messages."""
@@ -239,6 +243,7 @@ class SimulatedReplica:
     def _prompt_at(self, position: int) -> LeasePrompt | None:
         if position not in self._read:
             self._read[position] = False
+            self.network.inject("slow_reads")
             self.network.after(self._rng.random() * self.network.scenario.read_s, partial(self._read_now, position))
         return self.network.workload.prompt(position) if self._read[position] else None
 

@@ -9,9 +9,12 @@ whole only as long as one of its readers has none before, or where what has chan
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from distflow.flow.sizes import CHAINED
+from distflow.sim.event_queue import Fault
 from distflow.sim.faults import BrokenPromise, broken_by
 from distflow.sim.scenario import Crash, Pause
 from distflow.sim.swarm_network import SwarmNetwork
@@ -22,27 +25,48 @@ BEGINS_S = 30.0
 """Faults begin within so many seconds."""
 LONGEST_S = 40.0
 """One lasts at most so long; a process may stand still for three times that."""
+MOST_READERS = 6
 UPLINK = 1.25
 """Times the model that a publisher sends to a site while nothing goes wrong."""
 
 
-def judge_weights(seed: int) -> BrokenPromise | None:
-    """Simulate the scenario of a seed, and say what it broke."""
-    scenario = weights_of(seed)
-    return broken_by(seed, lambda: check_weights(scenario, SwarmNetwork(scenario).run()))
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """Who reads a model that others train."""
+
+    readers: int
+    """Hosts that fetch it."""
+    deltas: bool
+    """Whether what has changed is served."""
+    in_step: bool
+    """Whether the trainer cannot go on without them (`max_staleness` 0)."""
 
 
-def weights_of(seed: int) -> WeightScenario:
-    """The scenario of a seed; in one of four nothing goes wrong, in one of ten the publisher is gone at last."""
+def judge_weights(
+    seed: int, layouts: Sequence[WeightLayout] = (), injected: Counter[Fault] | None = None
+) -> BrokenPromise | None:
+    """Simulate the scenario of a seed, and say what it broke; `injected`: where to count its faults."""
+    scenario = weights_of(seed, layouts)
+    return broken_by(seed, lambda: check_weights(scenario, SwarmNetwork(scenario, injected).run()))
+
+
+def weights_of(seed: int, layouts: Sequence[WeightLayout] = ()) -> WeightScenario:
+    """The scenario of a seed, with one of these layouts, or any.
+
+    In one of four nothing goes wrong, in one of ten the publisher is gone at last.
+    """
     rng = random.Random(f"{seed}/weights")
-    readers, chunks = rng.randint(1, 6), rng.choice([1, 3, 8, 20])
+    own = random.Random(f"{seed}/layout").choice(layouts) if layouts else None
+    readers, chunks = rng.randint(1, MOST_READERS), rng.choice([1, 3, 8, 20])
+    if own is not None:
+        readers = own.readers
     scenario = WeightScenario(
         joins=[0.0, *(rng.choice([0.0, 0.0, rng.uniform(0.0, BEGINS_S)]) for _ in range(readers - 1))],
         chunks=chunks,
         last_bytes=rng.choice([1, CHUNK_BYTES]),
-        delta_bytes=_delta_bytes(chunks, random.Random(f"{seed}/deltas")),
+        delta_bytes=_delta_bytes(chunks, random.Random(f"{seed}/deltas"), None if own is None else own.deltas),
         publishes=sorted(rng.uniform(0.0, BEGINS_S) for _ in range(rng.choice([0, 1, 2, 6, 30 if chunks < 20 else 6]))),
-        in_step=rng.random() < 0.5,
+        in_step=rng.random() < 0.5 or (own is not None and own.in_step),
         copy_s=rng.choice([0.01, 1.0]),
         describe_s=rng.choice([0.01, 1.0]),
         sites=[rng.choice(["", "far"]) for _ in range(readers)] if rng.random() < 0.3 else (),
@@ -59,9 +83,10 @@ def weights_of(seed: int) -> WeightScenario:
     return _with_faults(scenario, rng) if kind < 0.9 else _orphaned(_with_faults(scenario, rng), rng)
 
 
-def _delta_bytes(chunks: int, rng: random.Random) -> int:
-    """Half of the scenarios have deltas, of which between one and more than a dozen are kept."""
-    return int(chunks * CHUNK_BYTES * rng.choice([0.02, 0.1, 0.3, 0.5])) if rng.random() < 0.5 else 0
+def _delta_bytes(chunks: int, rng: random.Random, deltas: bool | None) -> int:
+    """Half of the scenarios have deltas if nobody says it, of which between one and more than a dozen are kept."""
+    some = rng.random() < 0.5 if deltas is None else deltas
+    return int(chunks * CHUNK_BYTES * rng.choice([0.02, 0.1, 0.3, 0.5])) if some else 0
 
 
 def _orphaned(scenario: WeightScenario, rng: random.Random) -> WeightScenario:

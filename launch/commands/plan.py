@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="Of --optimize: devices to divide.  [default: those of the layout]",
 )
-@load_options(None)
+@load_options
 @click.pass_context
 def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], **given: Any) -> int:
     """Show workers, steps, pools, edges, models and batch arithmetic of RECIPE (a shipped name or a file).

@@ -31,11 +31,10 @@ DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def load_options(steps: int | None) -> Callable[[Command], Command]:
-    """Options that say what to simulate a recipe on; `steps`: the default of --steps."""
+def load_options(command: Command) -> Command:
+    """What to simulate a recipe on."""
     file = click.Path(dir_okay=False, path_type=Path)
-    counted = click.IntRange(1, 1000)
-    options = (
+    for option in (
         click.option(
             "--device",
             default=DEVICE,
@@ -55,15 +54,15 @@ def load_options(steps: int | None) -> Callable[[Command], Command]:
             metavar="N",
             help="Tokens of a prompt.  [default: half of the longest]",
         ),
-        click.option("--steps", type=counted, default=steps, show_default=True, help="Simulated steps that count."),
-    )
-
-    def add(command: Command) -> Command:
-        for option in options:
-            command = option(command)
-        return command
-
-    return add
+        click.option(
+            "--steps",
+            type=click.IntRange(1, 1000),
+            metavar="N",
+            help="Simulated steps that count.  [default: the least multiple of 1 + max_staleness from 8 on]",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def _output_options(command: Command) -> Command:
@@ -90,7 +89,7 @@ def _turn_options(command: Command) -> Command:
 @click.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE[,VALUE…]]…")
-@load_options(8)
+@load_options
 @_turn_options
 @_output_options
 @click.option(
@@ -157,36 +156,47 @@ def _check_alone(context: click.Context) -> None:
 
 def _search(recipe: str, overrides: Sequence[str], seeds: range, faults_of: str | None, *, as_json: bool) -> int:
     from distflow.flow.recipe_check import plan_recipe
-    from distflow.sim.fault_search import CORES, search_cores
-    from distflow.sim.faults import arithmetic_of
+    from distflow.sim import fault_report
+    from distflow.sim.fault_layouts import layouts_of
+    from distflow.sim.fault_search import SearchedCores, search_cores
 
-    cores = CORES if faults_of is None else tuple(dict.fromkeys(faults_of.split(",")))
-    if unknown := [name for name in cores if name not in CORES]:
-        raise UserError(f"--faults-of {unknown[0]}: expected some of {', '.join(CORES)}, joined by commas")
     _, plan = plan_recipe(recipe, overrides, need_files=False)
-    command = shlex.join(["distflow", "simulate", recipe, *overrides])
-    counts, broken, interrupted = Counter[str](), list[dict[str, Any]](), False
+    layouts = layouts_of(plan)
+    cores, lacking = _cores_to_search(faults_of, layouts.lacking)
+    words, interrupted = ["distflow", "simulate", recipe, *overrides], False
+    found = {name: SearchedCores() for name in cores}
+
+    def again(name: str, seed: int) -> str:
+        return shlex.join([*words, "--faults", "1", "--faults-of", name, "--seed", str(seed)])
+
     try:
-        for name, seed, found in search_cores(arithmetic_of(plan), cores, seeds):
-            counts[name] += 1
-            if found is None:
-                continue
-            again = f"{command} --faults 1 --faults-of {name} --seed {seed}"
-            broken.append({"cores": name, "seed": seed, "what": found.what, "again": again})
-            if not as_json:
-                click.echo(f"{name}, seed {seed}: {found.what}\n  repeat it with: {again}")
+        for one in search_cores(layouts, cores, seeds):
+            found[one.cores].add(one)
+            if one.broken is not None and not as_json:
+                click.echo(fault_report.found_line(one.cores, one.broken, again))
     except KeyboardInterrupt:
         interrupted = True
+    broken = sum(len(one.broken) for one in found.values())
     if as_json:
-        click.echo(json.dumps({"scenarios": {name: counts[name] for name in cores}, "broken": broken}, indent=1))
-    elif not counts:
-        click.echo("interrupted before the first scenario was over")
+        click.echo(json.dumps(fault_report.data(found, layouts, lacking, again), indent=1))
     else:
-        each = ", ".join(f"{counts[name]} of {name}" for name in cores)
-        kept = "all promises were kept" if not broken else f"{len(broken)} broke a promise"
-        last = seeds.start + counts.total() - 1
-        click.echo(f"{counts.total()} scenarios ({each}), seeds {seeds.start} to {last}: {kept}")
+        click.echo("\n".join(fault_report.page(found, layouts, lacking)))
+        click.echo(fault_report.last_line(found, seeds.start))
     return STOPPED if interrupted else 1 if broken else 0
+
+
+def _cores_to_search(faults_of: str | None, lacking: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
+    """Those that were asked for; else those of which the recipe has any, and why it has none of the others."""
+    from distflow.sim.fault_search import CORES
+
+    if faults_of is None:
+        return [name for name in CORES if name not in lacking], lacking
+    cores = list(dict.fromkeys(faults_of.split(",")))
+    if unknown := [name for name in cores if name not in CORES]:
+        raise UserError(f"--faults-of {unknown[0]}: expected some of {', '.join(CORES)}, joined by commas")
+    if none := [name for name in cores if name in lacking]:
+        raise UserError(f"--faults-of {none[0]}: {lacking[none[0]]} — leave it out, or name another layout")
+    return cores, {}
 
 
 def simulation_input(given: Mapping[str, Any], *, timeline: bool) -> SimulationInput:

@@ -101,7 +101,7 @@ def test_a_late_beat_of_a_former_process_lets_requests_go_where_nobody_else_is_w
 
 def test_the_search_tells_of_a_run_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     deaf = replace(calls_of(0), loss=1.0, limit_s=100.0)
-    monkeypatch.setattr(call_faults, "calls_of", lambda seed: deaf)
+    monkeypatch.setattr(call_faults, "calls_of", lambda seed, layouts: deaf)
     found = judge_calls(0)
     assert found is not None
     assert found.what.startswith("no end by 100.0 s")

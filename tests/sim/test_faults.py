@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -19,8 +20,10 @@ from distflow.exchange.rollout_core import RolloutCore, Turn
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
 from distflow.sim import fault_search, worker
+from distflow.sim.agent_faults import AgentLayout
+from distflow.sim.fault_layouts import FaultLayouts, layouts_of
 from distflow.sim.fault_search import search_cores
-from distflow.sim.faults import BrokenPromise, arithmetic_of, judge, scenario_of, variants
+from distflow.sim.faults import BrokenPromise, judge, scenario_of, variants
 from distflow.types import Version
 from distflow.weights.swarm.fetch_actions import Landing
 
@@ -97,29 +100,69 @@ def test_a_core_that_breaks_a_promise_is_found(
 ) -> None:
     monkeypatch.setattr(worker, "RolloutCore", core)
     plain = [a for a in variants() if a.staleness == 1 and not a.hedging]
-    judged = [one.broken for one in search_cores(plain[0], ["leases"], range(40))]
+    layouts = FaultLayouts(plain[0], (), (), AgentLayout(2, 1, 0, 1, shrinks=False, renews=True), {})
+    judged = (one.broken for one in search_cores(layouts, ["leases"], range(40)))
     assert any(re.search(what, broken.what) for broken in judged if broken is not None)
 
 
 def test_the_instance_is_small_and_of_the_recipes_kind() -> None:
     _, plan = plan_recipe("quickstart", ["layout=colocated", "layout.max_staleness=1"], need_files=False)
-    found = arithmetic_of(plan)
+    found = layouts_of(plan).leases
+    assert found is not None
     assert (found.colocated, found.staleness, found.ledgers, found.hedging) == (True, 1, 4, plan.recipe.layout.hedging)
 
 
-def searched(*words: str) -> Result:
-    return CliRunner().invoke(group, ["simulate", "quickstart", *words], standalone_mode=False)
+SERVED = ("layout=services", "flow=grpo_kl")
+"""A recipe with calls."""
+
+
+def searched(*words: str, served: Sequence[str] = SERVED) -> Result:
+    return CliRunner().invoke(group, ["simulate", "quickstart", *served, *words], standalone_mode=False)
 
 
 def test_the_command_searches_all_cores_in_turn() -> None:
     found = searched("--faults", "6", "--seed", "4")
     each = "2 of leases, 2 of calls, 1 of weights, 1 of agents"
-    assert (found.return_value, found.output) == (
+    *kinds, last = found.output.splitlines(keepends=True)
+    assert (found.return_value, last) == (
         0,
         f"6 scenarios ({each}), seeds 4 to 9: all promises were kept\n",
     )
-    told = json.loads(searched("--faults", "3", "--faults-of", "calls,agents", "--json").output)
-    assert told == {"scenarios": {"calls": 2, "agents": 1}, "broken": []}
+    heads = [line for line in kinds if not line.startswith("  ")]
+    assert [line.split(",")[0].split(" with")[0] for line in heads] == [
+        "leases: 2 scenarios",
+        "calls: 2 scenarios",
+        "weights: 1 scenario",
+        "agents: 1 scenario",
+    ]
+    assert all(line.endswith("; all promises were kept\n") for line in heads)
+
+
+def test_what_was_injected_is_told_for_each_kind() -> None:
+    words = ("--faults", "12", "--faults-of", "calls,agents")
+    told = json.loads(searched(*words, "--json").output)
+    assert (told["scenarios"], told["broken"], told["not_searched"]) == ({"calls": 6, "agents": 6}, [], {})
+    assert 0 < told["own_layout"]["calls"] < 6
+    assert {"crashes", "messages_lost", "messages_overtaken"} <= told["injected"]["calls"].keys()
+    assert {"cuts", "pauses", "messages_late"} <= told["injected"]["agents"].keys()
+    shown = searched(*words).output
+    for name in ("calls", "agents"):
+        faults = ", ".join(f"{what.replace('_', ' ')} {n:,}" for what, n in told["injected"][name].items())
+        assert f"  injected: {faults}\n" in shown
+        assert f"  the recipe's layout: {told['layouts'][name]}\n" in shown
+
+
+def test_what_a_recipe_has_nothing_of_is_said_and_not_searched() -> None:
+    found = searched("--faults", "3", served=["layout=colocated"])
+    none = {
+        "calls": "no pool of this recipe asks another one",
+        "weights": "no pool of this recipe takes weights from another one",
+    }
+    assert all(f"{name}: not searched, for {why}\n" in found.output for name, why in none.items())
+    assert "3 scenarios (2 of leases, 1 of agents), seeds 0 to 2: all promises were kept" in found.output
+    told = json.loads(searched("--faults", "1", "--json", served=["flow=sft"]).output)
+    assert told["not_searched"] == {"leases": "this flow trains on files and generates nothing", **none}
+    assert told["scenarios"] == {"agents": 1}
 
 
 @pytest.mark.parametrize(
@@ -136,41 +179,47 @@ def test_the_command_names_the_seed_and_how_to_repeat_it(
 ) -> None:
     """Of whichever cores have a fault."""
     monkeypatch.setattr(where, what, instead)
-    words = ["layout.max_staleness=1", "--faults", "40"]
-    broken = json.loads(searched(*words, "--json").output)["broken"]
+    words = [*SERVED, "layout.max_staleness=1", "--faults", "40"]
+    broken = json.loads(searched(*words, "--json", served=()).output)["broken"]
     assert broken
     assert {one["cores"] for one in broken} == {cores}
-    again = f"distflow simulate quickstart layout.max_staleness=1 --faults 1 --faults-of {cores} --seed "
+    recipe = f"quickstart {' '.join(SERVED)} layout.max_staleness=1"
+    again = f"distflow simulate {recipe} --faults 1 --faults-of {cores} --seed "
     assert {one["again"] for one in broken} == {f"{again}{one['seed']}" for one in broken}
-    alone = searched("layout.max_staleness=1", *str(broken[0]["again"]).split()[4:])
+    alone = searched(*str(broken[0]["again"]).split()[3:], served=())
     assert alone.return_value == 1
     assert f"{cores}, seed {broken[0]['seed']}: {broken[0]['what']}\n  repeat it with: {again}" in alone.output
-    assert "1 broke a promise" in alone.output
+    assert f"; 1 broke a promise, seeds {broken[0]['seed']}\n" in alone.output
+    assert alone.output.endswith(": 1 broke a promise\n")
 
 
 def test_the_command_that_repeats_a_seed_can_be_pasted_into_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_search, "OTHERS", {"calls": lambda seed: BrokenPromise(seed, "lost")})
+    monkeypatch.setattr(fault_search, "JUDGES", {"calls": lambda seed, *about: BrokenPromise(seed, "lost")})
     override = "models.policy.path=my models/policy"
     found = searched(override, "--faults", "1", "--faults-of", "calls", "--seed", "5", "--json")
-    again = json.loads(found.output)["broken"][0]["again"]
-    assert shlex.split(again)[2:] == ["quickstart", override, "--faults", "1", "--faults-of", "calls", "--seed", "5"]
+    again, words = json.loads(found.output)["broken"][0]["again"], ["quickstart", *SERVED, override]
+    assert shlex.split(again)[2:] == [*words, "--faults", "1", "--faults-of", "calls", "--seed", "5"]
 
 
 def test_a_search_that_is_interrupted_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    def judged(seed: int) -> None:
+    def judged(seed: int, *_about: object) -> None:
         if seed == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(fault_search, "OTHERS", {"calls": judged})
+    monkeypatch.setattr(fault_search, "JUDGES", {"calls": judged})
     found = searched("--faults", "9", "--faults-of", "calls")
     assert found.return_value == 130
-    assert found.output == "2 scenarios (2 of calls), seeds 0 to 1: all promises were kept\n"
+    assert found.output.endswith("2 scenarios (2 of calls), seeds 0 to 1: all promises were kept\n")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--faults", "1", "--faults-of", "calls,lanes"], "--faults-of lanes: expected some of leases, calls, weights"),
+        (
+            ["--faults", "1", "--faults-of", "agents,calls", "layout=split"],
+            "--faults-of calls: no pool of this recipe asks another one — leave it out, or name another layout",
+        ),
         (["--faults-of", "calls"], "--faults-of: what --faults searches — give --faults N, too, or leave it out"),
     ],
 )

@@ -24,7 +24,7 @@ from distflow.sim import predict
 from distflow.sim.fluid_engine import FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DEVICES, DecodeLatency, DeviceCount, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, read_trace
-from distflow.sim.predict import Load, Prediction, SimulateOptions, load_of, on_one_host, simulate
+from distflow.sim.predict import Load, Prediction, SimulateOptions, load_of, on_one_host, simulate, whole_rounds
 from distflow.sim.workload import Job
 from distflow.types import Version
 
@@ -268,6 +268,16 @@ def test_the_command_shows_causes_and_writes_a_timeline_and_a_picture(tmp_path: 
         "trainer/0",
     }
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_count_in_whole_rounds_of_those_that_wait_for_weights() -> None:
+    counted = {None: 8, 0: 8, 1: 8, 2: 9, 3: 8, 4: 10, 8: 9, 20: 21}
+    assert {stale: whole_rounds(stale) for stale in counted} == counted
+    words = ["simulate", "quickstart", "layout.max_staleness=0,2", "--json"]
+    found = json.loads(CliRunner().invoke(group, words).output)
+    assert [len(one["steps_s"]) for one in found] == [8, 9]
+    given = json.loads(CliRunner().invoke(group, [*words, "--steps", "4"]).output)
+    assert [len(one["steps_s"]) for one in given] == [4, 4]
 
 
 def test_several_values_give_a_table_or_a_list() -> None:

@@ -164,6 +164,17 @@ def test_large_simulations_are_bounded_beforehand() -> None:
     assert cost_s(large, 100.0, 8) > BUDGET_S
 
 
+@pytest.mark.parametrize(
+    "stale, prompts, expected", [(0, 16, 8), (0, 256, 6), (1, 16, 8), (2, 16, 9), (2, 192, 6), (4, 16, 10)]
+)
+def test_steps_that_count_are_whole_rounds_if_these_do_not_take_long(stale: int, prompts: int, expected: int) -> None:
+    words = [*RECIPE, f"layout.max_staleness={stale}", f"batch.prompts={prompts}"]
+    _, plan = plan_recipe("quickstart", words, need_files=False)
+    inputs = SimulationInput(DEVICE, LENGTHS, "", None, None, False)
+    trials = Trials(split_rule(plan, DEVICE), lambda split, stale: load_of(plan), inputs, None, lambda line: None)
+    assert trials.steps == expected
+
+
 def invoke(*words: str) -> str:
     arguments = ["plan", "quickstart", *RECIPE, "--optimize", "--lengths", "median=300,sigma=0.8", "--steps", "2"]
     done = CliRunner().invoke(group, [*arguments, *words])
