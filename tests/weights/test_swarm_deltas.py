@@ -101,7 +101,9 @@ def test_a_reader_that_skipped_three_versions_takes_their_changes_one_after_the_
 ) -> None:
     reader.fetch(publish(host, 1))
     newest = [publish(host, number) for number in (2, 3, 4, 5)][-1]
+    before = reader.status()[0]["fetched_bytes"]
     assert sent_for(host, reader, newest) == sum(delta.size for delta in newest.deltas) < 0.08 * newest.size
+    assert reader.status()[0]["fetched_bytes"] - before == sum(delta.size for delta in newest.deltas)
 
 
 def test_who_keeps_up_never_takes_a_version_whole_again_and_who_is_far_behind_does(

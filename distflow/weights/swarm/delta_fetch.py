@@ -41,24 +41,24 @@ class DeltaFetch:
         manifest: Manifest,
         base: Version,
         client: SwarmClient,
-        came: Callable[[], None],
+        came: Callable[[int], None],
         rules: FetchRules,
     ) -> list[memoryview]:
-        """The bytes of the deltas that lead from version `base`; `came` is called for each chunk that is there.
+        """The bytes of the deltas that lead from version `base`; `came` is called with the size of each chunk.
 
         Raises what SwarmClient raises.
         """
         return [self._fetch_one(manifest.of_delta(delta), client, came, rules) for delta in manifest.chain_from(base)]
 
     def _fetch_one(
-        self, manifest: Manifest, client: SwarmClient, came: Callable[[], None], rules: FetchRules
+        self, manifest: Manifest, client: SwarmClient, came: Callable[[int], None], rules: FetchRules
     ) -> memoryview:
         with DeltaFile() as file:
             memory = DeltaMemory(manifest, file)
 
         def arrived(chunk: int) -> None:
             memory.held.add(chunk)
-            came()
+            came(manifest.size_of(chunk))
             self._server.notify()
 
         self._server.hold(memory.held)

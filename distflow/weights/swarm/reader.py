@@ -17,7 +17,7 @@ from typing import Any
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
 from distflow.weights.encodings.rounding import restored
-from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, intact_chunks
+from distflow.weights.manifest import DIGEST_BYTES, Manifest, intact_chunks
 from distflow.weights.one_sided.reads import OneSidedReads, StillWritten
 from distflow.weights.segments.host_segments import HostSegments, SharedSegment
 from distflow.weights.segments.shm import HEADER_BYTES, tensor_views
@@ -65,6 +65,8 @@ class SwarmReader:
         """Chunks received so far, here or by a neighbour: the progress that a wait for weights looks at."""
         self.fetched = 0
         """Chunks that this reader has fetched itself."""
+        self.fetched_bytes = 0
+        """What these contained."""
         self._tag = tag
         self._host = host
         self._site = site
@@ -86,7 +88,7 @@ class SwarmReader:
         """What was fetched here, and sent to how many other readers, for the status."""
         server = self._server
         read = {} if self._one_sided is None else self._one_sided.status()
-        return [] if server is None else [{**server.status(), "fetched_bytes": self.fetched * CHUNK_BYTES, **read}]
+        return [] if server is None else [{**server.status(), "fetched_bytes": self.fetched_bytes, **read}]
 
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
         """Views of the announced version, in memory that others may need for newer ones: `hold` it before use.
@@ -193,14 +195,15 @@ class SwarmReader:
             server.hold(held)
             before = self.chunks
 
-            def came() -> None:
+            def came(nbytes: int) -> None:
                 self.chunks += 1
                 self.fetched += 1
+                self.fetched_bytes += nbytes
                 segments.note_progress(manifest.version, self.chunks - before)
 
             def arrived(chunk: int) -> None:
                 held.add(chunk)
-                came()
+                came(manifest.size_of(chunk))
                 server.notify()
 
             try:
@@ -245,7 +248,7 @@ class SwarmReader:
         held: HeldVersion,
         segment: SharedSegment,
         base: SharedSegment,
-        came: Callable[[], None],
+        came: Callable[[int], None],
         rules: FetchRules,
     ) -> list[int]:
         """Make a version of an older one, by what has changed; returns the chunks that have come right."""
