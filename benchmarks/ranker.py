@@ -1,7 +1,7 @@
 """How well an owner predicts which prompts get the longest responses, and what a prediction costs.
 
     python -m benchmarks.ranker             # seconds: lengths of a real model, recorded in smollm2_lengths.npz
-    make smollm2 && python -m benchmarks.ranker --record    # record them anew: SmolLM2-135M-Instruct, 10 minutes
+    make smollm2 && python -m benchmarks.ranker --record    # record more: SmolLM2-135M-Instruct, 9 minutes
 
 The prompts are a mix of reasoning-gym tasks. Prompts come in steps of `STEP`, in a shuffled order; each is predicted
 before the lengths of its step are learned, as an owner does. The figure is the recall of the longest 20% of each step:
@@ -24,6 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from distflow.exchange.length_ranker import LengthRanker, recall
+from distflow.runtime.protocols import Engine, EngineSpec
+from distflow.types import SampleRequest, SamplingParams, Version
 
 FILE = Path(__file__).with_name("smollm2_lengths.npz")
 MODEL = Path("models/smollm2-135m")
@@ -45,7 +47,7 @@ TASKS = (
     "syllogism",
     "word_sorting",
 )
-EACH, SAMPLES, NEW_TOKENS, MOST_PROMPT = 12, 4, 192, 192
+EACH, SAMPLES, NEW_TOKENS, MOST_PROMPT = 24, 16, 256, 192
 STEP = 16
 """Prompts of a training step."""
 
@@ -61,11 +63,8 @@ class Recorded(NamedTuple):
     """[prompt], of the distribution that they were drawn from, up to their order; None: unknown."""
 
 
-def record(minutes: float) -> None:
-    """Generate responses with the project's engine, and write their lengths; no prompt is begun after `minutes`.
-
-    Prompts come in a random order and all that are begun are finished, so that long ones are not fewer for that.
-    """
+def smollm2() -> tuple[list[str], list[tuple[int, ...]], Engine, SamplingParams]:
+    """Tasks and prompts, the project's engine with the model's weights, and how it draws responses."""
     import torch
 
     from distflow.config.plugins import TOKENIZER
@@ -73,13 +72,11 @@ def record(minutes: float) -> None:
     from distflow.data.order import PromptOrder, PromptSettings, SourceUse
     from distflow.data.sources import reasoning_gym
     from distflow.flow.resolve import resolve
-    from distflow.runtime.protocols import EngineSpec
-    from distflow.types import SampleRequest, SamplingParams, Version
     from distflow.workers.engines.torch_engine import TorchEngine
     from distflow.workers.models import build_model
 
     torch.set_num_threads(1)
-    section = ModelConfig(path=str(MODEL), dtype="bfloat16").model_dump()
+    section = ModelConfig(path=str(MODEL), dtype="float32").model_dump()
     tokenizer = resolve(TOKENIZER)(section)
     tasks, prompts = [], []
     for task in TASKS:
@@ -94,24 +91,39 @@ def record(minutes: float) -> None:
         (n, p.detach()) for n, p in build_model(section, device="cpu", seed=0, load_weights=True).named_parameters()
     )
     engine.end_update()
-    params = SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=tuple(tokenizer.end_tokens))
+    return tasks, prompts, engine, SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=tuple(tokenizer.end_tokens))
+
+
+def record(minutes: float) -> None:
+    """Generate responses, and write their lengths; no prompt is begun after `minutes`.
+
+    Prompts come in a random order and all that are begun are finished, so that long ones are not fewer for that. Those
+    of an earlier recording stay, and are not generated again.
+    """
+    tasks, prompts, engine, params = smollm2()
     lengths = np.zeros((len(prompts), SAMPLES), dtype=np.uint16)
-    waiting = list(enumerate(prompts))
+    earlier = earlier_lengths()
+    begun = [position for position, ids in enumerate(prompts) if ids in earlier]
+    for position in begun:
+        lengths[position] = earlier[prompts[position]]
+    waiting = [(position, ids) for position, ids in enumerate(prompts) if ids not in earlier]
     random.Random(0).shuffle(waiting)
-    begun: list[int] = []
-    done, began = 0, time.perf_counter()
-    while done < SAMPLES * len(begun) or not begun:
+    running, began = 0, time.perf_counter()
+    told = began
+    while waiting or running:
         if time.perf_counter() - began > 60.0 * minutes:
             waiting.clear()
         while waiting and engine.free_slots >= SAMPLES:
             position, ids = waiting.pop()
             begun.append(position)
             engine.submit([SampleRequest(position, sample, ids, 0, params) for sample in range(SAMPLES)])
+            running += SAMPLES
         for output in engine.poll():
             lengths[output.position, output.sample] = len(output.token_ids)
-            done += 1
-            if done % 32 == 0:
-                print(f"{done} of {lengths.size} samples, {time.perf_counter() - began:.0f} s", flush=True)
+            running -= 1
+        if time.perf_counter() - told > 30.0:
+            told = time.perf_counter()
+            print(f"{len(begun)} of {len(prompts)} prompts, {told - began:.0f} s", flush=True)
     begun.sort()
     kept = [prompts[position] for position in begun]
     np.savez_compressed(
@@ -121,6 +133,14 @@ def record(minutes: float) -> None:
         bounds=np.cumsum([0, *map(len, kept)], dtype=np.uint32),
         lengths=lengths[begun],
     )
+
+
+def earlier_lengths() -> dict[tuple[int, ...], np.ndarray]:
+    """By prompt, what an earlier recording of as many samples has; nothing if there is none."""
+    if not FILE.exists():
+        return {}
+    found = recorded()
+    return dict(zip(found.prompt_ids, found.lengths, strict=True)) if found.lengths.shape[1] == SAMPLES else {}
 
 
 def recorded() -> Recorded:

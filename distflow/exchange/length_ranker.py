@@ -2,10 +2,10 @@
 
 Ridge regression of the logarithm of the length on the prompt's length and on those of its tokens and pairs of tokens
 that several prompts have, but not nearly all: they tell what kind of task it is. A prompt that was seen before is
-predicted from its own lengths, too, shrunk towards the regression, which at first knows more than they tell. Results
-count less and less, since the policy changes. Everything is bounded: the regression by `WIDTH` and `TELLING`, counts
-by `COUNTED`, remembered prompts by `PAST`, tokens looked at by `LOOKED_AT`. No clock, no randomness: equal results in
-equal order give equal predictions.
+predicted from its own lengths, too, shrunk towards the regression, by as much as that was better at predicting than
+they were (empirical Bayes: Efron and Morris, JASA 1973). Results count less and less, since the policy changes.
+Everything is bounded: the regression by `WIDTH` and `TELLING`, counts by `COUNTED`, remembered prompts by `PAST`,
+tokens looked at by `LOOKED_AT`. No clock, no randomness: equal results in equal order give equal predictions.
 
 Nothing of it goes into checkpoints. It decides the order of leases and never which positions are trained on, one
 training step of results teaches it again, and a change of the owners would have to merge what they know.
@@ -46,7 +46,7 @@ LOOKED_AT = 256
 """Most tokens of a prompt that are looked at: half of them at its beginning, half at its end."""
 PAST = 1 << 16
 """Most prompts whose own lengths are remembered."""
-RIDGE = 2.0
+RIDGE = 0.5
 ROUNDS = 6
 """Of conjugate gradients, from the former weights on: what is learned changes little from one time to the next."""
 FORGET = 0.999
@@ -55,8 +55,12 @@ EVERY = 16
 """Results after which the regression is solved anew when a length is predicted; of few results each counts."""
 NEWEST = 0.5
 """Weight of a prompt's newest length beside its earlier ones."""
-PRIOR = 1.0
-"""Weight of the regression beside lengths of the prompt itself, each of which counts as 1."""
+JUDGED = 0.99
+"""Weight of former errors of the predictions, with each further one."""
+ASSUMED = 1.0
+"""So many errors are assumed before there are any."""
+LEAST_OWN = 0.05
+"""Variance of the prompts about the regression, at least, by that of a prompt's lengths about their mean."""
 LONGEST = 0.2
 """Share of the groups whose recall is the figure of merit."""
 _FIXED = 2
@@ -65,6 +69,22 @@ _EXACT = 1e-12
 _RIDGES = np.full(WIDTH, RIDGE)
 _RIDGES[0] = 0.01  # Of the constant: lengths are not drawn towards 1.
 _MULTIPLIERS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))
+
+
+class Errors:
+    """The mean square error of predictions, of the logarithm of a length; the latest weigh most."""
+
+    def __init__(self) -> None:
+        self._sum = self._count = 0.0
+
+    def mean(self, assumed: float) -> float:
+        """What it is as far as known; `assumed`: as long as hardly anything is."""
+        return (self._sum + ASSUMED * assumed) / (self._count + ASSUMED)
+
+    def add(self, error: float) -> None:
+        """Count one more."""
+        self._sum = JUDGED * self._sum + error * error
+        self._count = JUDGED * self._count + 1.0
 
 
 class LengthRanker:
@@ -84,30 +104,48 @@ class LengthRanker:
         """By hash: how many prompts had it."""
         self._past: OrderedDict[int, tuple[float, int]] = OrderedDict()
         """By prompt, the last one used at the end: smoothed logarithm of its lengths, and how many there were."""
+        self._of_regression, self._of_past = Errors(), Errors()
+        """The latter as if there were no noise in what is predicted from."""
 
     def predict(self, prompt: int, prompt_ids: Sequence[int]) -> float:
         """Tokens of a response to this prompt (its index in the data order), roughly: their order is what counts."""
         if self._unsolved >= min(EVERY, 1 + self.learned // EVERY):
             self._solve()
         past = self._past.get(prompt)
-        at, values = self._features(prompt_ids, hashes(prompt_ids))
-        guess = min(_MOST, float(self._weights[at] @ values))
+        guess = self._guess(self._features(prompt_ids, hashes(prompt_ids)))
         if past is None:
             return math.exp(guess)
-        mean, count = past
-        return math.exp((count * mean + PRIOR * guess) / (count + PRIOR))
+        mean, own = past[0], 1.0 / noise_of(past[1])
+        prior = self._prior()
+        return math.exp((own * mean + prior * guess) / (own + prior))
 
     def learn(self, prompt: int, prompt_ids: Sequence[int], tokens: float) -> None:
         """The responses to this prompt had so many tokens, in the mean."""
         length = math.log(max(1.0, tokens))
         self.learned += 1
-        self._remember(prompt, length)
         found = hashes(prompt_ids)
         self._having[found] += 1.0
-        at, values = self._features(prompt_ids, found)
+        at, values = features = self._features(prompt_ids, found)
+        if self.learned > EVERY:
+            self._of_regression.add(length - self._guess(features))
+        if prompt in self._past:
+            mean, count = self._past[prompt]
+            self._of_past.add((length - mean) / math.sqrt(1.0 + noise_of(count)))
+        self._remember(prompt, length)
         self._squares[at[:, None], at] += values[:, None] * values
         self._products[at] += values * length
         self._unsolved += 1
+
+    def _guess(self, features: Features) -> float:
+        """By the regression alone."""
+        return min(_MOST, float(self._weights[features.at] @ features.values))
+
+    def _prior(self) -> float:
+        """Weight of the regression beside one length of the prompt itself: the variance of lengths about their prompt's
+        mean, by that of these means about the regression, whose errors have both."""
+        both = self._of_regression.mean(1.0)
+        within = self._of_past.mean(both / 2.0)
+        return within / max(both - within, LEAST_OWN * within)
 
     def _solve(self) -> None:
         """Conjugate gradients (Hestenes and Stiefel, 1952); einsum starts no threads, as a solver of LAPACK does."""
@@ -155,6 +193,12 @@ class LengthRanker:
         self._past[prompt] = (mean + NEWEST * (length - mean), count + 1)
         if len(self._past) > PAST:
             self._past.popitem(last=False)
+
+
+def noise_of(count: int) -> float:
+    """The variance of a prompt's smoothed length, after so many lengths, by that of one."""
+    limit = NEWEST / (2.0 - NEWEST)
+    return limit + (1.0 - limit) * (1.0 - NEWEST) ** (2 * (count - 1))
 
 
 def hashes(prompt_ids: Sequence[int]) -> Hashes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -39,6 +40,25 @@ def test_a_prompt_that_came_before_is_predicted_by_its_own_lengths() -> None:
     for _ in range(4):
         ranker.learn(77, prompt(0, 77), 10.0)
     assert ranker.predict(77, prompt(0, 77)) < ranker.predict(78, prompt(0, 78))
+
+
+def told(of_prompts: float, of_samples: float) -> float:
+    """By how much the prediction of a prompt (its logarithm) rises with a length that is e times the usual, where
+    prompts read alike and only their own lengths tell them apart."""
+    rng, ranker = random.Random(0), LengthRanker()
+    own = [rng.gauss(5.0, of_prompts) for _ in range(60)]
+    for _ in range(4):
+        for number, mean in enumerate(own):
+            assert ranker.predict(number, (1, 2, 3)) > 0
+            ranker.learn(number, (1, 2, 3), math.exp(rng.gauss(mean, of_samples)))
+    before = ranker.predict(1000, (1, 2, 3))
+    ranker.learn(1000, (1, 2, 3), math.exp(1.0) * before)
+    return math.log(ranker.predict(1000, (1, 2, 3)) / before)
+
+
+def test_the_own_lengths_of_a_prompt_count_for_as_much_as_they_have_told_so_far() -> None:
+    assert told(of_prompts=0.05, of_samples=1.0) < 0.3
+    assert told(of_prompts=1.0, of_samples=0.05) > 0.9
 
 
 def test_longer_prompts_are_told_from_shorter_ones_by_their_length_alone() -> None:
