@@ -15,7 +15,9 @@ from distflow.cluster import term_vote
 from distflow.config.schema import Refresh, Schedule
 from distflow.errors import UserError
 from distflow.exchange.call_client import CallClient
+from distflow.exchange.group_transfer import KEPT, Send, Transfer
 from distflow.exchange.rollout_core import RolloutCore, Turn
+from distflow.exchange.steal_core import StealCore
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
 from distflow.sim import fault_search, worker
@@ -99,6 +101,21 @@ def test_a_core_that_breaks_a_promise_is_found(
     plain = [a for a in variants() if a.staleness == 1 and not a.hedging]
     judged = [one.broken for one in search_cores(plain[0], ["leases"], range(40))]
     assert any(re.search(what, broken.what) for broken in judged if broken is not None)
+
+
+def _keep_all(core: StealCore, holder: str, transfer: Transfer) -> list[Send]:
+    """Say that groups were kept that were not."""
+    core._search = None
+    return [Send(holder, KEPT, {"number": transfer.number})]
+
+
+@pytest.mark.parametrize(("method", "instead"), [("take_returned", lambda core: []), ("_on_groups", _keep_all)])
+def test_a_replica_that_loses_what_comes_back_of_a_theft_is_found(
+    monkeypatch: pytest.MonkeyPatch, method: str, instead: object
+) -> None:
+    monkeypatch.setattr(StealCore, method, instead)
+    plain = next(kind for kind in variants() if kind.staleness == 1 and kind.stealing)
+    assert any(judge(seed, scenario_of(plain, seed)) is not None for seed in range(100))
 
 
 def test_the_instance_is_small_and_of_the_recipes_kind() -> None:
