@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from distflow.cluster import term_vote
+from distflow.comm.roll_call import RollCall
 from distflow.config.schema import Refresh, Schedule
 from distflow.errors import UserError
 from distflow.exchange.call_client import CallClient
@@ -20,7 +21,7 @@ from distflow.exchange.rollout_core import RolloutCore, Turn
 from distflow.exchange.steal_core import StealCore
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
-from distflow.sim import fault_search, worker
+from distflow.sim import agent_mesh, fault_search, worker
 from distflow.sim.fault_search import search_cores
 from distflow.sim.faults import BrokenPromise, arithmetic_of, judge, scenario_of, variants
 from distflow.types import Version
@@ -116,6 +117,20 @@ def test_a_replica_that_loses_what_comes_back_of_a_theft_is_found(
     monkeypatch.setattr(StealCore, method, instead)
     plain = next(kind for kind in variants() if kind.staleness == 1 and kind.stealing)
     assert any(judge(seed, scenario_of(plain, seed)) is not None for seed in range(100))
+
+
+def _either(roll: RollCall, agreed: int, common: int, checksum: int) -> None:
+    """Whoever one of those that agree has heard counts as heard by all of them."""
+    if agreed:
+        roll._agreed, roll._common = roll._agreed | agreed, roll._common | common
+
+
+def test_an_agent_that_takes_for_proven_what_is_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [("publish", 0, 20), ("cut", 0, 0), ("cut", 1, 0), ("cut", 2, 6)]
+    agent_mesh.check_events(0, 0.0, events)
+    monkeypatch.setattr(RollCall, "_merge", _either)
+    with pytest.raises(AssertionError, match=r"host \d+ takes it for proven that \d+ has heard it at"):
+        agent_mesh.check_events(0, 0.0, events)
 
 
 def test_the_instance_is_small_and_of_the_recipes_kind() -> None:
