@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from distflow.cluster import term_vote
+from distflow.comm.pulses import Pulses
 from distflow.comm.roll_call import RollCall
 from distflow.config.schema import Refresh, Schedule
 from distflow.errors import UserError
@@ -22,6 +23,7 @@ from distflow.exchange.steal_core import StealCore
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
 from distflow.sim import agent_mesh, fault_search, worker
+from distflow.sim.agent_terms import World
 from distflow.sim.fault_search import search_cores
 from distflow.sim.faults import BrokenPromise, arithmetic_of, judge, scenario_of, variants
 from distflow.types import Version
@@ -131,6 +133,21 @@ def test_an_agent_that_takes_for_proven_what_is_not_is_found(monkeypatch: pytest
     monkeypatch.setattr(RollCall, "_merge", _either)
     with pytest.raises(AssertionError, match=r"host \d+ takes it for proven that \d+ has heard it at"):
         agent_mesh.check_events(0, 0.0, events)
+
+
+def _on_other_hosts() -> None:
+    """Two workers of four have gone to other hosts; then hosts 2 and 3 are not heard by the others, which they hear."""
+    world = World([0, 1, 2, 3], shrinks=True, seed=8425)
+    for event in (("scale", 7, 173), ("wait", 6, 115), ("scale", 2, 63), ("unheard", 5, 188)):
+        world.happens(*event)
+        world.check()
+
+
+def test_an_agent_that_takes_any_beat_for_a_confirmation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _on_other_hosts()
+    monkeypatch.setattr(Pulses, "confirm", lambda pulses, by, pulse: pulses._heard_us.__setitem__(by, pulses.clock))
+    with pytest.raises(AssertionError, match=r"term 3 begins while \['trainer/21'\] of former terms live"):
+        _on_other_hosts()
 
 
 def test_the_instance_is_small_and_of_the_recipes_kind() -> None:
