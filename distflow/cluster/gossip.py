@@ -165,8 +165,11 @@ class Gossip:
 
         The time in which our own agent was not running does not count, since answers were not read then.
         """
-        seen_at = max(self._pulses.heard_us_at(host), self._partners.seen_at(host))
-        return self._pulses.clock + self._pulses.passed_s(now) - seen_at
+        return self._pulses.clock + self._pulses.passed_s(now) - self.seen_at(host)
+
+    def seen_at(self, host: int) -> float:
+        """When we said the last of what a host is known to have heard, on our clock; 0: it has confirmed nothing."""
+        return max(self._pulses.heard_us_at(host), self._partners.seen_at(host))
 
     def confirmed(self, within_s: float, now: float) -> int:
         """Hosts, as bits, whose agents have confirmed a pulse of ours that is younger than this, and our own.

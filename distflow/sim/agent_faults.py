@@ -1,7 +1,8 @@
 """Random faults among the agents of hosts: a scenario follows from its seed.
 
-All that live have the same reports in the end and only the dead are silent (one of ten), or never do two terms
-train at once, and where nothing was killed and all hear each other again, one trains.
+All that live have the same reports in the end, only the dead are silent, and no host is ever taken to have heard what
+it has not (one of ten); or never do two terms train at once, and where nothing was killed and all hear each other
+again, one trains.
 """
 
 from __future__ import annotations

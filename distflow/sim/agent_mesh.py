@@ -16,6 +16,7 @@ from distflow.cluster.processes import HostEntry
 from distflow.comm.beats import STRIDE, Beat
 from distflow.comm.probes import RUMOUR_BEATS
 from distflow.sim.event_queue import EventQueue, Fault
+from distflow.sim.proof_audit import ProofAudit, Spoken
 
 SILENCE_S = 15.0
 TURN_S = 1.0
@@ -42,8 +43,10 @@ class Mesh(EventQueue):
         doubling: float = 0.0,
         late_s: float = 0.02,
         injected: Counter[Fault] | None = None,
+        audit: ProofAudit | None = None,
     ) -> None:
         super().__init__(injected)
+        self._audit = audit
         self.random = random.Random(seed)
         self.loss, self.doubling, self.late_s = loss, doubling, late_s
         self.hosts = hosts
@@ -57,13 +60,15 @@ class Mesh(EventQueue):
         """Sender and receiver."""
         self.asleep: set[int] = set()
         self.messages = self.bytes = 0
-        self._waiting: dict[int, list[bytes]] = {}
+        self._waiting: dict[int, list[tuple[bytes, Spoken | None]]] = {}
         """What arrived at hosts that are asleep."""
         for host in self.agents:
             self.at(self.random.random(), partial(self._loop, host))
 
     def agent(self, host: int, hosts: Iterable[int]) -> Gossip:
         """One that has just started."""
+        if self._audit is not None:
+            self._audit.starts(host)
         own = HostReport(host, HostEntry(f"node{host}", f"10.0.0.{host}", f"tcp://10.0.0.{host}:1"))
         return Gossip(own, set(hosts) - {host}, SILENCE_S, self.random.randrange)
 
@@ -99,8 +104,8 @@ class Mesh(EventQueue):
     def wake(self, host: int) -> None:
         """An agent that was stopped goes on, and reads what arrived meanwhile."""
         self.asleep.discard(host)
-        for body in self._waiting.pop(host, []):
-            self._arrive(host, body)
+        for body, spoken in self._waiting.pop(host, []):
+            self._arrive(host, body, spoken)
         self._turn(host)
 
     def _loop(self, host: int) -> None:
@@ -110,23 +115,29 @@ class Mesh(EventQueue):
             if host not in self.asleep:
                 self._turn(host)
 
-    def _comes(self, host: int, body: bytes) -> None:
+    def _comes(self, host: int, body: bytes, spoken: Spoken | None) -> None:
         if host in self.asleep:
-            self._waiting.setdefault(host, []).append(body)
+            self._waiting.setdefault(host, []).append((body, spoken))
         elif host in self.agents:
-            self._arrive(host, body)
+            self._arrive(host, body, spoken)
             self._turn(host)
 
-    def _arrive(self, host: int, body: bytes) -> None:
+    def _arrive(self, host: int, body: bytes, spoken: Spoken | None) -> None:
         beat = msgpack.unpackb(body)
         sender = beat["from"]
         if self.group[sender] == self.group[host] and (sender, host) not in self.cut:
             self.agents[host].hear(beat, self.now)
+            if self._audit is not None and spoken is not None:
+                self._audit.hears(host, spoken)
 
     def _turn(self, host: int) -> None:
-        self._send(host, self.agents[host].tick(self.now))
+        beats = self.agents[host].tick(self.now)
+        if self._audit is not None:
+            self._audit.turns(host, self.agents[host]._pulses.clock, self.now)
+        self._send(host, beats)
 
     def _send(self, host: int, beats: Sequence[Beat]) -> None:
+        spoken = self._audit.speaks(host, self.now) if self._audit is not None and beats else None
         for beat in beats:
             body = msgpack.packb(dict(beat.body))
             self.messages += 1
@@ -141,7 +152,7 @@ class Mesh(EventQueue):
                 if self.doubling:
                     # Thousands of agents, of which something is measured, have a better network.
                     self.note_arrival((host, beat.host), late_s)
-                self.after(late_s, partial(self._comes, beat.host, body))
+                self.after(late_s, partial(self._comes, beat.host, body, spoken))
 
     def serials(self) -> set[tuple[tuple[int, int], ...]]:
         """What the agents know of all reports: one element if they agree."""
@@ -166,7 +177,7 @@ def happens(mesh: Mesh, kind: str, number: int) -> None:
     """One of `EVENTS`, to a host or the network by a number."""
     host = sorted(mesh.agents)[number % len(mesh.agents)]
     if kind in ("split", "heal", "cut"):
-        befalls_the_network(mesh, kind, host, number)
+        befalls_the_network(mesh, kind, number)
     elif kind == "publish" and host not in mesh.asleep:
         mesh.publish(host, reason=str(mesh.now))
     elif kind == "crash" and len(mesh.agents) > max(1, mesh.hosts - GONE):
@@ -187,15 +198,16 @@ def happens(mesh: Mesh, kind: str, number: int) -> None:
         mesh.join(len(mesh.group), knows=range(len(mesh.group)))
 
 
-def befalls_the_network(mesh: Mesh, kind: str, host: int, number: int) -> None:
-    """Hosts that no longer hear each other, or do again."""
+def befalls_the_network(mesh: Mesh, kind: str, number: int) -> None:
+    """Hosts that no longer hear each other, or not in one direction, or do again."""
     mesh.injected["cuts"] += kind != "heal"
+    part = {one for one in mesh.group if (one * 7 + number) % 5 < 2}
     if kind == "split":
-        split(mesh, {one for one in mesh.group if (one * 7 + number) % 5 < 2})
+        split(mesh, part)
     elif kind == "heal":
         mesh.group, mesh.cut = dict.fromkeys(mesh.group, 0), set()
     elif kind == "cut":
-        mesh.cut.add((host, (host + 1 + number) % mesh.hosts))
+        mesh.cut |= {(one, other) for one in part for other in mesh.group.keys() - part}
 
 
 def check_events(
@@ -205,11 +217,17 @@ def check_events(
     hosts: int = HOSTS,
     injected: Counter[Fault] | None = None,
 ) -> None:
-    """Whatever happens, in the end all have the same reports, and only the dead are silent. Raises AssertionError."""
-    mesh = Mesh(hosts, seed, loss=loss, doubling=0.1, late_s=0.3, injected=injected)
+    """Whatever happens, in the end all have the same reports, and only the dead are silent; and at no time is a host
+    said to have heard another one that has not. Raises AssertionError.
+    """
+    audit = ProofAudit()
+    mesh = Mesh(hosts, seed, loss=loss, doubling=0.1, late_s=0.3, injected=injected, audit=audit)
     for kind, number, seconds in events:
         happens(mesh, kind, number)
-        mesh.run_for(seconds)
+        for _ in range(seconds):
+            mesh.run_for(1)
+            for agent in mesh.agents.values():
+                audit.check(agent)
     for kind in ("heal", "wake"):
         happens(mesh, kind, 0)
     mesh.loss = 0.0

@@ -18,7 +18,7 @@ from distflow.comm.beats import Beat
 from distflow.sim.event_queue import Fault
 from distflow.types import in_pool
 
-EVENTS = ("cut", "cut", "heal", "heal", "kill", "crash", "sleep", "scale", "scale", "wait", "wait")
+EVENTS = ("cut", "cut", "unheard", "heal", "heal", "kill", "crash", "sleep", "scale", "scale", "wait", "wait")
 LAYOUTS = ([0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1], [0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4])
 """The host of each training worker."""
 SILENCE_S = 10.0
@@ -67,6 +67,8 @@ class World:
         self.agents = [self._agent(host, count) for host in range(count)]
         self.group = dict.fromkeys(range(count), 0)
         """Hosts of one group hear each other."""
+        self.unheard: set[tuple[int, int]] = set()
+        """Sender and receiver, though the sender may hear the receiver."""
         self.flying: list[tuple[float, int, int, bytes]] = []
         self.commits: list[tuple[float, int, tuple[str, ...]]] = []
         self.begun: dict[int, Successor] = {}
@@ -85,8 +87,11 @@ class World:
         self._count(kind, agent)
         if kind == "cut":
             self.group = {host: (b >> host) & 1 for host in self.group}
+        elif kind == "unheard":
+            part = {host for host in self.group if (b >> host) & 1}
+            self.unheard |= {(host, other) for host in part for other in self.group.keys() - part}
         elif kind == "heal":
-            self.group = dict.fromkeys(self.group, 0)
+            self.group, self.unheard = dict.fromkeys(self.group, 0), set()
         elif kind == "kill" and agent.live:
             self._die(agent, sorted(agent.live)[b % len(agent.live)])
         elif kind == "crash":
@@ -99,7 +104,7 @@ class World:
             self.second()
 
     def _count(self, kind: str, agent: SimulatedAgent) -> None:
-        self.injected["cuts"] += kind == "cut"
+        self.injected["cuts"] += kind in ("cut", "unheard")
         self.injected["crashes"] += (kind == "kill" and bool(agent.live)) or (kind == "crash" and not agent.dead)
         self.injected["pauses"] += kind == "sleep" and not agent.dead
 
@@ -161,12 +166,15 @@ class World:
         self.random.shuffle(due)
         for _, source, to, body in due:
             agent = self.agents[to]
-            if self.group[source] != self.group[to] or agent.dead:
+            if not self._hears(to, source) or agent.dead:
                 continue
             if self.now < agent.asleep_until:
                 self.flying.append((agent.asleep_until, source, to, body))
             else:
                 agent.mesh.hear(msgpack.unpackb(body))
+
+    def _hears(self, host: int, other: int) -> bool:
+        return self.group[host] == self.group[other] and (other, host) not in self.unheard
 
     def _act(self, host: int, agent: SimulatedAgent) -> None:
         if agent.dead or agent.stopped or self.now < agent.asleep_until:
@@ -224,10 +232,11 @@ class World:
         for number in sorted(numbers):
             members = self.where(number)
             live = all(self.agents[host].live.get(name) == number for name, host in members.items())
-            if not live or len({self.group[host] for host in members.values()}) > 1:
+            hosts = set(members.values())
+            if not live or not all(self._hears(one, other) for one in hosts for other in hosts):
                 continue
             self.commits.append((self.now, number, tuple(members)))
-            for host in set(members.values()):
+            for host in hosts:
                 agent = self.agents[host]
                 agent.saved[len(self.commits)] = number
                 if number in self.leaving:

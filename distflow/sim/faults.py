@@ -91,7 +91,7 @@ def scenario_of(arithmetic: Arithmetic, seed: int) -> Scenario:
     # A colocated pool restarts as a whole: its members neither die nor leave one by one.
     many = 0 if colocated else rng.choice([0, 0, 1, 2, 6])
     renewals = () if colocated or arithmetic.staleness is None else tuple(_renewals(rng, arithmetic))
-    return Scenario(
+    scenario = Scenario(
         settings,
         owners=owners,
         workers=workers,
@@ -131,6 +131,17 @@ def scenario_of(arithmetic: Arithmetic, seed: int) -> Scenario:
         tick_s=0.5,
         limit_s=LIMIT_S,
     )
+    return _with_steals(scenario, random.Random(f"{seed}/hands"))
+
+
+def _with_steals(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Elsewhere replicas hardly ever steal: in one of three scenarios the first is slow, and takes one group at a time;
+    in half of these half of what is stolen cannot be read, and so comes back.
+    """
+    if scenario.lazy_take or not scenario.stealing or scenario.settings.ledgers < 2 or rng.random() >= 1 / 3:
+        return scenario
+    uneven = replace(scenario, owners=max(2, scenario.owners), budget=1, batch_s=_first_is_slow)
+    return replace(uneven, unreadable=rng.choice([0.0, 0.5]))
 
 
 def _settings(arithmetic: Arithmetic, rng: random.Random) -> LeaseSettings:

@@ -119,6 +119,8 @@ class Scenario:
     """Whether idle replicas take groups from busy ones."""
     dealing: bool = False
     """Whether replicas meet to deal all groups by cost, instead."""
+    unreadable: float = 0.0
+    """Share of the messages with groups between replicas whose rows cannot be read."""
     budget: int = 1
     """Padded tokens of a batch."""
     batch_s: Callable[[int], float] = _none

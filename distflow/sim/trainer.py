@@ -133,8 +133,16 @@ class SimulatedReplica:
     def hear_of_groups(self, sender: str, item: Send) -> None:
         """A message of another replica."""
         mine = item.kind == GROUPS and self.intake.expects(sender, item.body)
-        self.send(self.intake.handle(item.kind, sender, item.body, self.network.now, item.positions if mine else ()))
+        if mine and self._cannot_read():
+            self.send(self.intake.decline(sender, item.body))
+        else:
+            now, groups = self.network.now, item.positions if mine else ()
+            self.send(self.intake.handle(item.kind, sender, item.body, now, groups))
         self.work()
+
+    def _cannot_read(self) -> bool:
+        share = self.network.scenario.unreadable
+        return share > 0.0 and self._rng.random() < share
 
     def begin_ticks(self) -> None:
         """Look from time to time at what is due, until a later term begins."""

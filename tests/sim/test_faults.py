@@ -13,14 +13,19 @@ import pytest
 from click.testing import CliRunner, Result
 
 from distflow.cluster import term_vote
+from distflow.comm.pulses import Pulses
+from distflow.comm.roll_call import RollCall
 from distflow.config.schema import Refresh, Schedule
 from distflow.errors import UserError
 from distflow.exchange.call_client import CallClient
+from distflow.exchange.group_transfer import KEPT, Send, Transfer
 from distflow.exchange.rollout_core import RolloutCore, Turn
+from distflow.exchange.steal_core import StealCore
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group
-from distflow.sim import fault_search, worker
+from distflow.sim import agent_mesh, fault_search, worker
 from distflow.sim.agent_faults import AgentLayout
+from distflow.sim.agent_terms import World
 from distflow.sim.fault_layouts import FaultLayouts, layouts_of
 from distflow.sim.fault_search import search_cores
 from distflow.sim.faults import BrokenPromise, judge, scenario_of, variants
@@ -103,6 +108,50 @@ def test_a_core_that_breaks_a_promise_is_found(
     layouts = FaultLayouts(plain[0], (), (), AgentLayout(2, 1, 0, 1, shrinks=False, renews=True), {})
     judged = (one.broken for one in search_cores(layouts, ["leases"], range(40)))
     assert any(re.search(what, broken.what) for broken in judged if broken is not None)
+
+
+def _keep_all(core: StealCore, holder: str, transfer: Transfer) -> list[Send]:
+    """Say that groups were kept that were not."""
+    core._search = None
+    return [Send(holder, KEPT, {"number": transfer.number})]
+
+
+@pytest.mark.parametrize(("method", "instead"), [("take_returned", lambda core: []), ("_on_groups", _keep_all)])
+def test_a_replica_that_loses_what_comes_back_of_a_theft_is_found(
+    monkeypatch: pytest.MonkeyPatch, method: str, instead: object
+) -> None:
+    monkeypatch.setattr(StealCore, method, instead)
+    plain = next(kind for kind in variants() if kind.staleness == 1 and kind.stealing)
+    assert any(judge(seed, scenario_of(plain, seed)) is not None for seed in range(100))
+
+
+def _either(roll: RollCall, agreed: int, common: int, checksum: int) -> None:
+    """Whoever one of those that agree has heard counts as heard by all of them."""
+    if agreed:
+        roll._agreed, roll._common = roll._agreed | agreed, roll._common | common
+
+
+def test_an_agent_that_takes_for_proven_what_is_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [("publish", 0, 20), ("cut", 0, 0), ("cut", 1, 0), ("cut", 2, 6)]
+    agent_mesh.check_events(0, 0.0, events)
+    monkeypatch.setattr(RollCall, "_merge", _either)
+    with pytest.raises(AssertionError, match=r"host \d+ takes it for proven that \d+ has heard it at"):
+        agent_mesh.check_events(0, 0.0, events)
+
+
+def _on_other_hosts() -> None:
+    """Two workers of four have gone to other hosts; then hosts 2 and 3 are not heard by the others, which they hear."""
+    world = World([0, 1, 2, 3], shrinks=True, seed=8425)
+    for event in (("scale", 7, 173), ("wait", 6, 115), ("scale", 2, 63), ("unheard", 5, 188)):
+        world.happens(*event)
+        world.check()
+
+
+def test_an_agent_that_takes_any_beat_for_a_confirmation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _on_other_hosts()
+    monkeypatch.setattr(Pulses, "confirm", lambda pulses, by, pulse: pulses._heard_us.__setitem__(by, pulses.clock))
+    with pytest.raises(AssertionError, match=r"term 3 begins while \['trainer/21'\] of former terms live"):
+        _on_other_hosts()
 
 
 def test_the_instance_is_small_and_of_the_recipes_kind() -> None:
