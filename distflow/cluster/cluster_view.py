@@ -108,12 +108,11 @@ class View:
         away = self.member_hosts - self.there() - {self.host}
         return frozenset(host for host in away if self.unheard_s.get(host, 0.0) >= rules.gone_s)
 
-    def cut_off(self, rules: Rules) -> bool:
-        """Whether the others may be about to go on without our host."""
-        if self.host not in self.member_hosts:
-            return False
-        near = {host for host in self.member_hosts if self.unseen_s.get(host, 0.0) < rules.silence_s}
-        return not self.majority(frozenset({*near, self.host}))
+    def cut_off(self, rules: Rules, term: Successor | None = None) -> bool:
+        """Whether the others may be about to go on without our host, in the current term or another one."""
+        hosts = list((self.members if term is None else members_of(term, self.hosts)).values())
+        near = {host for host in hosts if host == self.host or self.unseen_s.get(host, 0.0) < rules.silence_s}
+        return self.host in hosts and 2 * sum(host in near for host in hosts) <= len(hosts)
 
     def unreachable(self, hosts: Iterable[int], rules: Rules) -> frozenset[int]:
         """Those of these hosts that nobody could tell to start a worker now."""

@@ -30,7 +30,8 @@ workers still cannot train, since each gradient reduction and each COMMIT needs 
 the time in which our own agent was not running (a slow turn of its loop, SIGSTOP): it did not read what arrived then,
 and most likely no host was cut off. Among many hosts few beats go from one to another directly (`gossip.py`): there
 rolls confirm them (`comm/roll_call.py`), and the silence of a host counts from a question on that it did not answer,
-which is later still.
+which is later still. A host that would be cut off among the members of the next term does not begin it, though it is
+elected: they may have begun it long ago, and gone on without this host.
 
 Example: trainer/0, 1, 2 on hosts 0, 1, 2; host 2 is cut off. After 60 s it ends trainer/2; after 75 s hosts 0 and 1 end
 theirs, and propose and vote for term 1 with trainer/0 and 1. With four on two hosts, neither side has a majority.
@@ -56,6 +57,8 @@ from distflow.types import WorkerName, in_pool
 ELSEWHERE = "a training worker on another host was killed"
 SCALED = "distflow scale"
 """Why a term has ended whose training workers have saved and left."""
+UNSEEN = "the hosts of most training workers of the next term"
+"""What a host waits for that has voted for a term and cannot reach most of its members."""
 BEFORE_ALL = (-1, -1)
 """The stamp of a decision before any other."""
 Found = tuple[tuple[Saved, ...], tuple[str, ...]]
@@ -313,7 +316,10 @@ class Pool:
             self._get_ready(view, lacks)
         chosen = elected(self._seen(view), self._rules)
         if chosen is not None and (view.host not in view.member_hosts or self.term.vote == chosen):
-            return Begin(chosen)
+            if not view.cut_off(self._rules, chosen):
+                return Begin(chosen)
+            # Most of its members are out of reach: they may have begun it, and gone on without us since.
+            self.term = structs.replace(self.term, waits=UNSEEN)
         if isinstance(found, Standstill) and found.hopeless:
             return Stop(found.why)
         return self._overdue(self._waits_in(view), now)
@@ -333,7 +339,7 @@ class Pool:
     def _follow(self, view: View, term: Successor, lacks: Callable[[Successor], str], now: float) -> Move | None:
         """Begin a term that has begun elsewhere."""
         ours = view.host in members_of(term, view.hosts).values()
-        if ours and view.cut_off(self._rules):
+        if ours and (view.cut_off(self._rules) or view.cut_off(self._rules, term)):
             # What we know is old: the others may have gone on without us since.
             return None
         what = lacks(term)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.cluster.host_report import DesiredWorkers
+from distflow.cluster.term_vote import UNSEEN
 from distflow.sim import agent_terms as terms
+from distflow.sim.agent_faults import judge_agents
 from distflow.sim.agent_terms import World
 from tests.budget import within
 
@@ -102,6 +105,29 @@ def test_of_two_and_one_the_two_go_on_after_the_one_has_ended() -> None:
     world.happens("heal", 0, 10)
     assert world.agents[1].pool.term.members == ("trainer/0", "trainer/1")
     assert not world.agents[1].live
+
+
+def test_a_term_whose_members_are_out_of_reach_is_not_begun() -> None:
+    """The search found that a host, cut off after the vote, began it when the others went on to the one after.
+
+    Of three members one stayed on its host, and two were new on the other one, which began at once.
+    """
+    assert judge_agents(9010369) is None
+    world = World([0, 0, 1], shrinks=True, seed=4)
+    world.second()
+    world.agents[1].decided["trainer"] = DesiredWorkers((1, 1), {"trainer/1": 0, "trainer/10": 1, "trainer/11": 1})
+    while world.agents[1].pool.term.number == 0:
+        world.second()
+    world.group, world.flying = {0: 0, 1: 1}, []
+    assert world.agents[0].pool.term.number == 0, "it has voted, and has not heard of the other vote"
+    for _ in range(60):
+        world.second()
+        world.check()
+    assert world.agents[0].pool.term.waits == UNSEEN
+    assert world.agents[1].live == {"trainer/10": 2, "trainer/11": 2}
+    world.happens("heal", 0, 10)
+    assert world.agents[0].pool.term.number == 2
+    assert not world.agents[0].live
 
 
 def test_critics_without_a_policy_stand_still_and_say_so() -> None:
