@@ -215,20 +215,20 @@ def test_what_a_recipe_has_nothing_of_is_said_and_not_searched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "where", "what", "instead"),
+    ("cores", "scenarios", "where", "what", "instead"),
     [
-        ("leases", worker, "RolloutCore", Forgetful),
-        ("calls", CallClient, "tick", lambda client, now: []),
-        ("weights", Landing, "right", property(lambda landing: True)),
-        ("agents", term_vote, "elected", lambda view, rules: None),
+        ("leases", 8, worker, "RolloutCore", Forgetful),
+        ("calls", 8, CallClient, "tick", lambda client, now: []),
+        ("weights", 40, Landing, "right", property(lambda landing: True)),
+        ("agents", 40, term_vote, "elected", lambda view, rules: None),
     ],
 )
 def test_the_command_names_the_seed_and_how_to_repeat_it(
-    monkeypatch: pytest.MonkeyPatch, cores: str, where: object, what: str, instead: object
+    monkeypatch: pytest.MonkeyPatch, cores: str, scenarios: int, where: object, what: str, instead: object
 ) -> None:
-    """Of whichever cores have a fault."""
+    """Of whichever cores have a fault; those that then wait for ever take long."""
     monkeypatch.setattr(where, what, instead)
-    words = [*SERVED, "layout.max_staleness=1", "--faults", "40"]
+    words = [*SERVED, "layout.max_staleness=1", "--faults", str(scenarios)]
     broken = json.loads(searched(*words, "--json", served=()).output)["broken"]
     assert broken
     assert {one["cores"] for one in broken} == {cores}
