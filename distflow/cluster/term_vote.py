@@ -145,26 +145,28 @@ def propose(view: View, rules: Rules) -> Successor | Standstill:
     away = view.member_hosts - there
     if late := away - gone:
         return Standstill(f"{view.named(late)} to end its training workers")
-    aim = aim_of(view, rules)
-    names = ", ".join(name for name, host in view.members.items() if host in away)
-    if needed := [name for name, host in aim.members.items() if host in away and not rules.shrinks]:
+    near = there - view.lost_since(rules)
+    aim, silent = aim_of(view, rules), view.member_hosts - near
+    names = ", ".join(name for name, host in view.members.items() if host in silent)
+    if needed := [name for name, host in aim.members.items() if host in silent and not rules.shrinks]:
         return Standstill(
             f"{view.named(frozenset(map(aim.members.__getitem__, needed)))} with {', '.join(needed)}; with "
             "layout.on_failure: restart, training cannot continue without them"
         )
-    if away and not view.majority(there):
+    if silent and not view.majority(near):
         return Standstill(
-            f"{view.named(away)} with {names}: only {view.weight(there)} of {len(view.members)} training workers are "
+            f"{view.named(silent)} with {names}: only {view.weight(near)} of {len(view.members)} training workers are "
             "on hosts that can be heard here, and a pool goes on only with more than half of its workers"
         )
     terms = {host: view.terms[host] for host in sorted(there)}
     lost = {name for term in terms.values() for name in term.given_up if rules.shrinks}
-    left = {name: host for name, host in aim.members.items() if host not in away and name not in lost}
+    left = {name: host for name, host in aim.members.items() if host not in silent and name not in lost}
     if not left:
         return Standstill(f"{', '.join(view.members)} cannot come back, and no training worker is left", hopeless=True)
     if (without := _without_home(view, left, lost)) is not None:
         return without
-    choice = choose({host: term.checkpoints for host, term in terms.items()}, {h: view.names.get(h, "") for h in terms})
+    names_of = {host: view.names.get(host, "") for host in sorted(near)}
+    choice = choose({host: terms[host].checkpoints for host in names_of}, names_of)
     if choice.step is None:
         return Standstill(choice.lacking, hopeless=True)
     return _successor(view, rules, aim, left, choice)
@@ -210,10 +212,11 @@ def _successor(view: View, rules: Rules, aim: Aim, left: Mapping[str, int], choi
     return Successor(*about, hosts=tuple(left.values()), scaled=aim.scaled)
 
 
-def electable(view: View) -> Successor | None:
+def electable(view: View, rules: Rules) -> Successor | None:
     """What our host should vote for, once it can begin it; None: it has to wait for others.
 
-    That is what all participating hosts propose, or what another host has voted for already.
+    That is what all participating hosts propose that have not been silent for too long, or what another host has voted
+    for already.
     """
     own, there = view.own, view.there()
     if own.vote is not None or own.proposal is None or view.host not in view.member_hosts:
@@ -221,7 +224,7 @@ def electable(view: View) -> Successor | None:
     for host in sorted(there):
         if (vote := view.terms[host].vote) is not None:
             return vote
-    same = all(view.terms[host].proposal == own.proposal for host in there)
+    same = all(view.terms[host].proposal == own.proposal for host in there - view.lost_since(rules))
     return own.proposal if same else None
 
 
@@ -352,7 +355,7 @@ class Pool:
     def _decide(self, view: View, found: Successor | Standstill, lacks: Callable[[Successor], str]) -> None:
         if self.term.vote is None:
             self.term = with_proposal(self.term, found)
-        wanted = electable(self._seen(view))
+        wanted = electable(self._seen(view), self._rules)
         if wanted is not None:
             what = lacks(wanted)
             self.term = structs.replace(self.term, waits=what, vote=None if what else wanted)

@@ -99,6 +99,8 @@ class RollCall:
         self._common = 0
         self._checksum = MIXED
         self._proves_from = 0.0
+        self._follows = False
+        """We follow another agent of this host, and no roll has proven yet that anybody else hears us."""
         self._seen: list[tuple[int, float]] = []
         """Hosts that have heard us in a roll before this one, as bits, and when we entered it: each host once, by the
         last such roll, and the last roll first. While all hear us it is one entry, however many there are."""
@@ -118,8 +120,11 @@ class RollCall:
         return LEAST_S + DOUBLING_S * hosts.bit_length()
 
     def resume(self, clock: float, hosts: int) -> None:
-        """We follow another agent of this host, which may have entered the rolls of the last moments."""
-        self._proves_from = clock + PROVES_AFTER * self.length_s(hosts)
+        """We follow another agent of this host, which may have entered the rolls of the last moments: those that were
+        called before we began, and those that we hear of later and did not come to one by one. What others sent before
+        may have been under way for long.
+        """
+        self._follows, self._proves_from = True, clock + PROVES_AFTER * self.length_s(hosts)
 
     def call(self, clock: float, hosts: int) -> None:
         """Begin the next roll when it is time."""
@@ -128,6 +133,8 @@ class RollCall:
 
     def hear(self, told: Roll, clock: float, hosts: int) -> int:
         """Merge the roll as another agent knows it; returns the hosts that are new on the list."""
+        if self._follows and told.number > self.number + 1:
+            self._proves_from = clock + PROVES_AFTER * self.length_s(hosts)
         if told.number > self.number:
             self._enter(told.number, clock, self.length_s(hosts))
         if told.number < self.number:
@@ -190,6 +197,7 @@ class RollCall:
 
     def _enter(self, number: int, clock: float, length_s: float) -> None:
         if self._proven:
+            self._follows = self._follows and self._agreed == self._me
             former = [(hosts & ~self._agreed, at) for hosts, at in self._seen]
             self._seen = [(self._agreed, self._entered_at), *(seen for seen in former if seen[0])]
         # A list that was left early, since others are further, says nothing about who is missing.

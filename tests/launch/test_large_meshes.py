@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from distflow.comm.message import Body, Buffer
 from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.probes import PARTNERS, Probes
 from distflow.comm.pulses import Pulses
-from distflow.comm.roll_call import RollCall, bits, pack, roll_from
+from distflow.comm.roll_call import PROVES_AFTER, RollCall, bits, pack, roll_from
 from distflow.errors import ProtocolError
 from distflow.launch.agent.peer_agents import IDLE_S, KEPT_LINKS, PeerAgents
 from distflow.launch.run.record import RunRecord
@@ -177,6 +178,35 @@ def test_an_agent_takes_no_confirmation_of_the_one_before_it_for_its_own() -> No
         # It hears others, who have heard the agent before it; nobody hears this one.
         agent = mesh.agents[5]
         assert all(agent.unseen_s(other, mesh.now) >= agent._pulses.clock for other in agent.others)
+
+
+def test_beats_that_were_under_way_for_long_prove_nothing_of_an_agent_that_began_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh, late = settled(), list[bytes]()
+    mesh.run_for(10 * RollCall.length_s(HOSTS))
+    arrive = Mesh._arrive
+
+    def arrives(mesh: Mesh, host: int, body: bytes, *spoken: object) -> None:
+        if host == 5:
+            late.append(body)
+        arrive(mesh, host, body, *spoken)
+
+    monkeypatch.setattr(Mesh, "_arrive", arrives)
+    mesh.run_for(6.0)
+    monkeypatch.undo()
+    mesh.cut = {pair for other in range(HOSTS) for pair in ((5, other), (other, 5))}
+    mesh.run_for(3.0)
+    mesh.restart(5)
+    # By itself it calls one roll after the other, the first of which the agent before it may have entered elsewhere.
+    mesh.run_for((PROVES_AFTER + 2) * RollCall.length_s(HOSTS))
+    agent = mesh.agents[5]
+    for body in late:
+        agent.hear(msgpack.unpackb(body), mesh.now)
+    assert near(agent, mesh.now) == {5}
+    mesh.cut = set()
+    mesh.run_for(2 * SETTLED_S)
+    assert near(agent, mesh.now) == set(range(HOSTS))
 
 
 def test_each_agent_talks_to_few_and_to_all_in_turn() -> None:

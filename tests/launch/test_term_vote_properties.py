@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.cluster.host_report import DesiredWorkers
-from distflow.cluster.term_vote import UNSEEN
+from distflow.cluster.host_report import DesiredWorkers, HostReport
+from distflow.cluster.term_vote import UNSEEN, Standstill, propose
 from distflow.sim import agent_terms as terms
 from distflow.sim.agent_faults import judge_agents
 from distflow.sim.agent_terms import World
@@ -72,6 +74,38 @@ def test_the_last_decision_is_taken_up_once_all_hear_each_other(
     assert {name: host for name, host in newest.items() if name.startswith(f"{pool}/")} == decided
     assert world.commits[-1][1] == max(world.begun, default=0), "it trains"
     world.check()
+
+
+def test_a_host_that_dies_once_its_workers_have_ended_is_left_out() -> None:
+    """It has voted for nothing, and never will."""
+    for seed in range(8):
+        world = World([0, 1, 2], shrinks=True, seed=seed)
+        world.happens("wait", 0, 5)
+        world.happens("kill", 2, 1)
+        world.happens("crash", 2, 0)
+        world.happens("heal", 0, 24)
+        world.happens("heal", 0, 24)
+        world.check()
+        assert world.commits[-1][0] == world.now, [agent.pool.term.waits for agent in world.agents]
+        assert set(world.commits[-1][2]) == {"trainer/0", "trainer/1"}
+
+
+def test_a_host_that_hears_nobody_any_more_does_not_end_the_run() -> None:
+    """All others have reported the end of their workers before."""
+    world = World([0, 1, 2], shrinks=True, seed=0)
+    world.happens("wait", 0, 5)
+    for agent in world.agents:
+        agent.pool.note("killed", alive=False, look=lambda: ((), ()))
+        agent.broken, agent.live = "killed", {}
+    reports = {
+        agent.mesh.host: HostReport(agent.mesh.host, agent.mesh.own.entry, 9, agent.pool.term) for agent in world.agents
+    }
+    view = world._view(world.agents[0])
+    silent = replace(view, terms={host: one.term for host, one in reports.items()}, unheard_s={1: 99.0, 2: 99.0})
+    found = propose(silent, world.rules)
+    assert isinstance(found, Standstill)
+    assert not found.hopeless
+    assert "only 1 of 3 training workers are on hosts that can be heard here" in found.why
 
 
 def partition(layout: list[int], groups: dict[int, int], seconds: int, *, shrinks: bool = True) -> World:
