@@ -229,6 +229,9 @@ class Agent:
     def _handle(self, message: Message) -> None:
         try:
             answer = self._handlers[message.kind](message)
+            if message.kind in ("stop", "scale"):
+                # The requester is about to be told that it will be done: by the next agent, if this one is killed.
+                self._succession.keep(self._report())
         except DistflowError as error:
             # A bad message must not end the agent of healthy workers.
             log.warning("refused a message of kind %r from %r: %s", message.kind, message.sender, error)
@@ -244,8 +247,6 @@ class Agent:
     def _stop(self, reason: str, *, at_once: bool) -> None:
         log.info("stopping%s: %s", " at once" if at_once else "", reason)
         self._worker_group.do(self._core.stop(reason, time.monotonic(), at_once=at_once))
-        # The requester is about to be told that it will be done: by the next agent, if this one is killed.
-        self._succession.keep(self._report())
 
     def _status(self) -> dict[str, Any]:
         told = {"state": self._recorder.record.state, **cluster_view.status(self._peers.mesh)}

@@ -135,6 +135,24 @@ def test_what_came_since_the_last_turn_is_concluded_from_at_one_time(works: Work
     assert not peers.rest(now, now), "a deadline of this host does not wait for that"
 
 
+def test_what_was_answered_is_on_disk_before_the_answer_goes_out(works: Works, monkeypatch: pytest.MonkeyPatch) -> None:
+    works(2)
+    agent = Kept.last
+    record, decision = agent._recorder.record, DesiredWorkers((1, 0), {"rollout/0": 0})
+    monkeypatch.setattr(
+        agent._scaling, "ask", lambda body, mesh: agent._scaling._decided.update(rollout=decision) or {}
+    )
+    answered = []
+
+    def reply(message: Any, body: Any) -> None:
+        before = record_writer.read_journal(record.path, 0, record.launch_term)
+        answered.append((body, None if before is None else dict(before.report.wanted)))
+
+    monkeypatch.setattr(agent._endpoint, "reply", reply)
+    agent._handle(decode(encode("scale", "client", 0, {})))
+    assert answered == [({}, {"rollout": decision})]
+
+
 def told_of(body: Any) -> set[str]:
     return set(body["addresses"])
 
