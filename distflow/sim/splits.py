@@ -39,7 +39,7 @@ SAMPLE_S, WORKER_S = 5e-4, 4.5e-4
 on two cores, most of which they meet within 40%."""
 MARGIN = 1.1
 """A split is simulated if its estimate is within this factor of the best simulation: the formula's error is 3% (mean)
-and 10% (97% of all); where it is more, since new weights take long, it is so for all splits."""
+and 10% (97% of all), and up to 38% on short steps, where it is alike for neighbouring splits."""
 WORTH = 0.03
 """Step times that differ by less than this share are called equal."""
 BUSY = 0.85
