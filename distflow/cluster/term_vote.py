@@ -57,7 +57,7 @@ from distflow.types import WorkerName, in_pool
 ELSEWHERE = "a training worker on another host was killed"
 SCALED = "distflow scale"
 """Why a term has ended whose training workers have saved and left."""
-UNSEEN = "the hosts of most training workers of the next term"
+OUT_OF_REACH = "the hosts of most training workers of the next term"
 """What a host waits for that has voted for a term and cannot reach most of its members."""
 BEFORE_ALL = (-1, -1)
 """The stamp of a decision before any other."""
@@ -322,7 +322,9 @@ class Pool:
             if not view.cut_off(self._rules, chosen):
                 return Begin(chosen)
             # Most of its members are out of reach: they may have begun it, and gone on without us since.
-            self.term = structs.replace(self.term, waits=UNSEEN)
+            self.term = structs.replace(self.term, waits=OUT_OF_REACH)
+        elif self.term.waits == OUT_OF_REACH:
+            self.term = structs.replace(self.term, waits="")
         if isinstance(found, Standstill) and found.hopeless:
             return Stop(found.why)
         return self._overdue(self._waits_in(view), now)
@@ -344,7 +346,7 @@ class Pool:
         ours = view.host in members_of(term, view.hosts).values()
         if ours and (view.cut_off(self._rules) or view.cut_off(self._rules, term)):
             # What we know is old: the others may have gone on without us since.
-            return None
+            return self.put_off(OUT_OF_REACH, now)
         what = lacks(term)
         if not what:
             return Begin(term)

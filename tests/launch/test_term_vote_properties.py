@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.cluster.host_report import DesiredWorkers, HostReport
-from distflow.cluster.term_vote import UNSEEN, Standstill, propose
+from distflow.cluster.term_vote import OUT_OF_REACH, Begin, Standstill, Stop, propose
 from distflow.sim import agent_terms as terms
 from distflow.sim.agent_faults import judge_agents
 from distflow.sim.agent_terms import World
@@ -157,11 +157,31 @@ def test_a_term_whose_members_are_out_of_reach_is_not_begun() -> None:
     for _ in range(60):
         world.second()
         world.check()
-    assert world.agents[0].pool.term.waits == UNSEEN
+    assert world.agents[0].pool.term.waits == OUT_OF_REACH
     assert world.agents[1].live == {"trainer/10": 2, "trainer/11": 2}
     world.happens("heal", 0, 10)
     assert world.agents[0].pool.term.number == 2
     assert not world.agents[0].live
+
+
+def test_who_waits_for_members_that_have_died_since_they_began_says_so_and_ends() -> None:
+    world = World([0, 0, 1], shrinks=True, seed=4)
+    world.second()
+    waiting, ahead = world.agents
+    ahead.decided["trainer"] = DesiredWorkers((1, 1), {"trainer/1": 0, "trainer/10": 1, "trainer/11": 1})
+    while ahead.pool.term.number == 0:
+        world.second()
+    pool, view = waiting.pool, world._view(waiting)
+    view = replace(view, terms={**view.terms, 1: ahead.pool.term}, unseen_s={1: 99.0})
+    pool._patience_s = 50.0
+    assert pool.act(view, alive=False, lacks=lambda term: "", now=100.0) is None
+    assert pool.term.waits == OUT_OF_REACH
+    assert pool.act(view, alive=False, lacks=lambda term: "", now=149.0) is None
+    ended = pool.act(view, alive=False, lacks=lambda term: "", now=150.0)
+    assert isinstance(ended, Stop)
+    assert OUT_OF_REACH in ended.why
+    heard = replace(view, unseen_s={1: 0.0})
+    assert pool.act(heard, alive=False, lacks=lambda term: "", now=151.0) == Begin(ahead.pool.term.begun)
 
 
 def test_critics_without_a_policy_stand_still_and_say_so() -> None:
