@@ -385,7 +385,7 @@ class Greeting:
         self._heard = self._heard or self._said
         if told.number and told.since in (0, self._has):
             self._has = told.number
-        elif told.number:
+        elif told.number not in (0, self._has):
             # One before was lost: the agent is told what we have.
             self._say_at = 0.0
         endpoint, membership = self._node.endpoint, self._node.membership

@@ -55,7 +55,12 @@ class AddressBook:
 
     def _look_at(self, host: int) -> None:
         report, own = self._mesh.report(host), self._own if host == self._mesh.host else None
-        for name, address in {} if report is None else addresses_on(report).items():
+        if report is None:
+            return
+        for name in [name for name, hosted in report.workers.items() if hosted.state == "left"]:
+            # Who knows its address is not told to forget it, but nobody else needs it.
+            self._places.pop(name, None)
+        for name, address in addresses_on(report).items():
             if own is None:
                 self.note(host, name, address)
             elif name not in self._places:

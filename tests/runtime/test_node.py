@@ -328,6 +328,9 @@ def test_a_worker_says_which_roster_it_has_and_soon_if_one_was_lost(town: Town) 
     hear(43, 41)
     greeting._tick(40.0)
     assert sent[3:] == [43]
+    hear(43, 41)
+    greeting._tick(40.1)
+    assert sent[4:] == [], "it came twice, and nothing is missing"
     hear(7, 0)
     greeting._tick(80.0)
     assert sent[4:] == [7], "the next agent of our host counts for itself"
