@@ -103,7 +103,7 @@ class View:
         found = {host: self.terms.get(host) for host in self.member_hosts}
         return frozenset(h for h, term in found.items() if term and term.number == self.own.number and term.ended)
 
-    def lost_since(self, rules: Rules) -> frozenset[int]:
+    def gone_after_end(self, rules: Rules) -> frozenset[int]:
         """Hosts that have reported the end of their members, and have been silent for too long since."""
         others = self.there() - {self.host}
         return frozenset(host for host in others if self.unheard_s.get(host, 0.0) >= rules.gone_s)

@@ -95,6 +95,11 @@ class Gossip:
         """Numbers of the other hosts, in order."""
         return self._pulses.others
 
+    @property
+    def clock(self) -> float:
+        """Seconds in which our own agent was running."""
+        return self._pulses.clock
+
     def changed_since(self, revision: int) -> list[int]:
         """Hosts that are new, or have a new report, since this revision: the work is for these alone."""
         found: list[int] = []

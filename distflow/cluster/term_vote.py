@@ -145,7 +145,7 @@ def propose(view: View, rules: Rules) -> Successor | Standstill:
     away = view.member_hosts - there
     if late := away - gone:
         return Standstill(f"{view.named(late)} to end its training workers")
-    near = there - view.lost_since(rules)
+    near = there - view.gone_after_end(rules)
     aim, silent = aim_of(view, rules), view.member_hosts - near
     names = ", ".join(name for name, host in view.members.items() if host in silent)
     if needed := [name for name, host in aim.members.items() if host in silent and not rules.shrinks]:
@@ -224,7 +224,7 @@ def electable(view: View, rules: Rules) -> Successor | None:
     for host in sorted(there):
         if (vote := view.terms[host].vote) is not None:
             return vote
-    same = all(view.terms[host].proposal == own.proposal for host in there - view.lost_since(rules))
+    same = all(view.terms[host].proposal == own.proposal for host in there - view.gone_after_end(rules))
     return own.proposal if same else None
 
 

@@ -71,8 +71,8 @@ _RIDGES[0] = 0.01  # Of the constant: lengths are not drawn towards 1.
 _MULTIPLIERS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))
 
 
-class Errors:
-    """The mean square error of predictions, of the logarithm of a length; the latest weigh most."""
+class MeanSquareError:
+    """Of predictions, of the logarithm of a length; the latest weigh most."""
 
     def __init__(self) -> None:
         self._sum = self._count = 0.0
@@ -104,7 +104,7 @@ class LengthRanker:
         """By hash: how many prompts had it."""
         self._past: OrderedDict[int, tuple[float, int]] = OrderedDict()
         """By prompt, the last one used at the end: smoothed logarithm of its lengths, and how many there were."""
-        self._of_regression, self._of_past = Errors(), Errors()
+        self._of_regression, self._of_past = MeanSquareError(), MeanSquareError()
         """The latter as if there were no noise in what is predicted from."""
 
     def predict(self, prompt: int, prompt_ids: Sequence[int]) -> float:

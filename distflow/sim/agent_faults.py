@@ -20,6 +20,8 @@ from distflow.sim.faults import BrokenPromise, broken_by
 MESHES = 0.1
 """Share of the scenarios that are about what agents know."""
 MOST_TRAINERS = 5
+MOST_TERM_HOSTS = 5
+"""Where terms are decided; where reports are, as many as the layout has."""
 SETTLES_S = 120
 
 
@@ -84,7 +86,7 @@ def _world(rng: random.Random, layout: AgentLayout | None, injected: Counter[Fau
     harmless, workers = rng.random() < 0.5, layout.owners + layout.others
     hosts = rng.randint(1, min(workers, layout.training_hosts))
     homes = sorted([*range(hosts), *(rng.randrange(hosts) for _ in range(workers - hosts))])
-    every = rng.randint(hosts, max(hosts, min(MOST_TRAINERS, layout.hosts)))
+    every = rng.randint(hosts, max(hosts, min(MOST_TERM_HOSTS, layout.hosts)))
     seed = rng.randrange(10_000)
     return harmless, World(
         homes, hosts=every, shrinks=layout.shrinks, seed=seed, critics=layout.others, injected=injected

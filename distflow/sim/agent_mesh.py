@@ -133,7 +133,7 @@ class Mesh(EventQueue):
     def _turn(self, host: int) -> None:
         beats = self.agents[host].tick(self.now)
         if self._audit is not None:
-            self._audit.turns(host, self.agents[host]._pulses.clock, self.now)
+            self._audit.turns(host, self.agents[host].clock, self.now)
         self._send(host, beats)
 
     def _send(self, host: int, beats: Sequence[Beat]) -> None:

@@ -13,7 +13,7 @@ from itertools import product
 from distflow.errors import UserError
 from distflow.flow.edges import Edge
 from distflow.flow.plan import Plan, PoolPlan
-from distflow.sim.agent_faults import MOST_TRAINERS, AgentLayout
+from distflow.sim.agent_faults import MOST_TERM_HOSTS, MOST_TRAINERS, AgentLayout
 from distflow.sim.agent_mesh import HOSTS
 from distflow.sim.call_faults import MOST_AHEAD, MOST_CALLERS, MOST_SERVERS, CallLayout
 from distflow.sim.faults import Arithmetic
@@ -85,7 +85,10 @@ def _shown_agents(layout: AgentLayout) -> str:
     if not layout.renews:
         return f"{layout.hosts} hosts, and no second term (layout.on_failure: stop)"
     where = f" on 1 to {layout.training_hosts} of them" if layout.training_hosts > 1 else ""
-    return f"{layout.hosts} hosts, {counted(layout.owners + layout.others, 'training worker')}{where}"
+    hosts = f"{layout.hosts} hosts"
+    if layout.hosts > MOST_TERM_HOSTS:
+        hosts += f" ({MOST_TERM_HOSTS} where terms are decided)"
+    return f"{hosts}, {counted(layout.owners + layout.others, 'training worker')}{where}"
 
 
 def _arithmetic(plan: Plan) -> Arithmetic:

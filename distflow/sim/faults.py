@@ -135,8 +135,8 @@ def scenario_of(arithmetic: Arithmetic, seed: int) -> Scenario:
 
 
 def _with_steals(scenario: Scenario, rng: random.Random) -> Scenario:
-    """Elsewhere replicas hardly ever steal: in one of three scenarios the first is slow, and takes one group at a time;
-    in half of these half of what is stolen cannot be read, and so comes back.
+    """In one of three scenarios the first replica is slow, and takes one group at a time; in half of these half of what
+    is stolen cannot be read, and so comes back. In the other scenarios replicas hardly ever steal.
     """
     if scenario.lazy_take or not scenario.stealing or scenario.settings.ledgers < 2 or rng.random() >= 1 / 3:
         return scenario

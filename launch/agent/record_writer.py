@@ -100,7 +100,7 @@ class RecordWriter:
         """Write what is new, if this agent writes; otherwise only remember the state of the run.
 
         Nothing is composed unless there was news since the last call. After a record that took long to write comes a
-        rest (`SPARE`), and what is new then is in the next one; so whoever calls this must go on to. What the disk
+        rest (`SPARE`), and what is new then is in the next one; so the caller must keep calling. What the disk
         refuses is tried again every `TRY_S` seconds.
         """
         news = (mesh.revision, mesh.silent(), state)

@@ -58,7 +58,8 @@ def load_options(command: Command) -> Command:
             "--steps",
             type=click.IntRange(1, 1000),
             metavar="N",
-            help="Simulated steps that count.  [default: the least multiple of 1 + max_staleness from 8 on]",
+            help="Simulated steps that count.  [default: the least multiple of 1 + max_staleness from 8 on; fewer for "
+            "--optimize where that takes long]",
         ),
     ):
         command = option(command)

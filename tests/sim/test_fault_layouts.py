@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from distflow.flow.recipe_check import plan_recipe
+from distflow.sim import agent_faults, agent_mesh
 from distflow.sim.agent_faults import AgentLayout, judge_agents
+from distflow.sim.agent_terms import World
 from distflow.sim.call_faults import CallLayout, calls_of, judge_calls
 from distflow.sim.call_network import CallNetwork
 from distflow.sim.call_scenario import FROZEN, VERSIONED, CallScenario, Cut
@@ -59,7 +61,7 @@ def test_agents_are_on_as_many_hosts_as_there_are_workers() -> None:
     assert shown_layouts(layouts())["agents"] == "3 hosts, 1 training worker"
     many = layouts("layout=critic", "flow=ppo", f"{POOLS}.trainer.count=8", f"{POOLS}.rollout.count=30")
     assert many.agents == AgentLayout(20, 3, 2, 5, shrinks=False, renews=True)
-    assert shown_layouts(many)["agents"] == "20 hosts, 5 training workers on 1 to 5 of them"
+    assert shown_layouts(many)["agents"] == "20 hosts (5 where terms are decided), 5 training workers on 1 to 5 of them"
     pinned = layouts(f"{POOLS}.trainer={{count: 4, hosts: [gpu-1]}}", "layout.on_failure=shrink")
     assert pinned.agents == AgentLayout(3, 4, 0, 1, shrinks=True, renews=True)
     assert layouts("layout.on_failure=stop").agents.renews is False
@@ -73,6 +75,29 @@ def test_scenarios_have_the_layout_of_the_recipe() -> None:
     weights = [weights_of(seed, [WeightLayout(4, deltas=True, in_step=True)]) for seed in range(20)]
     assert {(len(s.joins), s.in_step, s.delta_bytes > 0) for s in weights} == {(4, True, True)}
     assert not any(weights_of(seed, [WeightLayout(4, False, False)]).delta_bytes for seed in range(20))
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_agents_have_the_layout_of_the_recipe(monkeypatch: pytest.MonkeyPatch, renews: bool) -> None:
+    worlds, meshes = list[World](), list[int]()
+
+    def keep(*given: object, **further: object) -> World:
+        worlds.append(World(*given, **further))  # type: ignore[arg-type]
+        return worlds[-1]
+
+    monkeypatch.setattr(agent_faults, "World", keep)
+    monkeypatch.setattr(agent_faults, "SETTLES_S", 0)
+    monkeypatch.setattr(agent_faults, "EVENTS", ("wait",))
+    monkeypatch.setattr(agent_mesh, "check_events", lambda seed, loss, events, hosts, injected: meshes.append(hosts))
+    layout = AgentLayout(hosts=7, owners=2, others=1, training_hosts=2, shrinks=False, renews=renews)
+    for seed in range(40):
+        judge_agents(seed, layout)
+    assert set(meshes) == {7}
+    assert bool(worlds) == renews, "without a second term none is looked for"
+    assert all([*world.trainers][:2] == ["trainer/0", "trainer/1"] for world in worlds)
+    assert all([*world.trainers][2:] == ["critic/0"] for world in worlds)
+    assert {len({*world.trainers.values()}) for world in worlds} == ({1, 2} if renews else set())
+    assert all(len(world.agents) <= 5 and not world.rules.shrinks for world in worlds)
 
 
 @pytest.mark.parametrize(
