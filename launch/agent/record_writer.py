@@ -99,7 +99,7 @@ class RecordWriter:
     def update(self, mesh: Gossip, state: RunState, pid: int, now: float) -> None:
         """Write what is new, if this agent writes; otherwise only remember the state of the run.
 
-        Nothing is composed unless there was news since the last call. After a record that took long to write comes a
+        Nothing is composed unless there was news since the last call. Among many hosts, after each record comes a
         rest (`SPARE`), and what is new then is in the next one; so the caller must keep calling. What the disk
         refuses is tried again every `TRY_S` seconds.
         """
@@ -117,7 +117,8 @@ class RecordWriter:
                 self._refused_at = now
             else:
                 self._written, self._refused_at = news, None
-            self._rests_until = now + SPARE * (time.monotonic() - began)
+            if not mesh.few:
+                self._rests_until = now + SPARE * (time.monotonic() - began)
         elif not self.record.over:
             self.record = structs.replace(self.record, state=state)
 

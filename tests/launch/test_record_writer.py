@@ -162,6 +162,8 @@ def test_a_record_that_takes_long_to_write_is_not_written_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, mesh = many(tmp_path, 64)
+    for host in range(40):
+        mesh.know(host)
     clock = iter(range(100))
     monkeypatch.setattr(recording, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     writer = RecordWriter(before, claim(tmp_path))
