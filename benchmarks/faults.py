@@ -16,17 +16,15 @@ import argparse
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
 from distflow.config.schema import Schedule
-from distflow.sim.agent_faults import judge_agents
-from distflow.sim.call_faults import judge_calls
+from distflow.sim import fault_search
 from distflow.sim.event_queue import Fault
+from distflow.sim.fault_layouts import FaultLayouts
 from distflow.sim.fault_report import shown_faults
 from distflow.sim.faults import Arithmetic, BrokenPromise, judge, scenario_of, variants
-from distflow.sim.weight_faults import judge_weights
 
 EVERY, COLLECT = 500, 100
 
@@ -41,18 +39,13 @@ def kinds() -> list[Arithmetic]:
     ]
 
 
-def judge_leases(seed: int, injected: Counter[Fault]) -> BrokenPromise | None:
+def judge_leases(seed: int, _layouts: FaultLayouts | None, injected: Counter[Fault]) -> BrokenPromise | None:
     """The scenario of a seed, of one kind after the other."""
     every = kinds()
     return judge(seed, scenario_of(every[seed % len(every)], seed), injected)
 
 
-JUDGES: dict[str, Callable[[int, Counter[Fault]], BrokenPromise | None]] = {
-    "leases": judge_leases,
-    "calls": lambda seed, injected: judge_calls(seed, injected=injected),
-    "weights": lambda seed, injected: judge_weights(seed, injected=injected),
-    "agents": lambda seed, injected: judge_agents(seed, injected=injected),
-}
+JUDGES = {**fault_search.JUDGES, "leases": judge_leases}
 
 
 def main() -> int:
@@ -66,7 +59,7 @@ def main() -> int:
     # Looking for cycles again and again costs more than the cycles do.
     gc.disable()
     for number, seed in enumerate(range(args.seed, args.seed + args.count), start=1):
-        found = judged(seed, injected)
+        found = judged(seed, None, injected)
         if found is not None:
             broken += 1
             print(f"seed {seed}: {found.what}", flush=True)

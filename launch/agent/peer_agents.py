@@ -148,12 +148,13 @@ class PeerAgents:
             raise ProtocolError(f"a beat of host {shown(message.body['from'])}, sent by {message.sender}")
         if not self.mesh.hear(message.body, now):
             return
-        for host in {one["host"] for one in message.body["reports"]} - {self._host}:
-            report = self.mesh.report(host)
-            address = "" if report is None else report.entry.agent
-            new = bool(address) and self._address(host) != address
-            if new and self._endpoint.learn(agent_name(host), address):
-                self._agents = {**self._agents, str(host): address}
+        told = (self.mesh.report(one["host"]) for one in message.body["reports"] if one["host"] != self._host)
+        agents = {one.host: one.entry.agent for one in told if one is not None and one.entry.agent}
+        new = {host: address for host, address in agents.items() if self._address(host) != address}
+        if new:
+            learned = self._endpoint.learn_all({agent_name(host): address for host, address in new.items()})
+            known = {str(host): address for host, address in new.items() if agent_name(host) in learned}
+            self._agents = {**self._agents, **known}
 
     def here(self, message: Message) -> None:
         """Handle `here`: a worker of this host says where it listens, and which roster it has."""
