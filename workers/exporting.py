@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from distflow.errors import UserError, WorkerFailed
@@ -160,9 +160,9 @@ def compare(
 
     Raises WorkerFailed if that difference exceeds TOLERANCE, or the tokenizer in the folder gives other tokens.
     """
-    tokenizer, loaded = _tokenizer(model), AutoTokenizer.from_pretrained(folder)
+    tokenizer, loaded = _tokenizer(model), PretrainedTokenizer(str(folder))
     for prompt, _ in texts:
-        ours, theirs = tokenizer.encode(prompt), loaded.encode(prompt, add_special_tokens=False)
+        ours, theirs = (one.encode(prompt, begins=True) for one in (tokenizer, loaded))
         if ours != theirs:
             raise WorkerFailed(f"the exported tokenizer encodes {prompt!r} as {theirs}; in the run it was {ours}")
     own = build_model({**model, "dtype": "float32"}, device="cpu", seed=0, load_weights=False)
@@ -186,7 +186,7 @@ def compare(
 def _rows(model: Mapping[str, Any], texts: Sequence[Text]) -> list[list[int]]:
     """Token ids to compare two models by; some numbers if there are no texts."""
     tokenizer = _tokenizer(model)
-    rows = [[*tokenizer.encode(prompt), *response][:LONGEST] for prompt, response in texts]
+    rows = [[*tokenizer.encode(prompt, begins=True), *response][:LONGEST] for prompt, response in texts]
     return rows or [_some_tokens(load_config(model))]
 
 

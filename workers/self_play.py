@@ -31,7 +31,7 @@ def propose(batch: Batch, ctx: StepContext) -> Batch:
     ids = [row.tolist() for row in batch.ragged("prompt_ids").rows()]
     for row in (row for row, fine in enumerate(valid) if fine):
         prompts[row], tasks[row] = f"{written[row]}=", json.dumps({"answer": written[row]})
-        ids[row] = ctx.tokenizer.encode(prompts[row])
+        ids[row] = ctx.tokenizer.encode(prompts[row], begins=True)
     columns: dict[str, Column] = {
         "solver/prompt_ids": Ragged.from_rows(ids, torch.int64),
         "solver/prompt_text": Ragged.from_texts(prompts),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,8 @@ class CharTokenizer:
         """Whether a turn may end with this token."""
         return token <= EOS_ID or token in self.end_tokens
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids; raises ValueError naming an unknown character."""
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        """Encode a text, the same where it begins a sequence; raises ValueError naming an unknown character."""
         try:
             return [self._ids[char] for char in text]
         except KeyError as error:
@@ -111,6 +112,7 @@ class CharTokenizer:
         arguments: Mapping[str, Any] | None = None,
         *,
         asks: bool = True,
+        continues: bool = False,
     ) -> str:
         """Raises UserError: there is no chat template."""
         raise UserError(_no_template(self.spec, turns))
@@ -141,6 +143,8 @@ class PretrainedTokenizer:
         self._further_ends = further_ends
         added = self.pretrained.added_tokens_decoder
         self._special = {*self.pretrained.all_special_ids, *(n for n, token in added.items() if token.special)}
+        self._begin = _begin_tokens(self.pretrained)
+        self._inner = _inner_encoder(self.pretrained)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -151,9 +155,16 @@ class PretrainedTokenizer:
         """Whether a turn may end with this token: a special one, or one that ends responses."""
         return token in self._special or token in self.end_tokens
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids without special tokens."""
-        return list(self.pretrained.encode(text, add_special_tokens=False))
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        """Encode a text that goes on a sequence: no special tokens, and no space that is not there.
+
+        With `begins` it is the beginning of a sequence: what the tokenizer puts there comes before it, once, also where
+        the text, as of some chat templates, has it already.
+        """
+        if not begins:
+            return self._inner(text)
+        ids = list(self.pretrained.encode(text, add_special_tokens=False))
+        return ids if not ids or ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
 
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
         """Texts, one per row."""
@@ -162,12 +173,11 @@ class PretrainedTokenizer:
         return list(self.pretrained.batch_decode([list(row) for row in rows], skip_special_tokens=skip_special))
 
     def encode_turns(self, prompt: str, response: str) -> list[int]:
-        """A user's and an assistant's turn in the chat template; without one, the two texts as the tokenizer joins them
-        with its special tokens."""
+        """A user's and an assistant's turn in the chat template; without one, the two texts one behind the other."""
         if self.pretrained.chat_template is None:
-            return list(self.pretrained.encode(prompt + response))
+            return self.encode(prompt + response, begins=True)
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        return self.encode(self.pretrained.apply_chat_template(turns, tokenize=False))
+        return self.encode(self.chat_text(turns, asks=False), begins=True)
 
     def chat_text(
         self,
@@ -176,8 +186,10 @@ class PretrainedTokenizer:
         arguments: Mapping[str, Any] | None = None,
         *,
         asks: bool = True,
+        continues: bool = False,
     ) -> str:
-        """The turns, or a text as a user's turn; `asks`: the generation prompt follows; `arguments`: of the template.
+        """Write the turns, or a text as a user's turn; `asks`: the generation prompt follows; `continues`: the last
+        turn is left open, to be gone on with; `arguments`: of the template.
 
         Raises UserError without a chat template, ValueError with the template's own error if it fails.
         """
@@ -185,10 +197,10 @@ class PretrainedTokenizer:
             raise UserError(_no_template(self.name, turns))
         messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else [dict(turn) for turn in turns]
         further = {"add_generation_prompt": True, **(arguments or {})}
-        further["add_generation_prompt"] &= asks
+        further["add_generation_prompt"] &= asks and not continues
         try:
             written: str = self.pretrained.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, **further
+                messages, tools=list(tools) or None, tokenize=False, continue_final_message=continues, **further
             )
         except Exception as error:  # of the template, which is code of the model's authors
             raise ValueError(
@@ -200,6 +212,53 @@ class PretrainedTokenizer:
     def save(self, folder: Path) -> None:
         """Write it in Hugging Face format."""
         self.pretrained.save_pretrained(folder)
+
+
+def _begin_tokens(pretrained: Any) -> list[int]:
+    """The tokens that a tokenizer puts before a text by itself."""
+    plain, whole = (list(pretrained.encode("0", add_special_tokens=special)) for special in (False, True))
+    starts = (start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)
+    return whole[: next(starts, 0)]
+
+
+def _inner_encoder(pretrained: Any) -> Callable[[str], list[int]]:
+    """How a text is encoded that goes on another one: without the space that some tokenizers put before every text."""
+    core = getattr(pretrained, "backend_tokenizer", None)
+    if core is None:
+        return partial(_encoded_behind, pretrained)
+    described = json.loads(core.to_str())
+    plain = {
+        **described,
+        "normalizer": _without_prefix(described["normalizer"]),
+        "pre_tokenizer": _without_prefix(described["pre_tokenizer"]),
+    }
+    if plain == described:
+        return lambda text: list(pretrained.encode(text, add_special_tokens=False))
+    inner = type(core).from_str(json.dumps(plain))
+    return lambda text: list(inner.encode(text, add_special_tokens=False).ids)
+
+
+def _without_prefix(part: Any) -> Any:
+    """A normalizer or pre-tokenizer of the package tokenizers, as JSON, less what puts a space before texts."""
+    if not isinstance(part, dict):
+        return part
+    steps = next((key for key in ("normalizers", "pretokenizers") if key in part), None)
+    if steps is not None:
+        return {**part, steps: [_without_prefix(one) for one in part[steps] if one["type"] != "Prepend"]}
+    if part["type"] == "Prepend":
+        return None
+    if part["type"] == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    return {**part, "add_prefix_space": False} if "add_prefix_space" in part else part
+
+
+def _encoded_behind(pretrained: Any, text: str) -> list[int]:
+    """A text as it is encoded behind another one that it does not merge with."""
+    for before in ("\n", "0", "."):
+        head, whole = (list(pretrained.encode(one, add_special_tokens=False)) for one in (before, before + text))
+        if whole[: len(head)] == head:
+            return whole[len(head) :]
+    return list(pretrained.encode(text, add_special_tokens=False))
 
 
 def _no_template(name: str, turns: object) -> str:

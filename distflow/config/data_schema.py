@@ -79,6 +79,9 @@ class DataConfig(Section):
     """Longest prompt, in tokens; `overlong` says what becomes of a longer one."""
     overlong: Literal["error", "drop"] = "error"
     """What becomes of a prompt longer than max_prompt_tokens: an error that names it, or it is left out (drop)."""
+    strict: bool = False
+    """Whether it is an error, and not a warning, that the chat template leaves out a part of a conversation, such as
+    tools, calls or reasoning."""
     difficulty: DifficultyConfig | None = None
     """Draw prompts by how many of their samples were solved; null: each pass over the data visits all of them."""
 
@@ -109,8 +112,8 @@ class ValConfig(Section):
     """Validate before the first training step too."""
     data: DataConfig | None = None
     """Where its prompts come from, taken in their order; null: from the prompts of training. Unless they are given,
-    chat, chat_template_args, max_prompt_tokens and overlong are those of data. Rows that are held out have to be
-    named."""
+    chat, chat_template_args, max_prompt_tokens, overlong and strict are those of data. Rows that are held out have to
+    be named."""
     prompts: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "prompts"})
     """Use the first so many of them; null: all."""
     samples_per_prompt: int = Field(default=1, ge=1, le=1 << 20, json_schema_extra={"unit": "samples"})
@@ -119,7 +122,7 @@ class ValConfig(Section):
     """Settings of the flow's generate step that differ, such as temperature."""
 
 
-WRITTEN_ALIKE = ("chat", "chat_template_args", "max_prompt_tokens", "overlong")
+WRITTEN_ALIKE = ("chat", "chat_template_args", "max_prompt_tokens", "overlong", "strict")
 """Keys of `val.data` that are those of `data` unless they are given: prompts of one form are compared."""
 
 

@@ -2,33 +2,40 @@
 
 Where a turn begins and ends is found by writing the conversation up to there: with the generation prompt, as a model is
 asked for the turn, and with the turn. What the second text has more is the turn, with the token that the template ends
-it with. White space behind that token belongs to what follows. Each part is encoded by itself, as the tokens of prompts
-and of samples are. Imports no torch.
+it with. White space behind that token belongs to what follows. Imports no torch.
 
 Example, two answers: <u>1<a> | 2<end> | <u>3<a> | 4<end> is the prompt, a turn, what is between, and the last turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from distflow.data.rows import as_text
+from distflow.data.chat_template import ChatTemplate, left_out, pieces
+from distflow.data.messages import ASSISTANT, Message, as_text, content_text, trains
+from distflow.data.sources import PromptText
 from distflow.errors import UserError
 from distflow.log import logger
 
 log = logger(__name__)
 
-Turn = Mapping[str, Any]
-Part = tuple[str, bool]
-"""A text, and whether it is trained on."""
-ASSISTANT = "assistant"
 _told: set[str] = set()
 """What was warned of."""
 
 
-def first_answer(messages: Sequence[Turn]) -> int:
-    """The number of the first assistant's turn that answers something, or of all messages if there is none."""
+class ResponsePart(NamedTuple):
+    """A text behind the prompt."""
+
+    text: str
+    answers: bool
+    """Whether it is a turn of the assistant; else it stands between two of them."""
+    trains: bool
+    """Whether it is trained on."""
+
+
+def first_answer(messages: Sequence[Message]) -> int:
+    """Find the number of the first assistant's turn that answers something; that of all messages if there is none."""
     asked = False
     for number, message in enumerate(messages):
         if asked and message["role"] == ASSISTANT:
@@ -37,36 +44,99 @@ def first_answer(messages: Sequence[Turn]) -> int:
     return len(messages)
 
 
-def parts_of(write: Callable[[Sequence[Turn], bool], str], before: Sequence[Turn], turns: Sequence[Turn]) -> list[Part]:
-    """What stands behind the prompt `before`, from its first assistant's turn on: `turns`, which end with one.
+class Conversation:
+    """A prompt and the turns behind it, the last of which is the response, as a template writes them."""
 
-    `write` gives a conversation as text; with True the generation prompt follows. Raises UserError if the template
-    writes an earlier turn in another way once others follow, or no answer behind its generation prompt.
-    """
-    parts: list[Part] = []
-    said, ended = list(before), ""
-    for number, turn in enumerate(turns):
-        if turn["role"] != ASSISTANT:
-            said.append(turn)
-            continue
-        asked = write(said, True)
-        if not asked.startswith(ended):
-            raise UserError(_rewritten(len(before) + number))
-        if parts:
-            parts.append((asked[len(ended) :], False))
-        said.append(turn)
-        written = write(said, False)
-        if not written.startswith(asked):
-            if len(turns) > 1:
-                raise UserError(_rewritten(len(before) + number))
-            return [_alone(turn, asked, written)]
-        stripped = written.rstrip()
-        ended = stripped if len(stripped) > len(asked) else written
-        parts.append((ended[len(asked) :], True))
-    return parts
+    def __init__(self, template: ChatTemplate, given: PromptText, turn: Message, label: str) -> None:
+        """`turn`: the response to the prompt, or what it goes on with where the prompt begins it; `label`: the row."""
+        self._template, self._given, self._label = template, given, label
+        opening = given.opening
+        whole = turn if opening is None else {**turn, "content": content_text(opening) + content_text(turn)}
+        self._turns = [*given.spoken, whole]
+        self._said: list[Message] = list(given.messages) or [{"role": "user", "content": given.text}]
+        self._ended = ""
+
+    def parts(self) -> list[ResponsePart]:
+        """Write what stands behind the prompt, from its first assistant's turn on; to be called once.
+
+        Raises UserError if the template writes an earlier turn in another way once others follow, or no answer behind
+        its generation prompt, and for turns of which there is nothing to be trained on.
+        """
+        parts: list[ResponsePart] = []
+        for turn in self._turns:
+            if turn["role"] != ASSISTANT:
+                self._said.append(turn)
+                continue
+            number, opened = len(self._said), turn is self._turns[-1] and self._given.opening is not None
+            asked = self._asked(opened)
+            if not asked.startswith(self._ended):
+                raise UserError(_rewritten(number))
+            if parts:
+                parts.append(ResponsePart(asked[len(self._ended) :], answers=False, trains=False))
+            self._said.append(turn)
+            written = self._write()
+            if written.startswith(asked):
+                stripped = written.rstrip()
+                if self._template.closing:
+                    stripped = stripped.removesuffix(self._template.closing).rstrip()
+                self._ended = stripped if len(stripped) > len(asked) else written
+                part = ResponsePart(self._ended[len(asked) :], answers=True, trains=trains(turn))
+                _check_written(number, turn, part, opened=opened)
+            elif len(self._turns) == 1:
+                part = _alone(turn, self._given.opening, asked, written)
+            else:
+                raise UserError(_rewritten(number))
+            parts.append(part)
+        self._template.check(written, self._said, self._given.tools, self._label)
+        return parts
+
+    def behind(self) -> str:
+        """Write what follows the last answer: the beginning of a tool's turn if it calls one, else of a user's.
+
+        Empty if that cannot be known. To be called after `parts`.
+        """
+        for role in ("tool", "user") if self._said[-1].get("tool_calls") else ("user",):
+            try:
+                written = self._write({"role": role, "content": _NEXT})
+            except ValueError:  # the template's own: it takes no such turn here
+                continue
+            if self._ended and written.startswith(self._ended):
+                return written[len(self._ended) :].partition(_NEXT)[0]
+        # The turn itself may be written in another way once others follow, without its reasoning for one.
+        return self._template.behind("user")
+
+    def _write(self, *further: Message) -> str:
+        return self._template.write([*self._said, *further], self._given.tools)
+
+    def _asked(self, opened: bool) -> str:
+        if not opened or self._given.opening is None:
+            return self._template.write(self._said, self._given.tools, asks=True)
+        return self._template.write([*self._said, self._given.opening], self._given.tools, continues=True)
 
 
-def _alone(turn: Turn, asked: str, written: str) -> Part:
+_NEXT = "0"
+"""Content of a turn that is written to see what comes before it."""
+
+
+def _check_written(number: int, turn: Message, part: ResponsePart, *, opened: bool) -> None:
+    """Raise UserError if a turn is trained on of which there is nothing besides its end."""
+    if not part.trains:
+        return
+    given = list(pieces([turn], ()))
+    if not given:
+        raise UserError(
+            f"message {number}, an assistant's turn, is empty; expected an answer — give it weight: 0, or leave the "
+            "row out of the source"
+        )
+    if not opened and len(left_out(part.text, [turn], ())) == len(given):
+        keys = ", ".join(dict.fromkeys(piece.key for piece in given))
+        raise UserError(
+            f"the chat template leaves out {keys} of message {number}, so that its end alone would be trained on — a "
+            "template that writes it, or weight: 0"
+        )
+
+
+def _alone(turn: Message, opening: Message | None, asked: str, written: str) -> ResponsePart:
     """The content of an answer whose beginning the template writes in another way than the generation prompt."""
     if turn.get("tool_calls"):
         raise UserError(
@@ -82,7 +152,8 @@ def _alone(turn: Turn, asked: str, written: str) -> Part:
         )
     content = as_text([turn])
     _, found, behind = written.rstrip().rpartition(content.rstrip())
-    return content + (behind if found else ""), True
+    rest = content if opening is None else content[len(content_text(opening)) :]
+    return ResponsePart(rest + (behind if found else ""), answers=True, trains=trains(turn))
 
 
 def _rewritten(number: int) -> str:

@@ -26,6 +26,7 @@ import msgspec
 
 from distflow.config.data_files import data_files
 from distflow.config.yamlfile import shown
+from distflow.data.messages import TableRow
 from distflow.errors import UserError
 
 Row = Mapping[str, Any]
@@ -202,8 +203,7 @@ class ArrowTable:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> Row:
-        found: Row = _plain(self._table.slice(index, 1).to_pylist()[0])
-        return found
+        return TableRow(_plain(self._table.slice(index, 1).to_pylist()[0]))
 
     def where(self, index: int) -> str:
         """The file and the number of the row."""
@@ -226,8 +226,7 @@ class HubTable:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        found: Row = _plain(dict(self.rows[index]))
-        return found
+        return TableRow(_plain(dict(self.rows[index])))
 
     def where(self, index: int) -> str:
         """The data set and the number of the row."""

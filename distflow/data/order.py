@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
+from distflow.data.chat_template import ChatTemplate, TemplateTokenizer
 from distflow.data.conversation import first_answer
 from distflow.data.fed import FedRows
+from distflow.data.messages import ASSISTANT, as_text, conversation, tools_of
 from distflow.data.mixing import Mixture, Visits, pass_order
 from distflow.data.responses import DataRow, Reading, ResponseTokenizer, in_tokens
-from distflow.data.rows import as_text, prompt_of
+from distflow.data.rows import prompt_of, with_answer
 from distflow.data.sources import PromptSource, PromptText
 from distflow.errors import PluginError, UserError
 from distflow.log import logger
@@ -28,22 +30,8 @@ DATA_SOURCE = "data_source"
 """Where a task says which source it is from: the key of data sets in verl's layout."""
 
 
-class PromptTokenizer(ResponseTokenizer, Protocol):
+class PromptTokenizer(ResponseTokenizer, TemplateTokenizer, Protocol):
     """The part of a tokenizer that encodes prompts and given responses."""
-
-    def chat_text(
-        self,
-        turns: str | Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        asks: bool = True,
-    ) -> str:
-        """The turns, or a text as a user's turn, in the model's chat template; UserError without one.
-
-        `arguments`: further ones of the template; `asks`: the generation prompt follows.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +45,8 @@ class PromptSettings:
     overlong: str = "error"
     """error, or drop."""
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+    """What the chat template leaves out is an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +83,7 @@ class PromptOrder:
         sizes = [len(source.rows) for source in sources]
         self._sources = sources
         self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, settings.chat_template_args, strict=settings.strict)
         self._settings = settings
         self._reading = reading
         self._mixture = Mixture({source.name: source.weight for source in sources}, settings.seed)
@@ -238,52 +229,55 @@ class PromptOrder:
         """The responses that the data gives for a row, in tokens."""
         assert self._reading is not None, "only flows that read their samples from the data ask for responses"
         try:
-            made, write = self._reading.of(row), self._template(given)
-            return tuple(in_tokens(one, given, self._tokenizer, write) for one in made)
+            template = self._template if given.messages or self._settings.chat else None
+            return tuple(
+                in_tokens(one, given, self._tokenizer, template, source.label(index)) for one in self._reading.of(row)
+            )
         except ValueError as error:  # UserError is one, and so is what a tokenizer raises for a strange character
             raise UserError(f"data: a response of {source.label(index)}: {error}") from error
 
-    def _template(self, given: PromptText) -> Callable[[Sequence[Mapping[str, Any]], bool], str] | None:
-        """Writes the conversation of a prompt; None for a text, which no template writes."""
-        if not (given.messages or self._settings.chat):
-            return None
-        arguments = self._settings.chat_template_args
-        return lambda turns, asks: self._tokenizer.chat_text(turns, given.tools, arguments, asks=asks)
-
     def given(self, source: SourceUse, index: int) -> PromptText:
         """What a source gives for an index, as text and task, whatever the form."""
-        found = source.rows[index]
-        if isinstance(found, str):
-            found = PromptText(found, {})
-        elif isinstance(found, PromptText) and source.fields:
-            raise UserError(f"data.fields names columns, but the data source gives {type(found).__name__}: remove it")
-        elif isinstance(found, Mapping):
-            try:
-                found = prompt_of(found, source.fields)
-            except UserError as error:
-                raise UserError(f"data: {source.label(index)}: {error}") from error
+        try:
+            found = self._prompt_of(source.rows[index], source)
+        except UserError as error:
+            raise UserError(f"data: {source.label(index)}: {error}") from error
         if not isinstance(found, PromptText):
             raise PluginError(
                 f"data source: {source.label(index)} is a {type(found).__name__}; expected a PromptText(text, task), a "
                 "mapping of columns, or text"
             )
-        if self._reading is not None and self._reading.all_turns:
-            first = first_answer(found.messages)
-            prompt, spoken = found.messages[:first], found.messages[first:]
-            found = replace(found, messages=prompt, spoken=spoken, text=as_text(prompt)) if spoken else found
         if not source.name or DATA_SOURCE in found.task:
             return found
         return replace(found, task={**found.task, DATA_SOURCE: source.name})
+
+    def _prompt_of(self, found: object, source: SourceUse) -> object:
+        """A prompt with its conversation as messages, of what a source gave; raises UserError."""
+        if isinstance(found, str):
+            return PromptText(found, {})
+        if isinstance(found, Mapping):
+            found = prompt_of(found, source.fields)
+        elif isinstance(found, PromptText):
+            if source.fields:
+                raise UserError(_FIELDS_OF.format(type(found).__name__))
+            found = replace(found, messages=conversation(found.messages) or (), tools=tools_of(found.tools))
+        if not isinstance(found, PromptText) or not found.messages:
+            return found
+        if found.messages[-1]["role"] == ASSISTANT and found.reply is None:
+            found = with_answer(found, reads=self._reading is not None)
+        if self._reading is None or not self._reading.all_turns:
+            return found
+        first = first_answer(found.messages)
+        prompt, spoken = found.messages[:first], found.messages[first:]
+        return replace(found, messages=prompt, spoken=spoken, text=as_text(prompt)) if spoken else found
 
     def _encode(self, label: Callable[[int], str], index: int, given: PromptText) -> tuple[int, ...]:
         settings = self._settings
         try:
             if given.messages or settings.chat:
-                turns = given.messages or given.text
-                text = self._tokenizer.chat_text(turns, given.tools, settings.chat_template_args)
-                ids = tuple(self._tokenizer.encode(text))
+                ids = tuple(self._tokenizer.encode(self._written(label, index, given), begins=True))
             else:
-                ids = tuple(self._tokenizer.encode(given.text))
+                ids = tuple(self._tokenizer.encode(given.text, begins=True))
         except UserError:
             raise
         except ValueError as error:
@@ -299,6 +293,26 @@ class PromptOrder:
                 "no model accepts what this tokenizer returned"
             )
         return ids
+
+    def _written(self, label: Callable[[int], str], index: int, given: PromptText) -> str:
+        """The conversation of a prompt, up to where the response begins."""
+        turns = given.messages
+        if not turns:
+            return self._template.write(given.text, asks=True)
+        if given.opening is not None and not given.spoken:
+            turns = [*turns, given.opening]
+            text = self._template.write(turns, given.tools, continues=True)
+        else:
+            text = self._template.write(turns, given.tools, asks=True)
+        if self._reading is None:  # else the whole conversation is looked at
+            try:
+                self._template.check(text, turns, given.tools, label(index))
+            except UserError as error:
+                raise UserError(f"data: {label(index)}: {error}") from error
+        return text
+
+
+_FIELDS_OF = "data.fields names columns, but the data source gives {}: remove it"
 
 
 def _check_source(source: object) -> None:

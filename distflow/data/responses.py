@@ -6,11 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from distflow.data.conversation import Part, parts_of
-from distflow.data.rows import ANSWER, as_text, last_turn
+from distflow.data.chat_template import ChatTemplate
+from distflow.data.conversation import Conversation, ResponsePart
+from distflow.data.messages import as_text, last_turn, trains
+from distflow.data.rows import ANSWER
 from distflow.data.sources import PromptText
 from distflow.errors import PluginError, UserError
+from distflow.log import logger
 from distflow.types import GivenResponse
+
+log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,48 +114,102 @@ class ResponseTokenizer(Protocol):
         """The end token; None if there is none."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Text to token ids, without special tokens being added."""
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens of which each ends a response that is sampled."""
+        ...
+
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        """Encode a text that goes on a sequence, as it would be encoded within it; with `begins` one that begins it,
+        which gets what the tokenizer puts there, such as a token for the beginning, once."""
         ...
 
     def closes(self, token: int) -> bool:
-        """Whether a turn may end with this token: it is a special one, or ends responses."""
+        """Tell whether a turn may end with this token: it is a special one, or ends responses."""
+        ...
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
+        """The texts of rows of token ids."""
         ...
 
 
 def in_tokens(
-    response: RowResponse,
-    given: PromptText,
-    tokenizer: ResponseTokenizer,
-    write: Callable[[Sequence[Mapping[str, Any]], bool], str] | None,
+    response: RowResponse, given: PromptText, tokenizer: ResponseTokenizer, template: ChatTemplate | None, label: str
 ) -> GivenResponse:
-    """The response to a prompt, with what a model ends it with: the last token of its turn in the chat template, or the
-    tokenizer's end token. `write`: see `parts_of`; None where no chat template writes the prompt.
+    """Encode the response to a prompt, with what a model ends it with: the last token of its turn in the chat template,
+    or of what the template writes next, or the tokenizer's end token. `template`: None where none writes the prompt.
 
-    Raises UserError without an end token, and for what cannot be written.
+    Raises UserError without an end token, and for what cannot be written, or has nothing to be trained on.
     """
     turn = response.turn or {"role": "assistant", "content": response.text}
-    text, parts = response.text, [(response.text, True)]
-    if write is not None:
-        before = given.messages or [{"role": "user", "content": given.text}]
-        parts = parts_of(write, before, [*given.spoken, turn])
+    if template is None:
+        if turn.get("tool_calls"):
+            raise UserError("it calls tools, and the prompt is a text, which no chat template writes — data.chat=true")
+        text, parts = response.text, [ResponsePart(response.text, answers=True, trains=trains(turn))]
+        ids, trained = _joined(parts, str, tokenizer)
+    else:
+        written = Conversation(template, given, turn, label)
         text = as_text([*given.spoken, turn])
-    elif turn.get("tool_calls"):
-        raise UserError("it calls tools, and the prompt is a text, which no chat template writes — data.chat=true")
-    return _joined(parts, text, response, tokenizer)
-
-
-def _joined(parts: Sequence[Part], text: str, response: RowResponse, tokenizer: ResponseTokenizer) -> GivenResponse:
-    ids: list[int] = []
-    trained: list[bool] = []
-    for part, trains in parts:
-        encoded = tokenizer.encode(part)
-        ids += encoded
-        trained += [trains and response.trains] * len(encoded)
-    if not ids or not tokenizer.closes(ids[-1]):
-        if tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end token, by which a model could learn to stop — one that has")
-        ids.append(tokenizer.eos_token_id)
-        trained.append(response.trains)
+        ids, trained = _joined(written.parts(), written.behind, tokenizer)
+    _check_end(ids[-1], tokenizer)
+    if response.trains and not any(trained):
+        raise UserError("nothing of it is trained on: its turns have weight: 0 — leave the row out of the source")
     mask = tuple(trained) if response.trains and not all(trained) else ()
     return GivenResponse(tuple(ids), text, dict(response.fields), response.trains, mask)
+
+
+_told_ends: set[int] = set()
+"""End tokens that were warned of."""
+
+
+def _check_end(token: int, tokenizer: ResponseTokenizer) -> None:
+    """Warn once if a model would learn to end its responses with a token at which none of them ends."""
+    if token in tokenizer.end_tokens or token in _told_ends:
+        return
+    _told_ends.add(token)
+    written = tokenizer.decode_batch([[token]], skip_special=False)[0]
+    log.warning(
+        "data: the chat template ends responses with %r, at which the sampling of responses does not end — add %d to "
+        "eos_token_id in generation_config.json of the model's folder",
+        written,
+        token,
+    )
+
+
+def _joined(
+    parts: Sequence[ResponsePart], behind: Callable[[], str], tokenizer: ResponseTokenizer
+) -> tuple[list[int], list[bool]]:
+    """The tokens of the parts, and which of them are trained on. `behind`: what would follow the last one."""
+    encoded = [tokenizer.encode(part.text) for part in parts]
+    ids: list[int] = []
+    trained: list[bool] = []
+    for number, part in enumerate(parts):
+        own = encoded[number]
+        ids += own
+        trained += [part.trains] * len(own)
+        if not part.answers or (own and tokenizer.closes(own[-1])):
+            continue
+        # The template writes no end of its own: what a model stops with is the marker of whoever speaks next.
+        last = number == len(parts) - 1
+        follows = tokenizer.encode(behind()) if last else encoded[number + 1]
+        end = _marker(follows, tokenizer)
+        if end and not last:
+            encoded[number + 1] = follows[len(end) :]
+        end = end or [_end_token(tokenizer)]
+        ids += end
+        trained += [part.trains] * len(end)
+    return ids, trained
+
+
+def _marker(follows: Sequence[int], tokenizer: ResponseTokenizer) -> list[int]:
+    """The tokens up to the first that may end a turn, if white space alone is before it; else none."""
+    place = next((place for place, token in enumerate(follows) if tokenizer.closes(token)), None)
+    if place is None or tokenizer.decode_batch([follows[:place]], skip_special=False)[0].strip():
+        return []
+    return list(follows[: place + 1])
+
+
+def _end_token(tokenizer: ResponseTokenizer) -> int:
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no end token, by which a model could learn to stop — one that has")
+    return tokenizer.eos_token_id

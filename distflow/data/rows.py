@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from distflow.data.messages import (
+    TableRow,
+    as_text,
+    content_text,
+    conversation,
+    is_conversation,
+    last_turn,
+    tools_of,
+)
 from distflow.data.sources import PromptText
 from distflow.errors import UserError, nearest
 
 PROMPT, MESSAGES, ANSWER, TOOLS = "prompt", "messages", "answer", "tools"
-CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "response"
+RESPONSES = CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "response"
 """Responses; as conversations they have the prompt before their last turns."""
 GROUND_TRUTH = "reward_model.ground_truth"
 """Where data sets in verl's layout have the answer."""
@@ -29,40 +38,57 @@ def check_columns(columns: Sequence[str], fields: Mapping[str, str]) -> None:
 
 
 def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
-    """The prompt in a row, and its task: all other columns. `fields`: names of columns by what they are.
+    """Take the prompt out of a row; its task are all other columns. `fields`: names of columns by what they are.
 
-    A list of messages that ends with an assistant's turn is answered by that turn. Conversations say what the prompt
-    is, whatever text stands beside them: `messages`, unless `fields` names the prompt, and responses. Raises UserError.
+    Conversations say what the prompt is, whatever text stands beside them: `messages`, unless `fields` names the
+    prompt, and responses. Raises UserError.
     """
     check_columns(list(row), fields)
+    nulls = not isinstance(row, TableRow)
     named = {name: _column(row, column, name) for name, column in fields.items()}
     rest = {key: value for key, value in row.items() if key not in fields.values()}
     task = {**rest, **named}
-    prompt = _prompt(task, row, named=PROMPT in fields)
+    for name in RESPONSES:
+        if is_conversation(task.get(name)):
+            task[name] = conversation(task[name], nulls=nulls)
+    prompt = _prompt(task, row, named=PROMPT in fields, nulls=nulls)
+    tools = tools_of(task.get(TOOLS), nulls=nulls)
     truth = task.get("reward_model")
     if ANSWER not in task and isinstance(truth, Mapping) and "ground_truth" in truth:
         task[ANSWER] = truth["ground_truth"]
     if isinstance(prompt, str):
-        return PromptText(prompt, task, (), _tools(task))
-    if not _is_chat(prompt):
+        return PromptText(prompt, task, (), tools)
+    if not isinstance(prompt, list) or not prompt:
         found = f"{str(prompt)[:60]!r}, a {type(prompt).__name__}"
         raise UserError(f"the prompt is {found}; expected text, or a list of chat messages")
-    messages = _messages(prompt)
-    reply = messages.pop() if messages[-1]["role"] == "assistant" else None
-    if reply is not None:
-        task.setdefault(ANSWER, _content(reply))
+    return PromptText(as_text(prompt), task, prompt, tools)
+
+
+def with_answer(given: PromptText, *, reads: bool) -> PromptText:
+    """Tell what the assistant's turn is with which a conversation ends: its answer, or the beginning of the response.
+
+    It is the answer (`reply`) unless another one stands beside it: the column `answer`, or where the data give the
+    responses (`reads`) a response of them. Raises UserError if there is nothing before it.
+    """
+    *messages, last = given.messages
+    said = content_text(last)
     if not messages:
         raise UserError("the prompt is one assistant's turn alone; expected a user's turn before it")
-    return PromptText(as_text(messages), task, messages, _tools(task), reply)
+    beside = [given.task[name] for name in (RESPONSES if reads else (ANSWER,)) if given.task.get(name) is not None]
+    others = [as_text([last_turn(value, "")]) if is_conversation(value) else str(value) for value in beside]
+    if others and said.strip() and said.strip() not in map(str.strip, others):
+        return replace(given, messages=messages, opening=last)
+    task = given.task if given.task.get(ANSWER) is not None else {**given.task, ANSWER: said}
+    return replace(given, messages=messages, text=as_text(messages), task=task, reply=last)
 
 
-def _prompt(task: dict[str, Any], row: Mapping[str, Any], *, named: bool) -> Any:
-    """What the prompt is, taken out of the task. `named`: by data.fields."""
+def _prompt(task: dict[str, Any], row: Mapping[str, Any], *, named: bool, nulls: bool) -> Any:
+    """Take the prompt out of the task: a text, messages, or something else that is refused. `named`: by data.fields."""
     prompt = task.pop(PROMPT, None)
-    if not named and _is_chat(task.get(MESSAGES)) and not _is_chat(prompt):
-        return task.pop(MESSAGES)
+    if not named and is_conversation(task.get(MESSAGES)) and not is_conversation(prompt):
+        return _chat(task.pop(MESSAGES), nulls)
     before = _before_responses(task)
-    if before and _is_chat(prompt) and _messages(prompt) != before:
+    if before and is_conversation(prompt) and conversation(prompt, nulls=nulls) != before:
         raise UserError("the turns before the response are not those of the prompt; expected the same conversation")
     if before:
         return before
@@ -70,15 +96,25 @@ def _prompt(task: dict[str, Any], row: Mapping[str, Any], *, named: bool) -> Any
         prompt = task.pop(MESSAGES, None)
     if prompt is None:
         raise UserError(_missing(PROMPT, list(row), ""))
-    if isinstance(prompt, str) and any(_is_chat(task.get(name)) for name in (CHOSEN, REJECTED, RESPONSE)):
+    if isinstance(prompt, str) and not is_conversation(prompt) and _response_chats(task):
         return [{"role": "user", "content": prompt}]
-    return prompt
+    return _chat(prompt, nulls)
+
+
+def _chat(value: Any, nulls: bool) -> Any:
+    """A conversation as messages, any other value as it is."""
+    found = conversation(value, nulls=nulls)
+    return value if found is None else found
+
+
+def _response_chats(task: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Find the responses that are conversations, which `prompt_of` has made messages of."""
+    return {name: task[name] for name in RESPONSES if isinstance(task.get(name), list) and task[name]}
 
 
 def _before_responses(task: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the responses that are whole conversations have before their last turns; empty where there are none."""
-    given = {name: task[name] for name in (CHOSEN, REJECTED, RESPONSE) if _is_chat(task.get(name))}
-    found = {name: _messages(one[:-1]) for name, one in given.items() if len(one) > 1}
+    """Find the turns that responses which are whole conversations have before their last ones; empty without any."""
+    found = {name: chat[:-1] for name, chat in _response_chats(task).items() if len(chat) > 1}
     first, *others = found or [""]
     for other in others:
         if found[other] != found[first]:
@@ -86,68 +122,6 @@ def _before_responses(task: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f"the columns {first!r} and {other!r} differ before their last turns; expected the same prompt"
             )
     return found.get(first, [])
-
-
-def _is_chat(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and bool(value)
-
-
-def last_turn(value: object, name: str) -> dict[str, Any]:
-    """A response in a column as a chat message: a text, or the last turn of some, an assistant's. Raises UserError."""
-    if isinstance(value, str):
-        return {"role": "assistant", "content": value}
-    if isinstance(value, Sequence) and value:
-        last = _message(len(value) - 1, value[-1])
-        if last["role"] == "assistant":
-            return last
-    if isinstance(value, (bool, int, float)):
-        return {"role": "assistant", "content": str(value)}
-    raise UserError(
-        f"the column {name!r} is {str(value)[:60]!r}; expected text, or chat messages that end with an assistant's turn"
-    )
-
-
-def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation as reward functions and readers see it: a single turn as it is, several with their roles."""
-    if len(messages) == 1:
-        return _content(messages[0])
-    return "\n\n".join(f"{message['role']}: {_content(message)}" for message in messages)
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(str(part["text"]) for part in content)
-
-
-def _messages(given: Sequence[object]) -> list[dict[str, Any]]:
-    return [_message(number, message) for number, message in enumerate(given)]
-
-
-def _message(number: int, message: object) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise UserError(f"message {number} is {str(message)[:60]!r}; expected {{role: user, content: …}}")
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    if not (content is None or isinstance(content, (str, list))) or any(
-        not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts
-    ):
-        raise UserError(f"message {number} has content that is no text: {str(content)[:60]!r}")
-    # Columns of a table give every message all keys; templates ask whether a key is there.
-    return {key: value for key, value in message.items() if value is not None}
-
-
-def _tools(task: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    given = task.get(TOOLS)
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise UserError(f"the column {TOOLS!r} is text, but no JSON: {error}") from error
-    if given is None:
-        return ()
-    if not isinstance(given, Sequence) or not all(isinstance(tool, Mapping) for tool in given):
-        raise UserError(f"the column {TOOLS!r} is {str(given)[:60]!r}; expected a list of function schemas")
-    return given
 
 
 def _column(row: Mapping[str, Any], column: str, name: str) -> Any:

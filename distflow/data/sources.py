@@ -19,7 +19,8 @@ class PromptText:
     """A prompt as text, and what the reward needs to know about it (plain values that JSON can hold).
 
     `messages`, turns of a chat as mappings with role and content, are written by the model's chat template, with the
-    schemas in `tools`; `text` is then what reward functions and readers see.
+    schemas in `tools`; `text` is then what reward functions and readers see. An assistant's turn that ends them is the
+    beginning of the response where the task has an `answer` of its own, and else the answer.
     """
 
     text: str
@@ -30,6 +31,8 @@ class PromptText:
     """The assistant's turn that follows in the data, if there is one."""
     spoken: Sequence[Mapping[str, Any]] = ()
     """Turns between the prompt and its response, where all turns of the assistant are trained on."""
+    opening: Mapping[str, Any] | None = None
+    """The beginning of the response, an assistant's turn, which is a part of the prompt."""
 
 
 @runtime_checkable

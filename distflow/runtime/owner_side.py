@@ -80,7 +80,9 @@ def build_prompts(
 
 def prompt_settings(data: DataConfig, seed: int) -> PromptSettings:
     """What the section says of order and tokens."""
-    return PromptSettings(seed, data.shuffle, data.chat, data.max_prompt_tokens, data.overlong, data.chat_template_args)
+    return PromptSettings(
+        seed, data.shuffle, data.chat, data.max_prompt_tokens, data.overlong, data.chat_template_args, data.strict
+    )
 
 
 def reading_of(plan: Plan) -> Reading | None:

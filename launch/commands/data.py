@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from distflow.data.batch import Batch
     from distflow.flow.plan import Plan, StepPlan
     from distflow.runtime.protocols import Tokenizer
-    from distflow.types import Prompt
+    from distflow.types import GivenResponse, Prompt
 
 LOOKED_AT = 100
 """Prompts whose lengths and rewards are looked at, if not more are shown."""
@@ -105,7 +107,7 @@ def _show(position: int, sample: _Sample, tokenizer: Tokenizer) -> None:
     for line in _cut(text).split("\n"):
         click.echo(f"  | {line}")
     for number, response in enumerate(prompt.responses):
-        written = tokenizer.decode_batch([response.token_ids], skip_special=False)[0]
+        written = _with_brackets(response, tokenizer)
         told = [f"{len(response.token_ids)} tokens", *(f"{name} {value:g}" for name, value in response.fields.items())]
         told += [] if response.trains else ["not trained on"]
         told += [f"{sum(response.mask)} of them trained on"] if response.mask else []
@@ -115,6 +117,17 @@ def _show(position: int, sample: _Sample, tokenizer: Tokenizer) -> None:
         values = ", ".join(f"{name} {value:g}" for name, value in sample.values.items())
         click.echo(f"  gold answer {_cut(sample.response(sample.form))!r}: {values}")
     click.echo("")
+
+
+def _with_brackets(response: GivenResponse, tokenizer: Tokenizer) -> str:
+    """The text of a response, with brackets around what is trained on."""
+    mask = response.mask or (response.trains,) * len(response.token_ids)
+    runs = [
+        (trained, [token for _, token in run])
+        for trained, run in groupby(zip(mask, response.token_ids, strict=True), itemgetter(0))
+    ]
+    texts = tokenizer.decode_batch([tokens for _, tokens in runs], skip_special=False)
+    return "".join(f"[{text}]" if trained else text for (trained, _), text in zip(runs, texts, strict=True))
 
 
 def _cut(text: str) -> str:

@@ -24,14 +24,19 @@ class AnyTokenizer:
     """Takes every text and every chat."""
 
     eos_token_id = 0
+    end_tokens = (0,)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
         """Its bytes."""
         return list(text.encode())
 
     def closes(self, token: int) -> bool:
         """The end token does."""
         return token == self.eos_token_id
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
+        """The texts of such bytes."""
+        return [bytes(row).decode(errors="replace") for row in rows]
 
     def chat_text(
         self,
@@ -40,6 +45,7 @@ class AnyTokenizer:
         arguments: Mapping[str, Any] | None = None,
         *,
         asks: bool = True,
+        continues: bool = False,
     ) -> str:
         """As Python shows them."""
         return str(turns)

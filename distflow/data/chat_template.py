@@ -1,0 +1,275 @@
+"""A model's chat template as the data meets it: it writes conversations, and what it leaves out of them is told.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+from distflow.data.messages import ASSISTANT, TRAINS, Message, calls_of, content_text, with_arguments
+from distflow.errors import UserError
+from distflow.log import logger
+
+log = logger(__name__)
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message for what a model thought before it answered."""
+_PROBE = "aprobe"
+_ASKS = {"role": "user", "content": "0"}
+_THOUGHT_END = "</think>"
+_SHOWN = 60
+_NOTHING_TO_ESCAPE = re.compile(r"""[^\\"'<>&\x00-\x1f\x7f-\U0010ffff]*""")
+
+
+class TemplateTokenizer(Protocol):
+    """The part of a tokenizer that writes conversations."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end token; None if there is none."""
+        ...
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
+        """The texts of rows of token ids."""
+        ...
+
+    def chat_text(
+        self,
+        turns: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        asks: bool = True,
+        continues: bool = False,
+    ) -> str:
+        """Write the turns, or a text as a user's, in the model's chat template.
+
+        Raises UserError without one, ValueError where it fails.
+
+        `arguments`: further ones of the template; `asks`: the generation prompt follows; `continues`: the last turn is
+        left open, to be gone on with.
+        """
+        ...
+
+
+class Given(NamedTuple):
+    """A piece of a conversation that its template should write."""
+
+    key: str
+    """Where it stands in the data: content, tool_calls, tools …"""
+    place: str
+    """Which turn or tool it is of, for messages."""
+    forms: tuple[str, ...]
+    """Texts of which one should be there."""
+    by_design: bool = False
+    """Whether templates leave it out on purpose: the reasoning of turns before the last user's."""
+    shared: bool = False
+    """Whether it may be a part of another piece: a plain number, or the name of a tool beside its result."""
+
+
+class ChatTemplate:
+    """Writes conversations, and tells once of each key of messages that the template leaves out."""
+
+    def __init__(self, tokenizer: TemplateTokenizer, arguments: Mapping[str, Any], *, strict: bool = False) -> None:
+        """`strict`: what is left out is an error."""
+        self._tokenizer = tokenizer
+        self._arguments = arguments
+        self._strict = strict
+        self._told: set[str] = set()
+
+    def write(
+        self,
+        turns: str | Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        asks: bool = False,
+        continues: bool = False,
+    ) -> str:
+        """Write a conversation, or a text as a user's turn; see the tokenizer's `chat_text`."""
+        if isinstance(turns, str) and not self._wants_parts:
+            return self._tokenizer.chat_text(turns, tools, self._arguments, asks=asks)
+        messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
+        written = [self._turn(turn) for turn in messages]
+        if continues:
+            return self._tokenizer.chat_text(written, tools, self._arguments, asks=False, continues=True)
+        return self._tokenizer.chat_text(written, tools, self._arguments, asks=asks)
+
+    def check(self, written: str, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]], label: str) -> None:
+        """Compare what was given with what was written, and warn of what is missing, once for each key.
+
+        White space, escapes of JSON and HTML, and how values that are not text are written make no difference. Raises
+        UserError instead where `strict` holds. `label`: the row, for messages.
+        """
+        for lost in left_out(written, turns, tools):
+            if lost.by_design:
+                if "by design" not in self._told:
+                    self._told.add("by design")
+                    log.info("data: the chat template leaves out the reasoning of turns before the last user's")
+                continue
+            message = (
+                f"the chat template leaves out {lost.key!r} of {lost.place}: {_cut(lost.forms[0])!r} — rename "
+                "it as the template reads it, take a template that writes it (chat_template.jinja in the tokenizer's "
+                "folder), or remove it from the data"
+            )
+            if self._strict:
+                raise UserError(f"{message} (data.strict)")
+            if lost.key not in self._told:
+                self._told.add(lost.key)
+                log.warning("data: %s: %s; told once (data.strict=true makes it an error)", label, message)
+
+    def _turn(self, message: Message) -> dict[str, Any]:
+        """A message as the template reads it: its content as parts or as text, nothing that concerns training alone."""
+        turn = {key: value for key, value in message.items() if key != TRAINS}
+        content = turn.get("content")
+        if isinstance(content, list) and not self._reads_parts:
+            turn["content"] = content_text(message)
+        elif isinstance(content, str) and self._wants_parts:
+            turn["content"] = [{"type": "text", "text": content}]
+        return with_arguments(turn, as_text=self._wants_text_arguments) if calls_of(turn) else turn
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether content has to be a list of parts."""
+        return not self._probe(_PROBE) and self._reads_parts
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether content may be a list of parts."""
+        return self._probe([{"type": "text", "text": _PROBE}])
+
+    @cached_property
+    def _wants_text_arguments(self) -> bool:
+        """Whether the arguments of calls have to be JSON text: the template cannot write objects, or not as JSON."""
+
+        def probe(arguments: object) -> str:
+            call = {"type": "function", "id": "000000000", "function": {"name": "f", "arguments": arguments}}
+            return self._tried([_ASKS, {"role": "assistant", "content": "", "tool_calls": [call]}])
+
+        written = probe({_PROBE: _PROBE})
+        return (_PROBE not in written or f"'{_PROBE}'" in written) and _PROBE in probe(json.dumps({_PROBE: _PROBE}))
+
+    @cached_property
+    def closing(self) -> str:
+        """A token that the template writes behind a conversation that ends, and not behind the turns within one."""
+        turns = [_ASKS, {"role": "assistant", "content": _PROBE}]
+        ended = self._tried(turns).rpartition(_PROBE)[2].rstrip()
+        goes_on = self._tried([*turns, _ASKS]).rpartition(_PROBE)[2]
+        token = self._tokenizer.eos_token_id
+        end = "" if token is None else self._tokenizer.decode_batch([[token]], skip_special=False)[0]
+        within = ended.removesuffix(end).rstrip()
+        return end if end and within and not goes_on.startswith(ended) and goes_on.startswith(within) else ""
+
+    def behind(self, role: str) -> str:
+        """Write what stands between an answer and the content of a turn with this role; empty if it takes none."""
+        turns = [_ASKS, {"role": "assistant", "content": _PROBE}, {"role": role, "content": _ASKS["content"]}]
+        written = self._tried(turns).rpartition(_PROBE)[2]
+        return written.partition(_ASKS["content"])[0]
+
+    def _probe(self, content: object) -> bool:
+        written = self._tried([{"role": "user", "content": content}], asks=True)
+        return _PROBE in written and "'type'" not in written and '"type"' not in written
+
+    def _tried(self, turns: Sequence[Message], *, asks: bool = False) -> str:
+        """Write turns to see what the template makes of them; nothing if it fails."""
+        try:
+            return self._tokenizer.chat_text(turns, (), self._arguments, asks=asks)
+        except ValueError:
+            return ""
+
+
+def left_out(written: str, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Given]:
+    """Find the pieces of a conversation that are not in the text which a template made of it."""
+    whole = rest = _plain(written)
+    missing: list[Given] = []
+    # The longest first, each taken away once found: what is part of one piece does not count as another.
+    for piece in sorted(pieces(turns, tools), key=lambda one: -len(one.forms[0])):
+        within = whole if piece.shared else rest
+        found = next((form for form in map(_plain, piece.forms) if form in within), None)
+        if found is None:
+            missing.append(piece)
+        elif not piece.shared:
+            rest = rest.replace(found, "\0", 1)
+    return missing
+
+
+def pieces(turns: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[Given]:
+    """Take a conversation apart: its contents, reasoning, calls with their arguments, names, and tools."""
+    users = [number for number, turn in enumerate(turns) if turn["role"] == "user"]
+    for number, turn in enumerate(turns):
+        earlier = bool(users) and number < users[-1]
+        yield from (
+            piece for piece in _of_turn(turn, f"message {number} ({turn['role']})", earlier) if _plain(piece.forms[0])
+        )
+    for number, tool in enumerate(tools):
+        found = _of_tool(tool, f"tool {number}")
+        yield from (piece for piece in found if _plain(piece.forms[0]))
+
+
+def _of_turn(turn: Message, place: str, earlier: bool) -> Iterator[Given]:
+    content = turn.get("content") or ""
+    for text in [content] if isinstance(content, str) else [part["text"] for part in content]:
+        thought, ended, answer = text.rpartition(_THOUGHT_END) if turn["role"] == ASSISTANT else ("", "", text)
+        if ended:
+            yield Given("content", place, _forms(thought.removeprefix("<think>")), by_design=earlier)
+        yield Given("content", place, _forms(answer))
+    for key in REASONING:
+        if isinstance(turn.get(key), str):
+            yield Given(key, place, _forms(turn[key]), by_design=earlier)
+    for call in calls_of(with_arguments(dict(turn), as_text=False)):
+        for value in (call.get("name"), call.get("arguments")):
+            yield from (Given("tool_calls", place, *leaf) for leaf in _leaves(value))
+    if isinstance(turn.get("name"), str):
+        yield Given("name", place, _forms(turn["name"]), shared=True)
+
+
+def _of_tool(tool: Mapping[str, Any], place: str) -> Iterator[Given]:
+    function = tool["function"] if isinstance(tool.get("function"), Mapping) else tool
+    texts = [function.get("name"), function.get("description")]
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    for name, schema in (properties or {}).items() if isinstance(properties, Mapping) else ():
+        texts += [name, schema.get("description") if isinstance(schema, Mapping) else None]
+    yield from (Given("tools", place, _forms(text)) for text in texts if isinstance(text, str))
+
+
+def _leaves(value: object) -> Iterator[tuple[tuple[str, ...], bool, bool]]:
+    """Find the texts, keys and plain values within a value: their forms, `by_design` and `shared` of `Given`."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield _forms(str(key)), False, False
+            yield from _leaves(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, str):
+        yield _forms(value), False, False
+    else:
+        whole = (str(int(value)),) if isinstance(value, float) and value.is_integer() else ()
+        yield (json.dumps(value), str(value), *whole), False, True
+
+
+def _forms(text: str) -> tuple[str, ...]:
+    """Find how a text may be written: as it is, with the escapes of JSON once and twice, of Python and
+    of HTML."""
+    text = text.strip()
+    if _NOTHING_TO_ESCAPE.fullmatch(text):
+        return (text,)
+    once, ascii_only = json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
+    twice = json.dumps(once, ensure_ascii=False)[1:-1]
+    # As jinja2's own tojson writes it; that of transformers does not.
+    for_pages = ascii_only.translate({ord(char): f"\\u{ord(char):04x}" for char in "<>&'"})
+    return tuple(dict.fromkeys((text, once, ascii_only, twice, for_pages, repr(text)[1:-1], html.escape(text))))
+
+
+def _plain(text: str) -> str:
+    return "".join(text.split()).casefold()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -1,0 +1,204 @@
+"""The one door for messages: a conversation as data has it, in the form in which all that follows expects it.
+
+What a row, a data source or a response says of a conversation is read here and nowhere else: its turns, the calls of
+tools in them, the tools themselves, and which turns are trained on. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distflow.errors import UserError
+
+Message = Mapping[str, Any]
+ASSISTANT = "assistant"
+TRAINS = "train"
+"""Key of a message that is not trained on, whose value is False then; no other message has it."""
+_TRAINING_KEYS = ("weight", "train", "trainable", "training", "loss", "loss_scale", "loss_weight")
+"""Names under which formats say whether a turn is trained on: 1 or true, 0 or false."""
+_TRAINED_IN_PART = ("train_detail", "training_detail")
+"""Names under which formats say which characters of a turn are trained on."""
+_CALLS, _FUNCTION_CALL, _ARGUMENTS = "tool_calls", "function_call", "arguments"
+
+
+class TableRow(dict[str, Any]):
+    """A row of a table whose structs have the keys of all rows: a null in one may stand for a key that it lacks."""
+
+
+def conversation(value: object, *, nulls: bool = True) -> list[dict[str, Any]] | None:
+    """The messages of a value that is a conversation, as a list or as JSON text; None for any other value.
+
+    `nulls`: they are what was written; False: they stand for keys that a message lacks, as in tables (`TableRow`).
+    Raises UserError for a conversation with something that is no message.
+    """
+    if isinstance(value, str):
+        value = _json_chat(value)
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
+        return None
+    return [_message(number, message, nulls=nulls) for number, message in enumerate(value)]
+
+
+def is_conversation(value: object) -> bool:
+    """Tell whether `conversation` takes a value for messages, right or wrong ones."""
+    return _json_chat(value) is not None if isinstance(value, str) else isinstance(value, Sequence) and bool(value)
+
+
+def tools_of(given: object, *, nulls: bool = True) -> Sequence[Mapping[str, Any]]:
+    """The schemas of functions in a column, which may be JSON text; `nulls` as of `conversation`. Raises UserError."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise UserError(f"the column 'tools' is text, but no JSON: {error}") from error
+    if given is None:
+        return ()
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, Mapping) for one in given):
+        raise UserError(f"the column 'tools' is {str(given)[:60]!r}; expected a list of function schemas")
+    return given if nulls else _without_nulls(given)
+
+
+def last_turn(value: object, name: str, *, nulls: bool = True) -> dict[str, Any]:
+    """A response in a column as a message: a text, or the last turn of some, an assistant's. Raises UserError."""
+    found = conversation(value, nulls=nulls)
+    if found is not None and found[-1]["role"] == ASSISTANT:
+        return found[-1]
+    if found is None and isinstance(value, (str, bool, int, float)):
+        return {"role": ASSISTANT, "content": value if isinstance(value, str) else str(value)}
+    raise UserError(
+        f"the column {name!r} is {str(value)[:60]!r}; expected text, or chat messages that end with an assistant's turn"
+    )
+
+
+def content_text(message: Message) -> str:
+    """The text of a message, that of its parts joined."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part["text"]) for part in content)
+
+
+def as_text(messages: Sequence[Message]) -> str:
+    """A conversation as reward functions and readers see it: a single turn as it is, several with their roles."""
+    if len(messages) == 1:
+        return content_text(messages[0])
+    return "\n\n".join(f"{message['role']}: {content_text(message)}" for message in messages)
+
+
+def calls_of(message: Message) -> list[Mapping[str, Any]]:
+    """Find the functions that a message calls, each with `name` and `arguments` as far as they are given."""
+    calls = list(message.get(_CALLS) or ())
+    if message.get(_FUNCTION_CALL):
+        calls.append(message[_FUNCTION_CALL])
+    return [call["function"] if isinstance(call.get("function"), Mapping) else call for call in calls]
+
+
+def with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """Write the arguments of a message's calls as objects, or as their JSON text; what is no object stays as it is."""
+
+    def change(call: Mapping[str, Any]) -> dict[str, Any]:
+        made = dict(call)
+        arguments = made.get(_ARGUMENTS)
+        if as_text and isinstance(arguments, Mapping):
+            made[_ARGUMENTS] = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text:
+            made |= {_ARGUMENTS: _decoded(arguments, dict)} if _ARGUMENTS in made else {}
+        if isinstance(made.get("function"), Mapping):
+            made["function"] = change(made["function"])
+        return made
+
+    changed: dict[str, Any] = {_CALLS: [change(call) for call in message[_CALLS]]} if message.get(_CALLS) else {}
+    if message.get(_FUNCTION_CALL):
+        changed[_FUNCTION_CALL] = change(message[_FUNCTION_CALL])
+    return message | changed
+
+
+def trains(message: Message) -> bool:
+    """Tell whether the data lets a turn be trained on."""
+    return bool(message.get(TRAINS, True))
+
+
+def _json_chat(text: str) -> list[Any] | None:
+    """The conversation that a text is in JSON; None for any other text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    turns = found if isinstance(found, list) else []
+    written = all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in turns)
+    return turns if turns and written else None
+
+
+def _message(number: int, given: object, *, nulls: bool) -> dict[str, Any]:
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise UserError(f"message {number} is {str(given)[:60]!r}; expected {{role: user, content: …}}")
+    _check_content(number, given.get("content"))
+    # Templates ask whether a key is there; a null says that it is not.
+    message = {key: value if nulls else _without_nulls(value) for key, value in given.items() if value is not None}
+    for key in (_CALLS, _FUNCTION_CALL):
+        if key in message:
+            message[key] = _calls(number, key, message[key])
+    if not _lets_train(number, message) and message["role"] == ASSISTANT:
+        message[TRAINS] = False
+    return message
+
+
+def _check_content(number: int, content: object) -> None:
+    parts = content if isinstance(content, list) else []
+    if not (content is None or isinstance(content, (str, list))) or any(
+        not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts
+    ):
+        raise UserError(
+            f"message {number} has content that is no text: {str(content)[:60]!r}; expected a text, or "
+            "a list of parts {type: text, text: …}"
+        )
+
+
+def _calls(number: int, key: str, given: object) -> Any:
+    """The calls of tools in a message, or the one of an older form, which may be JSON text."""
+    found = _decoded(given, list if key == _CALLS else dict)
+    calls = found if key == _CALLS else [found]
+    if not isinstance(calls, Sequence) or isinstance(calls, str) or not all(isinstance(one, Mapping) for one in calls):
+        raise UserError(
+            f"message {number} has {key} {str(given)[:60]!r}; expected "
+            + ("a list of calls {function: {name: …, arguments: …}}" if key == _CALLS else "{name: …, arguments: …}")
+        )
+    return list(calls) if key == _CALLS else calls[0]
+
+
+def _decoded(value: object, kind: type) -> Any:
+    """The value of this kind that a text is in JSON; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, kind) else value
+
+
+def _lets_train(number: int, message: dict[str, Any]) -> bool:
+    """Take what a message says of training out of it; raises UserError for anything but yes and no."""
+    part = next((key for key in _TRAINED_IN_PART if key in message), None)
+    if part is not None:
+        raise UserError(f"message {number} has {part}; expected weight: 0 or 1: turns are trained on as a whole or not")
+    said = {key: message.pop(key) for key in _TRAINING_KEYS if key in message}
+    for key, value in said.items():
+        if isinstance(value, str) or value not in (0, 1):
+            raise UserError(
+                f"message {number} has {key}: {value!r}; expected 0 or 1 (false or true): turns are trained on or not, "
+                "there are no weights between"
+            )
+    if len({bool(value) for value in said.values()}) > 1:
+        raise UserError(f"message {number} says {said}, which contradict each other; expected one of them")
+    return all(said.values())
+
+
+def _without_nulls(value: Any) -> Any:
+    """The same without the keys of objects whose values are null, at every depth; items of lists stay."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_nulls(inner) for inner in value]
+    return value
