@@ -327,9 +327,18 @@ def _checked(check: Check, columns: Sequence[str], where: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """The same with values that JSON has: dates and decimals as text."""
+    """The same with values that JSON has: decimals as numbers, if these say the same, and dates as text."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, (date, time, timedelta, Decimal)) else value
+    if isinstance(value, Decimal):
+        return _number(value)
+    return str(value) if isinstance(value, (date, time, timedelta)) else value
+
+
+def _number(value: Decimal) -> int | float | str:
+    whole = value.is_finite() and value == value.to_integral_value()
+    if whole:
+        return int(value)
+    return float(value) if Decimal(repr(float(value))) == value else str(value)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
+from distflow.data.gold import as_written
 from distflow.errors import UserError
 
 Message = Mapping[str, Any]
@@ -64,8 +66,8 @@ def last_turn(value: object, name: str, *, nulls: bool = True) -> dict[str, Any]
     found = conversation(value, nulls=nulls)
     if found is not None and found[-1]["role"] == ASSISTANT:
         return found[-1]
-    if found is None and isinstance(value, (str, bool, int, float)):
-        return {"role": ASSISTANT, "content": value if isinstance(value, str) else str(value)}
+    if isinstance(value, (str, int)) or (isinstance(value, float) and isfinite(value)):
+        return {"role": ASSISTANT, "content": as_written(value)}
     raise UserError(
         f"the column {name!r} is {str(value)[:60]!r}; expected text, or chat messages that end with an assistant's turn"
     )

@@ -5,7 +5,7 @@ Both are functions of seed and position alone, so that all layouts and every res
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from math import gcd, isfinite
 
@@ -71,16 +71,18 @@ def _shares(weights: Mapping[str, float]) -> list[int]:
 class Visits:
     """The order in which the prompts of one source are visited: one pass after another, each seeded anew.
 
-    With `keeps`, prompts for which it is False are left out. The first pass finds out which those are, as far as it is
-    needed; a run that resumes goes over that part of the source again.
+    With `leaves_out`, prompts for which it names a reason are left out. The first pass finds out which those are, as
+    far as it is needed; a run that resumes goes over that part of the source again.
     """
 
     def __init__(
-        self, size: int, order: Callable[[int], NDArray[np.int64]], keeps: Callable[[int], bool] | None
+        self, size: int, order: Callable[[int], NDArray[np.int64]], leaves_out: Callable[[int], str] | None
     ) -> None:
         self._size = size
         self._make = order
-        self._keeps = keeps
+        self._leaves_out = leaves_out
+        self.reasons: Counter[str] = Counter()
+        """How many prompts were left out so far, by reason."""
         self._orders: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
         self._seen = 0
         self._kept: list[int] = []
@@ -102,17 +104,17 @@ class Visits:
         return self._seen == self._size
 
     def end(self, size: int) -> None:
-        """The source ends here, earlier than was said, and nothing behind has been visited; only without `keeps`."""
-        assert self._keeps is None, "which of them are kept is known of a whole source only"
+        """The source ends here, earlier than was said, and nothing behind was visited; only without `leaves_out`."""
+        assert self._leaves_out is None, "which of them are kept is known of a whole source only"
         self._size = size
 
     def at(self, ordinal: int) -> tuple[int, int] | None:
         """Pass over the source, and index of the prompt, of a visit counted from 0; None if no prompt is kept."""
-        if self._keeps is None:
+        if self._leaves_out is None:
             epoch, place = divmod(ordinal, self._size)
             return epoch, int(self._order(epoch)[place])
         while len(self._kept) <= ordinal and not self.all_seen:
-            self._look(self._keeps)
+            self._look(self._leaves_out)
         if ordinal < len(self._kept):
             return 0, self._kept[ordinal]
         if not self._kept:
@@ -122,23 +124,26 @@ class Visits:
 
     def count(self) -> int:
         """How many prompts are kept; looks at all that were not looked at."""
-        if self._keeps is None:
+        if self._leaves_out is None:
             return self._size
         while not self.all_seen:
-            self._look(self._keeps)
+            self._look(self._leaves_out)
         return len(self._kept)
 
-    def _look(self, keeps: Callable[[int], bool]) -> None:
+    def _look(self, leaves_out: Callable[[int], str]) -> None:
         """Look at the next prompt of the first pass."""
         index = int(self._order(0)[self._seen])
-        kept = keeps(index)
+        reason = leaves_out(index)
         self._seen += 1
-        self._kept += [index] if kept else []
+        if reason:
+            self.reasons[reason] += 1
+        else:
+            self._kept.append(index)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._orders:
             order = self._make(epoch)
-            self._orders[epoch] = order[np.isin(order, self._kept)] if self._keeps is not None and epoch else order
+            self._orders[epoch] = order[np.isin(order, self._kept)] if self.left_out and epoch else order
             _forget(self._orders)
         return self._orders[epoch]
 

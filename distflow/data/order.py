@@ -11,11 +11,12 @@ from typing import Any, Protocol
 from distflow.data.chat_template import ChatTemplate, TemplateTokenizer
 from distflow.data.conversation import first_answer
 from distflow.data.fed import FedRows
+from distflow.data.gold import ANSWER, has
 from distflow.data.messages import ASSISTANT, as_text, conversation, tools_of
 from distflow.data.mixing import Mixture, Visits, pass_order
 from distflow.data.responses import DataRow, Reading, ResponseTokenizer, in_tokens
 from distflow.data.rows import prompt_of, with_answer
-from distflow.data.sources import PromptSource, PromptText
+from distflow.data.sources import PromptSource, PromptText, ReasoningGymSource
 from distflow.errors import PluginError, UserError
 from distflow.log import logger
 from distflow.types import GivenResponse, Prompt, Uid
@@ -28,6 +29,8 @@ TOKEN_IDS = 1 << 31
 """Upper bound of token ids, which are sent as 4-byte integers."""
 DATA_SOURCE = "data_source"
 """Where a task says which source it is from: the key of data sets in verl's layout."""
+LONG = "long"
+"""The reason for which overlong prompts are left out; others are the keys that their tasks lack."""
 
 
 class PromptTokenizer(ResponseTokenizer, TemplateTokenizer, Protocol):
@@ -47,6 +50,8 @@ class PromptSettings:
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
     """What the chat template leaves out is an error."""
+    unanswered: str = "drop"
+    """What becomes of a prompt whose task lacks what the reward needs: error, or drop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +81,11 @@ class PromptOrder:
         tokenizer: PromptTokenizer,
         settings: PromptSettings,
         reading: Reading | None = None,
+        needs: Mapping[str, str] | None = None,
     ) -> None:
-        """`reading`: where the data gives responses too."""
+        """`reading`: where the data gives responses too. `needs`: keys without which a task cannot be judged, each with
+        the reward function that needs it.
+        """
         for source in sources:
             _check_source(source.rows)
         sizes = [len(source.rows) for source in sources]
@@ -86,6 +94,11 @@ class PromptOrder:
         self._template = ChatTemplate(tokenizer, settings.chat_template_args, strict=settings.strict)
         self._settings = settings
         self._reading = reading
+        self._needs = needs or {}
+        self._without = ""
+        """The first prompt that was left out for what its task lacks, which has been told."""
+        self._looked_at: tuple[SourceUse, int, PromptText] | None = None
+        """What the filter has seen last, which is mostly what is asked for next."""
         self._mixture = Mixture({source.name: source.weight for source in sources}, settings.seed)
         self._first = [0, *accumulate(sizes)]
         """Number of each source's first prompt, over all sources."""
@@ -127,7 +140,10 @@ class PromptOrder:
         """The prompt at a position however long it is, with its name in messages; raises UserError as `prompt` does."""
         number, _, index = self._at(position)
         source = self._sources[number]
-        given = self.given(source, index)
+        seen, self._looked_at = self._looked_at, None
+        given = seen[2] if seen is not None and seen[:2] == (source, index) else self.given(source, index)
+        if lacking := self._lacks(source, index, given):
+            raise UserError(f"data: {source.label(index)} {self._lacking(lacking)} — give it one, or leave it out")
         task = _as_json(source.label(index), given.task)
         size = len(given.text) + len(task)
         if size > MAX_TEXT:
@@ -184,34 +200,78 @@ class PromptOrder:
         if unknown and visits.all_seen and visits.left_out:
             log.warning("data: %s", self._left_out(source, visits))
         if found is None:
-            raise UserError(f"data: {self._left_out(source, visits)}; raise data.max_prompt_tokens")
+            raise UserError(f"data: {self._left_out(source, visits)}; {self._cure(source, visits)}")
         return number, *found
 
     def _left_out(self, source: SourceUse, visits: Visits) -> str:
         of = f" of {source.name}" if source.name else ""
+        found = []
+        for reason, count in sorted(visits.reasons.items(), key=lambda item: item[0] != LONG):
+            why = self._lacking(reason, several=True) + ", and are left out" if reason != LONG else self._longer()
+            found.append(f"{count} of {visits.seen} prompts{of} {why}")
+        return "; ".join(found)
+
+    def _longer(self) -> str:
         bound = f"data.max_prompt_tokens={self._settings.max_prompt_tokens}"
         if self._reading is not None:
             bound += f", or their responses than max_response_tokens={self._reading.max_response_tokens},"
-        return (
-            f"{visits.left_out} of {visits.seen} prompts{of} are longer than {bound} and left out (data.overlong=drop)"
-        )
+        return f"are longer than {bound} and left out (data.overlong=drop)"
 
-    def _filter(self, source: SourceUse) -> Callable[[int], bool] | None:
-        if self._settings.overlong != "drop":
+    def _lacking(self, key: str, *, several: bool = False) -> str:
+        what = "gold answer" if key == ANSWER else repr(key)
+        return f"{'have' if several else 'has'} no {what}, which reward {self._needs[key]} needs"
+
+    def _cure(self, source: SourceUse, visits: Visits) -> str:
+        """What to do where all prompts of a source are left out."""
+        key = next((reason for reason in visits.reasons if reason != LONG), None)
+        if key is None:
+            return "raise data.max_prompt_tokens"
+        there = ", ".join(self.given(source, 0).task) or "nothing"
+        return f"the task of the first one has {there} — data.fields.{key}=COLUMN says which column it is"
+
+    def _needed_of(self, source: SourceUse) -> list[str]:
+        """Keys that the reward needs and a task of this source may lack; to make one of reasoning-gym may take long."""
+        known = ReasoningGymSource.KEYS if isinstance(source.rows, ReasoningGymSource) else ()
+        return [key for key in self._needs if key not in known]
+
+    def _lacks(self, source: SourceUse, index: int, given: PromptText) -> str:
+        """The first key that the reward needs and this prompt's task has not; empty if there is none."""
+        try:
+            return next((key for key in self._needed_of(source) if not has(given.task, key)), "")
+        except UserError as error:
+            raise UserError(f"data: {source.label(index)}: {error}") from error
+
+    def _filter(self, source: SourceUse) -> Callable[[int], str] | None:
+        settings = self._settings
+        asks = settings.unanswered == "drop" and bool(self._needed_of(source))
+        if settings.overlong != "drop" and not asks:
             return None
 
-        def keeps(index: int) -> bool:
+        def leaves_out(index: int) -> str:
             given = self.given(source, index)
-            if len(self._encode(source.label, index, given)) > self._settings.max_prompt_tokens:
-                return False
-            if self._reading is None:
-                return True
-            # A response of another prompt is not this prompt's: nothing is left out for it.
-            own = DataRow(given.task, lambda: own, source.label(index), given.reply)
-            limit = self._reading.max_response_tokens
-            return all(len(one.token_ids) <= limit for one in self._made(source, index, given, own) if one.trains)
+            self._looked_at = source, index, given
+            if asks and (lacking := self._lacks(source, index, given)):
+                self._tell(source, index, lacking)
+                return lacking
+            return LONG if settings.overlong == "drop" and self._is_long(source, index, given) else ""
 
-        return keeps
+        return leaves_out
+
+    def _tell(self, source: SourceUse, index: int, lacking: str) -> None:
+        """Warn of the first prompt that the reward cannot judge: the whole pass may take days."""
+        if not self._without:
+            self._without = source.label(index)
+            log.warning("data: %s %s: it is left out, as all such prompts are", self._without, self._lacking(lacking))
+
+    def _is_long(self, source: SourceUse, index: int, given: PromptText) -> bool:
+        if len(self._encode(source.label, index, given)) > self._settings.max_prompt_tokens:
+            return True
+        if self._reading is None:
+            return False
+        # A response of another prompt is not this prompt's: nothing is left out for it.
+        own = DataRow(given.task, lambda: own, source.label(index), given.reply)
+        limit = self._reading.max_response_tokens
+        return any(len(one.token_ids) > limit for one in self._made(source, index, given, own) if one.trains)
 
     def _row(self, position: int) -> DataRow:
         number, _, index = self._at(position)

@@ -8,8 +8,8 @@ from typing import Any, Protocol, Self
 
 from distflow.data.chat_template import ChatTemplate
 from distflow.data.conversation import Conversation, ResponsePart
+from distflow.data.gold import ANSWER
 from distflow.data.messages import as_text, last_turn, trains
-from distflow.data.rows import ANSWER
 from distflow.data.sources import PromptText
 from distflow.errors import PluginError, UserError
 from distflow.log import logger

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from distflow.data.gold import ANSWER, as_written
 from distflow.data.messages import (
     TableRow,
     as_text,
@@ -18,7 +19,7 @@ from distflow.data.messages import (
 from distflow.data.sources import PromptText
 from distflow.errors import UserError, nearest
 
-PROMPT, MESSAGES, ANSWER, TOOLS = "prompt", "messages", "answer", "tools"
+PROMPT, MESSAGES, TOOLS = "prompt", "messages", "tools"
 RESPONSES = CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "response"
 """Responses; as conversations they have the prompt before their last turns."""
 GROUND_TRUTH = "reward_model.ground_truth"
@@ -54,7 +55,7 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     prompt = _prompt(task, row, named=PROMPT in fields, nulls=nulls)
     tools = tools_of(task.get(TOOLS), nulls=nulls)
     truth = task.get("reward_model")
-    if ANSWER not in task and isinstance(truth, Mapping) and "ground_truth" in truth:
+    if task.get(ANSWER) is None and isinstance(truth, Mapping) and "ground_truth" in truth:
         task[ANSWER] = truth["ground_truth"]
     if isinstance(prompt, str):
         return PromptText(prompt, task, (), tools)
@@ -74,8 +75,15 @@ def with_answer(given: PromptText, *, reads: bool) -> PromptText:
     said = content_text(last)
     if not messages:
         raise UserError("the prompt is one assistant's turn alone; expected a user's turn before it")
-    beside = [given.task[name] for name in (RESPONSES if reads else (ANSWER,)) if given.task.get(name) is not None]
-    others = [as_text([last_turn(value, "")]) if is_conversation(value) else str(value) for value in beside]
+    if reads:
+        beside = {name: given.task[name] for name in RESPONSES if given.task.get(name) is not None}
+        others = [as_text([last_turn(value, name)]) for name, value in beside.items()]
+    else:
+        answer = given.task.get(ANSWER)
+        entries = answer if isinstance(answer, list) else [answer]
+        others = [
+            as_written(one) if isinstance(one, (str, int, float)) else str(one) for one in entries if one is not None
+        ]
     if others and said.strip() and said.strip() not in map(str.strip, others):
         return replace(given, messages=messages, opening=last)
     task = given.task if given.task.get(ANSWER) is not None else {**given.task, ANSWER: said}

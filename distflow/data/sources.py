@@ -51,6 +51,9 @@ class PromptSource(Protocol):
 class ReasoningGymSource:
     """A data set of the reasoning-gym package; each task carries what its `score_answer` needs."""
 
+    KEYS = ("dataset", "entry")
+    """What every task has."""
+
     def __init__(self, name: str, dataset: Any) -> None:
         self._name = name
         self._dataset = dataset

@@ -195,6 +195,13 @@ def functions_of(value: object) -> dict[str, tuple[str, tuple[str, ...]]]:
     return {f".{name}.function": (part["function"], own[name]) for name, part in named.items()}
 
 
+def chosen_shipped(value: object, choices: Sequence[str]) -> list[str]:
+    """Which of the shipped functions, `module:name` in `choices`, a setting names: one as text, or several by name."""
+    given: Mapping[Any, Any] = value if isinstance(value, Mapping) else {value: None}
+    names = [part["function"] if _names_function(part) else name for name, part in given.items()]
+    return [call for call in choices if call in names or call.rpartition(":")[2] in names]
+
+
 def _names_function(part: object) -> bool:
     return isinstance(part, Mapping) and "function" in part
 

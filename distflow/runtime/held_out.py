@@ -35,7 +35,6 @@ from distflow.runtime.calls import Calls
 from distflow.runtime.lockstep import VALIDATED, Rounds
 from distflow.runtime.metrics import TIMING, MetricStore, MetricWriter
 from distflow.runtime.node import Node
-from distflow.runtime.owner_side import reading_of
 from distflow.runtime.protocols import Backend, Tokenizer, TokenScores, TokenValues, TrainedScorer
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.steps import ServedContext, StepContext, StepRunner, user_code
@@ -81,7 +80,7 @@ class HeldOut:
         self._board = parts.node.board
         self._where = f"validation data {plan.val.data.shown} on {me.name}"
         with user_code(self._where):
-            found = every_prompt(setting, plan.val.data, tokenizer, self._where, reading_of(plan))
+            found = every_prompt(setting, plan.val.data, tokenizer, self._where)
             self._places = list(islice(found, plan.val.prompts))
         here = [step for step in plan.steps if step.name in plan.home.steps and step != plan.reads]
         self._steps = [step.name for step in here]

@@ -21,6 +21,7 @@ from distflow.config.plugins import TOKENIZER
 from distflow.data.difficulty import Difficulty, DifficultyRule
 from distflow.data.fed import PROMPTS, RowLog
 from distflow.data.files import Row
+from distflow.data.gold import needed_by
 from distflow.data.loading import open_source
 from distflow.data.order import PromptOrder, PromptSettings, SourceUse
 from distflow.data.responses import Reading
@@ -52,6 +53,8 @@ from distflow.flow.memory import MIB
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.step import READ, reads_all_turns, response_tokens
+from distflow.flow.step_declaration import read_declaration
+from distflow.flow.step_settings import chosen_shipped
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.disk import ConsumerList
@@ -69,20 +72,52 @@ READ_AHEAD = 64
 log = logger(__name__)
 
 
-def build_prompts(
-    data: DataConfig, seed: int, tokenizer: Tokenizer, where: str, reading: Reading | None = None
-) -> PromptOrder:
+class Uses(NamedTuple):
+    """What a flow does with the rows of the data."""
+
+    reading: Reading | None
+    """How it makes samples of them; None where a model generates them."""
+    needs: Mapping[str, str]
+    """What its shipped reward functions need of each row's task, by key: the name of the function."""
+
+
+def build_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer, where: str, uses: Uses) -> PromptOrder:
     """Build the source; raises StepError, with `where`, for exceptions of the source, else UserError."""
     with user_code(f"{where}, when it was made with {data.with_}"):
         sources = [open_source(name, source, resolve) for name, source in data.sources.items()]
-        return PromptOrder(sources, tokenizer, prompt_settings(data, seed), reading)
+        return PromptOrder(sources, tokenizer, prompt_settings(data, seed), *uses)
 
 
 def prompt_settings(data: DataConfig, seed: int) -> PromptSettings:
-    """What the section says of order and tokens."""
+    """What the section says of order and tokens. Clients are told of rows that cannot be used, and none is put."""
     return PromptSettings(
-        seed, data.shuffle, data.chat, data.max_prompt_tokens, data.overlong, data.chat_template_args, data.strict
+        seed,
+        data.shuffle,
+        data.chat,
+        data.max_prompt_tokens,
+        data.overlong,
+        data.chat_template_args,
+        strict=data.strict,
+        unanswered="error" if data.fed else "drop",
     )
+
+
+def uses_of(plan: Plan) -> Uses:
+    """What the flow does with the rows of the data."""
+    return Uses(reading_of(plan), needs_of(plan) if plan.reads is None else {})
+
+
+def needs_of(plan: Plan) -> dict[str, str]:
+    """What the shipped reward functions of the flow need, by key; of users' own functions nothing is known."""
+    found: dict[str, str] = {}
+    for step in plan.steps:
+        if step.role != "score" or step.prefix or not step.call.startswith("distflow."):
+            continue
+        spec = read_declaration(step.call).spec
+        for setting in spec.plugins:
+            for call in chosen_shipped(step.settings[setting], spec.choices.get(setting, ())):
+                found = {**dict.fromkeys(needed_by(resolve(call)), call.rpartition(":")[2]), **found}
+    return found
 
 
 def reading_of(plan: Plan) -> Reading | None:
@@ -107,7 +142,7 @@ def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Proble
     where = f"data source {recipe.data.shown}"
     try:
         tokenizer = resolve(TOKENIZER)(recipe.models[plan.primary].model_dump())
-        prompts = build_prompts(recipe.data, recipe.run.seed, tokenizer, where, reading_of(plan))
+        prompts = build_prompts(recipe.data, recipe.run.seed, tokenizer, where, uses_of(plan))
         with user_code(f"{where}, at prompt position 0"):
             return prompts.prompt(0), []
     except UserError as error:
@@ -132,7 +167,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     """Wire the owner's side: its ledgers, new or from the checkpoint, and the messages that reach them."""
     name, plan = str(setting.me.name), setting.plan
     where = f"data source {setting.recipe.data.shown} on {name}"
-    order = build_prompts(setting.recipe.data, setting.recipe.run.seed, tokenizer, where, reading_of(plan))
+    order = build_prompts(setting.recipe.data, setting.recipe.run.seed, tokenizer, where, uses_of(plan))
     given: dict[int, Sequence[GivenResponse]] = {}
 
     feed = build_feed(setting, node, order, tokenizer, lambda: _more_rows(node, core, reader))
@@ -199,7 +234,7 @@ def build_feed(
         settings,
         fed.log,
         FeedLinks(
-            check=partial(_check_rows, data, setting.recipe.run.seed, tokenizer),
+            check=partial(_check_rows, data, setting.recipe.run.seed, tokenizer, uses_of(setting.plan)),
             reply=node.endpoint.reply,
             post=node.endpoint.send,
             came=came,
@@ -215,10 +250,10 @@ def build_feed(
     return thread
 
 
-def _check_rows(data: DataConfig, seed: int, tokenizer: Tokenizer, rows: Sequence[Row]) -> None:
+def _check_rows(data: DataConfig, seed: int, tokenizer: Tokenizer, uses: Uses, rows: Sequence[Row]) -> None:
     """Raise UserError unless these rows make prompts."""
     (source,) = data.sources.values()
-    order = PromptOrder([SourceUse(rows, fields=source.fields)], tokenizer, prompt_settings(data, seed))
+    order = PromptOrder([SourceUse(rows, fields=source.fields)], tokenizer, prompt_settings(data, seed), *uses)
     for index in range(len(rows)):
         order.prompt(index)
 

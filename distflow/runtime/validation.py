@@ -25,7 +25,6 @@ from distflow.config.plugins import FIND_ANSWER
 from distflow.config.schema import RunConfig
 from distflow.data.batch import Batch
 from distflow.data.order import DATA_SOURCE, PromptOrder
-from distflow.data.responses import Reading
 from distflow.data.samples import last_rows
 from distflow.errors import UserError
 from distflow.exchange.lease_lanes import Lanes
@@ -48,6 +47,7 @@ from distflow.runtime.owner_side import (
     connect_owner,
     lease_settings,
     tell_of_prompts,
+    uses_of,
 )
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
@@ -272,12 +272,12 @@ def note_scores(
 
 
 def every_prompt(
-    setting: Setting, data: DataConfig, tokenizer: Tokenizer, where: str, reading: Reading | None = None
+    setting: Setting, data: DataConfig, tokenizer: Tokenizer, where: str
 ) -> Iterator[tuple[PromptOrder, int]]:
     """Every prompt of every source once, in their order, as its place there; without those that are left out."""
+    uses = uses_of(setting.plan)
     for name, source in data.sources.items():
         alone = data.model_copy(update={"shuffle": False, "source": None, "mix": {name: source}})
-        order = build_prompts(alone, setting.recipe.run.seed, tokenizer, where, reading)
+        order = build_prompts(alone, setting.recipe.run.seed, tokenizer, where, uses)
         # Behind the last one that is not left out, another pass begins.
-        whole = data.overlong == "error"
-        yield from ((order, place) for place in range(len(order)) if whole or order.uid(place).epoch == 0)
+        yield from ((order, place) for place in range(len(order)) if order.uid(place).epoch == 0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import combinations, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,6 @@ LOOKED_AT = 100
 """Prompts whose lengths and rewards are looked at, if not more are shown."""
 SHOWN_TEXT = 2000
 """Characters shown of a prompt."""
-FORMS = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "<think></think><answer>{}</answer>")
-"""How a response may give a gold answer: reward functions expect different ones, and none is asked for here."""
 
 
 @click.group()
@@ -42,7 +40,7 @@ def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
     from distflow.data.fed import AWAITED
     from distflow.flow.recipe_check import plan_recipe
     from distflow.flow.resolve import resolve
-    from distflow.runtime.owner_side import build_prompts, reading_of
+    from distflow.runtime.owner_side import build_prompts, uses_of
 
     loaded, plan = plan_recipe(recipe, overrides)
     if plan.recipe.data.fed:
@@ -51,9 +49,10 @@ def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
     try:
         tokenizer = resolve(TOKENIZER)(plan.recipe.models[plan.primary].model_dump())
         data = plan.recipe.data
-        order = build_prompts(data, plan.recipe.run.seed, tokenizer, f"data source {data.shown}", reading_of(plan))
+        order = build_prompts(data, plan.recipe.run.seed, tokenizer, f"data source {data.shown}", uses_of(plan))
+        # Behind the last one that is not left out, another pass begins.
         positions = range(min(max(count, LOOKED_AT), len(order)))
-        samples = [_Sample(*order.of_any_length(position)) for position in positions]
+        samples = [_Sample(*order.of_any_length(n)) for n in positions if order.uid(n).epoch == 0]
     except UserError as error:
         raise RecipeError([Problem(loaded.origin("data.source"), "data", str(error).removeprefix("data: "))]) from error
     fault = "" if plan.reads else _judge(plan, tokenizer, samples)
@@ -70,6 +69,8 @@ def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
     if plan.reads is None:
         _show_ends(tokenizer)
         _show_rewards(samples, fault)
+        if not fault:
+            _show_conflict(plan, tokenizer, samples)
     else:
         _show_responses(plan.reads, samples, loaded.origin)
     wrong = [sample.label for sample in samples if not 1 <= len(sample.prompt.token_ids) <= limit]
@@ -87,14 +88,17 @@ class _Sample:
     label: str
     prompt: Prompt
     answer: str | None = field(init=False)
+    """The first of its gold answers."""
     form: str = ""
     """How the answer was given to the reward."""
     values: dict[str, float] = field(default_factory=dict)
     """Reward, score and parts, of the form with the highest score."""
 
     def __post_init__(self) -> None:
-        task = json.loads(self.prompt.task)
-        self.answer = str(task["answer"]) if "answer" in task else None
+        from distflow.data.gold import as_written, gold_answers
+
+        answers = gold_answers(json.loads(self.prompt.task))
+        self.answer = as_written(answers[0]) if answers else None
 
     def response(self, form: str) -> str:
         return form.format(self.answer)
@@ -148,7 +152,8 @@ def _show_rewards(samples: Sequence[_Sample], fault: str) -> None:
     without = sum(sample.answer is None for sample in samples)
     if without:
         click.echo(
-            f"{without} of {len(samples)} prompts have no gold answer: the task has no `answer` (data.fields.answer)"
+            f"{without} of {len(samples)} prompts have no gold answer: `answer` of the task is null, or not there "
+            "(data.fields.answer)"
         )
     judged = [sample for sample in samples if sample.values]
     if not judged:
@@ -183,20 +188,17 @@ def _show_responses(step: StepPlan, samples: Sequence[_Sample], origin: Callable
 
 def _judge(plan: Plan, tokenizer: Tokenizer, samples: Sequence[_Sample]) -> str:
     """Give each gold answer to the step that writes the reward; returns why that is not possible, or empty."""
-    found = [step for step in plan.steps if step.role == "score" and "reward" in step.writes and not step.prefix]
-    if not found or found[0].model is not None:
+    from distflow.data.gold import FORMS
+
+    step = _reward_step(plan)
+    if step is None:
         return "rewards of gold answers are not shown: no score step gives them without a model"
-    step = found[0]
     for form in FORMS:
-        open_ones = [
-            s for s in samples if s.answer is not None and not ("score" in s.values and s.values["score"] >= 1)
-        ]
-        rows = [
-            (sample, ids) for sample in open_ones if (ids := _encoded(tokenizer, sample.response(form))) is not None
-        ]
+        open_ones = [s for s in samples if not ("score" in s.values and s.values["score"] >= 1)]
+        rows = _rows(tokenizer, [(sample, form) for sample in open_ones])
         if not rows:
             continue
-        batch = _batch(rows, form)
+        batch = _batch(rows)
         lacking = [name for name in step.reads if name not in batch]
         if lacking:
             return f"rewards of gold answers are not shown: step {step.name!r} reads {lacking[0]}, which only a run has"
@@ -206,11 +208,50 @@ def _judge(plan: Plan, tokenizer: Tokenizer, samples: Sequence[_Sample]) -> str:
             if any(sample.values for sample in samples):
                 continue  # it works, and just not on a form that nobody asked for
             return f"warning: the reward fails on gold answers:\n{error}"
-        for row, (sample, _) in enumerate(rows):
+        for row, (sample, _, _) in enumerate(rows):
             values = dict(_values(judged, row))
             if not sample.values or values["score"] > sample.values["score"]:
                 sample.form, sample.values = form, values
     return ""
+
+
+def _reward_step(plan: Plan) -> StepPlan | None:
+    """The step that writes the reward; None if a model does."""
+    found = [step for step in plan.steps if step.role == "score" and "reward" in step.writes and not step.prefix]
+    return found[0] if found and found[0].model is None else None
+
+
+def _show_conflict(plan: Plan, tokenizer: Tokenizer, samples: Sequence[_Sample]) -> None:
+    """Warn of two components that each give 1 to some form of the first gold answer, and never both to the same."""
+    from distflow.data.gold import FORMS
+
+    step = _reward_step(plan)
+    components = step.settings.get("function") if step is not None else None
+    rows = _rows(tokenizer, [(sample, form) for sample in samples if sample.values for form in FORMS][: len(FORMS)])
+    if step is None or not isinstance(components, Mapping) or not rows:
+        return
+    try:
+        judged = _run(step, _batch(rows), tokenizer)
+    except DistflowError:
+        return  # not every function takes every form
+    full: dict[str, set[str]] = {}
+    for row, (_, form, _) in enumerate(rows):
+        for name, value in _values(judged, row):
+            if name.removeprefix("rewards/") in components and value >= 1:
+                full.setdefault(name.removeprefix("rewards/"), set()).add(form)
+    apart = next(((one, two) for one, two in combinations(full, 2) if not full[one] & full[two]), None)
+    if apart is not None:
+        shown = [next(form for form in FORMS if form in full[name]).format(rows[0][0].answer) for name in apart]
+        click.echo(
+            f"warning: no form of a response that was tried gets 1 from {apart[0]} and from {apart[1]}: the first "
+            f"takes {shown[0]!r}, the second {shown[1]!r} — a response that is right for one is wrong for the other"
+        )
+
+
+def _rows(tokenizer: Tokenizer, given: Sequence[tuple[_Sample, str]]) -> list[tuple[_Sample, str, list[int]]]:
+    """Gold answers in forms, with the tokens of those that this model can write."""
+    written = [(s, form, _encoded(tokenizer, s.response(form))) for s, form in given if s.answer is not None]
+    return [(sample, form, ids) for sample, form, ids in written if ids is not None]
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int] | None:
@@ -222,7 +263,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int] | None:
     return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
 
 
-def _batch(rows: Sequence[tuple[_Sample, list[int]]], form: str) -> Batch:
+def _batch(rows: Sequence[tuple[_Sample, str, list[int]]]) -> Batch:
     """Gold answers as the responses that a generate step would have written."""
     import torch
 
@@ -230,19 +271,19 @@ def _batch(rows: Sequence[tuple[_Sample, list[int]]], form: str) -> Batch:
     from distflow.types import FINISH_REASONS
 
     count = len(rows)
-    ids = [response for _, response in rows]
+    ids = [response for *_, response in rows]
     numbers = torch.arange(count)
     return Batch(
         {
-            "uid": torch.tensor([[0, sample.prompt.index, row] for row, (sample, _) in enumerate(rows)]),
+            "uid": torch.tensor([[0, sample.prompt.index, row] for row, (sample, *_) in enumerate(rows)]),
             "group": numbers,
             "sample": torch.zeros(count, dtype=torch.int64),
-            "prompt_ids": Ragged.from_rows([sample.prompt.token_ids for sample, _ in rows], torch.int64),
-            "prompt_text": Ragged.from_texts([sample.prompt.text for sample, _ in rows]),
-            "task": Ragged.from_texts([sample.prompt.task for sample, _ in rows]),
+            "prompt_ids": Ragged.from_rows([sample.prompt.token_ids for sample, *_ in rows], torch.int64),
+            "prompt_text": Ragged.from_texts([sample.prompt.text for sample, *_ in rows]),
+            "task": Ragged.from_texts([sample.prompt.task for sample, *_ in rows]),
             "response_ids": Ragged.from_rows(ids, torch.int64),
             "response_mask": Ragged.from_rows([[1] * len(one) for one in ids], torch.bool),
-            "response_text": Ragged.from_texts([sample.response(form) for sample, _ in rows]),
+            "response_text": Ragged.from_texts([sample.response(form) for sample, form, _ in rows]),
             "finish_reason": torch.full((count,), FINISH_REASONS.index("stop")),
         }
     )

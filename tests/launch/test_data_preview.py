@@ -58,7 +58,8 @@ def test_prompts_with_special_tokens_and_gold_answers(recipe: str, capsys: pytes
     assert "gold answer '1': reward 1, score 1, rewards/exact_match 1, rewards/mine 0\n" in out
     assert "30 of 30 prompts: 7 to 7 tokens, 7.0 on average (data.max_prompt_tokens 16)" in out
     assert "gold answers: score 1 on average, reward of 30 looked at" in out
-    assert "warning" not in out
+    assert "gets 1 from exact_match and from mine: the first takes '0', the second '<answer>0</answer>' — " in out
+    assert out.count("warning") == 1
 
 
 def test_what_ends_responses_is_named(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,15 +106,54 @@ def test_a_reward_that_does_not_fit_the_answers(
 
 def test_what_is_too_long(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["1=", "12345678=", "2="]
-    rows(tmp_path, *({"prompt": text} for text in texts))
+    rows(tmp_path, *({"prompt": text, "answer": "1"} for text in texts))
     preview(recipe, "data.max_prompt_tokens=4", "data.shuffle=false", code=2)
     told = capsys.readouterr()
-    assert "3 of 3 prompts have no gold answer: the task has no `answer` (data.fields.answer)" in told.out
     assert "data.max_prompt_tokens — 1 of 3 prompts are longer, or empty, first prompt 1 (" in told.err
     preview(recipe, "data.max_prompt_tokens=4", "data.overlong=drop", "data.shuffle=false")
     out = capsys.readouterr().out
     assert "1 of 3 prompts are longer than data.max_prompt_tokens=4 and left out (data.overlong=drop)" in out
+    assert "2 of 3 prompts: 2 to 2 tokens" in out, "no prompt is looked at twice"
     assert "12345678" not in out
+
+
+def test_gold_answers_as_the_run_will_see_them(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    function, mine = "flow.steps.reward.with.function", f"{tmp_path}/mine.py:tags_only"
+    rows(tmp_path, *({"prompt": "1=", "answer": answer} for answer in (11.0, ["12", "twelve"], None, 1e20, [None])))
+    preview(recipe, "data.shuffle=false", f"{function}={{mine: null}}")
+    out = capsys.readouterr().out
+    assert "gold answer '11': reward 1, score 1" in out
+    assert "gold answer '12': reward 1, score 1" in out
+    assert "gold answer '100000000000000000000': reward 1, score 1" in out
+    assert "2 of 5 prompts have no gold answer, which reward exact_match needs, and are left out" in out
+    assert "3 of 5 prompts: " in out
+    assert "gold answers: score 1 on average, reward of 3 looked at" in out
+    # What a function of the user needs is not known: nothing is left out for it.
+    preview(recipe, "data.shuffle=false", f"{function}={{exact_match: null, mine: {{function: '{mine}'}}}}")
+    out = capsys.readouterr().out
+    assert "2 of 5 prompts have no gold answer: `answer` of the task is null, or not there (data.fields.answer)" in out
+    assert "5 of 5 prompts: " in out
+
+
+def test_rows_without_any_gold_answer(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows(tmp_path, {"prompt": "1=", "solution": 1}, {"prompt": "2=", "solution": 2})
+    preview(recipe, code=2)
+    told = capsys.readouterr().err
+    assert "2 of 2 prompts have no gold answer, which reward exact_match needs, and are left out; the task of " in told
+    assert "has solution — data.fields.answer=COLUMN says which column it is" in told
+    preview(recipe, "data.fields.answer=solution")
+
+
+def test_rewards_that_no_response_can_suit_together(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern = "format: {pattern: '<answer>.*</answer>'}"
+    function = "flow.steps.reward.with.function"
+    preview(recipe, f"{function}={{mine: null, {pattern}}}")
+    assert "gets 1 from exact_match and from format: the first takes '" in capsys.readouterr().out
+    regex = "regex: {pattern: '<answer>(.*)</answer>'}"
+    preview(recipe, f"{function}={{mine: null, exact_match: null, {regex}, {pattern}}}")
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_a_source_of_one_row(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

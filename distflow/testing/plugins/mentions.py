@@ -12,7 +12,8 @@ _READ_BY: dict[str, Shape] = {"dense": "sample", "ragged": "token", "padded": "t
 
 
 def task_keys(text: str) -> list[str]:
-    """Keys of `….task["key"]`, `….task.get("key")` and of a variable called task, in the order of the file."""
+    """Keys of `….task["key"]`, `….task.get("key")`, of a variable called task, and of `@needs("key")`, in the order of
+    the file."""
     return list(dict.fromkeys(_keys(ast.parse(text))))
 
 
@@ -31,7 +32,10 @@ def _keys(tree: ast.AST) -> Iterator[str]:
                 _is_task(value)
             ):
                 yield key
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="row"), attr="response"), args=names):
+            case (
+                ast.Call(func=ast.Attribute(value=ast.Name(id="row"), attr="response"), args=names)
+                | ast.Call(func=ast.Name(id="needs"), args=names)
+            ):
                 yield from (str(name.value) for name in names if isinstance(name, ast.Constant))
 
 

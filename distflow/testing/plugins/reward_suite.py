@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from distflow.data.gold import FORMS, as_written, gold_answers
 from distflow.errors import UserError
 from distflow.testing.plugins.findings import IMPORTING, SuiteReport, cut
 from distflow.testing.plugins.subjects import Subject
@@ -18,8 +19,6 @@ from distflow.types import Completion, FinishReason
 from distflow.workers.reward_functions import RewardFunction
 from distflow.workers.reward_judging import Verdict, judge, reward_function
 
-FORMS = ("{}", r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "<think></think><answer>{}</answer>")
-"""How a response may give a gold answer (as `distflow data preview` has it)."""
 ODD = (
     "",
     " ",
@@ -90,8 +89,8 @@ def _spec(subject: Subject) -> str:
 def _samples(tasks: Sequence[tuple[str, str]]) -> Iterator[Completion]:
     for prompt, text in tasks[:MOST_TASKS]:
         task = json.loads(text)
-        for form in FORMS if "answer" in task else ():
-            yield _completion(prompt, form.format(task["answer"]), task, "stop")
+        for answer in gold_answers(task)[:1]:
+            yield from (_completion(prompt, form.format(as_written(answer)), task, "stop") for form in FORMS)
         for number, response in enumerate(ODD):
             reasons: tuple[FinishReason, ...] = ("stop", "length")
             yield _completion(prompt, response, task, reasons[number % 2])
@@ -167,8 +166,9 @@ def _tell_gold(
     """With real tasks that have an answer: whether gold answers get more than nonsense."""
     scores: dict[bool, list[float]] = {True: [], False: []}
     for sample, verdict in zip(samples, verdicts, strict=True):
-        if "answer" in sample.task and not verdict.failure:
-            gold = {form.format(sample.task["answer"]) for form in FORMS}
+        answers = gold_answers(sample.task)
+        if answers and not verdict.failure:
+            gold = {form.format(as_written(answers[0])) for form in FORMS}
             scores[sample.response in gold].append(verdict.values["score"])
     if subject.data is None or not (scores[True] and scores[False]):
         return
