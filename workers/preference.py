@@ -30,6 +30,7 @@ MOST_TOLD = 5
 """Pairs of equal texts that are warned of."""
 _equal: set[str] = set()
 """Those that were."""
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
 CHOSEN, REJECTED = ("chosen", "answer"), "rejected"
 _READ = ["prompt_ids", "response_ids", "response_mask", "ref_logprobs", "group", "sample"]
 
@@ -173,6 +174,8 @@ def _judged(row: DataRow) -> list[RowResponse]:
         there = ", ".join(row.task) or "none besides the prompt"
         raise UserError(f"there is no column 'label'; there are {there} — data.fields.label=COLUMN")
     label = row.task["label"]
+    if isinstance(label, str):  # of CSV
+        label = _LABELS.get(label.strip().lower(), label)
     if type(label) is not bool and label not in (0, 1):
         raise UserError(f"the column 'label' is {str(label)[:60]!r}; expected true or false (1 or 0)")
     return [RowResponse.of(row.turn("response", "answer"), {"label": float(label)})]

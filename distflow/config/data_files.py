@@ -12,7 +12,11 @@ from pathlib import Path
 from distflow.config.yamlfile import shown
 from distflow.errors import UserError, nearest
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+_TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+SUFFIXES = (*_TEXTS, ".parquet")
+PACKED = (".gz", ".zst")
+"""What files of text may be compressed by; named behind their own suffix."""
+_EXPECTED = f"{', '.join(SUFFIXES)} (text compressed or not: {', '.join(PACKED)})"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Names of files of a folder that are not to be mixed up begin with these."""
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
@@ -30,14 +34,21 @@ class DataFiles:
     saved: bool = False
 
 
+def kind_of(file: Path) -> str:
+    """The suffix that says what is in a file of prompts, compressed or not; empty for other files."""
+    packed = file.suffix in PACKED
+    suffix = file.with_suffix("").suffix if packed else file.suffix
+    return suffix if suffix in (_TEXTS if packed else SUFFIXES) else ""
+
+
 def data_files(path: Path, split: str | None = None) -> DataFiles:
     """The files at a path; `split` chooses among those of a folder. Raises UserError, with a hint."""
     if path.is_dir():
         return _of_folder(path, split)
     if not path.is_file():
         raise UserError(_absent(path))
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{shown(path)} is no file of prompts: expected {', '.join(SUFFIXES)}, or a folder of these")
+    if not kind_of(path):
+        raise UserError(f"{shown(path)} is no file of prompts: expected {_EXPECTED}, or a folder of these")
     if split is not None:
         raise UserError(f"{shown(path)} is one file, which has no split {split!r}: remove data.with.split")
     return DataFiles((path,))
@@ -90,7 +101,7 @@ def _of_folder(folder: Path, split: str | None) -> DataFiles:
         return _saved(folder)
     files = _files(folder) or (_files(folder / "data") if (folder / "data").is_dir() else [])
     if not files:
-        raise UserError(f"the folder {shown(folder)} has no file of prompts: expected {', '.join(SUFFIXES)}")
+        raise UserError(f"the folder {shown(folder)} has no file of prompts: expected {_EXPECTED}")
     splits = sorted({found for file in files if (found := _split_of(file))})
     if split is None and len(splits) < 2:
         return DataFiles(tuple(files))
@@ -99,7 +110,7 @@ def _of_folder(folder: Path, split: str | None) -> DataFiles:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    return sorted(file for file in folder.iterdir() if kind_of(file) and file.is_file())
 
 
 def _split_of(file: Path) -> str:

@@ -61,8 +61,9 @@ class DataConfig(Section):
     """Where prompts come from: one source, or a mixture of several (`mix`)."""
 
     source: str | None = Field(default=None, min_length=1)
-    """A file of prompts or a folder of them (.jsonl, .json, .parquet; a data set saved by Hugging Face datasets), or
-    `hub:ID`; or a function that returns prompts: `module:name` or `./file.py:name` (docs/data.md)."""
+    """A file of prompts or a folder of them (.jsonl, .json, .csv, .tsv, each also as .gz or .zst; .parquet; a data set
+    saved by Hugging Face datasets), or `hub:ID`; or a function that returns prompts: `module:name` or `./file.py:name`
+    (docs/data.md)."""
     with_: dict[str, Any] = Field(default={}, alias="with")
     """Arguments of that function, by name; of a file or folder: `split`."""
     fields: dict[str, str] = Field(default={})

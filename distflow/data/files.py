@@ -1,7 +1,7 @@
-"""Rows of files: JSON lines, Parquet, data sets saved by Hugging Face datasets or on its hub. Imports no torch.
+"""Rows of files: JSON lines, CSV, Parquet, data sets of Hugging Face, saved or on its hub. Imports no torch.
 
-A row is a mapping of columns. Lines are indexed once, and read from the disk when they are needed; Parquet is held in
-memory in Arrow's form, and saved data sets are mapped.
+A row is a mapping of columns. Lines are indexed once, and read from the disk when they are needed (of compressed files,
+from a temporary one); Parquet is held in memory in Arrow's form, and saved data sets are mapped.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import msgspec
 
-from distflow.config.data_files import data_files
+from distflow.config.data_files import data_files, kind_of
 from distflow.config.yamlfile import shown
+from distflow.data.delimited import DELIMITERS, DelimitedLines
 from distflow.data.messages import TableRow
+from distflow.data.packed import unpacked
 from distflow.errors import UserError
 
 Row = Mapping[str, Any]
@@ -81,16 +83,21 @@ def read(path: Path, check: Check, *, split: str | None = None) -> Table:
 
 
 def _open(file: Path, check: Check, *, saved: bool) -> Table:
-    if saved or file.suffix == ".parquet":
+    kind = kind_of(file)
+    if saved or kind == ".parquet":
         return ArrowTable(file, check, saved=saved)
-    if file.suffix == ".json" and _is_list(file):
-        return JsonList(file, check)
-    return JsonLines(file, check)
+    opened = unpacked(file)
+    if kind in DELIMITERS:
+        return DelimitedLines(file, opened, check, DELIMITERS[kind])
+    if kind == ".json" and _is_list(opened):
+        return JsonList(file, opened, check)
+    return JsonLines(file, opened, check)
 
 
-def _is_list(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(1 << 12).removeprefix(_MARK).lstrip(_BLANK)[:1] == b"["
+def _is_list(opened: IO[bytes]) -> bool:
+    first = opened.read(1 << 12)
+    opened.seek(0)
+    return first.removeprefix(_MARK).lstrip(_BLANK)[:1] == b"["
 
 
 class Tables:
@@ -120,12 +127,12 @@ class Tables:
 class JsonLines:
     """One JSON object a line; empty lines are passed over. Every line is read once at the start, to be checked."""
 
-    def __init__(self, path: Path, check: Check) -> None:
+    def __init__(self, path: Path, opened: IO[bytes], check: Check) -> None:
         self._path = path
         self._starts = array("q")
         self._empty = array("q")
         """For each empty line, how many rows stand before it: the number of a row's line follows without reading."""
-        self._file = path.open("rb")
+        self._file = opened
         known: frozenset[str] | None = None
         end = 0
         for number, line in enumerate(self._file, 1):
@@ -162,10 +169,11 @@ class JsonLines:
 class JsonList:
     """One list of JSON objects, which is held in memory."""
 
-    def __init__(self, path: Path, check: Check) -> None:
+    def __init__(self, path: Path, opened: IO[bytes], check: Check) -> None:
         self._path = path
         try:
-            self._rows: list[Row] = _parsed(path.read_bytes(), shown(path))
+            with opened:
+                self._rows: list[Row] = _parsed(opened.read(), shown(path))
         except json.JSONDecodeError as error:
             raise UserError(f"{shown(path)}:{error.lineno}: broken JSON: {error.msg.removesuffix(' at')}") from error
         for index, row in enumerate(self._rows):

@@ -18,7 +18,7 @@ Message = Mapping[str, Any]
 ASSISTANT = "assistant"
 TRAINS = "train"
 """Key of a message that is not trained on, whose value is False then; no other message has it."""
-_TRAINING_KEYS = ("weight", "train", "trainable", "training", "loss", "loss_scale", "loss_weight")
+TRAINING_KEYS = ("weight", "train", "trainable", "training", "loss", "loss_scale", "loss_weight")
 """Names under which formats say whether a turn is trained on: 1 or true, 0 or false."""
 _TRAINED_IN_PART = ("train_detail", "training_detail")
 """Names under which formats say which characters of a turn are trained on."""
@@ -185,7 +185,7 @@ def _lets_train(number: int, message: dict[str, Any]) -> bool:
     part = next((key for key in _TRAINED_IN_PART if key in message), None)
     if part is not None:
         raise UserError(f"message {number} has {part}; expected weight: 0 or 1: turns are trained on as a whole or not")
-    said = {key: message.pop(key) for key in _TRAINING_KEYS if key in message}
+    said = {key: message.pop(key) for key in TRAINING_KEYS if key in message}
     for key, value in said.items():
         if isinstance(value, str) or value not in (0, 1):
             raise UserError(

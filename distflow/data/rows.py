@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from distflow.data.formats import MESSAGES, PROMPT, RESPONSE, TOOLS, in_columns, with_prompt
 from distflow.data.gold import ANSWER, as_written
 from distflow.data.messages import (
     TableRow,
@@ -19,11 +20,9 @@ from distflow.data.messages import (
 from distflow.data.sources import PromptText
 from distflow.errors import UserError, nearest
 
-PROMPT, MESSAGES, TOOLS = "prompt", "messages", "tools"
-RESPONSES = CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "response"
+CHOSEN, REJECTED = "chosen", "rejected"
+RESPONSES = (CHOSEN, REJECTED, RESPONSE)
 """Responses; as conversations they have the prompt before their last turns."""
-GROUND_TRUTH = "reward_model.ground_truth"
-"""Where data sets in verl's layout have the answer."""
 
 
 def check_columns(columns: Sequence[str], fields: Mapping[str, str]) -> None:
@@ -33,7 +32,7 @@ def check_columns(columns: Sequence[str], fields: Mapping[str, str]) -> None:
             raise UserError(_missing(column, columns, f"data.fields.{name}"))
     left = [column for column in columns if column not in fields.values()]
     known = {*fields, *left}
-    if known.isdisjoint((PROMPT, MESSAGES)) and not known >= {CHOSEN, REJECTED}:
+    if known.isdisjoint((PROMPT, MESSAGES)) and not known >= {CHOSEN, REJECTED} and not with_prompt(known):
         taken = [f"data.fields.{name}={column}" for name, column in fields.items() if column in (PROMPT, MESSAGES)]
         raise UserError(_missing(PROMPT, left, "") + (f", or remove {taken[0]}" if taken else ""))
 
@@ -48,15 +47,12 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     nulls = not isinstance(row, TableRow)
     named = {name: _column(row, column, name) for name, column in fields.items()}
     rest = {key: value for key, value in row.items() if key not in fields.values()}
-    task = {**rest, **named}
+    task = in_columns({**rest, **named})
     for name in RESPONSES:
         if is_conversation(task.get(name)):
             task[name] = conversation(task[name], nulls=nulls)
     prompt = _prompt(task, row, named=PROMPT in fields, nulls=nulls)
     tools = tools_of(task.get(TOOLS), nulls=nulls)
-    truth = task.get("reward_model")
-    if task.get(ANSWER) is None and isinstance(truth, Mapping) and "ground_truth" in truth:
-        task[ANSWER] = truth["ground_truth"]
     if isinstance(prompt, str):
         return PromptText(prompt, task, (), tools)
     if not isinstance(prompt, list) or not prompt:

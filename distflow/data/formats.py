@@ -1,0 +1,224 @@
+"""Rows in the layouts of other tools, as rows with the columns that are read here. Imports no torch.
+
+| layout | a row has | becomes |
+| --- | --- | --- |
+| ShareGPT | `conversations`, turns with `from` and `value`; `system`, `tools` | `messages`, `tools` |
+| Alpaca | `instruction`, and `input` or `output`; `history`, `system` | `prompt`, `response` |
+| TRL | `prompt` and `completion`, texts or messages | `prompt`, `response` |
+| verl | `reward_model.ground_truth` | `answer` |
+
+A column that is there already under the name that is read here is never replaced: then the row is not in that layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from distflow.data.gold import ANSWER
+from distflow.data.messages import TRAINING_KEYS
+from distflow.errors import UserError, did_you_mean
+
+CONVERSATIONS, SYSTEM, COMPLETION = "conversations", "system", "completion"
+INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
+PROMPT, MESSAGES, RESPONSE, TOOLS = "prompt", "messages", "response", "tools"
+_PROMPTS = (PROMPT, MESSAGES, "chosen", "rejected", RESPONSE, COMPLETION)
+"""Columns that may be chats."""
+_ROLES = {
+    "user": "human user prompter",
+    "assistant": "gpt assistant model bot chatgpt bing bard ai",
+    "system": "system",
+    "tool": "tool tool_response tool_result observation function function_response",
+    "call": "function_call tool_call",
+}
+_ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
+"""What ShareGPT's `from` may be; a call is an assistant's turn."""
+
+Row = dict[str, Any]
+Turn = dict[str, Any]
+
+
+def with_prompt(columns: Collection[str]) -> bool:
+    """Whether rows with these columns are in a layout of other tools that has the prompt in another column."""
+    return CONVERSATIONS in columns or _is_alpaca(columns)
+
+
+def in_columns(row: Mapping[str, Any]) -> Row:
+    """The row in the columns that are read here; the same if it is in none of the layouts. Raises UserError."""
+    found = {name: _turns(value, name) if name in _PROMPTS else value for name, value in row.items()}
+    if MESSAGES not in found and CONVERSATIONS in found:
+        found = _of_sharegpt(found)
+    elif found.keys().isdisjoint((PROMPT, MESSAGES)) and _is_alpaca(found):
+        found = _of_alpaca(found)
+    if RESPONSE not in found and PROMPT in found and COMPLETION in found:
+        found = _of_completion(found)
+    found = _with_system(found)
+    return _with_ground_truth(found)
+
+
+def _is_alpaca(columns: Collection[str]) -> bool:
+    """Alone, `instruction` may stand beside a context of any name, which would be lost."""
+    return INSTRUCTION in columns and (INPUT in columns or OUTPUT in columns)
+
+
+def _decoded(value: Any, column: str) -> Any:
+    """A value that CSV, or a column of one type, holds as JSON text; None for a blank one."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise UserError(f"the column {column!r} is text, but no JSON: {error}") from error
+
+
+def _of_sharegpt(row: Row) -> Row:
+    given = _decoded(row.pop(CONVERSATIONS), CONVERSATIONS)
+    if not _is_list(given) or not given:
+        raise UserError(f"the column {CONVERSATIONS!r} is {str(given)[:60]!r}; expected a list of turns")
+    row[MESSAGES] = _turns(given, CONVERSATIONS)
+    if TOOLS in row:
+        tools = _decoded(row[TOOLS], TOOLS)
+        row[TOOLS] = list(map(_tool, tools)) if _is_list(tools) else tools
+    return row
+
+
+def _tool(tool: Any) -> Any:
+    """A schema in OpenAI's form, which chat templates expect."""
+    bare = isinstance(tool, Mapping) and "name" in tool and "function" not in tool and "type" not in tool
+    return {"type": "function", "function": tool} if bare else tool
+
+
+def _turns(given: Any, column: str) -> Any:
+    """ShareGPT's turns as messages, one alone too, as they stand in `chosen`; all else as it is."""
+    if _is_sharegpt(given):
+        given = [given]
+    if not _is_list(given) or not any(map(_is_sharegpt, given)):
+        return given
+    found: list[Any] = []
+    for number, turn in enumerate(given):
+        made = _message(turn, f"turn {number} of {column!r}") if _is_sharegpt(turn) else turn
+        before = found[-1] if found else None
+        if isinstance(before, dict) and _may_join(before, made):
+            found[-1] = {**before, "tool_calls": [*before.get("tool_calls", []), *made["tool_calls"]]}
+        else:
+            found.append(made)
+    return found
+
+
+def _is_sharegpt(turn: object) -> bool:
+    return isinstance(turn, Mapping) and "from" in turn and "value" in turn and "role" not in turn
+
+
+def _message(turn: Mapping[str, Any], where: str) -> Turn:
+    name, value = turn["from"], turn["value"]
+    role = _ROLE_OF.get(name.strip().lower()) if isinstance(name, str) else None
+    if role is None:
+        raise UserError(f"{where} is from {str(name)[:60]!r}: {did_you_mean(str(name), tuple(_ROLE_OF))}")
+    rest = {key: inner for key, inner in turn.items() if key not in ("from", "value")}
+    if role != "call":
+        return {"role": role, "content": value, **rest}
+    return {"role": "assistant", "content": None, "tool_calls": _calls(value, where), **rest}
+
+
+def _calls(value: Any, where: str) -> list[Turn]:
+    """The calls of a function_call turn: a JSON object with name and arguments, or a list of them, mostly as text."""
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise UserError(f"{where} calls a function, and its value is no JSON: {error}") from error
+    calls = given if _is_list(given) else [given]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise UserError(f"{where} calls a function: {str(value)[:60]!r}; expected {{name: …, arguments: …}}")
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
+        for call in calls
+    ]
+
+
+def _may_join(before: Turn, turn: Any) -> bool:
+    """Whether two turns of an assistant are one: what it says before it calls, and calls side by side."""
+    known = {"role", "content", "tool_calls"}
+    calls = isinstance(turn, dict) and turn.keys() <= known and "tool_calls" in turn
+    return calls and before.keys() <= known and before.get("role") == "assistant"
+
+
+def _of_alpaca(row: Row) -> Row:
+    parts = [row.pop(name, None) for name in (INSTRUCTION, INPUT)]
+    for name, part in zip((INSTRUCTION, INPUT), parts, strict=True):
+        if part is not None and not isinstance(part, str):
+            raise UserError(f"the column {name!r} is {str(part)[:60]!r}, a {type(part).__name__}; expected text")
+    prompt: Any = "\n".join(part for part in parts if part and part.strip())
+    if HISTORY in row:
+        prompt = [*_history(row.pop(HISTORY)), {"role": "user", "content": prompt}]
+    row[PROMPT] = prompt
+    if OUTPUT in row and RESPONSE not in row:
+        row[RESPONSE] = row.pop(OUTPUT)
+    return row
+
+
+def _history(given: Any) -> list[Turn]:
+    """Earlier turns, in pairs of what was said and answered."""
+    pairs = given or []
+    if not _is_list(pairs) or not all(_is_list(pair) and len(pair) == 2 for pair in pairs):
+        raise UserError(f"the column {HISTORY!r} is {str(given)[:60]!r}; expected pairs [instruction, response]")
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def _of_completion(row: Row) -> Row:
+    """What a model is to write behind `prompt`. Turns of the prompt are context: only the completion is trained on."""
+    completion, prompt = row.pop(COMPLETION), row[PROMPT]
+    if _is_list(completion) and len(completion) > 1:
+        before = prompt if _is_list(prompt) else [{"role": "user", "content": prompt}]
+        prompt, completion = [*before, *completion[:-1]], completion[-1:]
+        row[PROMPT] = [_as_context(turn) if place < len(before) else turn for place, turn in enumerate(prompt)]
+    elif _is_list(prompt):
+        row[PROMPT] = [_as_context(turn) for turn in prompt]
+    row[RESPONSE] = completion
+    return row
+
+
+def _as_context(turn: Any) -> Any:
+    spoken = isinstance(turn, Mapping) and turn.get("role") == "assistant"
+    return {**turn, "weight": 0} if spoken and not any(key in turn for key in TRAINING_KEYS) else turn
+
+
+def _with_system(row: Row) -> Row:
+    """The row with its column `system` as the first turn; a text that is a prompt becomes a user's turn then."""
+    given = row.get(SYSTEM)
+    if SYSTEM not in row or not (given is None or isinstance(given, str)):
+        return row
+    name = MESSAGES if _is_list(row.get(MESSAGES)) else PROMPT
+    prompt: Any = row.get(name)
+    if not isinstance(prompt, str) and not _is_list(prompt):
+        return row
+    turns: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
+    del row[SYSTEM]
+    if given and given.strip() and first.get("role") != "system":
+        turns = [{"role": "system", "content": given}, *turns]
+    elif given and given.strip() and first.get("content") != given:
+        raise UserError(
+            f"the column {SYSTEM!r} and the first turn of {name!r} are two different system turns; keep one"
+        )
+    return {**row, name: turns}
+
+
+def _with_ground_truth(row: Row) -> Row:
+    """The row with the answer of verl's layout, where it has none of its own."""
+    truth = row.get("reward_model")
+    if row.get(ANSWER) is not None or truth is None:
+        return row
+    if isinstance(truth, str) and truth.lstrip().startswith("{"):
+        truth = _decoded(truth, "reward_model")
+    if isinstance(truth, Mapping) and "ground_truth" in truth:
+        row[ANSWER] = truth["ground_truth"]
+    return row
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
