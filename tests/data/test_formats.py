@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from distflow.data.rows import check_columns, prompt_of
+from distflow.data.rows import check_columns, prompt_of, with_answer
 from distflow.data.sources import PromptText
 from distflow.errors import UserError
 
 
 def made(row: Mapping[str, Any], **fields: str) -> PromptText:
     check_columns(list(row), fields)
-    return prompt_of(row, fields)
+    found = prompt_of(row, fields)
+    ends = bool(found.messages) and found.messages[-1]["role"] == "assistant"
+    return with_answer(found, reads=False) if ends else found
 
 
 def said(prompt: PromptText) -> list[tuple[str, Any]]:
@@ -64,7 +66,7 @@ def test_sharegpt_with_tools() -> None:
 def test_what_a_turn_says_beside_its_text_is_kept() -> None:
     pairs = turns(("human", "1"), weight=None) + turns(("gpt", "2"), weight=0)
     reply = made({"conversations": pairs}).reply
-    assert reply == {"role": "assistant", "content": "2", "weight": 0}
+    assert reply == {"role": "assistant", "content": "2", "train": False}
 
 
 def test_preferences_in_sharegpt() -> None:
@@ -121,11 +123,11 @@ def test_completions_of_trl() -> None:
     found = made({"prompt": asked, "completion": [answer], "label": True})
     assert found.task == {"response": [answer], "label": True}
     # Only the completion is trained on.
-    assert [turn.get("weight") for turn in found.messages] == [None, 0, None]
+    assert [turn.get("train") for turn in found.messages] == [None, False, None]
     several = [answer, {"role": "tool", "content": "e"}, {"role": "assistant", "content": "f"}]
     found = made({"prompt": "a", "completion": several})
     assert said(found) == [("user", "a"), ("assistant", "d"), ("tool", "e")]
-    assert [turn.get("weight") for turn in found.messages] == [None, None, None]
+    assert [turn.get("train") for turn in found.messages] == [None, None, None]
     assert found.task == {"response": several[-1:]}
     assert made({"prompt": "1", "completion": "x", "response": "y"}).task == {"completion": "x", "response": "y"}
 

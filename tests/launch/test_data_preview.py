@@ -76,9 +76,9 @@ def test_which_turns_of_a_conversation_are_trained_on(
     about = (*about, "data.max_prompt_tokens=18")
     preview("quickstart", *about)
     out = capsys.readouterr().out
-    assert "response 0 (18 tokens, 11 of them trained on): '<a>1<eos><a>23=<eos><a>23<eos>'" in out
+    assert "response 0 (18 tokens, 11 of them trained on): '[<a>1<eos>]<a>23=<eos>[<a>23<eos>]'" in out
     preview("quickstart", *about, "flow.steps.read.with.turns=last")
-    assert "response 0 (6 tokens): '<a>23<eos>'" in capsys.readouterr().out
+    assert "response 0 (6 tokens): '[<a>23<eos>]'" in capsys.readouterr().out
 
 
 def test_a_gold_answer_is_given_in_the_form_that_the_reward_expects(
@@ -182,7 +182,7 @@ def test_responses_that_the_data_gives(tmp_path: Path, capsys: pytest.CaptureFix
     preview("quickstart", "flow=kto", *data, "-n", "1")
     out = capsys.readouterr().out
     assert "position 0: prompt 0 (" in out
-    assert "  | 0=\n  response 0 (2 tokens, label 1): '0<eos>'\n" in out
+    assert "  | 0=\n  response 0 (2 tokens, label 1): '[0<eos>]'\n" in out
     assert "  response 1 (3 tokens, label 0, not trained on): '11<eos>'\n" in out
     assert "their 8 responses: 2 to 5 tokens, 3.5 on average, end tokens included (max_response_tokens 1024)" in out
     assert "gold answer" not in out
