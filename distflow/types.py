@@ -6,9 +6,10 @@ V vocabulary, H heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -27,6 +28,7 @@ TOKENS = "response_ids"
 A_TOKEN = (
     "response_mask",
     "rollout_logprobs",
+    "rollout_filtered_logprobs",
     "old_logprobs",
     "ref_logprobs",
     "values",
@@ -173,6 +175,11 @@ class SamplingParams:
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
 
+    @property
+    def filters(self) -> bool:
+        """Whether top-k or top-p keep some tokens from being drawn that the temperature alone would allow."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
     def __post_init__(self) -> None:
         """Raises TypeError for what is no number; which numbers are possible is for engines to say."""
         reals = type(self.temperature) is type(self.top_p) is float
@@ -223,7 +230,7 @@ class BegunSample:
     """One sample of a group that another worker began: to be continued, or finished already.
 
     `token_ids` and `logprobs` have equal length; `spans` cover them in order. `finish_reason` is "" while the sample
-    is not finished.
+    is not finished. `filtered_logprobs` as in `SampleOutput`.
 
     Example:
 
@@ -235,6 +242,7 @@ class BegunSample:
     logprobs: tuple[float, ...]
     spans: tuple[Span, ...]
     finish_reason: str = ""
+    filtered_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +274,10 @@ class SampleRequest:
 class SampleOutput:
     """One finished or aborted sample: `token_ids` and `logprobs` have equal length; `spans` cover them in order.
 
-    `logprobs` are natural-log probabilities under the distribution sampled from (after temperature, top-k and top-p).
-    A stop token, if one was sampled, is the last of `token_ids`.
+    `logprobs` are natural-log probabilities over the whole vocabulary, after temperature and before top-k and top-p, as
+    the trainer computes them. `filtered_logprobs` are those of what top-k and top-p have left, which the tokens were
+    drawn from: as many, or none where nothing was cut off or nobody wants them (`EngineSpec.filtered_logprobs`). A stop
+    token, if one was sampled, is the last of `token_ids`.
 
     Example:
 
@@ -280,6 +290,19 @@ class SampleOutput:
     logprobs: tuple[float, ...]
     spans: tuple[Span, ...]
     finish_reason: FinishReason
+    filtered_logprobs: tuple[float, ...] = ()
+
+
+def joined_filtered(parts: Iterable[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, ...]:
+    """Join the filtered log-probs of a sample's parts; empty where no part has any.
+
+    `parts`: of each the log-probs over the whole vocabulary, and the filtered ones. Where nothing was cut off these are
+    missing, and equal to the former.
+    """
+    known = list(parts)
+    if not any(filtered for _, filtered in known):
+        return ()
+    return tuple(chain.from_iterable(filtered or whole for whole, filtered in known))
 
 
 @dataclass(frozen=True, slots=True)

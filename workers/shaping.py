@@ -55,7 +55,7 @@ def dynamic_sampling(batch: Batch, ctx: StepContext, *, keep_every: int = 10) ->
     reads=["reward", "response_ids", "response_mask", "rollout_logprobs"],
     # With several updates the policy's log-probs at their beginning are there, and this step waits for them.
     reads_when={
-        "kl_coef": ["ref_logprobs"],
+        "kl_coef": ["ref_logprobs", "rollout_logprobs"],
         "several_updates": ["old_logprobs"],
         "overlong_share": ["finish_reason"],
     },

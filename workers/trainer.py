@@ -211,7 +211,13 @@ def _with_advantage(batch: Batch, function: str, given: object) -> Batch:
     role="train",
     reads=["prompt_ids", "response_ids", "response_mask", "rollout_logprobs"],
     reads_if_there=["advantage"],
-    reads_when={"kl_coef": ["ref_logprobs"], "several_updates": ["old_logprobs"]},
+    reads_when={
+        "kl_coef": ["ref_logprobs"],
+        "several_updates": ["old_logprobs"],
+        # Metrics compare these in any case; here they are weights.
+        "tis": ["rollout_logprobs"],
+        "correction": ["rollout_logprobs"],
+    },
     writes=[],
     scope="sample",
     head="tokens",
@@ -219,6 +225,7 @@ def _with_advantage(batch: Batch, function: str, given: object) -> Batch:
         "loss": {
             "terms": {
                 "ref_logprobs": "ref_logprobs",
+                "rollout_logprobs": "rollout_logprobs",
                 "advantages": "advantage",
                 "candidate_logprobs": "candidate_ids",
             }

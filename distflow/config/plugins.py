@@ -43,7 +43,9 @@ OPTIONS: Mapping[str, str] = {
 }
 """Option classes, free of torch. `parse(options)` raises UserError for options that an engine or backend cannot take;
 `check(use)` of the result, if it has one, raises it for a `PluginUse` that the options do not fit. Of an engine,
-`repeats_samples(deterministic)`, if it has one, tells whether a sample that is generated twice has the same tokens."""
+`repeats_samples(deterministic)`, if it has one, tells whether a sample that is generated twice has the same tokens;
+`lacks_unfiltered()`, if it has one, says why it has no log-probs over the whole vocabulary under top-p and top-k, and
+what to do."""
 
 
 @dataclass(frozen=True, slots=True)

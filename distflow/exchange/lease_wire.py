@@ -6,7 +6,8 @@ tokens in the place of each run of them. The tokens themselves lie behind each o
 in which the head counts them, so that the header stays small and its bulk is copied rather than parsed. A few tokens
 lie in the head itself: a frame of their own would cost more than copying them.
 
-Example: the head of a Piece of 3 tokens is [position, sample, start, 3, …], with 3·4 + 3·8 bytes in its `bulk`.
+Example: the head of a Piece of 3 tokens is [position, sample, start, 3, …], with 3·4 + 3·8 bytes in its `bulk`, and 3·8
+more if it has filtered log-probs.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class _BegunHead(Row, frozen=True):
     tokens: Whole
     spans: Spans
     finish_reason: EndOfSample
+    filtered: bool = False
 
     def __post_init__(self) -> None:
         _check_cover(self.spans, 0, self.tokens)
@@ -78,6 +80,7 @@ class _PieceHead(Row, frozen=True):
     tokens: Whole
     spans: Spans
     finish_reason: EndOfSample
+    filtered: bool = False
 
     def __post_init__(self) -> None:
         _check_cover(self.spans, self.start, self.tokens)
@@ -220,15 +223,15 @@ def _message(head: Any, payload: Sequence[memoryview]) -> Any:
     """The inverse; raises ProtocolError for a payload that is not the one that the head announces."""
     if isinstance(head, _GrantHead):
         prompts = sum(lease.prompt_tokens for lease in head.leases)
-        begun = sum(sample.tokens for lease in head.leases for sample in lease.begun)
-        bulk = _Bulk(head.bulk, payload, prompts * TOKEN_BYTES + begun * (TOKEN_BYTES + LOGPROB_BYTES))
+        begun = sum(_size(sample) for lease in head.leases for sample in lease.begun)
+        bulk = _Bulk(head.bulk, payload, prompts * TOKEN_BYTES + begun)
         leases = tuple([_lease(lease, bulk) for lease in head.leases])
         return Grant(head.owner, head.term, head.incarnation, head.number, head.ask, leases, head.step)
     if not isinstance(head, _WITH_PIECES):
         if payload:
             _Bulk(b"", payload, 0)
         return head
-    bulk = _Bulk(head.bulk, payload, sum(piece.tokens for piece in head.pieces) * (TOKEN_BYTES + LOGPROB_BYTES))
+    bulk = _Bulk(head.bulk, payload, sum(map(_size, head.pieces)))
     pieces = tuple([_piece(piece, bulk) for piece in head.pieces])
     if isinstance(head, _ProgressHead):
         return Progress(head.report, head.running, pieces)
@@ -304,26 +307,37 @@ def _lease(head: _LeaseHead, bulk: _Bulk) -> Lease:
 
 def _begun_head(sample: BegunSample, bulk: bytearray) -> _BegunHead:
     bulk += array(TOKEN, sample.token_ids).tobytes()
-    bulk += array(LOGPROB, sample.logprobs).tobytes()
-    return _BegunHead(sample.sample, len(sample.token_ids), _flat(sample.spans), sample.finish_reason)
+    bulk += array(LOGPROB, (*sample.logprobs, *sample.filtered_logprobs)).tobytes()
+    tokens, filtered = len(sample.token_ids), bool(sample.filtered_logprobs)
+    return _BegunHead(sample.sample, tokens, _flat(sample.spans), sample.finish_reason, filtered)
 
 
 def _begun(head: _BegunHead, bulk: _Bulk) -> BegunSample:
     tokens = tuple(array(TOKEN, bulk.tokens(head.tokens)))
     logprobs = tuple(array(LOGPROB, bulk.logprobs(head.tokens)))
-    return BegunSample(head.sample, tokens, logprobs, _spans(head.spans), head.finish_reason)
+    filtered = tuple(array(LOGPROB, bulk.logprobs(head.tokens if head.filtered else 0)))
+    return BegunSample(head.sample, tokens, logprobs, _spans(head.spans), head.finish_reason, filtered)
 
 
 def _piece_head(piece: Piece, bulk: bytearray) -> _PieceHead:
     bulk += piece.token_ids
     bulk += piece.logprobs
-    tokens = len(piece.token_ids) // TOKEN_BYTES
-    return _PieceHead(piece.position, piece.sample, piece.start, tokens, _flat(piece.spans), piece.finish_reason)
+    bulk += piece.filtered_logprobs
+    tokens, filtered = len(piece.token_ids) // TOKEN_BYTES, bool(piece.filtered_logprobs)
+    about = (piece.position, piece.sample, piece.start)
+    return _PieceHead(*about, tokens, _flat(piece.spans), piece.finish_reason, filtered)
 
 
 def _piece(head: _PieceHead, bulk: _Bulk) -> Piece:
+    about = (head.position, head.sample, head.start)
     tokens, logprobs = bulk.tokens(head.tokens), bulk.logprobs(head.tokens)
-    return Piece(head.position, head.sample, head.start, tokens, logprobs, _spans(head.spans), head.finish_reason)
+    filtered = bulk.logprobs(head.tokens if head.filtered else 0)
+    return Piece(*about, tokens, logprobs, _spans(head.spans), head.finish_reason, filtered)
+
+
+def _size(head: _BegunHead | _PieceHead) -> int:
+    """Bytes of what lies in the bulk."""
+    return head.tokens * (TOKEN_BYTES + LOGPROB_BYTES * (2 if head.filtered else 1))
 
 
 def _flat(spans: Sequence[Span]) -> Spans:

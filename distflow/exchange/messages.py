@@ -131,6 +131,8 @@ class Piece(msgspec.Struct, frozen=True):
     """Spans of these tokens, without gaps; offsets are counted from the sample's first token."""
     finish_reason: str
     """Empty unless the sample ends with this piece."""
+    filtered_logprobs: bytes = b""
+    """8 bytes a token, or none: see `SampleOutput`."""
 
     @property
     def end(self) -> int:
@@ -140,7 +142,7 @@ class Piece(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Approximate size in a message."""
-        return len(self.token_ids) + len(self.logprobs) + 32 * (1 + len(self.spans))
+        return len(self.token_ids) + len(self.logprobs) + len(self.filtered_logprobs) + 32 * (1 + len(self.spans))
 
 
 class Ask(Form, frozen=True):

@@ -38,6 +38,7 @@ def cut(output: SampleOutput, start: int, most: int) -> Piece:
         array(LOGPROB, output.logprobs[start:end]).tobytes(),
         clipped(output.spans, start, end),
         output.finish_reason if finished else "",
+        array(LOGPROB, output.filtered_logprobs[start:end]).tobytes(),
     )
 
 
@@ -50,15 +51,22 @@ class Prefix:
     logprobs: array[float] = field(default_factory=lambda: array(LOGPROB))
     spans: list[Span] = field(default_factory=list)
     finish_reason: str = ""
+    filtered: array[float] = field(default_factory=lambda: array(LOGPROB))
+    """As many as tokens, or none: no part has any."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return len(self.tokens) * (TOKEN_BYTES + LOGPROB_BYTES) + len(self.spans) * SPAN_BYTES
+        values = len(self.logprobs) + len(self.filtered)
+        return len(self.tokens) * TOKEN_BYTES + values * LOGPROB_BYTES + len(self.spans) * SPAN_BYTES
 
     def put(self, piece: Piece) -> None:
         """Append a piece that begins within the prefix or at its end; it replaces what was there from its offset on."""
-        del self.tokens[piece.start :], self.logprobs[piece.start :]
+        del self.tokens[piece.start :], self.logprobs[piece.start :], self.filtered[piece.start :]
+        if piece.filtered_logprobs and not self.filtered:
+            self.filtered = self.logprobs[:]
+        if piece.filtered_logprobs or self.filtered:
+            self.filtered.frombytes(piece.filtered_logprobs or piece.logprobs)
         self.tokens.frombytes(piece.token_ids)
         self.logprobs.frombytes(piece.logprobs)
         spans = list(clipped(self.spans, 0, piece.start))
@@ -71,7 +79,8 @@ class Prefix:
 
     def begun(self, sample: int) -> BegunSample:
         """The prefix in the form for the next worker."""
-        return BegunSample(sample, tuple(self.tokens), tuple(self.logprobs), tuple(self.spans), self.finish_reason)
+        parts = (tuple(self.tokens), tuple(self.logprobs), tuple(self.spans), self.finish_reason, tuple(self.filtered))
+        return BegunSample(sample, *parts)
 
 
 class Kept:
@@ -95,6 +104,8 @@ class Kept:
         if not joins:
             return "gap"
         more = (piece.end - len(old.tokens)) * (TOKEN_BYTES + LOGPROB_BYTES) + len(piece.spans) * SPAN_BYTES
+        if old.filtered or piece.filtered_logprobs:
+            more += (piece.end - len(old.filtered)) * LOGPROB_BYTES
         if self.nbytes + more > limit_bytes:
             return "refused"
         before = old.nbytes if piece.sample in self._prefixes else 0

@@ -8,7 +8,7 @@ from typing import Literal
 
 from distflow.config.schema import RunConfig
 from distflow.flow.graph import StepNode
-from distflow.flow.step import SEQUENCES
+from distflow.flow.step import FILTERED, ROLLOUT, SEQUENCES
 from distflow.types import DROP_REASON, IDENTITY, is_reward_part, prefixed
 
 EdgeKind = Literal["lease", "call", "client", "rows", "weights"]
@@ -46,7 +46,7 @@ DUMPED = (
 _NOT_SHOWN = (*IDENTITY, "response_mask", "finish_reason")
 """Of these, what a line of the dumps says once a sample, or in its own way."""
 _OURS = "distflow."
-_GENERATED = ("prompt_ids", "task", "rollout_logprobs")
+_GENERATED = ("prompt_ids", "task", ROLLOUT, FILTERED)
 """Fields that every generate step writes: dumped only when asked for."""
 
 
@@ -89,7 +89,8 @@ def dump_fields(run: RunConfig, steps: Sequence[StepNode]) -> tuple[str, ...]:
     wanted = run.dump_fields
     if wanted is None:
         own = (node for node in steps if node.role == "client" or not node.declaration.call.startswith(_OURS))
-        wanted = [field for node in own for field in node.writes if field not in _GENERATED]
+        given = {node.name: (*_GENERATED, prefixed(FILTERED, node.prefix)) for node in own}
+        wanted = [field for node in own for field in node.writes if field not in given[node.name]]
     further = of_further_models((name for name in DUMPED if name not in _NOT_SHOWN), steps)
     kept = [name for name in (*further, *wanted) if not _always(name)]
     return tuple(dict.fromkeys(kept))

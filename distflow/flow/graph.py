@@ -10,7 +10,7 @@ from distflow.config.plugins import SUPPLIERS
 from distflow.config.schema import FlowConfig, StepConfig
 from distflow.errors import PluginError, Problem, Problems, did_you_mean, nearest
 from distflow.flow.chosen_function import ChosenFunction, chosen_function
-from distflow.flow.step import SEVERAL_UPDATES, named_fields, reads_of, writes_of
+from distflow.flow.step import ROLLOUT, SEVERAL_UPDATES, named_fields, reads_of, writes_of
 from distflow.flow.step_declaration import StepDeclaration, read_declaration
 from distflow.flow.step_settings import complaints, merged
 from distflow.types import prefixed, written
@@ -32,12 +32,19 @@ class StepNode:
     """Fields read only if another step writes them."""
     prefix: str = ""
     """What precedes the names of its fields: all names here are those in the flow."""
+    function_reads: tuple[str, ...] = ()
+    """Of the fields that it reads, those that a function does which its settings choose."""
+    unread: tuple[str, ...] = ()
+    """Fields that it would write if something read them."""
+    weighed: bool = False
+    """Of a generate step: another step computes with the log-probs of its samples, not for metrics alone."""
 
     @property
     def writes(self) -> tuple[str, ...]:
         """Fields it writes."""
         spec = self.declaration.spec
-        return (*writes_of(spec, self.prefix), *named_fields(spec, self.settings).writes)
+        found = (*writes_of(spec, self.prefix), *named_fields(spec, self.settings).writes)
+        return tuple(field for field in found if field not in self.unread)
 
     @property
     def may_write(self) -> tuple[str, ...]:
@@ -60,6 +67,17 @@ class StepNode:
     def role(self) -> str:
         """Its role."""
         return self.declaration.spec.role
+
+    def weights_samples_of(self, other: StepNode) -> bool:
+        """Whether it computes with the engine's log-probs of what `other` generates, not for metrics alone.
+
+        A step that declares settings for that (`reads_when`), or a function, does so while one of them asks for it.
+        """
+        field, spec = prefixed(ROLLOUT, other.prefix), self.declaration.spec
+        if field not in self.reads:
+            return False
+        asking = [setting for setting, fields in spec.reads_when.items() if ROLLOUT in fields]
+        return not asking or field in self.function_reads or any(self.settings.get(setting) for setting in asking)
 
     @property
     def drops(self) -> str:
@@ -128,6 +146,7 @@ def read_step(
         conditions,
         tuple(prefixed(field, prefix) for field in (*spec.reads_if_there, *_asked_for(function))),
         prefix,
+        () if function is None else tuple(prefixed(field, prefix) for field in function.reads),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from distflow.errors import PluginError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_call, not_a_generate_step, split_call
-from distflow.flow.step import ATTRIBUTE, StepSpec, named_fields, reads_of, writes_of
+from distflow.flow.step import ATTRIBUTE, FILTERED, StepSpec, named_fields, reads_of, writes_of
 from distflow.types import prefixed
 
 _POSITIONAL: Mapping[str, Sequence[str]] = {
@@ -29,7 +29,9 @@ def check_step(function: object, plan: StepPlan) -> None:
     reads = reads_of(spec, plan.prefix)
     conditional = {prefixed(field, plan.prefix) for fields in spec.reads_when.values() for field in fields}
     named = named_fields(spec, plan.settings)
-    writes = (*writes_of(spec, plan.prefix), *named.writes)
+    filtered = prefixed(FILTERED, plan.prefix)
+    # The planner leaves it out where nothing reads it.
+    writes = tuple(f for f in (*writes_of(spec, plan.prefix), *named.writes) if f != filtered or f in plan.writes)
     same = (spec.role, spec.scope, writes) == (plan.role, plan.scope, plan.writes)
     further = set(plan.reads) - set(reads) - conditional - set(named.reads)
     # A function that the settings choose may read any further field.

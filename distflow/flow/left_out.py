@@ -6,6 +6,7 @@ So a layout may name pools and steps of other flows, and a flow a forward step w
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from distflow.config.paths import shipped_steps
 from distflow.config.schema import LayoutConfig
@@ -13,7 +14,8 @@ from distflow.errors import Problems
 from distflow.flow.edges import DUMPED
 from distflow.flow.graph import StepNode
 from distflow.flow.sites import VALIDATE
-from distflow.types import written
+from distflow.flow.step import FILTERED
+from distflow.types import prefixed, written
 
 
 def without_unread(
@@ -24,12 +26,20 @@ def without_unread(
     `private`: steps of single workers, which read too. `dumped`: fields or patterns that owners write to disk.
     """
     kept, unread = list(steps), list[StepNode]()
+    kept = [_without_filtered(node, (*kept, *private), dumped) for node in kept]
     while True:
         found = [node for node in kept if node.role == "forward" and not _is_read(node, (*kept, *private), dumped)]
         if not found:
             return kept, unread
         kept = [node for node in kept if node not in found]
         unread += found
+
+
+def _without_filtered(node: StepNode, steps: Sequence[StepNode], dumped: Sequence[str]) -> StepNode:
+    """The step; a generate step without the log-probs under its filters, unless something reads them."""
+    field = prefixed(FILTERED, node.prefix)
+    leaves = node.role == "generate" and field in _unread(node, steps, dumped)
+    return replace(node, unread=(field,)) if leaves else node
 
 
 def refuse_unread(

@@ -80,6 +80,8 @@ class StepPlan:
     """Of a generate step: what its environment allows; None: it has none."""
     prefix: str = ""
     """What precedes the names of its fields: all names here are those in the flow."""
+    weighed: bool = False
+    """Of a generate step: another step computes with the log-probs of its samples, not for metrics alone."""
 
     @property
     def generates_further(self) -> bool:

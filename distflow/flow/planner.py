@@ -163,7 +163,7 @@ def step_plan(node: StepNode) -> StepPlan:
     """A step of the graph as workers run it."""
     spec, call = node.declaration.spec, node.declaration.call
     about = (node.name, call, spec.role, spec.scope, node.model, node.settings)
-    return StepPlan(*about, node.reads, node.writes, node.may_write, spec.environment, node.prefix)
+    return StepPlan(*about, node.reads, node.writes, node.may_write, spec.environment, node.prefix, node.weighed)
 
 
 def _worker(

@@ -64,6 +64,26 @@ def check_options(recipe: Recipe, structure: Structure, problems: Problems) -> N
             problems.add(used.key, str(error))
 
 
+def check_filters(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse top-p and top-k where training weights tokens by log-probs that an engine tells of what these leave only.
+
+    Each weight would be too small by the mass that is cut off, which differs from place to place.
+    """
+    for node in structure.steps:
+        filters = [name for name, off in (("top_p", 1.0), ("top_k", 0)) if node.settings.get(name, off) != off]
+        weighing = next((other for other in structure.steps if other.weights_samples_of(node)), None)
+        if node.role != "generate" or not filters or weighing is None:
+            continue
+        generating = [pool for pool in structure.pools if node.model in pool.generates and not pool.validates]
+        for used in (used for pool in generating for used in _engines_of(recipe, structure, pool, str(node.model))):
+            options = resolve(OPTIONS[used.plugin]).parse(used.options) if used.plugin in OPTIONS else None
+            if options is not None and hasattr(options, "lacks_unfiltered"):
+                why, hint = options.lacks_unfiltered()
+                key, *others = [f"flow.steps.{node.name}.with.{name}" for name in filters]
+                message = f"step {weighing.name!r} weights tokens by their log-probs, and {why}"
+                problems.add(key, message, hint, others=(*others, used.chosen))
+
+
 def _engines(recipe: Recipe, structure: Structure) -> Iterator[_Used]:
     for planned in structure.pools:
         for model in planned.generates:

@@ -13,6 +13,10 @@ from distflow.types import DROP_REASON, SEQUENCE, Role, Scope, prefixed, written
 ATTRIBUTE = "__distflow_step__"
 SEVERAL_UPDATES = "several_updates"
 """Condition of `reads_when` that no setting states: batch.minibatches × batch.epochs is more than 1."""
+ROLLOUT = "rollout_logprobs"
+"""Log-probs over the whole vocabulary, of the engine that sampled."""
+FILTERED = "rollout_filtered_logprobs"
+"""Log-probs of what top-k and top-p have left: generate steps write this field where something reads it."""
 GENERATED = (
     "uid",
     "group",
@@ -23,12 +27,12 @@ GENERATED = (
     "response_ids",
     "response_mask",
     "response_text",
-    "rollout_logprobs",
+    ROLLOUT,
     "policy_versions",
     "finish_reason",
 )
 """Fields that the runtime writes for every generate step."""
-READ = tuple(name for name in GENERATED if name not in ("rollout_logprobs", "policy_versions"))
+READ = tuple(name for name in GENERATED if name not in (ROLLOUT, "policy_versions"))
 """Fields that it writes for every read step: no model has sampled these tokens."""
 GIVEN = ("uid", "group", "sample", "prompt_ids", "prompt_text", "task")
 """Of these, what a generate step of a further model (`prefix`) gets from other steps."""
@@ -136,7 +140,7 @@ def step(
     may_write: tuple[str, ...] = some.pop("may_write", ())
     if role == "score" and not written(DROP_REASON, (*writes, *may_write)):
         may_write = (*may_write, DROP_REASON)
-    made = {"generate": GENERATED, "read": READ}.get(role, ())
+    made = {"generate": (*GENERATED, FILTERED), "read": READ}.get(role, ())
     always = (*made, *(SEQUENCES if "environment" in some else ()))
     spec = StepSpec(
         role=role,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import BatchConfig, FlowConfig, LayoutConfig, ModelConfig, Recipe, RunConfig
@@ -115,11 +115,16 @@ def build_structure(
     settled = settle_models(ordered, models, problems)
     dumped = () if run is None else dump_fields(run, (*ordered, *private.all))
     kept, unread = without_unread(ordered, private.all, dumped)
+    kept = [replace(node, weighed=_is_weighed(node, (*kept, *private.all))) for node in kept]
     if run is not None:
         refuse_unread(kept, private.all, dumped, problems)
     sites = find_sites(kept, [node.name for node in ordered], layout, problems)
     validating = find_validating(layout, problems) if validated else None
     return None if settled is None else _on_pools(kept, unread, sites, settled, layout, private, validating)
+
+
+def _is_weighed(node: StepNode, steps: Sequence[StepNode]) -> bool:
+    return node.role == "generate" and any(other.weights_samples_of(node) for other in steps)
 
 
 def _on_pools(

@@ -23,6 +23,7 @@ from distflow.flow.gpus import first_gpu, width
 from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan, leaders_of
 from distflow.flow.resolve import resolve
+from distflow.flow.step import FILTERED
 from distflow.flow.trackers import FOLDER, TrackerPlan, trackers_of
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import Keeping
@@ -35,7 +36,7 @@ from distflow.runtime.protocols import Adapted, Alone, Backend, BackendSpec, Eng
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
 from distflow.runtime.trajectories import SampleLimits, Trajectories
-from distflow.types import LeaseKind, Version, WorkerName, is_validated
+from distflow.types import LeaseKind, Version, WorkerName, is_validated, prefixed
 
 log = logger(__name__)
 
@@ -219,6 +220,7 @@ def build_engine(setting: Setting, model: str, device: str, life: int, go_on: Ca
     """An engine of a generating worker, without weights. `go_on` raises when the run is over."""
     me, recipe = setting.me, setting.recipe
     assert me.engine is not None, f"{me.name} generates, so the plan names its engine"
+    step = setting.plan.generate_step_of(model)
     spec = EngineSpec(
         model=_model(recipe, model),
         device=device,
@@ -229,6 +231,8 @@ def build_engine(setting: Setting, model: str, device: str, life: int, go_on: Ca
         offload=me.offload,
         shares_device=bool(me.models),
         deterministic=recipe.run.deterministic,
+        filtered_logprobs=prefixed(FILTERED, step.prefix) in step.writes,
+        weighed=step.weighed,
         pool=me.name.pool,
         worker=str(me.name),
         life=life,

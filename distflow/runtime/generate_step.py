@@ -24,7 +24,7 @@ from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.samples import PROMPT_TEXT
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
-from distflow.flow.step import GENERATED, SEQUENCES
+from distflow.flow.step import FILTERED, GENERATED, ROLLOUT, SEQUENCES
 from distflow.runtime.protocols import Tokenizer
 from distflow.types import (
     FINISH_REASONS,
@@ -38,6 +38,7 @@ from distflow.types import (
     SamplingParams,
     Span,
     Uid,
+    joined_filtered,
 )
 
 Call = Coroutine[Any, Any, object]
@@ -112,7 +113,7 @@ class GenerateStep:
         self.plan = plan
         self.where = where
         """Which step, on which worker."""
-        self.further = tuple(name for name in plan.writes if name not in (*GENERATED, *SEQUENCES))
+        self.further = tuple(name for name in plan.writes if name not in (*GENERATED, FILTERED, *SEQUENCES))
         """The fields that it returns a number for, for each sample."""
         self.begin = begin
         self._failed = failed
@@ -162,6 +163,8 @@ class Segment:
     trains: bool = False
     text: str = ""
     """Of a model's tokens."""
+    filtered: tuple[float, ...] = ()
+    """Log-probs of what filters have left, where that is known and some was cut off."""
 
 
 @dataclass(slots=True, eq=False)
@@ -241,14 +244,15 @@ class Trajectory:
         if more is not None:
             if not parts:
                 return more
-            parts = [*parts, Segment(more.token_ids, more.logprobs, more.spans)]
+            parts = [*parts, Segment(more.token_ids, more.logprobs, more.spans, filtered=more.filtered_logprobs)]
         if len(parts) == 1:
             (only,) = parts
-            return SampleOutput(*self.key, only.token_ids, only.logprobs, only.spans, reason)
+            return SampleOutput(*self.key, only.token_ids, only.logprobs, only.spans, reason, only.filtered)
         tokens = tuple(token for part in parts for token in part.token_ids)
         logprobs = tuple(logprob for part in parts for logprob in part.logprobs)
         spans = joined((part.spans, len(part.token_ids)) for part in parts)
-        return SampleOutput(*self.key, tokens, logprobs, spans, reason)
+        filtered = joined_filtered((part.logprobs, part.filtered) for part in parts)
+        return SampleOutput(*self.key, tokens, logprobs, spans, reason, filtered)
 
 
 def joined(parts: Iterable[tuple[Sequence[Span], int]]) -> tuple[Span, ...]:
@@ -267,10 +271,12 @@ def joined(parts: Iterable[tuple[Sequence[Span], int]]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.dtype, *, several: bool) -> Batch:
+def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.dtype, plan: StepPlan) -> Batch:
     """One row a sequence: those of a sample side by side, the samples in the given order; log-probs in `dtype`, 0 for
-    tokens that the model did not write. `several`: samples may have several sequences, so that fields tell them apart.
+    tokens that the model did not write. Where `plan`, of the generate step, declares an environment, samples may have
+    several sequences, and fields tell them apart.
     """
+    several = plan.environment is not None
     rows = [sequence for sample in samples for sequence in sample.sequences if sequence.segments]
     whose = samples if not several else [sample for sample in samples for s in sample.sequences if s.segments]
     origins = [sample.origin for sample in whose]
@@ -287,7 +293,11 @@ def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.d
             "response_ids": response_ids,
             "response_mask": response_ids.like(_mask(rows, response_ids)),
             "response_text": Ragged.from_texts(_texts(rows, ids, tokenizer)),
-            "rollout_logprobs": Ragged.from_rows([_logprobs(row.segments) for row in rows], dtype),
+            **{
+                field: Ragged.from_rows([_logprobs(row.segments, filtered=field == FILTERED) for row in rows], dtype)
+                for field in (ROLLOUT, FILTERED)
+                if field in plan.writes
+            },
             "policy_versions": _versions(rows),
             "finish_reason": torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in whose]),
             **_further(whose),
@@ -329,10 +339,12 @@ def _texts(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], tokenize
     return [decoded[n] if n in decoded else row.segments[0].text for n, row in enumerate(rows)]
 
 
-def _logprobs(segments: Sequence[Segment]) -> Sequence[float]:
+def _logprobs(segments: Sequence[Segment], *, filtered: bool) -> Sequence[float]:
+    known = [segment.filtered if filtered and segment.filtered else segment.logprobs for segment in segments]
     if len(segments) == 1:
-        return segments[0].logprobs
-    return [logprob for segment in segments for logprob in segment.logprobs or [0.0] * len(segment.token_ids)]
+        return known[0]
+    written = zip(known, segments, strict=True)
+    return [logprob for logprobs, segment in written for logprob in logprobs or [0.0] * len(segment.token_ids)]
 
 
 def _versions(rows: Sequence[TokenSequence]) -> Ragged:

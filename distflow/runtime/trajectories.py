@@ -178,7 +178,7 @@ class Trajectories:
         samples_of = {position: self._limits_of(position).samples for position in positions}
         keys = [(position, number) for position, samples in samples_of.items() for number in range(samples)]
         samples = [self._finished.pop(key) for key in keys]
-        return assemble(samples, self._tokenizer, self._dtype, several=self.step.plan.environment is not None)
+        return assemble(samples, self._tokenizer, self._dtype, self.step.plan)
 
     def _limits_of(self, position: int) -> SampleLimits:
         return self._limits[lease_kind(position)]
@@ -198,9 +198,10 @@ class Trajectories:
             if not recorded.finish_reason:
                 return replace(request, begun=recorded)
             reason: FinishReason = "stop" if recorded.finish_reason == "stop" else "length"
-            tokens, logprobs, spans = recorded.token_ids, recorded.logprobs, recorded.spans
+            tokens, logprobs, filtered = recorded.token_ids, recorded.logprobs, recorded.filtered_logprobs
             (text,) = self._tokenizer.decode_batch([tokens], skip_special=True)
-            sent = self._answered(sample, SampleOutput(*sample.key, tokens, logprobs, spans, reason), text)
+            output = SampleOutput(*sample.key, tokens, logprobs, recorded.spans, reason, filtered)
+            sent = self._answered(sample, output, text)
 
     def _recorded(self, sample: Trajectory, request: SampleRequest) -> BegunSample | None:
         if sample.begun is None:
@@ -211,7 +212,8 @@ class Trajectories:
     def _answered(self, sample: Trajectory, output: SampleOutput, text: str) -> Completion:
         """Note what the model has written; returns it in the form for the step."""
         self._later += not sample.written
-        sample.written.append(Segment(output.token_ids, output.logprobs, output.spans, sample.train, text))
+        about = (output.token_ids, output.logprobs, output.spans, sample.train, text, output.filtered_logprobs)
+        sample.written.append(Segment(*about))
         if not sample.aside:
             sample.sequences[-1].segments.append(sample.written[-1])
             sample.finish_reason = output.finish_reason
@@ -300,7 +302,8 @@ def _recorded(begun: BegunSample, start: int, request: SampleRequest, *, several
     spans = [span._replace(start=span.start - start, end=span.end - start) for span in clipped(begun.spans, start, end)]
     if not reason and end == len(begun.token_ids):
         reason = begun.finish_reason
-    return BegunSample(request.sample, left, begun.logprobs[start:end], tuple(spans), reason)
+    logprobs, filtered = begun.logprobs[start:end], begun.filtered_logprobs[start:end]
+    return BegunSample(request.sample, left, logprobs, tuple(spans), reason, filtered)
 
 
 def _turn(tokens: tuple[int, ...], params: SamplingParams) -> tuple[tuple[int, ...], str]:

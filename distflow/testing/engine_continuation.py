@@ -18,7 +18,7 @@ Outputs = Mapping[tuple[int, int], SampleOutput]
 def begun(output: SampleOutput) -> BegunSample:
     """A sample in the form in which one engine hands it to another."""
     reason = "" if output.finish_reason == "abort" else output.finish_reason
-    return BegunSample(output.sample, output.token_ids, output.logprobs, output.spans, reason)
+    return BegunSample(output.sample, output.token_ids, output.logprobs, output.spans, reason, output.filtered_logprobs)
 
 
 def with_begun(request: WholeGroup, outputs: Iterable[SampleOutput]) -> WholeGroup:
@@ -150,7 +150,9 @@ class ContinuationContract(EngineHarness):
                 assert output.finish_reason == expected.finish_reason
                 assert output.spans == expected.spans
                 assert output.logprobs == pytest.approx(expected.logprobs, abs=self.tolerance)
+                assert output.filtered_logprobs == pytest.approx(expected.filtered_logprobs, abs=self.tolerance)
 
     def _cut(self, output: SampleOutput, tokens: int) -> BegunSample:
         spans = tuple(span._replace(end=min(span.end, tokens)) for span in output.spans)
-        return BegunSample(output.sample, output.token_ids[:tokens], output.logprobs[:tokens], spans)
+        whole, filtered = output.logprobs[:tokens], output.filtered_logprobs[:tokens]
+        return BegunSample(output.sample, output.token_ids[:tokens], whole, spans, filtered_logprobs=filtered)

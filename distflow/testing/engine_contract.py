@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from distflow.algorithms import corrections
+from distflow.algorithms.logprobs import token_scores
 from distflow.testing.engine_harness import FIRST, by_sample, reference_probs, run_until_done, submit
 from distflow.testing.engine_offload import OffloadContract
 from distflow.types import SampleOutput, SampleRequest, SamplingParams, Span, Version
@@ -46,6 +49,41 @@ class EngineContract(OffloadContract):
             assert output.finish_reason == "length"
             assert len(output.token_ids) == 6
             self.check(requests[output.position], output)
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            {"top_p": 0.8, "temperature": 0.7},
+            {"top_k": 4},
+            {"top_k": 1, "temperature": 1.3},
+            {"top_k": 5, "top_p": 0.7, "temperature": 0.6},
+        ],
+        ids=str,
+    )
+    def test_the_trainer_finds_the_same_log_probs_under_filters(self, params: dict[str, Any]) -> None:
+        """π_old/π_b is 1 while both have the same weights, whatever top-k and top-p cut off: no correction acts."""
+        if not self.tells_unfiltered:
+            pytest.skip("the engine tells the log-probs of what filters leave, and the plan refuses to weight by these")
+        engine = self.ready()
+        submit(engine, [self.request(position, max_new_tokens=8, **params) for position in range(5)])
+        outputs = run_until_done(engine)
+        old_BT = torch.stack([self._trained(output, params.get("temperature", 1.0)) for output in outputs])
+        rollout_BT = torch.tensor([output.logprobs for output in outputs], dtype=torch.float64)
+        mask_BT = torch.ones_like(old_BT, dtype=torch.bool)
+        bound = math.expm1(2 * self.tolerance)
+        torch.testing.assert_close(
+            corrections.behaviour_ratio(old_BT, rollout_BT), mask_BT.double(), rtol=0, atol=bound
+        )
+        for correct in (corrections.icepop, corrections.mis, corrections.sequence_mis, corrections.geometric_mask):
+            weights_BT = correct(old_BT, rollout_BT, mask_BT, lo=0.99, hi=1.01)
+            torch.testing.assert_close(weights_BT, mask_BT.double(), rtol=0, atol=8 * bound)
+
+    def _trained(self, output: SampleOutput, temperature: float) -> torch.Tensor:
+        """[T]: log-probs of a sample's tokens by the reference, with the arithmetic of training."""
+        prompt_ids = self.request(output.position).prompt_ids
+        rows = self.logits(0, prompt_ids + output.token_ids)[len(prompt_ids) - 1 : -1]
+        logits_TV = torch.tensor(rows, dtype=torch.float64)
+        return token_scores(logits_TV, torch.tensor(output.token_ids), temperature=temperature)[0]
 
     def test_settings_of_different_requests_do_not_mix(self) -> None:
         """Greedy, filtered and plain samples in one batch."""

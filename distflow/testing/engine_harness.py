@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -122,6 +122,10 @@ class EngineHarness(ABC):
     themselves, in processes of their own, cannot know when they are polled; they pass `FreeRunningContract` instead of
     the tests that count polls.
 
+    `tells_unfiltered`: log-probs are those over the whole vocabulary, as the trainer computes them, where top-k and
+    top-p leave a part of it too. `tells_filtered`: `make_engine` asks for those of the part as well
+    (`EngineSpec.filtered_logprobs`).
+
     `joint_filters`: top-k and top-p both apply to the whole distribution, as in the fused samplers of SGLang and
     FlashInfer; otherwise top-p applies to what top-k leaves.
     """
@@ -130,6 +134,8 @@ class EngineHarness(ABC):
     stepwise: bool = True
     longest: int = 40
     """Tokens of a sample that is not finished by the next poll."""
+    tells_unfiltered: bool = True
+    tells_filtered: bool = False
     joint_filters: bool = False
     tolerance: float
     """Largest difference of log-probs to a forward pass of the reference."""
@@ -196,13 +202,23 @@ class EngineHarness(ABC):
         about = (request.prompt_ids, request.seed, request.params)
         self.check_request(SampleRequest(request.position, output.sample, *about), output, number)
 
+    def _check_logprobs(self, found: Sequence[float], output: SampleOutput, expected: Sequence[Probs]) -> None:
+        wanted = [math.log(probs[token]) for token, probs in zip(output.token_ids, expected, strict=True)]
+        assert len(found) == len(wanted)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=self.tolerance)
+
     def check_request(self, request: SampleRequest, output: SampleOutput, number: int = 0) -> None:
         """Log-probs agree with the reference; if the engine is exact, the tokens do, too."""
-        assert len(output.token_ids) == len(output.logprobs)
         expected = self.expected(number, request, output)
-        for token, logprob, probs in zip(output.token_ids, output.logprobs, expected, strict=True):
+        for token, probs in zip(output.token_ids, expected, strict=True):
             assert probs[token] > 0, f"token {token} has no probability under {request.params}"
-            assert logprob == pytest.approx(math.log(probs[token]), abs=self.tolerance)
+        whole = replace(request, params=replace(request.params, top_k=0, top_p=1.0))
+        scored = self.expected(number, whole, output) if self.tells_unfiltered else expected
+        self._check_logprobs(output.logprobs, output, scored)
+        if self.tells_filtered and request.params.filters:
+            self._check_logprobs(output.filtered_logprobs, output, expected)
+        elif not request.params.filters:
+            assert output.filtered_logprobs == (), "nothing was cut off"
         if self.exact and request.params.temperature > 0:
             stream = sample_stream(request.seed, request.position, request.ordinal)
             (u,) = uniform_rows([stream], [request.sample], request.offset + len(expected))

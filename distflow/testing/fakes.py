@@ -51,7 +51,7 @@ class FakeEngine:
             drawn = uniform_rows([stream], [request.sample], request.params.max_new_tokens, [request.offset])
             self._scripts[request.position, request.sample] = (drawn[0] * self._limits.vocabulary).astype(int).tolist()
         # Greedy or not, every token is equally likely, and reported as such.
-        self._samples.add([replace(r, params=replace(r.params, temperature=1.0, top_k=0)) for r in requests])
+        self._samples.add([replace(r, params=replace(r.params, temperature=1.0, top_k=0, top_p=1.0)) for r in requests])
 
     def poll(self) -> list[SampleOutput]:
         """`pace` more tokens for every running sample."""

@@ -93,12 +93,14 @@ class TestSGLang(FreeRunningContract):
     vocabulary = VOCABULARY
     exact = False
     joint_filters = True
+    tells_filtered = True
     tolerance = 1e-4
     engines: ClassVar[list[Engine]] = []
     options: ClassVar[dict[str, Any]] = {}
 
     def make_engine(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:
-        self.engines.append(SharedEngine(EngineSpec(MODEL, "cpu", slots, max_tokens, 0, self.options)))
+        spec = EngineSpec(MODEL, "cpu", slots, max_tokens, 0, self.options, filtered_logprobs=True)
+        self.engines.append(SharedEngine(spec))
         return self.engines[-1]
 
     def reference(self, number: int) -> Any:

@@ -61,6 +61,7 @@ class TorchContract(EngineContract):
     dtype = "float64"
     device = "cpu"
     decoder = "auto"
+    tells_filtered = True
 
     @property
     def tolerance(self):
@@ -72,7 +73,8 @@ class TorchContract(EngineContract):
 
     def make_engine(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:
         model = {"path": None, "init": self.init, "tokenizer": None, "dtype": self.dtype}
-        return TorchEngine(EngineSpec(model, self.device, slots, max_tokens, 0, {"decoder": self.decoder}))
+        options = {"decoder": self.decoder}
+        return TorchEngine(EngineSpec(model, self.device, slots, max_tokens, 0, options, filtered_logprobs=True))
 
     def reference(self, number: int):
         return reference(json.dumps(self.init), self.dtype, number)

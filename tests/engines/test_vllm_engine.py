@@ -92,6 +92,7 @@ class TestVLLM(EngineContract):
     vocabulary = VOCABULARY
     exact = False
     tolerance = 1e-4
+    tells_unfiltered = False
     engines: ClassVar[list[Engine]] = []
 
     def make_engine(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:

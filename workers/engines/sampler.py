@@ -9,6 +9,7 @@ Shapes: S slots, N running samples (slots 0 … N - 1), T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +19,21 @@ from distflow.data.randomness import sample_stream, uniform_rows
 from distflow.types import SampleRequest
 
 
+class Drawn(NamedTuple):
+    """One token for each of N running samples, with its log-probs."""
+
+    tokens_N: Tensor
+    logprobs_N: Tensor
+    """Over the whole vocabulary, at the sample's temperature: as training computes them."""
+    filtered_N: Tensor
+    """Of what top-k and top-p have left: the distribution that the token was drawn from."""
+
+
 class SlotSampler:
     """Sampling state of every slot: settings, uniform numbers, tokens drawn so far, the newest token, its position.
 
-    `as_trained`: log-probs are computed as training computes them, in the logits' own dtype, so that they agree to the
-    last bit.
+    `as_trained`: log-probs over the whole vocabulary are computed as training computes them, in the logits' own dtype,
+    so that they agree to the last bit.
     """
 
     def __init__(self, slots: int, device: torch.device, *, as_trained: bool = False) -> None:
@@ -59,17 +70,17 @@ class SlotSampler:
         counters = [[0, 0, len(request.prompt_ids) + begun - 1] for request, begun in samples]
         self.counters_S3[start:stop] = torch.tensor(counters).to(device)
 
-    def draw(self, logits_NV: Tensor, *, filtered: bool, greedy: bool) -> tuple[Tensor, Tensor]:
-        """One token for each running sample, and its log-prob under the distribution it was drawn from, [N] each.
+    def draw(self, logits_NV: Tensor, *, filtered: bool, greedy: bool) -> Drawn:
+        """Draw one token for each running sample.
 
         `filtered`: some sample uses top-k or top-p; `greedy`: some sample has temperature 0 (all mass on one token,
-        log-prob 0).
+        log-probs 0).
         """
         N, given_NV = logits_NV.shape[0], logits_NV
         logits_NV = logits_NV.double()
         temperature_N1 = self.settings_S3[:N, :1]
         scaled_NV = logits_NV / (torch.where(temperature_N1 > 0, temperature_N1, 1.0) if greedy else temperature_N1)
-        probs_NV = scaled_NV.softmax(dim=-1)
+        whole_NV = probs_NV = scaled_NV.softmax(dim=-1)
         if filtered:
             probs_NV = keep_likeliest(probs_NV, self.settings_S3[:N, 1:2], self.settings_S3[:N, 2:3])
         cumulative_NV = _cumulate(probs_NV)
@@ -77,21 +88,19 @@ class SlotSampler:
         u_N1 = self.uniforms_ST[:N].gather(1, self.counters_S3[:N, :1])
         # u ≤ 1 - 2^-53, so u·total rounds to less than total: the search always finds a token of positive probability.
         tokens_N1 = torch.searchsorted(cumulative_NV, u_N1 * total_N1, right=True)
-        logprobs_N1 = (probs_NV.gather(1, tokens_N1) / total_N1).log()
+        filtered_N1 = logprobs_N1 = (probs_NV.gather(1, tokens_N1) / total_N1).log()
         if self.as_trained:
-            logprobs_N1 = torch.where(self._whole(N), self._scored(given_NV, tokens_N1), logprobs_N1)
+            logprobs_N1 = self._scored(given_NV, tokens_N1)
+        elif filtered:
+            logprobs_N1 = whole_NV.gather(1, tokens_N1).log()
         if greedy:
-            tokens_N1 = torch.where(temperature_N1 > 0, tokens_N1, logits_NV.argmax(dim=-1, keepdim=True))
-            logprobs_N1 = torch.where(temperature_N1 > 0, logprobs_N1, 0.0)
+            draws_N1 = temperature_N1 > 0
+            tokens_N1 = torch.where(draws_N1, tokens_N1, logits_NV.argmax(dim=-1, keepdim=True))
+            logprobs_N1, filtered_N1 = (torch.where(draws_N1, each, 0.0) for each in (logprobs_N1, filtered_N1))
         tokens_N = tokens_N1[:, 0]
         self.counters_S3[:N, 1] = tokens_N
         self.counters_S3[:N, ::2] += 1
-        return tokens_N, logprobs_N1[:, 0]
-
-    def _whole(self, N: int) -> Tensor:
-        """[N, 1]: which samples draw from the whole vocabulary, as training assumes."""
-        settings_N3 = self.settings_S3[:N]
-        return (settings_N3[:, 1:2] == 0) & (settings_N3[:, 2:] >= 1.0)
+        return Drawn(tokens_N, logprobs_N1[:, 0], filtered_N1[:, 0])
 
     def _scored(self, logits_NV: Tensor, tokens_N1: Tensor) -> Tensor:
         """Log-probs [N, 1] as `distflow.algorithms.logprobs` computes them in training."""

@@ -13,7 +13,16 @@ from itertools import count
 from typing import Any
 
 from distflow.errors import UserError
-from distflow.types import BegunSample, FinishReason, SampleKey, SampleOutput, SampleRequest, Span, Version
+from distflow.types import (
+    BegunSample,
+    FinishReason,
+    SampleKey,
+    SampleOutput,
+    SampleRequest,
+    Span,
+    Version,
+    joined_filtered,
+)
 
 VersionStart = tuple[int, int, int]
 """Term and number of a policy version, and how many tokens an engine had added to a sample when it came into use."""
@@ -83,6 +92,10 @@ class RequestLimits:
             (len(tokens) > longest, f"{len(tokens)} tokens; expected at most {longest}"),
             (len(tokens) != len(begun.logprobs), f"{len(tokens)} tokens, but {len(begun.logprobs)} log-probs"),
             (not all(0 <= t < self.vocabulary for t in tokens), f"token ids outside 0 … {self.vocabulary - 1}"),
+            (
+                len(begun.filtered_logprobs) not in (0, len(tokens)),
+                f"{len(tokens)} tokens, but {len(begun.filtered_logprobs)} filtered log-probs",
+            ),
             (end != len(tokens), f"its spans end at {end}, its tokens at {len(tokens)}"),
             (begun.finish_reason != "", f"it is finished ({begun.finish_reason!r}): there is nothing to continue"),
         ]
@@ -101,6 +114,8 @@ class Sample:
     before: BegunSample
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    filtered: list[float] = field(default_factory=list)
+    """Filtered log-probs of the same tokens, or none."""
     version_starts: list[VersionStart] = field(default_factory=list)
     input_length: int = field(init=False)
     """Tokens to read before the first new one is drawn: the prompt, and what was there before."""
@@ -142,7 +157,11 @@ class Sample:
             if min(end, added) > start
         ]
         tokens, logprobs = (*self.before.token_ids, *self.tokens), (*self.before.logprobs, *self.logprobs)
-        return BegunSample(self.before.sample, tokens, logprobs, merge_spans((*self.before.spans, *spans)))
+        filtered = joined_filtered(
+            [(self.before.logprobs, self.before.filtered_logprobs), (self.logprobs, self.filtered)]
+        )
+        merged = merge_spans((*self.before.spans, *spans))
+        return BegunSample(self.before.sample, tokens, logprobs, merged, filtered_logprobs=filtered)
 
     def output(self, reason: FinishReason) -> SampleOutput:
         """The sample as it stands."""
@@ -224,17 +243,20 @@ class NamedSamples(EngineSamples):
         logprobs: Sequence[float],
         finish: str,
         starts: Iterable[Any] | None = None,
+        filtered: Sequence[float] = (),
     ) -> list[SampleOutput]:
         """Add new tokens to a running sample; returns its output if it finished. Names of past samples are ignored.
 
         `finish` is "" while the sample runs on. `starts`, if the inner engine keeps them, replace `version_starts`.
+        `filtered`: the filtered log-probs of a sample with filters, if they are wanted.
         """
         sample = self.running.get(name)
         if sample is None:
             return []
         sample.tokens += tokens
-        # A greedy sample is drawn from a distribution with all its mass on one token.
-        sample.logprobs += [0.0] * len(logprobs) if is_greedy(sample.request) else logprobs
+        # At temperature 0 all the mass is on one token.
+        sample.logprobs += logprobs if sample.request.params.temperature > 0 else [0.0] * len(logprobs)
+        sample.filtered += filtered
         if starts is not None:
             sample.version_starts = [(term, number, start) for term, number, start in starts]
         if not finish:
@@ -286,11 +308,6 @@ class NamedSamples(EngineSamples):
         return (*self.running.values(), *self.waiting)
 
 
-def is_greedy(request: SampleRequest) -> bool:
-    """Whether only the likeliest token can be drawn."""
-    return request.params.temperature == 0 or request.params.top_k == 1
-
-
 def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
     """The same spans, with neighbours of one version merged."""
     merged: list[Span] = []
@@ -304,4 +321,5 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 def as_output(position: int, sample: BegunSample, reason: FinishReason) -> SampleOutput:
     """A sample as an engine returns it."""
-    return SampleOutput(position, sample.sample, sample.token_ids, sample.logprobs, sample.spans, reason)
+    about = (sample.token_ids, sample.logprobs, sample.spans, reason, sample.filtered_logprobs)
+    return SampleOutput(position, sample.sample, *about)

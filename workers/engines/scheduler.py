@@ -52,12 +52,19 @@ class Scheduler(EngineSamples):
         self.running += started
         return started
 
-    def record(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[int, FinishReason]:
-        """Add one token to each running sample; returns the slots that finished, ascending, with the reason."""
+    def record(
+        self, tokens: Sequence[int], logprobs: Sequence[float], filtered: Sequence[float] = ()
+    ) -> dict[int, FinishReason]:
+        """Add one token to each running sample; returns the slots that finished, ascending, with the reason.
+
+        `filtered`: the filtered log-probs, where they are wanted and some sample has a filter.
+        """
         finished: dict[int, FinishReason] = {}
         for slot, (sample, token, logprob) in enumerate(zip(self.running, tokens, logprobs, strict=True)):
             sample.tokens.append(token)
             sample.logprobs.append(logprob)
+            if filtered and sample.request.params.filters:
+                sample.filtered.append(filtered[slot])
             if token in sample.request.params.stop_token_ids:
                 finished[slot] = "stop"
             elif len(sample.tokens) == sample.remaining:

@@ -20,7 +20,7 @@ from distflow.comm.collective import INTERFACE, LOOPBACK, interface_of
 from distflow.errors import KeyedError, WorkerFailed
 from distflow.log import logger
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import SampleOutput, SampleRequest, Version
+from distflow.types import SampleOutput, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.adapter import (
     EngineAdapter,
@@ -30,7 +30,7 @@ from distflow.workers.engines.adapter import (
     sample_seed,
     use_of,
 )
-from distflow.workers.engines.samples import Sample, is_greedy
+from distflow.workers.engines.samples import Sample
 from distflow.workers.engines.sglang_options import SGLangOptions, memory_saver
 from distflow.workers.engines.sglang_process import EngineGone, EngineProcess, EngineStart
 from distflow.workers.engines.staged_weights import LOADER, StagedWeights
@@ -41,6 +41,8 @@ WAIT_S = 0.05
 """How long a poll waits for tokens."""
 SCORE_S = 1.0
 """How long a canary holds the worker up: longer than SGLang takes if it has room for it."""
+LEAST_TOP_P = 1e-6
+"""A share that the likeliest token alone exceeds in any vocabulary."""
 DEATHS = 3
 DEATHS_S = 600.0
 """How often SGLang may die within so many seconds."""
@@ -56,6 +58,7 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
         super().__init__(spec, SGLangOptions.parse(spec.options))
         # Then each sample has random numbers of its own.
         self.deterministic = spec.deterministic
+        self.tells_filtered = spec.filtered_logprobs
         self._deaths: list[float] = []
         self._served = False
         """Whether tokens have arrived since SGLang was started."""
@@ -117,6 +120,8 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
             "SGLANG_USE_CPU_ENGINE": "1" if on_cpu else "0",
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             "HF_HUB_OFFLINE": "1",
+            # Log-probs are those after temperature, whatever the surroundings say.
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
             "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // (options.tensor_parallel if on_cpu else 1))),
             # All of SGLang's processes are on this host, whatever address its name resolves to.
             INTERFACE: interface_of(LOOPBACK),
@@ -136,7 +141,7 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
                 "rid": name,
                 "ids": sample.input_ids,
                 "params": sampling_params(sample, self.limits.vocabulary, seeded=self.deterministic),
-                "filtered": is_filtered(sample.request),
+                "filtered": self.tells_filtered and sample.request.params.filters,
                 "cache_salt": cache_salt(version),
             }
             for name, sample in started.items()
@@ -148,8 +153,8 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
         for message in self.inner.receive(WAIT_S):
             if "tokens" in message:
                 self._served = True
-                for name, tokens, logprobs, starts, finish in message["tokens"]:
-                    outputs += self.samples.take(name, tokens, logprobs, finish, starts)
+                for name, tokens, logprobs, starts, finish, *filtered in message["tokens"]:
+                    outputs += self.samples.take(name, tokens, logprobs, finish, starts, *filtered)
             elif message["lost"] in self.samples.running:
                 position = self.samples.running[message["lost"]].request.position
                 raise WorkerFailed(f"engine sglang: a sample of position {position} was refused: {message['text']}")
@@ -199,11 +204,6 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
                 self._load(self.weights.version)
 
 
-def is_filtered(request: SampleRequest) -> bool:
-    """Whether tokens are drawn from a part of the vocabulary."""
-    return not is_greedy(request) and (request.params.top_k > 0 or request.params.top_p < 1)
-
-
 def sampling_params(sample: Sample, vocabulary: int, *, seeded: bool = False) -> dict[str, Any]:
     """SGLang's sampling settings for the rest of a sample; `seeded`: with random numbers of the sample's own."""
     params = sample.request.params
@@ -213,11 +213,11 @@ def sampling_params(sample: Sample, vocabulary: int, *, seeded: bool = False) ->
         "stop_token_ids": list(params.stop_token_ids),
     }
     wanted |= {"sampling_seed": sample_seed(sample)} if seeded else {}
-    if is_filtered(sample.request):
-        # SGLang returns log-probs under the filtered distribution only where top_k bounds it.
-        wanted |= {"top_p": params.top_p, "top_k": min(params.top_k or vocabulary, vocabulary)}
-    elif params.top_k:
-        wanted |= {"top_k": params.top_k}
+    if params.filters:
+        # With top_k 1 SGLang would leave the temperature out of the log-probs; and it returns filtered ones only where
+        # top_k bounds what is left.
+        top_p = LEAST_TOP_P if params.top_k == 1 else params.top_p
+        wanted |= {"top_p": top_p, "top_k": vocabulary if params.top_k < 2 else min(params.top_k, vocabulary)}
     return wanted
 
 

@@ -139,12 +139,10 @@ class Serving:
         if finish and "weight_versions" in about:
             # SGLang's own, exact count.
             self._starts[rid] = [(*_parse(span["version"]), span["start"]) for span in about["weight_versions"]]
-        logprobs = (
-            about["output_token_sampling_logprobs"]
-            if filtered
-            else [logprob for logprob, *_ in about["output_token_logprobs"]]
-        )
-        self._rows.append([rid, list(chunk["output_ids"]), list(logprobs), self._starts[rid], finish])
+        # These are after temperature and before any filter, whatever is asked for.
+        logprobs = [logprob for logprob, *_ in about["output_token_logprobs"]]
+        of_filtered = [list(about["output_token_sampling_logprobs"])] if filtered else []
+        self._rows.append([rid, list(chunk["output_ids"]), logprobs, self._starts[rid], finish, *of_filtered])
         self._something.set()
 
     async def _answer(self, message: Message) -> None:

@@ -10,6 +10,7 @@ To SGLang's process, by key `do`:
 From SGLang's process, by its only or first key:
     ready, refused, broken                   after `start`: SGLang's version, or the reason
     tokens    [[rid, ids, logprobs, starts, finish]]     new tokens; starts: [[term, number, start]] of the whole sample
+              behind these, where `generate` asks for `filtered`, the log-probs of what filters have left
     lost      rid, text                      SGLang refused or aborted the sample
     done, failed  the number of the `ask`; `failed` with text
 """

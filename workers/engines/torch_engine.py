@@ -55,6 +55,7 @@ class TorchEngine:
             self.weights = ParameterTable(parameters, stored_model(spec.model))
             self.weights.poison()
         self.schedule = Scheduler(spec.slots, options.prefill_tokens)
+        self.tells_filtered = spec.filtered_logprobs
         self.sampler = SlotSampler(spec.slots, self.device, as_trained=spec.deterministic)
         self.lean = options.decoder == "auto" and is_llama_like(self.model)
         self.kernels = InvariantKernels(self.model) if spec.deterministic else FastKernels()
@@ -97,10 +98,11 @@ class TorchEngine:
             logits.append(self._prefill(self.decoder, parts, version))
         if not logits:
             return []
-        tokens_N, logprobs_N = self.sampler.draw(torch.cat(logits), filtered=self.filtered, greedy=self.greedy)
+        drawn = self.sampler.draw(torch.cat(logits), filtered=self.filtered, greedy=self.greedy)
+        wanted = [drawn.filtered_N] if self.filtered and self.tells_filtered else []
         # A single copy to the host: token ids are exact in float64.
-        tokens, logprobs = torch.stack([tokens_N.double(), logprobs_N]).tolist()
-        finished = self.schedule.record([int(token) for token in tokens], logprobs)
+        tokens, logprobs, *filtered = torch.stack([drawn.tokens_N.double(), drawn.logprobs_N, *wanted]).tolist()
+        finished = self.schedule.record([int(token) for token in tokens], logprobs, *filtered)
         outputs = [self.schedule.running[slot].output(reason) for slot, reason in finished.items()]
         self._release(finished)
         return outputs
@@ -237,5 +239,5 @@ class TorchEngine:
     def _note_settings(self) -> None:
         """Note whether any running sample needs filtered or greedy drawing; changes only as samples start and end."""
         running = {id(sample.request.params): sample.request.params for sample in self.schedule.running}.values()
-        self.filtered = any(params.top_k > 0 or params.top_p < 1.0 for params in running)
+        self.filtered = any(params.filters for params in running)
         self.greedy = any(params.temperature == 0 for params in running)

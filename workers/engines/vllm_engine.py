@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import SampleOutput, SampleRequest, Version
+from distflow.types import SampleOutput, SampleRequest, Version, lease_kind
 from distflow.weights.canary import Rows
 from distflow.workers.engines.adapter import (
     EngineAdapter,
@@ -24,7 +24,7 @@ from distflow.workers.engines.adapter import (
 from distflow.workers.engines.samples import Sample
 from distflow.workers.engines.staged_weights import StagedWeights
 from distflow.workers.engines.vllm_core import CoreSample, VLLMCore
-from distflow.workers.engines.vllm_options import VLLMOptions
+from distflow.workers.engines.vllm_options import FILTERED, UNFILTERED, VLLMOptions
 
 COLDEST = 0.01
 """The lowest temperature above 0 that vLLM applies; it would raise lower ones to this."""
@@ -40,12 +40,19 @@ class VLLMEngine(EngineAdapter[VLLMOptions, VLLMCore]):
         options = VLLMOptions.parse(spec.options)
         super().__init__(spec, options)
         self.seeded = options.seeded
+        self.weighed = spec.weighed
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """As in the base class; also refuses temperatures that vLLM would change."""
+        """As in the base class; also refuses temperatures that vLLM would change, and filters whose log-probs would
+        weight tokens.
+        """
         for request in requests:
+            what = ""
             if 0 < request.params.temperature < COLDEST:
                 what = f"temperature {request.params.temperature}; vLLM takes 0, or {COLDEST} and more"
+            elif self.weighed and request.params.filters and lease_kind(request.position) == "train":
+                what = f"top_p {request.params.top_p}, top_k {request.params.top_k}: {FILTERED} — {UNFILTERED}"
+            if what:
                 raise ValueError(f"sample {request.sample} of position {request.position}: {what}")
         super().submit(requests)
 

@@ -14,6 +14,9 @@ CPU_BLOCK = 128
 """Tokens of a block of keys and values on a CPU."""
 SPARE_BLOCKS = 64
 """Blocks beyond what all slots need at once: for prompts that are read again, and for vLLM itself."""
+FILTERED = "vLLM tells log-probs before temperature, or after top-p and top-k: none over the whole vocabulary"
+"""Its `logprobs_mode` has raw and processed ones."""
+UNFILTERED = "top_p 1.0 and top_k 0, or engine torch or sglang"
 PLAIN_BYTES = 1 << 30
 """Cache size on a CPU for a model whose configuration does not say how large keys and values are."""
 
@@ -72,6 +75,10 @@ class VLLMOptions(AdapterOptions):
     def repeats_samples(self, deterministic: bool) -> bool:
         """Whether equal requests give equal tokens, up to rounding."""
         return self.seeded
+
+    def lacks_unfiltered(self) -> tuple[str, str]:
+        """Say why there are no log-probs over the whole vocabulary under top-p and top-k, and what to do."""
+        return FILTERED, UNFILTERED
 
     def check(self, use: PluginUse) -> None:
         """Raises UserError for what this model or device rules out, and for `args` that distflow sets itself."""

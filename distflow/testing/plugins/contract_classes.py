@@ -48,12 +48,14 @@ class SuiteOfEngines(EngineContract):
     vocabulary = VOCABULARY
     exact = False
     tolerance = 1e-3
+    tells_filtered = True
 
     def make_engine(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:
         """The plug-in."""
         call, options = _tested()
         model = {"path": None, "init": INIT, "tokenizer": None, "dtype": "float32"}
-        engine: Engine = resolve(call)(EngineSpec(model, "cpu", slots, max_tokens, 0, options))
+        spec = EngineSpec(model, "cpu", slots, max_tokens, 0, options, filtered_logprobs=True)
+        engine: Engine = resolve(call)(spec)
         return engine
 
     def reference(self, number: int) -> torch.nn.Module:

@@ -93,7 +93,8 @@ class _Desk:
         begun: dict[int, list[BegunSample]] = {position: [] for position in range(GROUPS)}
         for (position, number), output in had.items():
             reason = "" if output.finish_reason == "abort" else output.finish_reason
-            begun[position].append(BegunSample(number, output.token_ids, output.logprobs, output.spans, reason))
+            about = (output.token_ids, output.logprobs, output.spans, reason, output.filtered_logprobs)
+            begun[position].append(BegunSample(number, *about))
         samples = self._make(range(GROUPS))
         _drive(samples, _engine(), samples.begin([self._lease(position, of) for position, of in begun.items()]))
         return samples
