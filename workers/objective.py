@@ -17,6 +17,7 @@ from distflow.algorithms.aggregation import Aggregation, weighted_sum
 from distflow.algorithms.corrections import behaviour_ratio
 from distflow.algorithms.losses import LOG_RATIO_LIMIT, TokenLoss
 from distflow.errors import UserError, did_you_mean
+from distflow.metrics.learning_signal import KEPT
 from distflow.runtime.metrics import MetricStore
 
 LossFunction = Callable[..., TokenLoss]
@@ -112,7 +113,7 @@ class Objective:
                 )
             sums.append(weighted_sum(kl_BT, factors_BT))
             total = total + self.kl_coef * sums[1]
-        return total, _report(terms, loss, [total, *sums])
+        return total, _report(terms, loss, weights_BT, [total, *sums])
 
     def _token_loss(self, terms: TokenTerms) -> TokenLoss:
         """The loss function's result; raises UserError unless it is a `TokenLoss` of the right shapes."""
@@ -157,7 +158,9 @@ class TokenReport:
                 metrics.mean(name, value / denominator, denominator)
             else:
                 metrics.add(name, value)
-        entropy, clipped, moved, apart, mismatch, ratio, squared, *own = rest
+        entropy, clipped, moved, apart, mismatch, ratio, squared, kept, advised, *own = rest
+        if advised:
+            metrics.mean(KEPT, kept / advised, advised)
         per_token = {
             "actor/entropy": entropy,
             "actor/pg_clipfrac": clipped,
@@ -185,7 +188,7 @@ def _shown(given: object) -> str:
 
 
 @torch.no_grad()
-def _report(terms: TokenTerms, loss: TokenLoss, sums: Sequence[Tensor]) -> TokenReport:
+def _report(terms: TokenTerms, loss: TokenLoss, weights_BT: Tensor | None, sums: Sequence[Tensor]) -> TokenReport:
     old, rollout = terms.old_logprobs, terms.rollout_logprobs
     ratio_BT = behaviour_ratio(old, rollout)
     moved_BT = old - terms.logprobs
@@ -198,6 +201,7 @@ def _report(terms: TokenTerms, loss: TokenLoss, sums: Sequence[Tensor]) -> Token
         rollout - old,
         ratio_BT,
         ratio_BT.square(),
+        *_kept(terms, loss, weights_BT),
     ]
     rows += loss.metrics.values()
     off_BT, dtype = ~terms.mask.bool(), terms.logprobs.dtype
@@ -207,3 +211,13 @@ def _report(terms: TokenTerms, loss: TokenLoss, sums: Sequence[Tensor]) -> Token
         largest_ratio=ratio_BT.masked_fill(off_BT, 0.0).max(),
         own=tuple(loss.metrics),
     )
+
+
+def _kept(terms: TokenTerms, loss: TokenLoss, weights_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[B, T] each: how much of a token corrections leave, up to 1, and 1 for the tokens with something to leave."""
+    if weights_BT is None:
+        return torch.zeros_like(terms.logprobs), torch.zeros_like(terms.logprobs)
+    advised_BT = loss.loss_BT != 0
+    if terms.has("advantages"):
+        advised_BT = advised_BT & (terms.advantages != 0)
+    return weights_BT.clamp(max=1.0) * advised_BT, advised_BT

@@ -15,7 +15,7 @@ from distflow.config.data_schema import DataConfig
 from distflow.config.schema import Recipe, Schedule
 from distflow.flow.edges import Edge, EdgeKind, End
 from distflow.flow.step import reserved_tokens, response_tokens
-from distflow.types import Role, Scope, WorkerName
+from distflow.types import Role, Scope, WorkerName, prefixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +350,13 @@ class Plan:
         prompts and responses of further models."""
         making = (self.origin, *self.further_generation)
         return reserved_tokens([step.settings for step in making], self.recipe.data.max_prompt_tokens)
+
+    def compares_samples(self, prefix: str) -> bool:
+        """Whether advantages compare the samples of a prompt with each other, of those that have this prefix."""
+        field = prefixed("advantage", prefix)
+        beside = {"group", prefixed("baseline", prefix)}
+        several = self.recipe.batch.samples_per_prompt > 1
+        return several and any(field in step.writes and beside & {*step.reads} for step in self.steps)
 
     @property
     def generate_steps(self) -> tuple[StepPlan, ...]:

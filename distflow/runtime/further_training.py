@@ -16,6 +16,7 @@ from distflow.data.batch import Batch, group_ranges
 from distflow.data.micro_batches import minibatch_rows, with_agreed
 from distflow.errors import RunEnded, RunStopped, TermEnded
 from distflow.exchange.dealing import DealRule, Offer, deal_step, ranks
+from distflow.metrics.learning_signal import LearningSignal
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
 from distflow.runtime.lockstep import STEP, STOP, Rounds
@@ -78,6 +79,10 @@ class FurtherTraining:
         """Whether all training steps are done."""
         policies = parts.publishing.models
         self._updates = Updates(parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
+        # Only owners know the pass over the data.
+        self._signal = LearningSignal(limits.judged, (), from_start=False)
+        self._accounts: Sequence[Fact] = ()
+        """What all replicas have said in the training step, the last time."""
         saved = SavingParts(
             home=WorkerName.parse(parts.replicas.me).pool,
             core=None,
@@ -106,6 +111,7 @@ class FurtherTraining:
         for t in range(self._number, min(run.training_steps, run.stop_after or run.training_steps)):
             self._saving.note_states()
             self._updates.begin(t, self._number)
+            self._accounts = ()
             self._node.facts |= {"state": "training", "step": t}
             self._began = time.perf_counter()
             yield t
@@ -233,7 +239,9 @@ class FurtherTraining:
         with parts.metrics.timed("timing_s/wait_replicas"):
             if parts.rounds is not None:
                 parts.rounds.meet(STEP)
-            return parts.replicas.agree("the size of the batch", self._updates.account())
+            fact = {**self._updates.account(), "signal": self._signal.sums(parts.metrics.mean_so_far, 0)}
+            self._accounts = parts.replicas.agree("the size of the batch", fact)
+            return self._accounts
 
     def _tell(self, number: int) -> None:
         self._number = number
@@ -250,4 +258,6 @@ class FurtherTraining:
         # Under a name of its own: a step is over when the policy has been trained.
         metrics.set(f"timing_s/{first}_step", seconds)
         metrics.trace.span(f"training step {t + 1}", "step", self._began, self._began + seconds)
+        self._signal.judge([fact["signal"] for fact in self._accounts], t + 1)
         self._parts.writer.write(t + 1, self._term, metrics.drain())
+        self._signal.check()

@@ -49,6 +49,11 @@ class StepTally:
     judged: dict[Uid, Scores] = field(default_factory=dict)
     """What the samples of each group scored, if it matters for later prompts."""
 
+    @property
+    def epoch(self) -> int:
+        """The least pass over the data that a group comes from, counted from 0; without a group, a late one."""
+        return min((int(batch.dense("uid")[:, 0].min()) for batch, _ in self.taken if batch.rows), default=1 << 30)
+
     def measure(self, metrics: MetricStore, seconds: float, workers: int, *, generated: bool) -> None:
         """Record how fast the step was, with so many workers that this one exchanges messages with, itself included."""
         if generated and self.tokens:
@@ -363,6 +368,10 @@ class TrainingLimits:
     """Further fields of the dumps; may hold patterns."""
     prefixes: tuple[str, ...] = ()
     """Of further models that generate."""
+    judged: tuple[str, ...] = ()
+    """Prefixes of the train steps."""
+    compared: tuple[str, ...] = ()
+    """Those of them whose advantages compare the samples of a group."""
     whole_groups: bool = False
     """A train step compares the samples of a group, so that they are computed together."""
     receives: str = SAMPLES
@@ -378,6 +387,9 @@ class TrainingLimits:
         """The limits that the plan and its recipe set."""
         recipe, prefixes = plan.recipe, tuple(step.prefix for step in plan.further_generation)
         receives = SAMPLES if plan.reads is None else plan.reads.name
-        compared = any(s.role == "train" and s.scope == "group" and not s.writes for s in plan.steps)
-        given = (recipe.run, recipe.limits, plan.dump_fields, prefixes, compared, receives)
+        train = [step for step in plan.steps if step.role == "train"]
+        judged = tuple(dict.fromkeys(step.prefix for step in train))
+        compared = tuple(prefix for prefix in judged if plan.compares_samples(prefix))
+        whole_groups = any(step.scope == "group" and not step.writes for step in train)
+        given = (recipe.run, recipe.limits, plan.dump_fields, prefixes, judged, compared, whole_groups, receives)
         return cls(plan.batch, plan.streamed, *given)

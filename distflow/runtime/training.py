@@ -16,6 +16,7 @@ from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import SampleStore
 from distflow.flow.edges import SAMPLES
 from distflow.log import logger
+from distflow.metrics.learning_signal import LearningSignal
 from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
 from distflow.runtime.dumps import DumpWriter, dumped
@@ -105,6 +106,9 @@ class Training:
         self._closed = True  # Whether other homes know what to do with the rows of the open training step.
         self._term_ends = False  # Whether all replicas leave after this training step, for the next term.
         self._recovery = parts.recovery
+        self._signal = LearningSignal(limits.judged, limits.compared, from_start=start.number == 0)
+        self._accounts: Sequence[Fact] = ()
+        """What all replicas have said in the training step, the last time."""
         self._goal = Goal(limits.run.stop_when, parts.metrics, self._validated)
         self._receiving = Receiving(
             parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.run, parts.rounds
@@ -314,7 +318,7 @@ class Training:
         self._saving.note_states()
         if self._parts.replicas.set.size == 1:
             self._board.raise_if_over()
-        self._closed = not self._parts.rows
+        self._closed, self._accounts = not self._parts.rows, ()
         self._parts.replicas.finishes_step = False
         self._receiving.begin(t)
         self._updates.begin(t, self._number)
@@ -329,6 +333,7 @@ class Training:
             "leave": self._parts.replicas.asked_to_leave,
             "visits": self._receiving.visits(),
             "goal": self._goal.value(),
+            "signal": self._signal.sums(self._parts.metrics.mean_so_far, self._receiving.tally.epoch),
         }
 
     def _agree_on_accounts(self) -> Sequence[Fact]:
@@ -346,6 +351,7 @@ class Training:
         if not self._closed:
             self._close("train")
         self._goal.judge(facts, self._number + 1)
+        self._accounts = facts
         # With several updates, a stop between two of them would save what no training step ends with.
         parts.replicas.finishes_step = True
         return facts
@@ -367,6 +373,8 @@ class Training:
         self._dump()
         seconds = time.perf_counter() - tally.began
         self._receiving.note_schedule()
+        for name, value in self._signal.judge([fact["signal"] for fact in self._accounts], t + 1).items():
+            metrics.max(name, value)
         metrics.set("timing_s/step", seconds)
         metrics.trace.span(f"training step {t + 1}", "step", tally.began, tally.began + seconds)
         if self._recovery is not None:
@@ -378,6 +386,7 @@ class Training:
                 self._close("end")
             self._saving.end(Version(self._term, t + 1))
         self._parts.writer.write(t + 1, self._term, metrics.drain())
+        self._signal.check()
         if self._parts.validation is not None:
             self._parts.validation.collect()
 

@@ -12,6 +12,7 @@ from distflow.cluster.processes import ProcessId, agent_name
 from distflow.comm.tracker_processes import COUNTS, DROPPED_ROWS
 from distflow.comm.tracker_processes import FAILURES as TRACKER_FAILURES
 from distflow.launch.run.record import RunRecord
+from distflow.metrics.learning_signal import EQUAL, EQUAL_STEPS, EQUAL_TOLD, KEPT, LEAST_KEPT, left_out
 from distflow.metrics.merge import MetricsReader
 from distflow.metrics.rollout_count import GENERATE, PHASE, SCORE, STALENESS
 from distflow.metrics.rollout_count import ROLLOUT_IDLE as ROLLOUT
@@ -23,7 +24,7 @@ FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
 """Counters of the workers, and what the reward function did."""
 SAMPLES = "reward/samples"
 HANGING = "reward/hanging"
-GRAD_NORM, EQUAL, LEAST_SCORE = "actor/grad_norm", "group/zero_std_frac", "critic/score/min"
+GRAD_NORM, LEAST_SCORE = "actor/grad_norm", "critic/score/min"
 QUIET_S = 10.0
 """A disk counts as having room again when it has refused nothing for so long."""
 STEPS = 10
@@ -134,6 +135,7 @@ class Alerts:
 
     def of_step(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
         """From the merged metrics of a training step (1-based). To be called for every step, in order."""
+        yield from self._of_signal(step, metrics)
         if GRAD_NORM not in metrics:
             return
         norm = metrics[GRAD_NORM]
@@ -151,6 +153,26 @@ class Alerts:
                 f"warning: {GRAD_NORM} is {norm:.3g} in training step {step}{than} — a lower "
                 "models.NAME.optimizer.lr, or longer warmup_steps, may help"
             )
+
+    def _of_signal(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        """What corrections leave out, and rewards that do not differ: of the policy's samples and further models'."""
+        for name, value in metrics.items():
+            if _is(name, KEPT) and value < LEAST_KEPT and name not in self._said:
+                self._said.add(name)
+                yield f"warning: training step {step}: {left_out(name, value)}"
+            learnt = name == EQUAL_STEPS and metrics.get(LEAST_SCORE) == 1.0
+            if _is(name, EQUAL_STEPS) and value >= EQUAL_TOLD and not learnt and name not in self._said:
+                self._said.add(name)
+                yield (
+                    f"warning: for {value:.0f} training steps the samples of each prompt have all got the same reward "
+                    f"({name.removesuffix('/max')}), so that there is nothing to learn from — look at the rewards: "
+                    "`distflow rollouts`"
+                )
+
+
+def _is(name: str, metric: str) -> bool:
+    """Whether a metric is this one, of the policy's samples or of a further model's (`solver/…`)."""
+    return name == metric or name.endswith(f"/{metric}")
 
 
 def outside_waits(rows: Iterable[Mapping[str, Any]]) -> list[str]:
