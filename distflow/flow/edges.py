@@ -89,8 +89,12 @@ def dump_fields(run: RunConfig, steps: Sequence[StepNode]) -> tuple[str, ...]:
     wanted = run.dump_fields
     if wanted is None:
         own = (node for node in steps if node.role == "client" or not node.declaration.call.startswith(_OURS))
-        given = {node.name: (*_GENERATED, prefixed(FILTERED, node.prefix)) for node in own}
-        wanted = [field for node in own for field in node.writes if field not in given[node.name]]
+        wanted = [
+            field
+            for node in own
+            for field in node.writes
+            if field not in _GENERATED and field != prefixed(FILTERED, node.prefix)
+        ]
     further = of_further_models((name for name in DUMPED if name not in _NOT_SHOWN), steps)
     kept = [name for name in (*further, *wanted) if not _always(name)]
     return tuple(dict.fromkeys(kept))

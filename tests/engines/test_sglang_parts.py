@@ -208,7 +208,7 @@ def test_samples_put_back_keep_what_they_have() -> None:
     [
         ({}, {"temperature": 1.0}),
         ({"temperature": 0.0}, {"temperature": 0.0}),
-        ({"top_k": 1}, {"temperature": 1.0, "top_k": 1}),
+        ({"top_k": 1}, {"temperature": 1.0, "top_k": 11, "top_p": 1e-6}),
         ({"top_k": 5}, {"temperature": 1.0, "top_k": 5, "top_p": 1.0}),
         ({"top_k": 500}, {"temperature": 1.0, "top_k": 11, "top_p": 1.0}),
         ({"top_p": 0.5}, {"temperature": 1.0, "top_k": 11, "top_p": 0.5}),
