@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -42,10 +43,12 @@ PIECE = cut(OUTPUT, 1, 9)
 BEGUN = (
     BegunSample(2, OUTPUT.token_ids, OUTPUT.logprobs, OUTPUT.spans, "stop"),
     BegunSample(3, OUTPUT.token_ids[:1], OUTPUT.logprobs[:1], OUTPUT.spans[:1]),
+    BegunSample(4, OUTPUT.token_ids, OUTPUT.logprobs, OUTPUT.spans, "", (-0.25, -1.0, -2.0)),
 )
+FILTERED = cut(replace(OUTPUT, filtered_logprobs=(-0.25, -1.0, -2.0)), 0, 2)
 MESSAGES: list[Message] = [
     Ask(REPORT, 4, 9, True, True),
-    Progress(REPORT, (Running(9, 12, 3), Running(13, 0, -1)), (PIECE,)),
+    Progress(REPORT, (Running(9, 12, 3), Running(13, 0, -1)), (PIECE, FILTERED)),
     Result("rollout/0", 1, 0, 9, 1, 1024, Version(0, 3), "", 2, (), 57),
     Result("rollout/0", 1, 0, 9, 1, 0, None, "equal rewards", 0, (1.0, 0.5), 12),
     Bye("rollout/0", 1),

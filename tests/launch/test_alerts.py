@@ -84,6 +84,31 @@ def test_gradients_that_stay_at_0_are_told():
     assert told(Alerts(), *[0.0] * (STEPS - 1), 0.1, *[0.0] * (STEPS - 1)) == []
 
 
+@pytest.mark.parametrize("name", ["rollout_corr/kept", "solver/rollout_corr/kept"])
+def test_corrections_that_leave_nothing_are_told(name: str):
+    alerts = Alerts()
+    lines = [
+        line for step, kept in enumerate([1.0, 0.02, 0.004, 0.0], 1) for line in alerts.of_step(step, {name: kept})
+    ]
+    (line,) = lines
+    assert line.startswith(
+        "warning: training step 3: corrections for the policy that sampled leave 0.40% of the tokens"
+    )
+    assert f"({name})" in line
+
+
+def test_rewards_that_do_not_differ_for_long_are_told():
+    def of(steps: int, least: float = 0.0) -> list[str]:
+        alerts = Alerts()
+        counted = [{"group/equal_steps/max": float(n), "critic/score/min": least} for n in range(1, steps + 1)]
+        return [line for metrics in counted for line in alerts.of_step(1, metrics)]
+
+    assert of(19) == []
+    (line,) = of(30)
+    assert line.startswith("warning: for 20 training steps the samples of each prompt have all got the same reward")
+    assert of(30, least=1.0) == [], "nothing more to learn"
+
+
 @pytest.mark.parametrize("norm", [math.nan, math.inf, 5000.0])
 def test_gradients_beyond_all_bounds_are_told(norm: float):
     (line,) = told(Alerts(), *[1.0] * STEPS, norm, norm, norm)
