@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CON
 
 apt = { apt-get install -y -qq $(1) || { apt-get update -qq && apt-get install -y -qq $(1); }; } >/dev/null 2>&1
 
-.PHONY: help venv smollm2-venv test-venv vllm-venv trackers-venv nixl-venv demo test test-all lint bench pictures smollm2 peers-venv clean
+.PHONY: help venv smollm2-venv test-venv vllm-venv trackers-venv nixl-venv demo test test-all test-processors lint bench pictures smollm2 peers-venv clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -80,11 +80,24 @@ lint: test-venv  ## ruff and mypy
 test: lint  ## what CI runs
 	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=10 -m "not long"
 
-test-all: lint vllm-venv trackers-venv nixl-venv  ## the long tests too, and those of vLLM, trackers and NIXL by their own Pythons
+test-all: lint vllm-venv trackers-venv nixl-venv  ## the long tests too, those of vLLM, trackers and NIXL by their own Pythons, and test-processors
 	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=10
 	@.venv-vllm/bin/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_parts.py
 	@.venv-trackers/bin/python -m pytest tests/e2e/test_tracker_packages.py tests/e2e/test_object_store.py
 	@.venv-nixl/bin/python -m pytest tests/weights/test_one_sided.py tests/hosts/test_nixl_on_hosts.py
+	@$(MAKE) --no-print-directory test-processors
+
+# Which instructions a processor has, and how many threads share a sum, decides how it rounds: no verdict may depend on
+# either. ATEN_CPU_CAPABILITY reaches neither oneDNN nor MKL, which have switches of their own.
+NUMERIC = tests/algorithms tests/learning tests/engines tests/weights tests/runtime tests/messages tests/data $(addprefix \
+	tests/e2e/test_,layout_invariance.py resume_exact.py lockstep.py sequences.py ppo.py offload.py combinations.py deepspeed.py)
+AVX512 = $(shell grep -qs avx512f /proc/cpuinfo && echo avx512:AVX512_CORE:AVX512)
+
+test-processors: test-venv  ## the numeric tests by instruction sets and numbers of threads: minutes each
+	@for set in default:SSE41:SSE4_2 avx2:AVX2:AVX2 $(AVX512); do for threads in 1 2; do \
+		set -- $$(echo $$set | tr : ' '); echo "== $$1, $$threads thread(s)"; \
+		ATEN_CPU_CAPABILITY=$$1 ONEDNN_MAX_CPU_ISA=$$2 MKL_ENABLE_INSTRUCTIONS=$$3 OMP_NUM_THREADS=$$threads \
+			$(BIN)/python -m pytest -q -n $(JOBS) --no-loadscope-reorder -m "not long" $(NUMERIC) || exit 1; done; done
 
 bench: test-venv  ## the figures of benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks
