@@ -16,7 +16,7 @@ import torch
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.testing.engine_harness import WholeGroup, submit
-from distflow.types import SamplingParams, Span, Version
+from distflow.types import VALIDATION, SamplingParams, Span, Version
 from distflow.workers.engines.adapter import outline_model, use_of
 from distflow.workers.engines.staged_weights import StagedWeights, staged_tensors
 from distflow.workers.engines.vllm_core import CoreSample, Row, VLLMCore
@@ -222,6 +222,18 @@ def test_each_sample_has_a_seed_of_its_own_and_a_salt_of_its_version() -> None:
     submit(plain, [request(7)])
     plain.poll()
     assert [sample.seed for sample in plain.added()] == [None]
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.8}, {"top_k": 5}], ids=str)
+def test_filters_are_refused_where_their_log_probs_would_be_weights(filters: dict[str, Any]) -> None:
+    """Also those of a step that names them in its source; samples of validation are not trained on."""
+    weighed = TapedEngine(replace(spec(), weighed=True))
+    with pytest.raises(
+        ValueError, match=r"sample 0 of position 7: top_p .* top_k .*vLLM tells .* engine torch or sglang"
+    ):
+        submit(weighed, [request(7, **filters)])
+    submit(weighed, [request(7), request(VALIDATION, **filters), request(8, **filters, temperature=0.0)])
+    submit(engine(), [request(7, **filters)])
 
 
 def test_versions_change_between_two_steps() -> None:

@@ -56,6 +56,7 @@ CASES = (
     Case("log-probs and rewards of great size", far=True),
     Case("samples of several sequences", several=True, usual=False),
 )
+_LOGPROBS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "rollout_filtered_logprobs")
 
 
 def given_fields(plan: StepPlan) -> list[str]:
@@ -164,7 +165,7 @@ def _a_token(case: Case, responses: Ragged, drawn: torch.Generator) -> dict[str,
     return {
         "candidate_ids": responses.like((several % VOCABULARY).to(torch.int32)),
         "teacher_candidate_logprobs": responses.like(-1.5 - torch.rand((size, CANDIDATES), generator=drawn)),
-        **{name: logprobs() for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs")},
+        **{name: logprobs() for name in _LOGPROBS},
         **{name: values() for name in ("values", "return", "advantage", "token_rewards", "token_advantage")},
     }
 
