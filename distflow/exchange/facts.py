@@ -24,17 +24,23 @@ OWNERS, TERM, BEGINS = "owners", "term", "begins"
 """Facts of an owner once training has restarted: all owners, their term, and where all terms began."""
 JUDGED, JUDGED_BY_ALL = "judged", "judged_by_all"
 """The facts in which a worker says its own counts, and an owner the sums, by step (`tally.py`)."""
+HELD_UP = "held_up"
+"""The fact in which an owner says for which programs outside of the run it waits (`outside.py`)."""
+MOST_HELD_UP, HELD_UP_CHARACTERS = 16, 1024
+"""How many of them at most, and of how many characters each."""
 CHANGING = frozenset({LOAD, JUDGED, JUDGED_BY_ALL})
 """Those that change all the time."""
 WHAT = "facts of a worker"
 
 _ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+_Told = Annotated[str, msgspec.Meta(min_length=1, max_length=HELD_UP_CHARACTERS)]
 
 
 class _Worker(msgspec.Struct, frozen=True):
     announced: dict[_ModelName, tuple[Whole, Whole]] = {}
     serves: tuple[Whole, Whole] | None = None
     load: Whole = 0
+    held_up: Annotated[tuple[_Told, ...], msgspec.Meta(max_length=MOST_HELD_UP)] = ()
     judged: dict[str, tuple[Whole, Whole]] = {}
     judged_by_all: dict[str, tuple[Whole, Whole]] = {}
 

@@ -74,6 +74,7 @@ class OwnerCore:
         self.term = term
         self.version = 0
         self.exhausted: RefillsExhausted | None = None
+        """Why the run is to end: nothing is leased any more. Whoever drives the core looks at it with every tick."""
         self.progress_count = 0
         """Increases with every accepted result and every report of new tokens: the progress that waits look at."""
         self.lapsed: list[tuple[str, int]] = []  # Who lost leases by silence, and how many; the caller empties it.

@@ -29,7 +29,7 @@ from distflow.comm.message import Message
 from distflow.comm.processes import process_alive, resident_mb, started_at
 from distflow.data.decoding import Form, Name, Whole, read
 from distflow.errors import ProtocolError, RecipeMismatch
-from distflow.exchange.facts import CHANGING, read_facts
+from distflow.exchange.facts import CHANGING, HELD_UP, read_facts
 from distflow.exchange.store_channel import refusal
 from distflow.flow.digest import digest_parts
 from distflow.flow.memory import frame_bytes
@@ -71,13 +71,13 @@ class Node:
         """Counters of this worker by metric name, for the status."""
         self.status_rows: defaultdict[str, list[Callable[[], list[dict[str, Any]]]]] = defaultdict(list)
         """What else `status` shows of this worker, by key."""
-        self.lacks: Callable[[], str] = str  # What ledgers here wait for from outside the run; "": nothing.
         self._handlers: dict[str, Handler] = {}
         self._requests: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
         self._agent_handlers: dict[str, Handler] = {}
         self._joined: list[Callable[[str, int], None]] = []
         self._lost: list[Callable[[Lost], None]] = []
         self._closing: list[Callable[[], None]] = []
+        board.held_up = self._held_up
         self._ticks: list[Callable[[float], None]] = []
         self._complained: dict[tuple[str, str], tuple[float, int]] = {}
         """When a malformed message of a sender and kind was logged, and how many have come since."""
@@ -236,6 +236,12 @@ class Node:
                 self.endpoint.disconnect(event.name)
                 for lost in self._lost:
                     lost(event)
+
+    def _held_up(self) -> str:
+        """For which programs outside of the run owners say that they wait, this worker and its peers."""
+        present = (peer.facts for peer in self.membership.peers.values() if peer.state == "present")
+        told = (one for facts in (self.facts, *present) for one in facts.get(HELD_UP, ()))
+        return " and ".join(dict.fromkeys(told))
 
     def _status(self, message: Message) -> None:
         wait = self.board.current

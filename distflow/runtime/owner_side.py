@@ -199,7 +199,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
             settings = replace(settings, difficulty=_difficulty(setting.recipe.data.difficulty, order, setting))
     core = OwnerCore(name, settings, list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins)
     if feed is not None:
-        core.lacks = node.lacks = lambda: feed.lacks
+        core.lacks = lambda: feed.lacks
         feed.start()
         node.on_close(lambda: feed.close(over=core.finished))
     edges = [plan.edge(port.edge) for port in setting.me.port("asks")]
@@ -297,6 +297,7 @@ def offer_samples(setting: Setting, node: Node, inbound: InboundSamples) -> Owne
     node.status_rows["consumers"].append(lambda: [one._asdict() for one in store.consumers.counts()])
     outside = Outside(inbound.core, store, plan, written, lambda: node.board.current is not None)
     node.status_rows["outside"].append(outside.status)
+    node.on_tick(lambda now: node.facts.update({facts.HELD_UP: outside.lasting(now)}))
     node.on_tick(store.tick)
     node.on_close(partial(_close, store, node))
     return Owned(inbound, store)
@@ -388,12 +389,19 @@ def connect_owner(node: Node, lanes: Lanes, inbound: InboundSamples, reader: Pro
     core.prompts_arrived(time.monotonic())  # none has; this asks for the first ones
     lanes.register(node.on, inbound.kinds, inbound.on_message)
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
-    node.on_tick(lambda now: _look(inbound, now))
+    node.on_tick(lambda now: look(inbound, node.board, now))
     node.count_work(lambda: core.progress_count)
 
 
-def _look(inbound: InboundSamples, now: float) -> None:
+def look(inbound: InboundSamples, board: WaitBoard, now: float) -> None:
+    """Give an owner's core the time; what it has concluded since ends the run, or goes to the log.
+
+    What ends a run is a fault of the owner, as an error of one of its threads is: all its waits end with it, those of
+    its generating side too, its process with exit code 3, and its agent tells the other workers why.
+    """
     core = inbound.core
+    if core.exhausted is not None and board.stopping is None:
+        board.fault(core.exhausted)
     inbound.send(core.tick(now))
     for name, count in core.lapsed:
         log.warning("no message from %s for limits.host_silence_s: its %d leases go to other workers", name, count)

@@ -246,10 +246,6 @@ class Receiving:
         answers = self._intake.waits_for_answers()
         if answers is not None:
             return answers
-        if reader := self._intake.owner.held_up():
-            return f"consumer {reader!r} outside the run to read samples, before training step {t} gets more", ()
-        if prompts := self._intake.owner.lacks():
-            return f"{prompts}, before training step {t} gets more", ()
         if self._intake.core.awaits_others:
             return f"samples of training step {t} of the other training replicas", self._replicas.others
         return f"samples of training step {t}", self._busy_holders()
@@ -261,9 +257,6 @@ class Receiving:
 
     def _take(self) -> _Taken | None:
         """Under the board's lock: at any other time the endpoint's thread may give groups to another replica."""
-        owner = self._intake.owner
-        if owner.exhausted is not None:
-            raise owner.exhausted
         if self._replicas.stopping and not self._whole:
             return _Taken(Take(), [], stopped=True)
         here = self._intake.wants_here()

@@ -280,9 +280,7 @@ class RolloutLoop:
         if answers is not None:
             return "answers", *answers
         name, owner = self._core.reason(self._inbox.loaded)
-        if name == "leases" and (lacks := self._node.lacks()):
-            name = f"leases, which wait for {lacks},"
-        return name.split()[0].rstrip(","), name, self._channel.core.owners if owner is None else owner
+        return name.split()[0], name, self._channel.core.owners if owner is None else owner
 
     def _stops(self) -> bool:
         """Whether a worker that also trains is to stop generating because the run stops."""

@@ -31,16 +31,18 @@ class Wait:
     say: Callable[[], str]
     since: float
     look: Callable[[], tuple[str, ...]]
+    held_up: Callable[[], str] = str
 
     @property
     def name(self) -> str:
-        """What it waits for, as known now."""
-        return self.say()
+        """What it waits for, as known now; and for whom the whole run does, if it does."""
+        outside = self.held_up()
+        return f"{self.say()}, while the run waits for {outside}," if outside else self.say()
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """The peers it waits for, as known now."""
-        return self.look()
+        """The peers it waits for, as known now; none where it is not they who have something to do."""
+        return () if self.held_up() else self.look()
 
     def describe(self, now: float) -> str:
         """Human-readable: `samples of training step 3 from rollout/0, rollout/1 for 2.1 s`."""
@@ -55,6 +57,8 @@ class WaitBoard:
         self.condition = threading.Condition()
         self.current: Wait | None = None
         """The wait of the main thread."""
+        self.held_up: Callable[[], str] = str
+        """For which programs outside of the run its owners wait; "": for none. It is why everybody waits."""
         self._stop: str | None = None
         self._fault: BaseException | None = None
 
@@ -142,7 +146,7 @@ class WaitBoard:
         """
         with self.condition:
             say, look = name if callable(name) else lambda: name, peers if callable(peers) else lambda: peers
-            wait = Wait(say, time.monotonic(), look)
+            wait = Wait(say, time.monotonic(), look, self.held_up)
             last, changed_at = progress(), wait.since
             before, self.current = self.current, wait
             try:

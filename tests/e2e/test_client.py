@@ -99,7 +99,7 @@ def status(run: Run, *more: str) -> str:
 
 
 def held_up(run: Run) -> bool:
-    return "consumer 'all' outside the run to read samples" in status(run)
+    return "while the run waits for consumer 'all', which loses nothing, to read samples" in status(run)
 
 
 def test_the_run_waits_for_a_lossless_consumer_until_it_reads_or_is_forgotten(launch: Launch) -> None:

@@ -39,8 +39,8 @@ def test_the_feeder_that_is_shown(launch: Launch, tmp_path: Path, monkeypatch: p
     Path("runs").mkdir(exist_ok=True)
     Path("runs/fed").symlink_to(run.folder)
     run.until(lambda: (run.folder / "run.json").exists(), "run.json")
-    waits = "clients to put prompts (Client.put_prompts), row 1 of 4096, before training step 0 gets more"
-    run.until(lambda: waits in status(run), "the wait for prompts")
+    waits = "while the run waits for clients to put prompts (Client.put_prompts), row 1 of 4096, since"
+    run.until(lambda: status(run).count(waits) == 3, "every worker that waits says for whom")
     run.until(lambda: json.loads(status(run, "--json"))["waits"][0]["since_s"] > 9, "the launching command to tell")
     exec(compile(files_in(ROOT / "docs" / "feeding.md")["feed.py"], "feed.py", "exec"), {})
     assert run.wait() == 0, run.output

@@ -14,6 +14,7 @@ from distflow.data.batch import Batch
 from distflow.errors import NoProgressError, RunStopped, StepError, WorkerFailed
 from distflow.exchange.ledger import RefillsExhausted
 from distflow.flow.plan import StepPlan
+from distflow.runtime.owner_side import look
 from distflow.runtime.protocols import TokenScores
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.weight_publisher import Canaries
@@ -240,6 +241,7 @@ def test_dropped_groups_are_replaced_until_the_refills_are_exhausted(make: Make)
     more = [group for _ in range(TOKENS) for group in world.decode()]
     assert [group.lease.position for group in more] == [4, 5]
     world.finish(more, {4: "too dull"})
+    look(world.inbound, world.node.board, world.now)
     with pytest.raises(RefillsExhausted, match=r"training step 0 .*ledger 0: 2 groups were dropped \(too dull: 2\)"):
         list(world.training.receive(t))
 
