@@ -283,6 +283,17 @@ def test_colocated_workers_drop_samples_too(launch: Launch, recipe: Recipe) -> N
     assert run.leftovers() == []
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_colocated_workers_hear_at_once_that_too_many_were_dropped(launch: Launch, recipe: Recipe, count: int) -> None:
+    """Those that wait for leases, too, of which the owner gives no more."""
+    few = ("layout=colocated", f"layout.pools.worker.count={count}", "batch.ledgers=2", "batch.max_refills=0")
+    run = launch(recipe(reward("picky", on_error="drop", max_error_rate=1.0)), *few)
+    assert run.wait(60) == 3, run.output
+    told = r"worker/\d failed \(RefillsExhausted\): .* 1 groups were dropped \(reward error: 1\)"
+    assert re.search(told, run.output), run.output
+    assert run.leftovers() == []
+
+
 def test_a_reward_that_would_drop_samples_on_the_training_side_is_refused(launch: Launch, recipe: Recipe) -> None:
     """They have arrived there: they would be trained on with reward 0."""
     on_trainer = "layout: {pools: {trainer: {steps: [reward]}}}"

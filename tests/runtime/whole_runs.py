@@ -311,8 +311,7 @@ class WholeRun:
         try:
             while any(thread.is_alive() for thread in threads.values()):
                 each(time.monotonic() - began)
-                failed = [end for end in self.ended.values() if end not in ("done", "stopped")]
-                assert not failed, "\n".join(failed)
+                self._check()
                 assert time.monotonic() - began < limit_s, f"after {limit_s:g} s {self._waits(threads)}"
                 time.sleep(0.005)
         finally:
@@ -320,6 +319,11 @@ class WholeRun:
                 one._board.fault(RunStopped("the test is over"))
             for thread in threads.values():
                 thread.join(WAIT_S)
+        self._check()
+
+    def _check(self) -> None:
+        failed = [end for end in self.ended.values() if end not in ("done", "stopped")]
+        assert not failed, "\n".join(failed)
 
     def stop(self, name: str) -> None:
         """Ask a worker to stop, as its agent does."""
