@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import traceback
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from distflow.flow.file_import import without_import
+from distflow.runtime.process_record import current_frames
 from distflow.workers import reward_judging
 
 LATE_S = 60.0
@@ -63,7 +63,7 @@ class RewardWatch:
 
 def stack_of(thread: int) -> str:
     """The frames of the user's function in a thread; empty if it is not there."""
-    frames = sys._current_frames()
+    frames = current_frames()
     if thread not in frames:
         return ""
     found = without_import(traceback.extract_stack(frames[thread]))

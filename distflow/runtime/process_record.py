@@ -13,6 +13,7 @@ inside C code. For that case `arm` registers a C handler for SIGUSR2 that writes
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -35,6 +37,7 @@ SIGNAL = signal.SIGUSR2
 TROUBLES, LONGEST_TROUBLE = ".troubles.txt", 500
 _PACKAGE = Path(distflow.__file__).parent
 OURS = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, *(_PACKAGE.parent / name for name in ("workers", "launch"))))
+_collecting = threading.Lock()
 LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/", f"{os.path.dirname(os.__file__)}{os.sep}")
 """Parts of the paths of installed packages and of Python's own files."""
 
@@ -147,11 +150,27 @@ def thread_stacks() -> list[dict[str, Any]]:
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    frames = sorted(current_frames().items(), key=lambda item: item[0] != main)
     return [
         {"name": names.get(ident, f"thread {ident}"), **_frames(traceback.extract_stack(frame))}
         for ident, frame in frames
     ]
+
+
+def current_frames() -> dict[int, FrameType]:
+    """The frame of every thread, without a garbage collection meanwhile.
+
+    Python 3.11 collects while it holds the lock of its list of threads. A finalizer that waits then for a thread that
+    starts or ends, which waits for that lock, is a deadlock of the whole process (python/cpython issue 106883).
+    """
+    with _collecting:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _frames(stack: traceback.StackSummary) -> dict[str, Any]:

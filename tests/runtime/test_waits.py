@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -74,6 +76,36 @@ def test_without_progress_the_stacks_go_to_the_log(caplog: pytest.LogCaptureFixt
         in caplog.text
     )
     assert "in test_without_progress_the_stacks_go_to_the_log" in caplog.text
+
+
+CROWD = """
+import gc, os, sys, threading, time
+from distflow.runtime.process_record import current_frames
+
+class Garbage:
+    def __init__(self): self.itself = self
+    def __del__(self): time.sleep(0.0005)
+
+def start_others():
+    while True:
+        other = threading.Thread(target=lambda: None)
+        other.start()
+        other.join()
+
+gc.set_threshold(7)
+for _ in range(3):
+    threading.Thread(target=start_others, daemon=True).start()
+kept, end = [], time.monotonic() + 2
+while time.monotonic() < end:
+    Garbage()
+    kept = [*kept[-500:], current_frames()]
+os._exit(0)
+"""
+
+
+def test_stacks_may_be_looked_at_while_threads_come_and_go() -> None:
+    """Python 3.11 by itself stands still then, now and then: for as long as one lets it."""
+    subprocess.run([sys.executable, "-c", CROWD], timeout=60, check=True)
 
 
 def test_peers_may_change_while_one_waits() -> None:
