@@ -32,13 +32,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeVar
 
 import setproctitle
+
+from tests.polling import STARTED, Patience
 
 MODULES = ("distflow.launch.commands.launch", "distflow.launch.deploy.host_checks", "distflow.runtime.main")
 """Imported in the server besides what the fork server of a run preloads. Not what is executed as `__main__`."""
@@ -49,6 +50,7 @@ SPARING = "distflow.launch.agent.agent"
 START_S = 120.0
 DOOR = "DISTFLOW_TESTS_WARM_START"
 """Environment variable: the server's socket."""
+T = TypeVar("T", IO[str], socket.socket)
 NETWORK = 0x40000000
 """Linux's CLONE_NEWNET."""
 
@@ -319,6 +321,7 @@ class WarmProcess:
         self.returncode: int | None = None
         self._answer.settimeout(START_S)
         self.pid = int(json.loads(self._answer.recv(4096))["pid"])
+        STARTED.append(self.pid)
 
     def poll(self) -> int | None:
         """The exit code, as Popen gives it, once it has ended."""
@@ -328,23 +331,21 @@ class WarmProcess:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended. Raises TimeoutExpired."""
+        """Until it has ended. Raises TimeoutExpired where nothing has worked on it for so long."""
         if self.returncode is None:
-            if not select.select([self._answer], [], [], timeout)[0]:
+            if not _ready([self._answer], timeout):
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             self.returncode = int(json.loads(self._answer.recv(4096))["code"])
             self._answer.close()
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """All that it wrote to standard output and error, once it has ended. Raises TimeoutExpired."""
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        """All that it wrote to standard output and error, once it has ended. Raises TimeoutExpired as `wait` does."""
         streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
         found: dict[IO[str], bytes] = dict.fromkeys(streams, b"")
         unread = [stream for stream in streams if not stream.closed]
         while unread:
-            left = None if timeout is None else max(0.0, deadline - time.monotonic())
-            ready = select.select(unread, [], [], left)[0]
+            ready = _ready(unread, timeout)
             if not ready:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0, b"".join(found.values()))
             for stream in ready:
@@ -353,7 +354,7 @@ class WarmProcess:
                 if not part:
                     unread.remove(stream)
                     stream.close()
-        self.wait(None if timeout is None else max(0.0, deadline - time.monotonic()))
+        self.wait(timeout)
         out, *rest = (text.decode() for text in found.values())
         return out, "".join(rest)
 
@@ -369,6 +370,17 @@ class WarmProcess:
     def kill(self) -> None:
         """SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+def _ready(unread: Sequence[T], timeout: float | None) -> Sequence[T]:
+    """Those that can be read; none where there is nothing, and nothing has worked on it for so many seconds."""
+    if not timeout:
+        return select.select(unread, [], [], timeout)[0]
+    patience = Patience(timeout)
+    while not (ready := select.select(unread, [], [], patience.left_s())[0]):
+        if patience.over:
+            return []
+    return ready
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from distflow.exchange.store_channel import KINDS, OWNERS, ClientStep, SampleSto
 from distflow.launch.run.record import RunRecord, WorkerEntry
 from distflow.types import GivenResponse, Uid
 from distflow.workers.clients import by_client
+from tests.polling import eventually
 
 STEPS, GROUPS, SAMPLES = 20, 4, 2
 FIELDS = ("uid", "prompt_text", "response_text")
@@ -101,10 +102,7 @@ class Shop:
 
     def begin(self) -> None:
         """Make the samples of the first step, once somebody reads."""
-        deadline = time.monotonic() + 10
-        while not self.store.consumers._consumers:
-            assert time.monotonic() < deadline, "nobody has asked for samples"
-            time.sleep(0.005)
+        eventually(lambda: self.store.consumers._consumers, "an ask for samples", every_s=0.005)
         with self.lock:
             self.samples.send(self.core.prompts_arrived(0.0))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from tests.polling import Patience
 from tests.warm_start import WarmProcess
 
 WAIT_S = 180.0
@@ -118,7 +119,7 @@ class Run:
 
     def until(self, ready: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
         """Wait for something that can be seen from outside; fails at once when the run has ended without it."""
-        deadline = time.monotonic() + timeout_s
+        patience = Patience(timeout_s)
         while not ready():
             # Without `launch` its workers may go on; and what is waited for may come with their end.
             if self.process.poll() is not None and not self.processes():
@@ -126,7 +127,7 @@ class Run:
                     return
                 code = self.wait()
                 raise AssertionError(f"{what} did not happen; the run ended with {code}:\n{self.output}")
-            assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+            assert not patience.over, f"{what} did not happen, and for {timeout_s} s nothing has worked on it"
             time.sleep(0.05)
 
     def leftovers(self) -> list[str]:

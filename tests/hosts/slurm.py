@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests.launch.conftest import REPOSITORY
+from tests.polling import Patience, eventually
 
 CLIENTS = ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -149,9 +150,9 @@ class Slurm:
 
     def await_state(self, number: str, *states: str) -> dict[str, str]:
         """Wait until a job is in one of these states."""
-        deadline = time.monotonic() + JOB_S
+        patience = Patience(JOB_S)
         while (job := self.job(number))["JobState"] not in states:
-            assert time.monotonic() < deadline, f"waited {JOB_S:g} s for {' or '.join(states)}: {job}\n{self._said()}"
+            assert not patience.over, f"waited {JOB_S:g} s for {' or '.join(states)}: {job}\n{self._said()}"
             time.sleep(POLL_S)
         return job
 
@@ -197,7 +198,4 @@ def _free_ports(number: int) -> list[int]:
 
 
 def _await(condition: Callable[[], bool], limit_s: float, what: str) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {limit_s:g} s in vain for {what}"
-        time.sleep(POLL_S)
+    eventually(condition, what, limit_s, POLL_S)

@@ -28,6 +28,7 @@ from tests.hosts.conftest import Cluster, reason
 from tests.hosts.netns import NetHosts
 from tests.hosts.test_hosts_e2e import hosts_file
 from tests.launch.conftest import await_that
+from tests.polling import Patience
 from tests.warm_start import WarmProcess
 
 CUT_S = 10.0
@@ -64,9 +65,9 @@ def steps_done(cluster: Cluster) -> int:
 
 def await_steps(cluster: Cluster, head: WarmProcess, number: int) -> None:
     """Start-up is included: agents, workers and their libraries on all hosts, on few cores."""
-    deadline = time.monotonic() + START_S
+    patience = Patience(START_S)
     while steps_done(cluster) < number:
-        if head.poll() is not None or time.monotonic() > deadline:
+        if head.poll() is not None or patience.over:
             said = cluster.distflow("status", "quickstart", "--runs-dir", str(cluster.runs_dir))
             raise AssertionError(f"{steps_done(cluster)} training steps of {number}\n{said.stdout}{said.stderr}")
         time.sleep(0.05)
@@ -79,9 +80,9 @@ def workers_since(cluster: Cluster, step: int) -> set[str]:
 
 def await_end(cluster: Cluster) -> None:
     """Nothing may be left on any host."""
-    deadline = time.monotonic() + LEAVE_S
+    patience = Patience(LEAVE_S)
     while left := cluster.processes():
-        assert time.monotonic() < deadline, f"left running: {left}"
+        assert not patience.over, f"left running: {left}"
 
 
 def check_sockets(cluster: Cluster, hosts: int) -> None:

@@ -17,6 +17,7 @@ from distflow.launch.run.folder import SUBFOLDERS
 from distflow.launch.run.process_table import host_part, leftovers, processes_of
 from distflow.launch.run.record import AGENT, RunRecord, WorkerEntry, read_record
 from distflow.types import WorkerName
+from tests.polling import eventually
 from tests.warm_start import WarmProcess
 
 FAKE = "distflow.testing.fake_worker:run_worker"
@@ -36,10 +37,7 @@ def environment() -> dict[str, str]:
 
 
 def await_that(condition: Callable[[], bool], what: str, limit_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {limit_s} s in vain for: {what}"
-        time.sleep(0.05)
+    eventually(condition, what, limit_s, 0.05)
 
 
 class FakeRun:

@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,9 @@ from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.trace_writer import Tracer
 from distflow.types import WorkerName
 from tests.disks import SmallDisk
+from tests.polling import eventually
 
 ABOUT = {"worker": "trainer/0", "host": 0, "pid": 1, "incarnation": 0, "term": 0}
-WAIT_S = 20.0
 
 
 @pytest.fixture
@@ -50,13 +49,6 @@ def samples(characters: int) -> list[tuple[Batch, list[str]]]:
 
 def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def await_that(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_metrics_lose_whole_lines_and_say_how_many(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
@@ -114,15 +106,15 @@ def test_a_trace_goes_on_when_there_is_room_again(small_disk: SmallDisk, disk: D
     small_disk.fill()
     tracer = Tracer(path, ABOUT, disk, file_bytes=1 << 20)
     tracer.span("lost", "runtime", 0.0, 1.0)
-    await_that(lambda: counts["disk/dropped_trace_events"] > 0)
+    eventually(lambda: counts["disk/dropped_trace_events"] > 0)
     small_disk.free()
     tracer.span("kept", "runtime", 1.0, 2.0)
-    await_that(lambda: path.exists() and "kept" in path.read_text())
+    eventually(lambda: path.exists() and "kept" in path.read_text())
     small_disk.fill()
     before = counts["disk/dropped_trace_events"]
     for number in range(5000):
         tracer.span("lost", "runtime", number, number + 1)
-    await_that(lambda: counts["disk/dropped_trace_events"] > before)
+    eventually(lambda: counts["disk/dropped_trace_events"] > before)
     small_disk.free()
     tracer.span("kept again", "runtime", 2.0, 3.0)
     tracer.close()

@@ -20,7 +20,7 @@ from distflow.weights.shards.conductor import ShardConductor
 from distflow.weights.shards.copies import PartCopies
 from distflow.weights.shards.link import LinkSurroundings, ShardLink
 from distflow.weights.transport import NamedTensors
-from tests.polling import WAIT_S
+from tests.polling import WAIT_S, Patience
 from tests.weights.swarm_kit import SummingPublisher, new_tag
 
 TRAINERS, READER = ("trainer/0", "trainer/1"), "rollout/0"
@@ -107,9 +107,9 @@ class Team:
                 link.tick(time.monotonic())
 
     def until(self, what: str, done: Any) -> None:
-        deadline = time.monotonic() + WAIT_S
+        patience = Patience(WAIT_S)
         while not done():
-            assert time.monotonic() < deadline, what
+            assert not patience.over, what
             self.deliver()
             time.sleep(0.01)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -126,20 +127,27 @@ def test_a_host_without_file_descriptors_is_told_once_and_serves_again(
     monkeypatch.setattr(chunk_server, "ACCEPT_PAUSE_S", 0.05)
     manifest = host.publish(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    link = socket.socket()
-    taken = [os.dup(0)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, hard))
-    try:
-        address, port = SwarmPlace.parse(manifest.place).address.removeprefix("tcp://").split(":")
+    links, taken = [socket.socket() for _ in range(9)], [os.dup(0)]
+    door = SwarmPlace.parse(manifest.place).address.removeprefix("tcp://").split(":")
+    looks, waiting = count(), iter(links)
+
+    def refused() -> bool:
         with suppress(OSError):  # other threads may have closed some since
             while True:
                 taken.append(os.dup(0))
-        link.connect((address, int(port)))
-        eventually(lambda: "cannot accept connections" in caplog.text, "the warning")
+        if next(looks) % 50 == 0:
+            # The last connection may have been accepted meanwhile.
+            next(waiting).connect((door[0], int(door[1])))
+        return "cannot accept connections" in caplog.text
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, hard))
+    try:
+        eventually(refused, "the warning", every_s=0.04)
         threading.Event().wait(0.3)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        link.close()
+        for link in links:
+            link.close()
         for descriptor in taken:
             os.close(descriptor)
     assert caplog.text.count("cannot accept connections") == 1
