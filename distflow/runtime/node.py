@@ -247,6 +247,7 @@ class Node:
         wait = self.board.current
         row = {
             "name": self.endpoint.name,
+            "incarnation": self.endpoint.incarnation,
             "pid": os.getpid(),
             "host": os.uname().nodename,
             **{fact: self.facts[fact] for fact in ("state", "step", "version")},

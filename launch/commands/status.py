@@ -31,6 +31,7 @@ WIDTH = 200
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     """Show what each worker of RUN (default: the newest) is doing and what it waits for."""
+    from distflow.launch.observe.alerts import not_numbers, restarts, troubles
     from distflow.launch.run.folder import find_run
 
     seen = look(find_run(run, runs_dir))
@@ -46,6 +47,8 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
             f"none of its processes is alive — resume it with `distflow launch --resume --run {record.name}`, or clean "
             f"up with `distflow stop {record.name}`"
         )
+    for line in (*restarts(record, seen.rows), *troubles(steps), *not_numbers(steps)):
+        click.echo(line)
     if not record.over:
         _print_table(seen.rows)
         for line in (*_findings(record, seen.rows, seen.graph), *_other_count(record, steps)):

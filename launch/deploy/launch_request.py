@@ -23,6 +23,7 @@ from distflow.errors import RecipeError, UserError
 from distflow.flow.lineage import ARITHMETIC, OF_MACHINE, arithmetic, changes, departures, leaves, lineage
 from distflow.flow.plan import Plan
 from distflow.flow.recipe_check import plan_recipe
+from distflow.flow.schedule import leaps
 from distflow.launch.run.folder import existing_run_folder, find_run
 from distflow.launch.run.record import FILE_NAME
 from distflow.launch.run.resume import Resumption
@@ -93,12 +94,16 @@ def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan
     return replace(loaded, source=source, overrides=(*before, *overrides)), plan
 
 
-def overridden(run_dir: Path, recipe: Recipe) -> Iterator[str]:
-    """Lines about what a resume changes in the run's recipe; call it before `recipe.yaml` is replaced."""
+def overridden(run_dir: Path, recipe: Recipe, plan: Plan, step: int) -> Iterator[str]:
+    """Lines about what a resume after training step `step` changes in the run's recipe, and what leaps by it.
+
+    Call it before `recipe.yaml` is replaced.
+    """
     if (run_dir / RECIPE).is_file():
         kept = yaml.safe_load((run_dir / RECIPE).read_text())
         for change in changes(leaves(kept), leaves(recipe_to_mapping(recipe))):
             yield f"override: {change}"
+        yield from leaps(kept, plan, step)
 
 
 def _resumed(options: Options) -> Path | None:

@@ -281,7 +281,7 @@ def begin(run_dir: Path, loaded: LoadedRecipe, plan: Plan, *, resume: bool, here
             click.echo(f"{to} was not finished: `distflow export {run_dir} --step {found.step} --to {to}` creates it")
         _note_done(run_dir, found.step)
         return None
-    for line in (str(found), *overridden(run_dir, loaded.recipe), *changed):
+    for line in (str(found), *overridden(run_dir, loaded.recipe, plan, found.step), *changed):
         click.echo(line)
     forget_abandoned(run_dir, found.step)
     terms = [read_record(run_dir).term, *begins(checkpoints_of(run_dir))]

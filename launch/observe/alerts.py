@@ -22,9 +22,20 @@ from distflow.runtime.disk import DROPPED, REFUSED
 
 FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
 """Counters of the workers, and what the reward function did."""
+SKIPPED, BAD_LOGPROBS, HALVED, LEFT_OUT = "skipped_updates", "engine/bad_logprobs", "halved_microbatches", "left_out/"
+TROUBLES = {
+    SKIPPED: "updates were skipped, since their gradients were no numbers",
+    BAD_LOGPROBS: "samples came from an engine with log-probs that are none",
+    HALVED: "micro-batches were halved, since the memory of a GPU did not hold them",
+    LEFT_OUT: "samples were left out, and trained nothing",
+}
+"""What a run goes on after and a user should know of: how the metric that counts it ends, or how a family of metrics
+begins, and what `status` says of it."""
 SAMPLES = "reward/samples"
 HANGING = "reward/hanging"
 GRAD_NORM, LEAST_SCORE = "actor/grad_norm", "critic/score/min"
+NUMBERS = ("/grad_norm", "/loss")
+"""How the metrics end that are numbers as long as training goes well."""
 QUIET_S = 10.0
 """A disk counts as having room again when it has refused nothing for so long."""
 STEPS = 10
@@ -194,6 +205,56 @@ def counted_rewards(rows: Iterable[Mapping[str, Any]]) -> str:
     totals = {name: sum(_of_all_models(row, name) for row in known) for name in (SAMPLES, *FAILURES)}
     failed = [f"{totals[name]:.0f} {what}" for name, what in FAILURES.items() if totals[name]]
     return f"rewards: {', '.join([f'{totals[SAMPLES]:.0f} judged', *failed])}" if failed else ""
+
+
+def troubles(steps: Iterable[Mapping[str, float]]) -> Iterator[str]:
+    """For `status`: a line for each kind of TROUBLES, and one for numbers of training steps that are none.
+
+    `steps`: the merged metrics of the training steps so far.
+    """
+    totals: dict[str, dict[str, float]] = {kind: {} for kind in TROUBLES}
+    for name, value in ((name, value) for step in steps for name, value in step.items()):
+        kind = next((kind for kind in TROUBLES if _is_of(name, kind)), None)
+        if kind is not None and value > 0:
+            totals[kind][name] = totals[kind].get(name, 0.0) + value
+    for kind, counts in totals.items():
+        if counts:
+            each = ", ".join(f"{name} {count:.0f}" for name, count in sorted(counts.items()))
+            yield f"{sum(counts.values()):.0f} {TROUBLES[kind]} ({each})"
+
+
+def not_numbers(steps: Iterable[Mapping[str, float]]) -> Iterator[str]:
+    """For `status`: a line for each loss and each norm of a gradient that was no number, in which training steps."""
+    found: dict[str, list[int]] = {}
+    for step in steps:
+        for name, value in step.items():
+            if name.endswith(NUMBERS) and not math.isfinite(value):
+                found.setdefault(name, []).append(int(step["step"]))
+    for name, at in sorted(found.items()):
+        more = f", and in {len(at) - 1} before" if len(at) > 1 else ""
+        yield f"{name} was not a finite number in training step {at[-1]}{more}"
+
+
+def _is_of(name: str, kind: str) -> bool:
+    """Whether a metric, of any model, is of a kind of TROUBLES."""
+    if kind.endswith("/"):
+        return name.startswith(kind) or f"/{kind}" in name
+    return name == kind or name.endswith(f"/{kind}")
+
+
+def restarts(record: RunRecord, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """For `status`: how often workers were started again since the launch, and from where training went on."""
+    if record.renewed:
+        often = _times(record.term - record.launch_term)
+        yield f"training was restarted {often} since the launch; the last time: {record.renewed}"
+    trainers = record.trainers
+    for row in rows:
+        if row.get("incarnation") and row["name"] not in trainers:
+            yield f"{row['name']} was started again {_times(row['incarnation'])} since the launch"
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def copy_troubles(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -230,6 +230,9 @@ def test_a_training_worker_whose_gpu_failed_comes_back(launch: Launch, recipe: R
     assert run.wait() == 0, run.output
     assert run.record()["term"] == 1
     assert "trainer/0 was ended by exit code 71 (its GPU has failed)" in run.output
+    told = cli("status", run.name, "--runs-dir", str(run.folder.parent)).stdout
+    assert "training was restarted once since the launch; the last time: trainer/0 was ended by exit code 71" in told
+    assert re.search(r"go on from (training step [1-9]|the beginning)", told), told
     check_trained_once(run, STEPS, GROUPS)
 
 

@@ -7,10 +7,20 @@ import math
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from distflow.cluster.processes import ProcessId
 from distflow.launch.deploy.monitor import StatusReader
-from distflow.launch.observe.alerts import STEPS, Alerts, copy_troubles, counted_rewards, tracker_troubles
+from distflow.launch.observe.alerts import (
+    STEPS,
+    Alerts,
+    copy_troubles,
+    counted_rewards,
+    not_numbers,
+    restarts,
+    tracker_troubles,
+    troubles,
+)
 from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.run.record import RunRecord, WorkerEntry
 
@@ -69,6 +79,49 @@ def test_status_counts_rewards_that_failed_over_all_workers():
     assert counted_rewards([row("rollout/0", samples=100, timeouts=0)]) == ""
     further = {"name": "rollout/0", "counts": {"solver/reward/samples": 9.0, "solver/reward/errors": 2.0}}
     assert counted_rewards([further, row("rollout/1", samples=3)]) == "rewards: 12 judged, 2 raised an error"
+
+
+def test_status_tells_what_a_run_went_on_after():
+    """Of any model, over all training steps, by the metrics that count it."""
+    steps = [
+        {"step": 1, "actor/loss": 0.1, "actor/grad_norm": 1.0, "actor/skipped_updates": 0.0},
+        {"step": 2, "actor/skipped_updates": 1.0, "solver/skipped_updates": 2.0, "left_out/reward error": 3.0},
+        {"step": 3, "actor/skipped_updates": 4.0, "perf/halved_microbatches": 1.0, "left_out/too long": 2.0},
+        {"step": 4, "engine/bad_logprobs": 5.0, "left_out/reward error": 1.0, "actor/steps": 9.0},
+    ]
+    assert list(troubles(steps)) == [
+        "7 updates were skipped, since their gradients were no numbers "
+        "(actor/skipped_updates 5, solver/skipped_updates 2)",
+        "5 samples came from an engine with log-probs that are none (engine/bad_logprobs 5)",
+        "1 micro-batches were halved, since the memory of a GPU did not hold them (perf/halved_microbatches 1)",
+        "6 samples were left out, and trained nothing (left_out/reward error 4, left_out/too long 2)",
+    ]
+    assert list(troubles(steps[:1])) == []
+
+
+def test_status_tells_of_losses_and_norms_that_are_no_numbers():
+    steps = [{"step": n, "actor/loss": 1.0, "critic/grad_norm": 1.0, "perf/x": math.nan} for n in range(1, 6)]
+    assert list(not_numbers(steps)) == []
+    for n, name in ((1, "actor/loss"), (3, "actor/loss"), (4, "critic/grad_norm")):
+        steps[n][name] = math.inf if n == 3 else math.nan
+    assert list(not_numbers(steps)) == [
+        "actor/loss was not a finite number in training step 4, and in 1 before",
+        "critic/grad_norm was not a finite number in training step 5",
+    ]
+
+
+def test_status_tells_how_often_workers_were_started_again_and_from_where_training_went_on():
+    entries = (WorkerEntry("rollout/0", trains=False), WorkerEntry("trainer/0", trains=True))
+    record = RunRecord("mine", "/x", 9, entries, {}, drain_s=1.0, restarts=3, launch_term=2, term=2)
+    rows = [{"name": "rollout/0", "incarnation": 0}, {"name": "trainer/0", "incarnation": 1}, {"name": "rollout/1"}]
+    assert list(restarts(record, rows)) == []
+    again = structs.replace(record, term=4, renewed="trainer/0 was killed; the training workers go on from step 3")
+    rows[0]["incarnation"] = 2
+    assert list(restarts(again, rows)) == [
+        "training was restarted 2 times since the launch; the last time: trainer/0 was killed; the training workers "
+        "go on from step 3",
+        "rollout/0 was started again 2 times since the launch",
+    ]
 
 
 def test_gradients_that_stay_at_0_are_told():

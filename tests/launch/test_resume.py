@@ -11,7 +11,7 @@ from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe, plan_resized
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill
-from distflow.launch.deploy.launch_request import Options, as_asked, recipe_of
+from distflow.launch.deploy.launch_request import Options, as_asked, overridden, recipe_of
 from distflow.launch.deploy.launcher import begin
 from distflow.launch.run.folder import create_run_folder
 
@@ -82,6 +82,30 @@ def test_overrides_go_on_top_and_are_shown(folder, capsys):
     fill(RunContents(loaded, plan, Beginning(), run_dir))
     assert folder.resume(None).recipe.run.training_steps == 20, "the next resume goes on with that"
     assert folder.resume(None, "run.training_steps=12").recipe.run.training_steps == 12
+
+
+@pytest.mark.parametrize(
+    ("schedule", "done", "rates"),
+    [
+        ("linear", 12, ("0", "0.0004")),
+        ("cosine", 12, ("0", "0.000345")),
+        ("linear", 6, ("0.0005", "0.0007")),
+        ("wsd", 6, None),
+        ("constant", 12, None),
+    ],
+)
+def test_a_learning_rate_that_leaps_since_a_run_is_prolonged_is_told_with_both_rates(folder, schedule, done, rates):
+    own = ("models.policy.optimizer.lr=0.001", f"models.policy.optimizer.schedule={schedule}")
+    run_dir = folder.launch("run.training_steps=12", *own)
+    plan = plan_recipe(str(folder.recipe), ("run.training_steps=20", *own))[1]
+    told = [line for line in overridden(run_dir, plan.recipe, plan, done) if line.startswith("warning")]
+    start = None if rates is None else f"the learning rate of policy goes from {rates[0]} to {rates[1]} after training"
+    assert len(told) == (rates is not None)
+    if start is not None:
+        assert told[0].startswith(
+            f"warning: {start} step {done}: schedule {schedule} ends at run.training_steps, which"
+        )
+    assert list(overridden(run_dir, plan.recipe, plan, 0)) == ["override: run.training_steps was 12, is 20"]
 
 
 @pytest.mark.parametrize("own", [(), ("models.critic.dtype=float64",)])

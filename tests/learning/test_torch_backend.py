@@ -7,13 +7,13 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
+from distflow.flow.schedule import learning_rate
 from distflow.runtime.checkpoint.format import put_together
 from distflow.runtime.protocols import Backend, BackendSpec
 from distflow.testing.backend_contract import BackendContract, ragged_batch, tiny_model
 from distflow.workers.backends import scoring
 from distflow.workers.backends.scoring import pack
 from distflow.workers.backends.torch_backend import TorchBackend
-from distflow.workers.backends.update_rules import learning_rate
 
 
 class TestTorchBackend(BackendContract):

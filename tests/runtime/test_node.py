@@ -124,6 +124,7 @@ def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
     assert row.pop("waiting_for").startswith("samples of training step 4 from rollout/0 for ")
     assert row == {
         "name": "trainer/0",
+        "incarnation": 0,
         "pid": os.getpid(),
         "host": os.uname().nodename,
         "state": "training",

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from distflow.errors import WorkerFailed
+from distflow.flow.schedule import learning_rate
 from distflow.runtime.protocols import Reducer
-from distflow.workers.backends.update_rules import PEAK, held_state, learning_rate, make_rules, saved_state, set_steps
+from distflow.workers.backends.update_rules import PEAK, held_state, make_rules, saved_state, set_steps
 
 STEPS = "optimizer.steps"
 _WIDE = (torch.float32, torch.float64)

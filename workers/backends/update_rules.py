@@ -6,54 +6,21 @@ each tensor is made before the first step, so that a checkpoint has the same nam
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distflow.errors import UserError
 
-Schedule = Literal["constant", "linear", "cosine", "wsd"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PEAK = "peak"
 """Key of a group of a torch optimizer: its learning rate at the peak of the schedule."""
 _EIGHT_BIT = ("state1", "state2", "absmax1", "absmax2")
 """What bitsandbytes keeps of a tensor; of small tensors only the first two, in float32."""
 _KEPT = ("step", "momentum_buffer", *MOMENTS, *_EIGHT_BIT)
-_WSD_SHARE = 10
-"""Schedule wsd decays during this part of the run, unless the recipe says how long."""
-
-
-def learning_rate(
-    peak: float,
-    schedule: Schedule,
-    done: int,
-    *,
-    warmup_steps: int,
-    training_steps: int,
-    min_lr: float = 0.0,
-    decay_steps: int | None = None,
-) -> float:
-    """Rate of the next step after `done` steps: linear warm-up to `peak`, then by `schedule` down to `min_lr`.
-
-    The first step of a warm-up of n steps has peak / n, step n the peak. wsd stays at the peak until the last
-    `decay_steps` (default: a tenth of all).
-    """
-    if done < warmup_steps:
-        return peak * (done + 1) / warmup_steps
-    if schedule == "constant":
-        return peak
-    start = warmup_steps
-    if schedule == "wsd":
-        start = max(start, training_steps - (decay_steps or -(-training_steps // _WSD_SHARE)))
-    progress = min(1.0, max(0.0, (done - start) / max(1, training_steps - start)))
-    fall = peak - min_lr
-    return min_lr + (
-        fall * 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else fall * (1.0 - progress)
-    )
 
 
 def parameter_groups(names: Collection[str], settings: Mapping[str, Any]) -> dict[str, dict[str, float]]:
