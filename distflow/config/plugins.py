@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.errors import UserError, did_you_mean
+from distflow.errors import KeyedError, UserError, did_you_mean
 
 ENGINES: Mapping[str, str] = {
     "torch": "distflow.workers.engines.torch_engine:TorchEngine",
@@ -166,6 +166,16 @@ class PluginUse:
     """Whether the run is to repeat to the last bit (`run.deterministic`)."""
     heads: int = 0
     """Attention heads of the model; 0: unknown."""
+
+
+def refuse_float16(use: PluginUse) -> None:
+    """Raise KeyedError for a model that a backend is to train in float16."""
+    if use.trained and use.model["dtype"] == "float16":
+        raise KeyedError(
+            f"models.{use.model_name}.dtype",
+            "float16 for a model that is trained: its gradients need a scale of the loss, and each step that overflows "
+            "would cost samples, which are trained on once; use bfloat16 or float32 (frozen models may have float16)",
+        )
 
 
 def check_keys(section: str, plugin: str, options: Mapping[str, Any], known: Collection[str], hint: str = "") -> None:

@@ -28,9 +28,12 @@ HELD_UP = "held_up"
 """The fact in which an owner says for which programs outside of the run it waits (`outside.py`)."""
 MOST_HELD_UP, HELD_UP_CHARACTERS = 16, 1024
 """How many of them at most, and of how many characters each."""
+HOPELESS = "hopeless"
+"""The fact in which a worker that trains another model than the owners' says why training should end."""
 CHANGING = frozenset({LOAD, JUDGED, JUDGED_BY_ALL})
 """Those that change all the time."""
 WHAT = "facts of a worker"
+_MOST_CHARACTERS = 4096
 
 _ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 _Told = Annotated[str, msgspec.Meta(min_length=1, max_length=HELD_UP_CHARACTERS)]
@@ -43,6 +46,7 @@ class _Worker(msgspec.Struct, frozen=True):
     held_up: Annotated[tuple[_Told, ...], msgspec.Meta(max_length=MOST_HELD_UP)] = ()
     judged: dict[str, tuple[Whole, Whole]] = {}
     judged_by_all: dict[str, tuple[Whole, Whole]] = {}
+    hopeless: Annotated[str, msgspec.Meta(max_length=_MOST_CHARACTERS)] = ""
 
 
 class _Owner(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS, PluginUse, full_name
+from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS, PluginUse, full_name, refuse_float16
 from distflow.config.schema import PoolConfig, Recipe, WorkerSettings
 from distflow.errors import KeyedError, Problems, UserError
 from distflow.flow.plan import Plan, PoolPlan
@@ -46,14 +46,17 @@ class _Used:
 
 
 def check_options(recipe: Recipe, structure: Structure, problems: Problems) -> None:
-    """Report what an engine or backend of the recipe would refuse, by the key of the pool or of one of its workers.
+    """Report what an engine or backend of the recipe would refuse, by the key of the pool or of one of its workers;
+    and what none of them can do.
 
     Options that do not go with another key of the recipe are reported by that key.
     """
     for used in (*_engines(recipe, structure), *_backends(recipe, structure)):
-        if used.plugin not in OPTIONS:
-            continue
         try:
+            for use in used.uses:
+                refuse_float16(use)
+            if used.plugin not in OPTIONS:
+                continue
             options = resolve(OPTIONS[used.plugin]).parse(used.options)
             for use in used.uses if hasattr(options, "check") else ():
                 options.check(use)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,8 @@ KEPT_BYTES = 256 << 20
 """The most memory for steps that are kept; the newest one is kept in any case."""
 LINES_AT_ONCE = 64
 WHAT = "dumps"
+DROPPED, NOT_FINITE = "dropped", "nonfinite"
+"""Key of lines of training steps with a skipped update, and what it says of a group that only such updates had."""
 log = logger(__name__)
 _Job = tuple[int, int, list[tuple[Batch, list[str]]]]
 
@@ -172,10 +174,17 @@ def _nbytes(jobs: Iterable[_Job]) -> int:
     return sum(batch.nbytes for _, _, groups in jobs for batch, _ in groups)
 
 
-def dumped(batch: Batch, further: Sequence[str]) -> Batch:
-    """The fields for the dumps: standard fields, parts of the reward, and `further` ones (or patterns)."""
+def dumped(batch: Batch, further: Sequence[str], lost: Collection[int] = ()) -> Batch:
+    """The fields for the dumps: standard fields, parts of the reward, and `further` ones (or patterns).
+
+    `lost`: positions of groups that were consumed although nothing was learnt from them.
+    """
     patterns = (*DUMPED, f"{REWARD_PARTS}*", f"*/{REWARD_PARTS}*", *further)
-    return batch.only([name for name in batch.columns if written(name, patterns)])
+    found = batch.only([name for name in batch.columns if written(name, patterns)])
+    if not lost:
+        return found
+    reasons = [NOT_FINITE if position in lost else "" for position in batch.dense("group").tolist()]
+    return found.with_columns(**{DROPPED: Ragged.from_texts(reasons)})
 
 
 def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:

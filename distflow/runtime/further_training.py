@@ -16,6 +16,7 @@ from distflow.data.batch import Batch, group_ranges
 from distflow.data.micro_batches import minibatch_rows, with_agreed
 from distflow.errors import RunEnded, RunStopped, TermEnded
 from distflow.exchange.dealing import DealRule, Offer, deal_step, ranks
+from distflow.exchange.facts import HOPELESS
 from distflow.metrics.learning_signal import LearningSignal
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
@@ -78,7 +79,8 @@ class FurtherTraining:
         self.finished = False
         """Whether all training steps are done."""
         policies = parts.publishing.models
-        self._updates = Updates(parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
+        about = (parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
+        self._updates = Updates(*about, leads=parts.replicas.rank == 0)
         # Only owners know the pass over the data.
         self._signal = LearningSignal(limits.judged, (), from_start=False)
         self._accounts: Sequence[Fact] = ()
@@ -150,6 +152,7 @@ class FurtherTraining:
         self._ranks = ranks(received.groups, self._limits.batch.ledgers)
         first = next(iter(self._parts.trained.values()))
         self._parts.metrics.add(f"{first}/groups/count", len(group_ranges(received.batch)))
+        self._updates.took(received.batch)
         yield self._in_rounds(received.batch, received.groups)
 
     def note(self, before: Batch, after: Batch) -> None:
@@ -253,6 +256,10 @@ class FurtherTraining:
     def _end(self, t: int) -> None:
         with self._board.condition:
             self._parts.rows.release()
+        self._updates.end()
+        if hopeless := self._updates.hopeless(self._limits.waits.bad_steps):
+            # Owners end the run with the training step that they are at, so that all save the same one.
+            self._node.facts |= {HOPELESS: hopeless}
         metrics, first = self._parts.metrics, next(iter(self._parts.trained.values()))
         seconds = time.perf_counter() - self._began
         # Under a name of its own: a step is over when the policy has been trained.

@@ -301,7 +301,11 @@ class Backend(Protocol):
         """Run the backward of a loss *summed* over tokens or samples; gradients add up until `apply`."""
 
     def apply(self, denominator: float) -> float:
-        """Divide the gradients by `denominator`, clip, step the optimizer, clear. Returns the norm before clipping."""
+        """Divide the gradients by `denominator`, clip, step the optimizer, clear. Returns the norm before clipping.
+
+        If the norm is not finite, the optimizer does not step, on all replicas alike: weights, moments and the number
+        of steps stay as they are, and the gradients are cleared as after a step.
+        """
 
     def schedule_at(self, done: int) -> None:
         """The next `apply` has the learning rate after `done` optimizer steps, however many there have been.

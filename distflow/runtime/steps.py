@@ -222,7 +222,7 @@ class StepRunner:
         settings: dict[LeaseKind, Mapping[str, Any]] = {"train": plan.settings, "val": validating}
 
         def failed(error: Exception | SystemExit, episode: Episode) -> Exception:
-            return self._raised(plan, error, f", {_uids_in_hand([tuple(episode.uid)])}")
+            return self._raised(plan, error, f", with {_shown([tuple(episode.uid)], 1)} in hand")
 
         return GenerateStep(plan, partial(_begin, function, context, settings), self._where(plan), failed)
 
@@ -325,13 +325,18 @@ def by_kind(batch: Batch) -> dict[LeaseKind, list[int]]:
     return {kind: rows for kind, rows in kinds.items() if rows}
 
 
+def shown_uids(batch: Batch, most: int = SHOWN_UIDS) -> str:
+    """Name the groups of a batch, at most so many."""
+    return _shown(sorted({tuple(uid) for uid in batch.dense("uid").tolist()}, key=lambda uid: uid[2]), most)
+
+
+def _shown(uids: Sequence[tuple[int, ...]], most: int) -> str:
+    more = f" and {len(uids) - most} more" if len(uids) > most else ""
+    return f"uids (epoch, prompt, position) {', '.join(map(str, uids[:most]))}{more}"
+
+
 def _some_uids(batch: Batch) -> str:
-    return _uids_in_hand(sorted({tuple(uid) for uid in batch.dense("uid").tolist()}, key=lambda uid: uid[2]))
-
-
-def _uids_in_hand(uids: Sequence[tuple[int, ...]]) -> str:
-    more = f" and {len(uids) - SHOWN_UIDS} more" if len(uids) > SHOWN_UIDS else ""
-    return f"with uids (epoch, prompt, position) {', '.join(map(str, uids[:SHOWN_UIDS]))}{more} in hand"
+    return f"with {shown_uids(batch)} in hand"
 
 
 @contextmanager

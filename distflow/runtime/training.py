@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch
 from distflow.data.micro_batches import minibatch_rows
-from distflow.errors import NoProgressError, TermEnded, UserError
+from distflow.errors import NoProgressError, TermEnded, UserError, WorkerFailed
 from distflow.exchange.dealing import DealRule
+from distflow.exchange.facts import HOPELESS
 from distflow.exchange.rows_messages import Then
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import SampleStore
@@ -96,9 +97,12 @@ class Training:
         self._term = start.term
         self._number = start.number
         policies = parts.publishing.models
-        self._updates = Updates(parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
+        about = (parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
+        self._updates = Updates(*about, leads=parts.replicas.rank == 0)
         self.finished = False
         """Whether all training steps are done."""
+        self._hopeless = ""
+        """Why the run is to end behind this training step, of a home of another model."""
         self.receives = limits.receives
         """The edge on which it gets what it trains on, or the step that reads it from the data."""
         self.complete_with = parts.intake.calls  # The steps whose fields samples have when they are received.
@@ -150,6 +154,7 @@ class Training:
             self._begin(t)
             yield t
             self._end(t)
+            self._end_if_hopeless(t)
             self._measure()
             if self._goal.reached:
                 break
@@ -183,7 +188,9 @@ class Training:
         if self._parts.validation is not None:
             # It may be all there, and may decide that this is the last training step.
             self._parts.validation.collect()
-        return self._receiving.receive(t)
+        for batch in self._receiving.receive(t):
+            self._updates.took(batch)
+            yield batch
 
     def send(self, edge: str, batch: Batch) -> None:
         """Deal the groups of a batch to the home of a further model, which trains on them."""
@@ -334,6 +341,7 @@ class Training:
             "visits": self._receiving.visits(),
             "goal": self._goal.value(),
             "signal": self._signal.sums(self._parts.metrics.mean_so_far, self._receiving.tally.epoch),
+            "hopeless": next(self._hopeless_elsewhere(), ""),
         }
 
     def _agree_on_accounts(self) -> Sequence[Fact]:
@@ -352,6 +360,7 @@ class Training:
             self._close("train")
         self._goal.judge(facts, self._number + 1)
         self._accounts = facts
+        self._hopeless = next((str(fact["hopeless"]) for fact in facts if fact["hopeless"]), self._hopeless)
         # With several updates, a stop between two of them would save what no training step ends with.
         parts.replicas.finishes_step = True
         return facts
@@ -370,6 +379,7 @@ class Training:
 
     def _end(self, t: int) -> None:
         metrics, tally = self._parts.metrics, self._receiving.tally
+        self._updates.end()
         self._dump()
         seconds = time.perf_counter() - tally.began
         self._receiving.note_schedule()
@@ -390,6 +400,24 @@ class Training:
         if self._parts.validation is not None:
             self._parts.validation.collect()
 
+    def _hopeless_elsewhere(self) -> Iterator[str]:
+        """Yield why homes of other models find that training should end."""
+        peers = self._node.membership.peers
+        return (str(peers[name].facts[HOPELESS]) for name in sorted(peers) if peers[name].facts.get(HOPELESS))
+
+    def _end_if_hopeless(self, t: int) -> None:
+        """Raise WorkerFailed, with everything saved, if updates have been skipped for too long, here or elsewhere."""
+        reason = self._updates.hopeless(self._limits.waits.bad_steps) or self._hopeless
+        if not reason:
+            return
+        if self._parts.rows:
+            self._close("end")
+        self._saving.end(Version(self._term, t + 1))
+        raise WorkerFailed(
+            f"{reason}. Everything is saved behind training step {t + 1}: look for infinite rewards, advantages or "
+            "losses, lower models.<name>.optimizer.lr or raise limits.bad_steps, and go on with --resume"
+        )
+
     def _end_term(self) -> None:
         """Save, and leave to begin again as other workers may; if nothing can be saved, go on as before."""
         if self._parts.rows:
@@ -403,7 +431,8 @@ class Training:
     def _dump(self) -> None:
         """Pass the samples of a trained step to the dumps, once."""
         tally, every = self._receiving.tally, self._limits.run.dump_rollouts
-        if every and tally.step % every == 0 and self._dumped != tally.step:
-            groups = [(dumped(batch, self._limits.dump_fields), workers) for batch, workers in tally.taken]
+        lost = self._updates.lost(self._parts.primary)
+        if every and (tally.step % every == 0 or lost) and self._dumped != tally.step:
+            groups = [(dumped(batch, self._limits.dump_fields, lost), workers) for batch, workers in tally.taken]
             self._parts.dumps.write(tally.step + 1, self._term, groups)
         self._dumped = tally.step

@@ -1,8 +1,14 @@
 """The optimizer steps of one training worker: what train steps have accumulated, divided by what all replicas count;
-and whether the step that they belong to is the last one of the run."""
+and whether the step that they belong to is the last one of the run.
+
+A step whose norm is not finite is skipped by all replicas alike, and the run goes on: the samples are consumed, the
+version that is published has the weights of the one before, and the schedule counts the step. Too many training steps
+in a row that leave a model as it was end the run.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distflow.comm.fact_exchange import Fact
@@ -13,10 +19,12 @@ from distflow.flow.plan import BatchPlan
 from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend
-from distflow.runtime.steps import StepContext
+from distflow.runtime.steps import StepContext, shown_uids
 from distflow.types import is_validated
 
 log = logger(__name__)
+SHOWN_GROUPS = 64
+"""Of a batch, in the warning of an update that is skipped."""
 
 
 class Updates:
@@ -33,18 +41,30 @@ class Updates:
         contexts: Mapping[str, StepContext],
         metrics: MetricStore,
         batch: BatchPlan,
+        *,
+        leads: bool,
     ) -> None:
+        """`leads`: this replica counts for all of them what they do alike."""
         self._models = models
         self._trained = trained
         self._policies = tuple(policies)
         self._contexts = contexts
         self._metrics = metrics
         self._batch = batch
+        self._leads = leads
         self._step = 0
         self._totals: dict[str, float] = {}
         self._done: dict[str, int] = {}
-        """Optimizer steps of each model in this training step, and below the sum of their gradient norms."""
-        self._norms: dict[str, float] = {}
+        """Updates of each model in this training step, skipped ones too, and below the norms of the others."""
+        self._norms: dict[str, list[float]] = {}
+        self._here: list[Batch] = []
+        """What the next updates are computed from at this replica."""
+        self._learnt: dict[str, set[int]] = {}
+        """By model, positions of groups here that one of its updates in this training step has learnt from, and below
+        those of skipped updates."""
+        self._skipped: dict[str, set[int]] = {}
+        self._unmoved = dict.fromkeys(trained, 0)
+        """Training steps in a row that have left a model as it was, because none of its norms was finite."""
         self._moved: dict[str, float] = {}
         """How far all updates of a policy in this epoch have moved it, as a mean over the tokens of all replicas; it is
         missing where no step has said."""
@@ -55,7 +75,9 @@ class Updates:
         self._step = t
         self._totals = {}
         self._done = dict.fromkeys(self._trained, 0)
-        self._norms = dict.fromkeys(self._trained, 0.0)
+        self._norms = {model: [] for model in self._trained}
+        self._here = []
+        self._learnt, self._skipped = ({model: set() for model in self._trained} for _ in range(2))
         self._resting = set()
         for context in self._contexts.values():
             context.training_step, context.policy_version = t, version
@@ -71,7 +93,9 @@ class Updates:
                 self._rest_beyond(plan.target_kl)
             for context in self._contexts.values():
                 context.update_epoch, context.moved = epoch, [0.0, 0.0]
-            yield from parts
+            for part in parts:
+                self._here = [part]
+                yield part
         for policy in self._policies if plan.epochs > 1 else ():
             done = sum(self._done[policy] > m for m in range(0, plan.updates, plan.minibatches))
             self._metrics.set(f"{self._trained[policy]}/epochs", done)
@@ -123,8 +147,54 @@ class Updates:
         with metrics.timed("timing_s/apply"):
             norm = self._applied(model, denominator)
         self._done[model] += 1
-        self._norms[model] += norm
-        metrics.set(f"{prefix}/grad_norm", self._norms[model] / self._done[model])
+        positions = {position for batch in self._here for position in batch.dense("group").tolist()}
+        if math.isfinite(norm):
+            self._norms[model].append(norm)
+            self._learnt[model] |= positions
+        else:
+            self._skipped[model] |= positions
+            self._tell_skipped(model, norm)
+        norms = self._norms[model]
+        metrics.set(f"{prefix}/grad_norm", sum(norms) / len(norms) if norms else norm)
+
+    def took(self, batch: Batch) -> None:
+        """Note samples that the next update of this training step is computed from."""
+        self._here.append(batch)
+
+    def lost(self, model: str) -> set[int]:
+        """Positions of groups here of which, in this training step, a model has learnt nothing: its norm was not
+        finite."""
+        return self._skipped[model] - self._learnt[model]
+
+    def end(self) -> None:
+        """Close the training step."""
+        for model, norms in self._norms.items():
+            if self._done[model]:
+                self._unmoved[model] = 0 if norms else self._unmoved[model] + 1
+
+    def hopeless(self, limit: int) -> str:
+        """Why training should end here, after so many training steps in a row that have left a model as it was: the
+        same on all replicas. Empty: it should not."""
+        for model, steps in self._unmoved.items():
+            if steps >= limit:
+                return (
+                    f"training steps {self._step + 2 - steps} to {self._step + 1} (as files count them) have left "
+                    f"model {model!r} as it was: the norms of its gradients were not finite, {steps} times in a row "
+                    "(limits.bad_steps). The samples of the skipped updates are named in the logs"
+                )
+        return ""
+
+    def _tell_skipped(self, model: str, norm: float) -> None:
+        if self._leads:
+            self._metrics.add(f"{self._trained[model]}/skipped_updates", 1)
+        log.warning(
+            "training step %d: an update of model %r is skipped, since the norm of its gradient is %s; this worker "
+            "computed it from %s, which count as consumed",
+            self._step + 1,
+            model,
+            norm,
+            " and ".join(shown_uids(batch, SHOWN_GROUPS) for batch in self._here) or "no samples",
+        )
 
     def _applied(self, model: str, denominator: float) -> float:
         try:

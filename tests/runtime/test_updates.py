@@ -35,7 +35,9 @@ def test_an_error_of_an_optimizer_step_names_the_model(error: Exception, expecte
     """Unless it says that another worker is gone, from which the run recovers."""
     backend = Failing(error)
     context = StepContext("critic_update", model="critic", models={"critic": backend})
-    updates = Updates({"critic": backend}, {"critic": "critic"}, (), {"update": context}, context.metrics, BATCH)
+    updates = Updates(
+        {"critic": backend}, {"critic": "critic"}, (), {"update": context}, context.metrics, BATCH, leads=True
+    )
     updates.begin(0, 0)
     context.denominators["critic"] = 2.0
     with pytest.raises(type(error), match=f"^{expected}$"):
@@ -47,9 +49,11 @@ def epochs_done(divergence: float | None, target_kl: float | None) -> int:
     backend, metrics = FakeBackend(), MetricStore()
     context = StepContext("update", model="policy", models={"policy": backend}, metrics=metrics)
     plan = dataclasses.replace(BATCH, epochs=3, target_kl=target_kl)
-    updates = Updates({"policy": backend}, {"policy": "actor"}, ["policy"], {"update": context}, metrics, plan)
+    updates = Updates(
+        {"policy": backend}, {"policy": "actor"}, ["policy"], {"update": context}, metrics, plan, leads=True
+    )
     updates.begin(0, 0)
-    for _ in updates.epochs([Batch({"reward": torch.zeros(1)})]):
+    for _ in updates.epochs([Batch({"group": torch.zeros(1, dtype=torch.int64)})]):
         if not context.rests:
             context.denominators["policy"] = 2.0
             if divergence is not None:

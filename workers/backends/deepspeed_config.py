@@ -114,11 +114,11 @@ def _is_half(options: DeepSpeedOptions, use: PluginUse) -> bool:
             "float64 with backend deepspeed: its ZeRO keeps weights and moments in float32; use float32 or bfloat16, "
             "or backend: torch",
         )
-    if dtype == "float16":
+    if dtype == "float16" and options.zero == 3:
         raise KeyedError(
             key,
-            "float16 with backend deepspeed: it would scale the loss and silently skip steps that overflow; use "
-            "bfloat16",
+            f"float16 with zero 3 of layout.pools.{use.pool}: DeepSpeed would divide its weights in float32; use "
+            "bfloat16, or backend: torch",
         )
     if dtype == "bfloat16" and use.trained and options.zero == 0:
         raise KeyedError(

@@ -60,10 +60,7 @@ class ZeroOptimizer(ScheduledOptimizer):
         self._rounds += 1
 
     def apply(self, denominator: float) -> float:
-        """Sum over the replicas, divide by `denominator`, clip, step, clear; returns the norm before clipping.
-
-        Raises ValueError and WorkerFailed as the base class does, on all replicas alike.
-        """
+        """See the base class. Raises WorkerFailed if DeepSpeed leaves out a step whose norm is finite."""
         self._check_apply(0 if self.untouched else len(self._parameters), denominator)
         self._finish_sums()
         gradients = list(self._partition.gradients())
@@ -72,17 +69,39 @@ class ZeroOptimizer(ScheduledOptimizer):
         squares = self._squares(gradients)
         norm = scale * total_norm(squares)
         if not math.isfinite(norm):
-            raise self._not_finite(not_finite(self._parameters, squares), norm, denominator)
+            self._tell_skipped(not_finite(self._parameters, squares), norm, denominator)
+            for _, gradient in gradients:
+                gradient.zero_()
+            self._skip()
+            return norm
         torch._foreach_mul_([gradient for _, gradient in gradients], scale * self._clip_factor(norm))
         del gradients
         self._set_rate()
-        self._engine.step()
+        self._engine_step()
         if not self._engine.was_step_applied():
             raise WorkerFailed(f"DeepSpeed skipped optimizer step {self.steps + 1}, with a gradient norm of {norm}")
-        self._engine.set_gradient_accumulation_boundary(False)
         self.steps += 1
-        self._rounds = 0
         return norm
+
+    def _engine_step(self) -> None:
+        """DeepSpeed's step, after which nothing is summed any more."""
+        self._engine.step()
+        self._engine.set_gradient_accumulation_boundary(False)
+        self._rounds = 0
+
+    def _skip(self) -> None:
+        """Let DeepSpeed, whose sums are zeros now, go through a step in which its optimizer does nothing.
+
+        What it has summed lies in buffers of its own, other ones in every stage: only its step clears them all.
+        """
+        if hasattr(self._engine.optimizer, "local_overflow"):
+            # With offloaded sums it has looked at each of them as it came.
+            self._engine.optimizer.local_overflow = False
+        self._adamw.step = lambda closure=None: None
+        try:
+            self._engine_step()
+        finally:
+            del self._adamw.step
 
     def _finish_sums(self) -> None:
         """What DeepSpeed itself would do after the last backward of a step, if it knew beforehand which one is last."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from distflow.config.plugins import PluginUse, refuse_float16
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard
@@ -40,6 +41,7 @@ class ModelBackend(ABC, Generic[OptimizerT]):
 
     def __init__(self, spec: BackendSpec, *, home: str, packed: bool) -> None:
         """Build the model on device `home`; `packed`: compute no padding, where the model's attention allows it."""
+        refuse_float16(PluginUse(spec.model, spec.device, trained=spec.trainable))
         self._spec = spec
         self._device = torch.device(spec.device)
         # In evaluation mode: dropout would make the log-probs of one batch differ from call to call.

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distflow.errors import WorkerFailed
 from distflow.flow.schedule import learning_rate
+from distflow.log import logger
 from distflow.runtime.protocols import Reducer
 from distflow.workers.backends.update_rules import PEAK, held_state, make_rules, saved_state, set_steps
 
 STEPS = "optimizer.steps"
+log = logger(__name__)
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -59,10 +60,10 @@ class ScheduledOptimizer(ABC):
     def apply(self, denominator: float) -> float:
         """Sum over the replicas, divide by `denominator`, clip, step, clear.
 
-        Returns the gradient norm after the division, before clipping.
+        Returns the gradient norm after the division, before clipping. If that is not finite, on all replicas alike,
+        nothing is stepped: weights, moments and the number of steps stay, and all that was summed is cleared.
 
-        Raises ValueError for a denominator ≤ 0 or when nothing was accumulated, WorkerFailed for a norm that is not
-        finite; the weights are then unchanged.
+        Raises ValueError for a denominator ≤ 0 or when nothing was accumulated.
         """
 
     def set_steps(self, steps: int) -> None:
@@ -88,14 +89,20 @@ class ScheduledOptimizer(ABC):
                 "sum first, and divide by the number of tokens or samples in it"
             )
 
-    def _not_finite(self, names: Iterable[str], norm: float, denominator: float) -> WorkerFailed:
-        """The error for a gradient norm that is not finite; `names`: the parameters whose gradients are not."""
+    def _tell_skipped(self, names: Iterable[str], norm: float, denominator: float) -> None:
+        """Say that a step is left out, since its norm is not finite; `names`: parameters whose gradients are not."""
+        if self._replicas.rank:
+            return  # It is the same on all of them.
         bad = list(names)
         where = f"not finite in {', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}" if bad else "each entry is finite"
-        return WorkerFailed(
-            f"gradient norm is {norm} at optimizer step {self.steps + 1} ({where}; denominator {denominator}); the "
-            "weights were not changed. Look for infinite rewards, advantages or losses, lower "
-            "models.<name>.optimizer.lr, or use a wider models.<name>.dtype"
+        log.warning(
+            "gradient norm is %s at optimizer step %d (%s; denominator %s): the step is skipped, and weights and "
+            "moments stay as they are. Look for infinite rewards, advantages or losses, lower "
+            "models.<name>.optimizer.lr, or use a wider models.<name>.dtype",
+            norm,
+            self.steps + 1,
+            where,
+            denominator,
         )
 
 
@@ -144,8 +151,11 @@ class PolicyOptimizer(ScheduledOptimizer):
         grads = list(graded.values())
         norm = float(torch.nn.utils.get_total_norm(grads)) / denominator
         if not math.isfinite(norm):
-            bad = (name for name, grad in graded.items() if not bool(grad.isfinite().all()))
-            raise self._not_finite(bad, norm, denominator)
+            self._tell_skipped(
+                (name for name, grad in graded.items() if not bool(grad.isfinite().all())), norm, denominator
+            )
+            self.clear()
+            return norm
         self._step(grads, norm, denominator)
         return norm
 
@@ -215,19 +225,18 @@ class ShardedOptimizer(PolicyOptimizer):
         self.accumulated += 1
 
     def apply(self, denominator: float) -> float:
-        """Divide, clip by the norm over all replicas, step, clear; returns the norm before clipping.
-
-        Raises ValueError and WorkerFailed as the base class does, on all replicas alike.
-        """
+        """See the base class; the norm is that over all replicas."""
         grads = {name: master.grad for name, master in self.masters.items()}
         # Per parameter, so that every replica can name those that are not finite anywhere.
         squares, accumulated = self._over_all_replicas(list(grads.values()))
         self._check_apply(accumulated, denominator)
         norm = total_norm(squares) / denominator
-        if not math.isfinite(norm):
-            raise self._not_finite(not_finite(grads, squares), norm, denominator)
-        self._step([grad for grad in grads.values() if grad is not None], norm, denominator)
         self.accumulated = 0
+        if not math.isfinite(norm):
+            self._tell_skipped(not_finite(grads, squares), norm, denominator)
+            self.clear()
+            return norm
+        self._step([grad for grad in grads.values() if grad is not None], norm, denominator)
         return norm
 
     def _over_all_replicas(self, grads: Sequence[Tensor | None]) -> tuple[list[float], int]:
