@@ -11,12 +11,12 @@ from distflow.algorithms import advantages
 from distflow.algorithms.aggregation import Aggregation, weighted_sum
 from distflow.algorithms.losses import value as value_loss
 from distflow.data.batch import Batch
-from distflow.data.micro_batches import in_micro_batches, micro_batches
 from distflow.data.samples import SHARE, by_sample, sequence_ends, with_share, with_shares
 from distflow.errors import UserError
 from distflow.flow.step import step
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext
+from distflow.workers.within_memory import PartLoss, accumulate, cut_by, in_micro_batches
 
 
 @step(role="forward", reads=["prompt_ids", "response_ids"], writes=["values"], scope="sample", head="value")
@@ -27,7 +27,7 @@ def values(batch: Batch, ctx: StepContext) -> Batch:
         found = ctx.backend.values(part, grad=False)
         return found.values_BT[found.mask_BT].cpu()
 
-    return batch.with_columns(values=in_micro_batches(batch, ctx.tokens_per_microbatch, compute))
+    return batch.with_columns(values=in_micro_batches(batch, ctx, compute))
 
 
 @step(
@@ -92,15 +92,14 @@ def critic_update(batch: Batch, ctx: StepContext, *, clip: float | None = 0.5, a
         raise UserError(f"aggregate={aggregate!r}: a value loss is divided by a count; expected for example token-mean")
     shared = with_shares(batch)
     needed = with_share(["prompt_ids", "response_ids", "response_mask", "values", "return"], shared)
-    for _, part in micro_batches(shared, ctx.tokens_per_microbatch, needed):
-        _accumulate(part, ctx, clip, aggregation)
+    accumulate(shared, ctx, lambda part: _loss(part, ctx, clip, aggregation), cut_by(needed), of="critic")
     return batch
 
 
-def _accumulate(part: Batch, ctx: StepContext, clip: float | None, aggregation: Aggregation) -> None:
+def _loss(part: Batch, ctx: StepContext, clip: float | None, aggregation: Aggregation) -> PartLoss | None:
     mask_BT = part.padded("response_mask")
     if not bool(mask_BT.any()):
-        return
+        return None
     now_BT = ctx.backend.values(part, grad=True).values_BT
 
     def field(name: str) -> Tensor:
@@ -110,15 +109,16 @@ def _accumulate(part: Batch, ctx: StepContext, clip: float | None, aggregation: 
     share_B = part.dense(SHARE) if SHARE in part else None
     loss = value_loss(now_BT, field("values"), returns_BT, clip=clip)
     total = weighted_sum(loss.loss_BT, aggregation.weights(here_BT, loss.loss_BT, share_B))
-    ctx.backend.accumulate(total)
     denominator = aggregation.denominator(mask_BT, share_B)
-    assert ctx.model is not None, "ctx.backend has looked the model up"
-    ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
-    ctx.metrics.mean("critic/vf_loss", float(total.detach()) / denominator, denominator)
-    _token_mean(ctx.metrics, "critic/vf_clipfrac", loss.clipped_BT, here_BT)
-    _token_mean(ctx.metrics, "critic/values/mean", now_BT.detach(), here_BT)
-    _token_mean(ctx.metrics, "critic/returns/mean", returns_BT, here_BT)
-    _explained(ctx.metrics, (returns_BT - now_BT.detach())[here_BT], returns_BT[here_BT])
+
+    def note() -> None:
+        ctx.metrics.mean("critic/vf_loss", float(total.detach()) / denominator, denominator)
+        _token_mean(ctx.metrics, "critic/vf_clipfrac", loss.clipped_BT, here_BT)
+        _token_mean(ctx.metrics, "critic/values/mean", now_BT.detach(), here_BT)
+        _token_mean(ctx.metrics, "critic/returns/mean", returns_BT, here_BT)
+        _explained(ctx.metrics, (returns_BT - now_BT.detach())[here_BT], returns_BT[here_BT])
+
+    return PartLoss(total, denominator, note)
 
 
 def _token_mean(metrics: MetricStore, name: str, values_BT: Tensor, mask_BT: Tensor) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.data.micro_batches import columns_in_micro_batches
 from distflow.flow.step import step
 from distflow.runtime.steps import StepContext
+from distflow.workers.within_memory import columns_in_micro_batches
 
 
 @step(
@@ -40,5 +40,5 @@ def teacher(batch: Batch, ctx: StepContext, *, top_k: int = 16) -> Batch:
         # Half the bytes of int64: these fields are most of what crosses between workers.
         return logprobs_N, ids_BTK[scores.mask_BT].cpu().to(torch.int32), logprobs_BTK[scores.mask_BT].cpu()
 
-    logprobs, ids, of_candidates = columns_in_micro_batches(batch, ctx.tokens_per_microbatch, compute)
+    logprobs, ids, of_candidates = columns_in_micro_batches(batch, ctx, compute)
     return batch.with_columns(teacher_logprobs=logprobs, candidate_ids=ids, teacher_candidate_logprobs=of_candidates)

@@ -170,7 +170,7 @@ class TokenReport:
             "rollout_corr/k3_kl": ratio - tokens + mismatch,
             "rollout_corr/ratio/mean": ratio,
             # Kish's effective sample size of the weights π_old/π_b, as a share of the tokens.
-            "rollout_corr/ess": ratio * ratio / squared,
+            "rollout_corr/ess": ratio * ratio / squared if squared else 0.0,
             **dict(zip(self.own, own, strict=True)),
         }
         for name, value in per_token.items():

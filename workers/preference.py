@@ -5,16 +5,17 @@ Shapes: B samples, P pairs, T response tokens of the longest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distflow.algorithms import preference
-from distflow.data.batch import Batch
-from distflow.data.micro_batches import micro_batches, split_groups
+from distflow.data.batch import Batch, Ragged
+from distflow.data.micro_batches import split_groups
 from distflow.data.responses import DataRow, RowResponse
 from distflow.errors import UserError
 from distflow.flow.step import step
@@ -23,6 +24,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import TrainedScorer
 from distflow.runtime.steps import StepContext
 from distflow.workers.trainer import describe
+from distflow.workers.within_memory import PartLoss, accumulate, cut_by, in_parts
 
 log = logger(__name__)
 
@@ -32,6 +34,8 @@ _equal: set[str] = set()
 """Those that were."""
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 CHOSEN, REJECTED = ("chosen", "answer"), "rejected"
+_JUDGED = "judged_ids"
+"""Prompt and response as a reward model reads them."""
 _READ = ["prompt_ids", "response_ids", "response_mask", "ref_logprobs", "group", "sample"]
 
 
@@ -70,7 +74,8 @@ def dpo(
         raise UserError(f"label_smoothing={label_smoothing} is for loss=sigmoid, and loss is ipo: remove it")
     if ctx.update_epoch == 0:
         describe(batch, ctx.metrics)
-    for _, part in micro_batches(batch, ctx.tokens_per_microbatch, _READ, whole_groups=True):
+
+    def loss_of(part: Batch) -> PartLoss:
         check_pairs(part, ctx.step_name)
         ratios_P2 = _log_ratios(part, ctx).view(-1, 2)
         chosen_P, rejected_P = ratios_P2.unbind(1)
@@ -78,8 +83,10 @@ def dpo(
             loss_P = preference.ipo(chosen_P, rejected_P, beta=beta)
         else:
             loss_P = preference.dpo(chosen_P, rejected_P, beta=beta, label_smoothing=label_smoothing)
-        _accumulate(loss_P, ctx)
-        tell_pairs(ctx.metrics, beta * chosen_P.detach(), beta * rejected_P.detach())
+        rewards_P = beta * chosen_P.detach(), beta * rejected_P.detach()
+        return _mean_of(loss_P, ctx, partial(tell_pairs, ctx.metrics, *rewards_P))
+
+    accumulate(batch, ctx, loss_of, cut_by(_READ, whole_groups=True))
     return batch
 
 
@@ -111,11 +118,19 @@ def bradley_terry(batch: Batch, ctx: StepContext) -> Batch:
             f"prompt and response at position {position} have {int(lengths.max())} tokens, and the model takes "
             f"{longest}: lower max_response_tokens and data.max_prompt_tokens, with data.overlong=drop"
         )
-    for numbers in split_groups(batch, ctx.tokens_per_microbatch, lengths):
-        check_pairs(batch.select(numbers), ctx.step_name)
-        chosen_P, rejected_P = backend.rate_texts([rows[n] for n in numbers.tolist()]).view(-1, 2).unbind(1)
-        _accumulate(preference.bradley_terry(chosen_P, rejected_P), ctx)
-        tell_pairs(ctx.metrics, chosen_P.detach(), rejected_P.detach())
+
+    def cut(some: Batch, tokens: int) -> Iterator[tuple[Tensor, Batch]]:
+        for numbers in split_groups(some, tokens, some.ragged(_JUDGED).lengths):
+            yield numbers, some.select(numbers)
+
+    def loss_of(part: Batch) -> PartLoss:
+        check_pairs(part, ctx.step_name)
+        ids = [row.tolist() for row in part.ragged(_JUDGED).rows()]
+        chosen_P, rejected_P = backend.rate_texts(ids).view(-1, 2).unbind(1)
+        told = partial(tell_pairs, ctx.metrics, chosen_P.detach(), rejected_P.detach())
+        return _mean_of(preference.bradley_terry(chosen_P, rejected_P), ctx, told)
+
+    accumulate(batch.with_columns(**{_JUDGED: Ragged.from_rows(rows, torch.int64)}), ctx, loss_of, cut)
     return batch
 
 
@@ -148,12 +163,14 @@ def _log_ratios(part: Batch, ctx: StepContext, *, grad: bool = True) -> Tensor:
     return ((logprobs_BT - ref_BT) * scores.mask_BT).sum(1)
 
 
-def _accumulate(loss_N: Tensor, ctx: StepContext) -> None:
-    """Add a loss of so many pairs or samples, by whose number the gradient is divided."""
-    ctx.backend.accumulate(loss_N.sum())
-    assert ctx.model is not None, "ctx.backend has looked the model up"
-    ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + len(loss_N)
-    ctx.metrics.mean("actor/loss", float(loss_N.detach().double().mean()), len(loss_N))
+def _mean_of(loss_N: Tensor, ctx: StepContext, tell: Callable[[], None]) -> PartLoss:
+    """The loss of so many pairs or samples, by whose number the gradient is divided."""
+
+    def note() -> None:
+        ctx.metrics.mean("actor/loss", float(loss_N.detach().double().mean()), len(loss_N))
+        tell()
+
+    return PartLoss(loss_N.sum(), len(loss_N), note)
 
 
 @step(role="read", reads=[], writes=["label"], samples=3, choices={"max_response_tokens": ">= 1"})
@@ -198,8 +215,8 @@ def kl_point(batch: Batch, ctx: StepContext) -> Batch:
     mismatched = ~batch.padded("response_mask").any(1)
     total = torch.zeros(2, dtype=torch.float64)
     fields = ["prompt_ids", "response_ids", "response_mask", "ref_logprobs"]
-    for _, part in micro_batches(batch.select(mismatched.nonzero().flatten()), ctx.tokens_per_microbatch, fields):
-        ratios_B = _log_ratios(part, ctx, grad=False)
+    others = batch.select(mismatched.nonzero().flatten())
+    for _, ratios_B in in_parts(others, ctx, partial(_log_ratios, ctx=ctx, grad=False), cut_by(fields)):
         total += torch.tensor([float(ratios_B.double().sum()), float(len(ratios_B))], dtype=torch.float64)
     summed, count = ctx.all_reduce(total).tolist()
     if not count:
@@ -238,12 +255,16 @@ def kto(
         describe(trained, ctx.metrics)
     fields = ["prompt_ids", "response_ids", "response_mask", "ref_logprobs", "label", "kl_point"]
     weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
-    for _, part in micro_batches(trained, ctx.tokens_per_microbatch, fields):
+
+    def loss_of(part: Batch) -> PartLoss:
         ratios_B = _log_ratios(part, ctx)
         desirable_B = (part.dense("label") > 0).to(ratios_B.device)
         point_B = part.dense("kl_point").to(ratios_B)
-        _accumulate(preference.kto(ratios_B, desirable_B, point_B, beta=beta, **weights), ctx)
-        _tell_labelled(ctx.metrics, beta * (ratios_B.detach() - point_B), beta * ratios_B.detach(), desirable_B)
+        found_B = beta * (ratios_B.detach() - point_B), beta * ratios_B.detach()
+        told = partial(_tell_labelled, ctx.metrics, *found_B, desirable_B)
+        return _mean_of(preference.kto(ratios_B, desirable_B, point_B, beta=beta, **weights), ctx, told)
+
+    accumulate(trained, ctx, loss_of, cut_by(fields))
     return batch
 
 

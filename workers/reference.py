@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.micro_batches import in_micro_batches
 from distflow.flow.step import step
 from distflow.runtime.steps import StepContext
+from distflow.workers.within_memory import in_micro_batches
 
 
 @step(role="forward", reads=["prompt_ids", "response_ids"], writes=["ref_logprobs"], scope="sample", head="tokens")
@@ -32,4 +32,4 @@ def _logprobs(batch: Batch, ctx: StepContext) -> Ragged:
         scores = ctx.backend.score(part, temperature=ctx.temperature, grad=False, entropy=False)
         return scores.logprobs_BT[scores.mask_BT].cpu()
 
-    return in_micro_batches(batch, ctx.tokens_per_microbatch, compute)
+    return in_micro_batches(batch, ctx, compute)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.supervised import nll
 from distflow.data.batch import Batch
-from distflow.data.micro_batches import micro_batches
 from distflow.data.responses import DataRow, RowResponse
 from distflow.errors import UserError
 from distflow.flow.step import step
 from distflow.runtime.steps import StepContext
 from distflow.workers.trainer import describe
+from distflow.workers.within_memory import PartLoss, accumulate, cut_by
 
 
 @step(role="read", reads=[], writes=[], choices={"turns": ["all", "last"], "max_response_tokens": ">= 1"})
@@ -45,22 +45,22 @@ def sft(batch: Batch, ctx: StepContext, *, aggregate: str = "token-mean") -> Bat
         raise UserError(f"aggregate={aggregate!r}: this loss is divided by a count; expected for example token-mean")
     if ctx.update_epoch == 0:
         describe(batch, ctx.metrics)
-    for _, part in micro_batches(batch, ctx.tokens_per_microbatch, ["prompt_ids", "response_ids", "response_mask"]):
-        _accumulate(part, ctx, aggregation)
+    fields = ["prompt_ids", "response_ids", "response_mask"]
+    accumulate(batch, ctx, lambda part: _loss(part, ctx, aggregation), cut_by(fields))
     return batch
 
 
-def _accumulate(part: Batch, ctx: StepContext, aggregation: Aggregation) -> None:
+def _loss(part: Batch, ctx: StepContext, aggregation: Aggregation) -> PartLoss | None:
     mask_BT = part.padded("response_mask")
     tokens = float(mask_BT.sum())
     if not tokens:
-        return
+        return None
     logprobs_BT = ctx.backend.score(part, temperature=1.0, grad=True, entropy=False).logprobs_BT
     here_BT = mask_BT.to(logprobs_BT.device)
     loss_BT = nll(logprobs_BT)
-    ctx.backend.accumulate((loss_BT * aggregation.weights(here_BT, loss_BT)).sum())
-    assert ctx.model is not None, "ctx.backend has looked the model up"
-    denominator = aggregation.denominator(mask_BT)
-    ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
-    per_token = float(loss_BT.detach()[here_BT].double().mean())
-    ctx.metrics.mean("actor/loss", per_token, tokens)
+    total = (loss_BT * aggregation.weights(here_BT, loss_BT)).sum()
+
+    def note() -> None:
+        ctx.metrics.mean("actor/loss", float(loss_BT.detach()[here_BT].double().mean()), tokens)
+
+    return PartLoss(total, aggregation.denominator(mask_BT), note)

@@ -17,7 +17,6 @@ from distflow.algorithms import TokenTerms
 from distflow.algorithms.advantages import Moments, token_sums, zero_std_fraction
 from distflow.algorithms.aggregation import Aggregation
 from distflow.data.batch import Batch, Ragged
-from distflow.data.micro_batches import micro_batches
 from distflow.data.samples import SHARE, by_sample, sample_bounds, to_rows, with_share, with_shares
 from distflow.errors import UserError
 from distflow.flow.resolve import chosen
@@ -27,6 +26,7 @@ from distflow.runtime.protocols import TokenScores
 from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, REWARD_PARTS, SEQUENCE
 from distflow.workers.objective import Correction, Objective
+from distflow.workers.within_memory import PartLoss, accumulate, cut_by
 
 
 @step(
@@ -292,8 +292,7 @@ def update(
     if ctx.rests:
         return batch
     shared = with_shares(batch)
-    for _, part in micro_batches(shared, ctx.tokens_per_microbatch, _needed(shared, ctx, objective)):
-        _accumulate(part, ctx, objective)
+    accumulate(shared, ctx, lambda part: _loss(part, ctx, objective), cut_by(_needed(shared, ctx, objective)))
     return batch
 
 
@@ -308,26 +307,23 @@ def _needed(batch: Batch, ctx: StepContext, objective: Objective) -> list[str]:
     return with_share(list(dict.fromkeys(wanted)), batch)
 
 
-def _accumulate(part: Batch, ctx: StepContext, objective: Objective) -> None:
+def _loss(part: Batch, ctx: StepContext, objective: Objective) -> PartLoss | None:
     mask_BT = part.padded("response_mask")
     tokens = float(mask_BT.sum())
     if not tokens:
-        return
+        return None
     given = part.ragged(_CANDIDATES) if _CANDIDATES in part else None
     candidates = 0 if given is None or not given.values.shape[1] else given
     scores = ctx.backend.score(part, temperature=ctx.temperature, grad=True, entropy=True, candidates=candidates)
     share_B = part.dense(SHARE) if SHARE in part else None
     loss_sum, report = objective.evaluate(_terms(part, mask_BT, scores), share_B)
-    ctx.backend.accumulate(loss_sum)
-    denominator = objective.aggregation.denominator(mask_BT, share_B)
-    assert ctx.model is not None, "ctx.backend has looked the model up"
-    additive = objective.aggregation.additive
-    if additive:
-        ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
-    else:
-        ctx.fixed_denominators[ctx.model] = denominator
-    moved = report.write(ctx.metrics, additive=additive, tokens=tokens, denominator=denominator)
-    ctx.report_moved(moved, tokens)
+    denominator, additive = objective.aggregation.denominator(mask_BT, share_B), objective.aggregation.additive
+
+    def note() -> None:
+        moved = report.write(ctx.metrics, additive=additive, tokens=tokens, denominator=denominator)
+        ctx.report_moved(moved, tokens)
+
+    return PartLoss(loss_sum, denominator, note, additive)
 
 
 def _terms(part: Batch, mask_BT: Tensor, scores: TokenScores) -> TokenTerms:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, Ragged, group_ranges, row_lengths
+from distflow.data.batch import Batch, group_ranges, row_lengths
 
 MICRO_BATCH = "micro_batch"
 """[B] int64: the number of each row's micro-batch, where the replicas have agreed on it."""
@@ -34,33 +34,6 @@ def micro_batches(
     split = split_groups if whole_groups else _split_rows_of
     for rows in _agreed_rows(batch) if agreed else split(batch, tokens):
         yield rows, wanted if len(rows) == len(batch) else wanted.select(rows)
-
-
-def in_micro_batches(batch: Batch, tokens: int, compute: Callable[[Batch], Tensor]) -> Ragged:
-    """One value for each response token of a batch, computed in micro-batches of its tokens.
-
-    `compute` returns those of a part [N], row after row.
-    """
-    if not len(batch):
-        return batch.ragged("response_ids").like(torch.empty(0))
-    (column,) = columns_in_micro_batches(batch, tokens, lambda part: (compute(part),))
-    return column
-
-
-def columns_in_micro_batches(
-    batch: Batch, tokens: int, compute: Callable[[Batch], Sequence[Tensor]]
-) -> tuple[Ragged, ...]:
-    """As `in_micro_batches`, of a batch that is not empty: several columns, with one value or more for each token.
-
-    `compute` returns those of a part, [N, …] each.
-    """
-    rows: dict[int, tuple[Tensor, ...]] = {}
-    for numbers, part in micro_batches(batch, tokens, ["prompt_ids", "response_ids"]):
-        lengths = part.ragged("response_ids").lengths.tolist()
-        columns = zip(*(torch.split(values, lengths) for values in compute(part)), strict=True)
-        rows.update(zip(numbers.tolist(), columns, strict=True))
-    together = zip(*(rows[row] for row in range(len(batch))), strict=True)
-    return tuple(batch.ragged("response_ids").like(torch.cat(values)) for values in together)
 
 
 def with_agreed(batch: Batch, numbers: Mapping[int, Sequence[int]]) -> Batch:

@@ -7,7 +7,8 @@ With partial rollouts, `produced` updates the samples and reports include their 
 together with the remaining tokens and is complete when `unfinished` is empty.
 
 The life of a lease: granted (`take_granted` hands it to the engine) → running (`report`) → finished (`finished`;
-sent again until acknowledged) → acknowledged (`take_acked`). Or cancelled (`take_cancelled`: stop generating it).
+sent again until acknowledged) → acknowledged (`take_acked`). Or cancelled, by its owner or because this worker has
+declined it (`take_cancelled`: stop generating it).
 
 Example: want(16) → Ask(groups=3) → Grant → take_granted() = 3 leases → finished(position, …) → Result → Ack.
 """
@@ -69,6 +70,8 @@ class HolderCore:
         self._wanted = 0
         self._idle = self._told_idle = False
         self._leaving = False
+        self._asks_again: float | None = None
+        """Until when it asks for nothing, because it has left groups to others."""
         self._reports, self._report_due = 0, 0.0
         self._links = OwnerLinks(owners, term)
         self._granted: dict[int, Lease] = {}
@@ -133,14 +136,21 @@ class HolderCore:
         for held in filter(None, map(self.find, positions)):
             held.due, held.wait = 0.0, self._settings.resend_s
 
+    def decline(self, positions: Iterable[int], now: float) -> list[Outgoing]:
+        """Give up groups that this worker cannot make, with all their tokens: others are to lease them.
+
+        It asks for nothing for a while, so that they do not come back to it at once.
+        """
+        links = {position: self._link_of(position) for position in positions}
+        for position, link in links.items():
+            self._release(link, [position])
+        self._asks_again = now + 2 * self._settings.report_s
+        told = {link.name: link for link in links.values()}
+        return [*self._withdraw_ask(), *(self._progress(link) for link in told.values())]
+
     def hand_back(self, now: float) -> list[Outgoing]:
         """This worker stops generating: give up all unfinished leases, with their tokens known from `produced`."""
-        out: list[Outgoing] = []
-        walk = self._walk
-        if walk.owner is not None:
-            link = self._links[walk.owner]
-            out.append(Outgoing(link.name, Ask(self._report(link), walk.number, 0, False, False)))
-            walk.end()
+        out = self._withdraw_ask()
         self._leaving = True
         return out + self._hand_back_again(now)
 
@@ -214,6 +224,8 @@ class HolderCore:
 
     def tick(self, now: float) -> list[Outgoing]:
         """Repeat unanswered messages and send progress reports. Call it a few times per `resend_s`."""
+        if self._asks_again is not None and now >= self._asks_again:
+            self._asks_again = None
         out: list[Outgoing] = []
         for link in self._links.holding.values():
             out += [Outgoing(link.name, result) for result in link.results_due(now, self._settings.park_limit_s)]
@@ -343,6 +355,15 @@ class HolderCore:
         self._told_idle = self._idle
         return Outgoing(link.name, Ask(self._report(link), walk.number, self._wanted, walk.park, self._idle))
 
+    def _withdraw_ask(self) -> list[Outgoing]:
+        walk = self._walk
+        if walk.owner is None:
+            return []
+        link = self._links[walk.owner]
+        withdrawn = Outgoing(link.name, Ask(self._report(link), walk.number, 0, False, False))
+        walk.end()
+        return [withdrawn]
+
     def _ask_again(self, now: float) -> list[Outgoing]:
         walk = self._walk
         assert walk.owner is not None, "no ask is in flight"
@@ -384,7 +405,7 @@ class HolderCore:
     # -- details
     def _askable(self) -> list[int]:
         """Whom to ask for what is wanted; nobody if nothing is."""
-        return self._links.open if self._wanted and not self._leaving else []
+        return self._links.open if self._wanted and not self._leaving and self._asks_again is None else []
 
     def _link_of(self, position: int) -> Link:
         return self._links[self._settings.owner_of(position, len(self._links))]

@@ -217,6 +217,10 @@ class RolloutCore:
         """Ask for leases: results that are about to be sent tell the owner how much room there is now."""
         return self._ask(free_slots, now)
 
+    def decline(self, positions: Iterable[int], now: float) -> Sequence[Outgoing]:
+        """Leave groups for training that run here to other workers."""
+        return self._holder.decline(positions, now)
+
     # -- when idle
     def something(self, loaded: Version | None, newer: bool) -> bool:
         """Whether an idle worker has something to do; to ask for leases, too, if no ask is in flight any more."""

@@ -29,6 +29,7 @@ from distflow.log import logger
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
 from distflow.runtime.disk import Disk, replace_file
+from distflow.runtime.engine_numbers import EngineNumbers
 from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore, PrefixedMetrics
 from distflow.runtime.process_record import note_trouble
@@ -346,7 +347,9 @@ def _temperature(step: StepPlan) -> float:
     return 1.0 if step.role == "read" else float(step.settings["temperature"])
 
 
-def build_trajectories(setting: Setting, step: GenerateStep, tokenizer: Tokenizer) -> Trajectories:
+def build_trajectories(
+    setting: Setting, step: GenerateStep, tokenizer: Tokenizer, metrics: MetricStore
+) -> Trajectories:
     """The samples under way at this worker: none yet."""
     plan, recipe = setting.plan, setting.recipe
     model = str(step.plan.model)
@@ -355,7 +358,8 @@ def build_trajectories(setting: Setting, step: GenerateStep, tokenizer: Tokenize
     limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(recipe.batch.samples_per_prompt, most)}
     if plan.val is not None and model == plan.primary:
         limits["val"] = SampleLimits(plan.val.samples_per_prompt, plan.val.response_tokens)
-    return Trajectories(step, limits, tokenizer, dtype)
+    numbers = EngineNumbers(f"engine {setting.me.engine} on {setting.me.name}", metrics)
+    return Trajectories(step, limits, tokenizer, dtype, numbers)
 
 
 def _model(recipe: Recipe, name: str) -> Mapping[str, object]:

@@ -176,7 +176,8 @@ class FurtherGenerating:
 
     def _decode(self) -> None:
         with self._metrics.timed("timing_s/gen"):
-            outputs = self._engine.poll()
+            outputs, wrong = self._samples.judge(self._engine.poll(), self._engine.version)
+        self._samples.leave_out(wrong)
         further, done = self._samples.take(outputs)
         if further:
             self._samples.submit(self._engine, further)
@@ -184,6 +185,7 @@ class FurtherGenerating:
             whole = [(key, self._position[key]) for key in self._core.collect(done)]
         for key, position in whole:
             answer = self._written(self._samples.batch([position]))
+            self._samples.take_spoilt([position])
             with self._board.condition:
                 if self._rows.pop(key, None) is not None:
                     del self._position[key]
@@ -206,7 +208,7 @@ def build_further(
     metrics: MetricStore,
 ) -> FurtherGenerating:
     """What generates at this worker by the step of a further model: nothing runs yet."""
-    samples, recipe = build_trajectories(setting, step, tokenizer), setting.recipe
+    samples, recipe = build_trajectories(setting, step, tokenizer, metrics), setting.recipe
     seed = step_seed(recipe.run.seed, plan.name)
     for_others = setting.plan.primary not in setting.me.generates
     core = FurtherCore(recipe.layout.refresh, for_others=for_others)

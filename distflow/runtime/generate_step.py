@@ -219,6 +219,8 @@ class Trajectory:
     finish_reason: FinishReason = "stop"
     fields: Mapping[str, float] = field(default_factory=dict)
     """What the step returned."""
+    left_out: str = ""
+    """Why none of its tokens is to be trained on."""
 
     @property
     def tokens(self) -> int:
@@ -291,7 +293,7 @@ def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.d
             PROMPT_TEXT: Ragged.from_texts([origin.prompt_text for origin in origins]),
             "task": Ragged.from_texts([origin.task for origin in origins]),
             "response_ids": response_ids,
-            "response_mask": response_ids.like(_mask(rows, response_ids)),
+            "response_mask": response_ids.like(_mask(rows, whose, response_ids)),
             "response_text": Ragged.from_texts(_texts(rows, ids, tokenizer)),
             **{
                 field: Ragged.from_rows([_logprobs(row.segments, filtered=field == FILTERED) for row in rows], dtype)
@@ -324,12 +326,13 @@ def _told_apart(rows: Sequence[TokenSequence], whose: Sequence[Trajectory], toke
     }
 
 
-def _mask(rows: Sequence[TokenSequence], response_ids: Ragged) -> torch.Tensor:
-    segments = [segment for row in rows for segment in row.segments]
-    trained = torch.tensor([segment.trains for segment in segments], dtype=torch.bool)
+def _mask(rows: Sequence[TokenSequence], whose: Sequence[Trajectory], response_ids: Ragged) -> torch.Tensor:
+    pairs = zip(rows, whose, strict=True)
+    segments = [(segment, not sample.left_out) for row, sample in pairs for segment in row.segments]
+    trained = torch.tensor([segment.trains and counts for segment, counts in segments], dtype=torch.bool)
     if trained.all():
         return torch.ones_like(response_ids.values, dtype=torch.bool)
-    return trained.repeat_interleave(torch.tensor([len(segment.token_ids) for segment in segments]))
+    return trained.repeat_interleave(torch.tensor([len(segment.token_ids) for segment, _ in segments]))
 
 
 def _texts(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:

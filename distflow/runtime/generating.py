@@ -125,7 +125,8 @@ class Generating:
 
     def _send(self, kind: LeaseKind, groups: Batch) -> None:
         # Every prompt of validation counts.
-        dropped = _dropped(groups) if kind == "train" else {}
+        spoilt = self._samples.take_spoilt(dict.fromkeys(groups.dense("group").tolist()))
+        dropped = spoilt | _dropped(groups) if kind == "train" else {}
         if dropped:
             self._metrics.add("group/dropped", len(dropped))
         with self._metrics.timed("timing_s/send"):

@@ -184,9 +184,12 @@ def generates(
     """What makes groups of leases, with the primary model; and how it shares the device with the `models` here."""
     setting, plan, turns = base.setting, base.setting.plan, Turns()
     of_validation = None if plan.val is None else plan.val.settings
-    samples = build_trajectories(setting, steps.generate_step(plan.generate_step.name, of_validation), tokenizer)
+    step = steps.generate_step(plan.generate_step.name, of_validation)
+    samples = build_trajectories(setting, step, tokenizer, base.metrics)
     about = (inbox, base.node, base.metrics, setting.recipe)
     loop = RolloutLoop(engine, samples, outbound.own, *about, outbound.val)
+    sampling = [one for one in plan.workers if plan.primary in one.generates and not plan.pool(one.name.pool).validates]
+    loop.others_sample = len(sampling) > 1
     if plan.primary in base.links:
         turns = build_turns(setting, engine, models, base.links[plan.primary], inbox, base.metrics)
     # That of validation has the same fields.

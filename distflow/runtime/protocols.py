@@ -189,6 +189,17 @@ class Priced(Protocol):
         """q: a row of n tokens costs n + q·n², counted in tokens without attention."""
 
 
+@runtime_checkable
+class Repeats(Protocol):
+    """A backend that can compute a micro-batch again for which the memory did not suffice; optional."""
+
+    def forget_failed(self) -> bool:
+        """Drop what a forward or backward that raised has left, and say whether the sums are as they were before it.
+
+        They are not where gradients of a part of it were added to those of earlier micro-batches.
+        """
+
+
 class Reducer(Protocol):
     """Sums over the data-parallel replicas of a training pool."""
 

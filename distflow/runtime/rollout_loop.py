@@ -22,7 +22,7 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.waits import WaitBoard
-from distflow.types import Version
+from distflow.types import SampleOutput, Version, lease_kind
 from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
@@ -86,6 +86,10 @@ class RolloutLoop:
         self._core = RolloutCore(channel.core, refresh, core)
         self._on_version: Callable[[Version], None] = lambda version: None
         self._meanwhile: Meanwhile | None = None
+        self.others_sample = False
+        """Whether there are engines elsewhere that a lease may go to."""
+        self._declined: set[int] = set()
+        """Positions of groups that were left to others, once."""
         self._batch = BatchMeter()
 
     def until_closed(self, step: int | None, *, only_validation: bool = False) -> RolloutLoop:
@@ -177,7 +181,7 @@ class RolloutLoop:
         self._batch.look(samples, seconds, self._engine.progress(), outputs)
         self._metrics.mean("perf/slots_share", used, seconds)
         self._metrics.mean("perf/batch_share", self._batch.share, seconds)
-        further, done = self._samples.take(outputs)
+        further, done = self._samples.take(self._judged(outputs))
         if further:
             # Before anything new starts: a slot that a turn has left is for the next turn.
             self._samples.submit(self._engine, further)
@@ -192,6 +196,23 @@ class RolloutLoop:
         if core.running:
             self._node.work_done()
         return finished
+
+    def _judged(self, outputs: Sequence[SampleOutput]) -> Sequence[SampleOutput]:
+        """The outputs that the samples go on with: where log-probs cannot be used, another engine makes the group.
+
+        If there is none, or the group has come back, its samples go on as ones that are not trained on.
+        """
+        judged, wrong = self._samples.judge(outputs, self._engine.version)
+        if not wrong:
+            return judged
+        leave = self.others_sample and not self.draining
+        declined = {position for position, _ in wrong if leave and lease_kind(position) == "train"} - self._declined
+        if declined:
+            self._declined |= declined
+            with self._board.condition:
+                self._channel.send(self._core.decline(declined, time.monotonic()))
+        self._samples.leave_out({key: why for key, why in wrong.items() if key[0] not in declined})
+        return [output for output in judged if output.position not in declined]
 
     def wait_if_idle(self) -> None:
         """Wait until there is something to do; return at once if the engine has samples to decode."""

@@ -327,6 +327,8 @@ def by_kind(batch: Batch) -> dict[LeaseKind, list[int]]:
 
 def shown_uids(batch: Batch, most: int = SHOWN_UIDS) -> str:
     """Name the groups of a batch, at most so many."""
+    if "uid" not in batch:
+        return "groups without a uid"
     return _shown(sorted({tuple(uid) for uid in batch.dense("uid").tolist()}, key=lambda uid: uid[2]), most)
 
 

@@ -31,6 +31,7 @@ from distflow.data.batch import Batch
 from distflow.errors import StepError
 from distflow.exchange.messages import Lease
 from distflow.exchange.partials import clipped
+from distflow.runtime.engine_numbers import BAD_LOGPROBS, EngineNumbers, complaint, sound
 from distflow.runtime.generate_step import (
     GenerateStep,
     Returned,
@@ -41,6 +42,7 @@ from distflow.runtime.generate_step import (
     Wanted,
     assemble,
 )
+from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Engine, Tokenizer
 from distflow.types import (
     REWARD,
@@ -54,6 +56,7 @@ from distflow.types import (
     SampleRequest,
     SamplingParams,
     Uid,
+    Version,
     lease_kind,
 )
 
@@ -77,8 +80,11 @@ class Trajectories:
         limits: Mapping[LeaseKind, SampleLimits],
         tokenizer: Tokenizer,
         dtype: torch.dtype,
+        numbers: EngineNumbers | None = None,
     ) -> None:
+        """`numbers`: judges what the engine gives."""
         self.step = step
+        self._numbers = EngineNumbers("the engine", MetricStore()) if numbers is None else numbers
         self._limits = limits
         self._tokenizer = tokenizer
         self._dtype = dtype
@@ -88,6 +94,8 @@ class Trajectories:
         """Finished without the engine, since the last `take`."""
         self._later = 0
         """How many of the open ones have been answered at least once."""
+        self._spoilt: dict[int, str] = {}
+        """Positions of groups with a sample whose log-probs cannot be used, each with a reason to drop it."""
 
     def begin(self, leases: Iterable[Lease]) -> list[SampleRequest]:
         """Begin all samples of these leases; returns what the engine is to be asked for."""
@@ -128,6 +136,31 @@ class Trajectories:
         except ValueError as error:
             raise StepError(f"{self.step.where}: {error}") from error
 
+    def judge(
+        self, outputs: Sequence[SampleOutput], version: Version | None
+    ) -> tuple[list[SampleOutput], dict[SampleKey, str]]:
+        """Look at the log-probs of outputs, with this version in the engine; returns them, those that cannot be used
+        as zeros, and what is wrong with these, by sample. Raises WorkerFailed as `EngineNumbers.judge` does.
+        """
+        judged, wrong = [], dict[SampleKey, str]()
+        for output in outputs:
+            key = (output.position, output.sample)
+            found, why = self._numbers.judge(output, self._open[key].origin.uid, version)
+            judged.append(found)
+            if why:
+                wrong[key] = why
+        return judged, wrong
+
+    def leave_out(self, wrong: Mapping[SampleKey, str]) -> None:
+        """Train on no token of these samples, for this reason."""
+        for key, why in wrong.items():
+            self._open[key].left_out = why
+            self._spoilt[key[0]] = BAD_LOGPROBS
+
+    def take_spoilt(self, positions: Iterable[int]) -> dict[int, str]:
+        """Those of these groups that have a sample whose log-probs cannot be used, each with a reason to drop it."""
+        return {position: self._spoilt.pop(position) for position in positions if position in self._spoilt}
+
     def take(self, outputs: Sequence[SampleOutput]) -> tuple[list[SampleRequest], list[SampleOutput]]:
         """Go on with the samples whose requests are answered; returns what to ask for next, and finished samples.
 
@@ -144,10 +177,11 @@ class Trajectories:
     def partials(self, outputs: Sequence[SampleOutput], positions: Collection[int] | None = None) -> list[SampleOutput]:
         """What the model has written so far in the open samples of these groups (None: all), with finish_reason abort.
 
-        `outputs`: the engine's, of their newest requests.
+        `outputs`: the engine's, of their newest requests; those with log-probs that cannot be used are left out.
         """
+        outputs = [sound(output) for output in outputs if not complaint(output.token_ids, output.logprobs)]
         if not self._later:
-            return list(outputs)
+            return outputs
         running = {(output.position, output.sample): output for output in outputs}
         return [
             sample.recorded(running.get(key), "abort")
@@ -166,6 +200,7 @@ class Trajectories:
 
     def forget(self, positions: Collection[int]) -> None:
         """Drop these groups."""
+        self.take_spoilt(positions)
         for table in (self._open, self._finished):
             for key in [key for key in table if key[0] in positions]:
                 sample = table.pop(key)

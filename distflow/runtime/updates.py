@@ -77,7 +77,8 @@ class Updates:
         self._done = dict.fromkeys(self._trained, 0)
         self._norms = {model: [] for model in self._trained}
         self._here = []
-        self._learnt, self._skipped = ({model: set() for model in self._trained} for _ in range(2))
+        self._learnt = {model: set() for model in self._trained}
+        self._skipped = {model: set() for model in self._trained}
         self._resting = set()
         for context in self._contexts.values():
             context.training_step, context.policy_version = t, version

@@ -211,20 +211,20 @@ class BackendContract:
 
     def _skipping(self, kind: str) -> dict[str, Any]:
         """What a model is trained with; skips the test where the backend, or a package, does not do that."""
-        schedule = {"optimizer": {"schedule": "cosine", "warmup_steps": 2}}
+        schedule: dict[str, Any] = {"optimizer": {"schedule": "cosine", "warmup_steps": 2}}
         if kind == "bfloat16" and kind not in self.resumed_dtypes:
             pytest.skip(f"this backend does not train in {kind}")
         if kind == "muon" and not self.whole_matrices:
             pytest.skip("this backend has parts of matrices only")
         if kind == "adapters":
             pytest.importorskip("peft")
-        changes: dict[str, Any] = {
+        changes: dict[str, dict[str, Any]] = {
             "bfloat16": {"dtype": "bfloat16"},
             "adapters": {"lora": {"rank": 2, "alpha": 32.0, "targets": "all-linear"}},
             "values": {"head": "value"},
             "muon": {"optimizer": {**schedule["optimizer"], "name": "muon"}},
-        }.get(kind, {})
-        return schedule | changes
+        }
+        return schedule | changes.get(kind, {})
 
     @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
     def test_a_checkpoint_continues_bit_by_bit(self, dtype: str) -> None:

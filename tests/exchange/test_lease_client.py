@@ -391,3 +391,26 @@ def test_all_owners_lease_for_one_step_without_staleness_so_the_home_is_asked_fi
         assert asks(holder.want(1000, 0.0))[0][0] == HOME
         holder.handle(grant(4 * step, number=step + 1, ask=step + 1, step=step), 0.0)
         holder.take_granted()
+
+
+def test_a_group_that_cannot_be_made_here_is_left_to_others() -> None:
+    """The ask is withdrawn, a report lists it no more, and for a while the worker asks for nothing."""
+    holder = holding(0, 1)
+    holder.want(32, 1.0)
+    out = holder.decline([1], 1.0)
+    assert asks(out)[0][2] == 0
+    assert all(item.message.report.held == (0,) for item in out if isinstance(item.message, Ask | Progress))
+    assert any(isinstance(item.message, Progress) for item in out)
+    assert holder.held() == [0]
+    assert holder.take_cancelled() == [1]
+    assert holder.want(32, 1.5) == []
+    assert not holder.to_ask
+    holder.tick(1.0 + 3 * SMALL.report_s)
+    assert asks(holder.want(32, 1.0 + 3 * SMALL.report_s))
+
+
+def test_what_was_declined_may_come_back() -> None:
+    holder = holding(0, 1)
+    holder.decline([1], 1.0)
+    holder.handle(grant(1, number=2, ask=2), 2.0)
+    assert [one.position for one in holder.take_granted()] == [1]

@@ -71,7 +71,23 @@ def tuned(ds_config: str) -> list[str]:
         ),
         (
             [DEEPSPEED, "models.policy.dtype=float16"],
-            "command line: models.policy.dtype — float16 with backend deepspeed: it would scale the loss",
+            "command line: models.policy.dtype — float16 for a model that is trained: its gradients need a scale",
+        ),
+        (
+            ["models.policy.dtype=float16"],
+            "command line: models.policy.dtype — float16 for a model that is trained: its gradients need a scale",
+        ),
+        (
+            [f"{TRAINER}.backend=fsdp", "models.policy.dtype=float16"],
+            "command line: models.policy.dtype — float16 for a model that is trained: its gradients need a scale",
+        ),
+        (
+            [f"{TRAINER}.backend=distflow.testing.fakes:FakeBackend", "models.policy.dtype=float16"],
+            "command line: models.policy.dtype — float16 for a model that is trained: its gradients need a scale",
+        ),
+        (
+            ["flow=ppo", "models.critic.dtype=float16"],
+            "command line: models.critic.dtype — float16 for a model that is trained: its gradients need a scale",
         ),
         (
             [DEEPSPEED, "models.policy.dtype=bfloat16", f"{TRAINER}.zero=0"],
@@ -157,8 +173,12 @@ def test_a_frozen_copy_is_told_by_its_original() -> None:
     """The reference, which is spelled nowhere, stands where it can be scored before the samples cross."""
     moved = [f"{ROLLOUT}.roles=[generate, score, forward]", f"{TRAINER}.roles=[train]"]
     backend = [f"{ROLLOUT}.backend=deepspeed", f"{ROLLOUT}.zero=1"]
-    with pytest.raises(RecipeError, match=r"^command line: models.policy.dtype — float16 with backend deepspeed"):
-        plan_recipe("quickstart", ["layout=split", "flow=grpo_kl", *moved, *backend, "models.policy.dtype=float16"])
+    with pytest.raises(RecipeError, match=r"^command line: models.policy.dtype — float64 with backend deepspeed"):
+        plan_recipe("quickstart", ["layout=split", "flow=grpo_kl", *moved, *backend, "models.policy.dtype=float64"])
+
+
+def test_a_frozen_model_may_have_float16() -> None:
+    plan_recipe("quickstart", ["layout=split", "flow=grpo_kl", "models.reference.dtype=float16"])
 
 
 def test_options_of_others_are_left_to_them() -> None:

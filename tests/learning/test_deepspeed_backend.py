@@ -319,7 +319,7 @@ def test_options_against_the_recipe_are_refused(options: dict[str, Any], message
 
 @pytest.mark.parametrize(
     ("dtype", "zero", "cure"),
-    [("float64", 2, "use float32 or bfloat16"), ("float16", 2, "bfloat16"), ("bfloat16", 0, "zero: 1")],
+    [("float64", 2, "use float32 or bfloat16"), ("float16", 3, "use bfloat16"), ("bfloat16", 0, "zero: 1")],
 )
 def test_dtypes_that_deepspeed_cannot_do_exactly_are_refused(dtype: str, zero: int, cure: str) -> None:
     with pytest.raises(UserError, match=rf"models.policy.dtype — {dtype} with .*{cure}"):

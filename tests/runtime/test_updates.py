@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +65,84 @@ def epochs_done(divergence: float | None, target_kl: float | None) -> int:
         if not updates.resting("policy"):
             updates.apply("policy", lambda account=account: [account], lambda: None)  # type: ignore[misc]
     return backend.steps
+
+
+class Sick(FakeBackend):
+    """Its norms are given."""
+
+    def __init__(self, norms: Sequence[float]) -> None:
+        super().__init__()
+        self.norms = iter(norms)
+
+    def apply(self, denominator: float) -> float:
+        return next(self.norms)
+
+
+NAN = float("nan")
+
+
+def updated(norms: Sequence[float], steps: int, *, minibatches: int = 1, epochs: int = 1, leads: bool = True) -> Any:
+    """Training steps in which a backend gives these norms; yields what was decided, and the metrics, after each."""
+    backend, metrics = Sick(norms), MetricStore()
+    context = StepContext("update", model="policy", models={"policy": backend}, metrics=metrics)
+    plan = dataclasses.replace(BATCH, epochs=epochs, minibatches=minibatches)
+    updates = Updates(
+        {"policy": backend}, {"policy": "actor"}, ["policy"], {"update": context}, metrics, plan, leads=leads
+    )
+    for t in range(steps):
+        updates.begin(t, t)
+        groups = [torch.tensor([10 * t + m, 10 * t + m]) for m in range(minibatches)]
+        for _ in updates.epochs([Batch({"group": one}) for one in groups]):
+            context.denominators["policy"] = 2.0
+            account = updates.account()
+            updates.apply("policy", lambda account=account: [account], lambda: None)  # type: ignore[misc]
+        updates.end()
+        yield updates, metrics.drain()
+
+
+def test_a_skipped_update_is_counted_and_its_groups_are_lost() -> None:
+    """Of four mini-batches the second; the mean of the norms is that of the others."""
+    ((updates, measured),) = updated([1.0, NAN, 2.0, 3.0], 1, minibatches=4)
+    assert measured["actor/skipped_updates"] == 1
+    assert measured["actor/grad_norm"] == 2.0
+    assert updates.lost("policy") == {1}
+    assert not updates.hopeless(1)
+
+
+def test_a_group_is_lost_only_if_no_pass_over_it_was_learnt_from() -> None:
+    """Two passes over two mini-batches: the first one is skipped in one pass, the second in both."""
+    ((updates, measured),) = updated([float("inf"), NAN, 1.0, NAN], 1, minibatches=2, epochs=2)
+    assert measured["actor/skipped_updates"] == 3
+    assert updates.lost("policy") == {1}
+
+
+def test_one_replica_counts_for_all() -> None:
+    ((updates, measured),) = updated([NAN], 1, leads=False)
+    assert "actor/skipped_updates" not in measured
+    assert math.isnan(measured["actor/grad_norm"])
+    assert updates.lost("policy") == {0}
+
+
+@pytest.mark.parametrize(
+    ("norms", "hopeless"),
+    [
+        ([NAN, NAN, NAN], [False, False, True]),
+        ([NAN, NAN, 1.0, NAN], [False] * 4),
+        ([1.0, float("inf"), NAN, NAN, 1.0], [False, False, False, True, False]),
+    ],
+)
+def test_training_is_hopeless_after_so_many_steps_in_a_row(norms: list[float], hopeless: list[bool]) -> None:
+    assert [bool(updates.hopeless(3)) for updates, _ in updated(norms, len(norms))] == hopeless
+
+
+def test_a_step_with_one_update_that_counts_is_none_of_them() -> None:
+    norms = [NAN, NAN, NAN, 1.0, NAN, NAN]
+    assert [bool(updates.hopeless(2)) for updates, _ in updated(norms, 3, minibatches=2)] == [False] * 3
+    *_, (updates, _) = updated([NAN] * 4, 2, minibatches=2)
+    assert updates.hopeless(2) == (
+        "training steps 1 to 2 (as files count them) have left model 'policy' as it was: the norms of its gradients "
+        "were not finite, 2 times in a row (limits.bad_steps). The samples of the skipped updates are named in the logs"
+    )
 
 
 @pytest.mark.parametrize(("divergence", "steps"), [(0.3, 1), (0.1, 3), (None, 3)])

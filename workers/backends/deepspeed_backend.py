@@ -139,6 +139,10 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
         with losing_members("while gradients were summed"):
             return optimizer.apply(denominator)
 
+    def forget_failed(self) -> bool:
+        """Say whether a forward that raised has left nothing: of a frozen model that is not divided."""
+        return self._engine is None
+
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as a checkpoint has them, tied ones once, detached.
 

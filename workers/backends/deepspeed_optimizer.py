@@ -94,14 +94,18 @@ class ZeroOptimizer(ScheduledOptimizer):
 
         What it has summed lies in buffers of its own, other ones in every stage: only its step clears them all.
         """
-        if hasattr(self._engine.optimizer, "local_overflow"):
-            # With offloaded sums it has looked at each of them as it came.
-            self._engine.optimizer.local_overflow = False
+        zero = self._engine.optimizer
+        if getattr(zero, "norm_for_param_grads", None):
+            # With an offloaded optimizer it has looked at the sums as they came, and would end its step early.
+            zero.norm_for_param_grads = {number: torch.zeros(()) for number in zero.norm_for_param_grads}
+            zero.local_overflow = False
         self._adamw.step = lambda closure=None: None
         try:
             self._engine_step()
         finally:
             del self._adamw.step
+        if not self._engine.was_step_applied():
+            raise WorkerFailed("DeepSpeed may have kept sums of gradients that are not finite: it left out a step")
 
     def _finish_sums(self) -> None:
         """What DeepSpeed itself would do after the last backward of a step, if it knew beforehand which one is last."""

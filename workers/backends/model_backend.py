@@ -19,7 +19,7 @@ from distflow.config.plugins import PluginUse, refuse_float16
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard
-from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
+from distflow.runtime.protocols import BackendSpec, Repeats, TokenScores, TokenValues
 from distflow.workers.adapters import adapters_of, adapters_off
 from distflow.workers.backends.optimizer import ScheduledOptimizer, check_same
 from distflow.workers.backends.scoring import Scorer
@@ -204,6 +204,10 @@ class AdaptersOff:
     def apply(self, denominator: float) -> float:
         """Raises ValueError: it is not trained."""
         raise self._refusal("apply")
+
+    def forget_failed(self) -> bool:
+        """As that of the model with adapters, if its backend can do that."""
+        return isinstance(self._inner, Repeats) and self._inner.forget_failed()
 
     def schedule_at(self, done: int) -> None:
         """Raises ValueError: it is not trained."""

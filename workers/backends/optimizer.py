@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -127,11 +127,18 @@ class PolicyOptimizer(ScheduledOptimizer):
             name: p if p.dtype in _WIDE else nn.Parameter(p.detach().float()) for name, p in self._parameters.items()
         }
         self._narrow = [name for name, p in self._parameters.items() if self.masters[name] is not p]
+        self._under_way: Literal["", "backward", "moving"] = ""
+        """What a backward pass is at, or was at when it raised."""
+        self._first = True
+        """Whether nothing had been summed before it."""
         self._rules = make_rules(self.masters, settings, matrices)
 
     def backward(self, loss_sum: Tensor) -> None:
         """Backward pass; half-precision gradients then move into the masters, where they add up without loss."""
+        self._first = not self.gradients()
+        self._under_way = "backward"
         torch.autograd.backward(loss_sum)
+        self._under_way = "moving"
         for name in self._narrow:
             parameter, master = self._parameters[name], self.masters[name]
             if parameter.grad is None:
@@ -141,6 +148,18 @@ class PolicyOptimizer(ScheduledOptimizer):
             else:
                 master.grad += parameter.grad
             parameter.grad = None
+        self._under_way = ""
+
+    def forget_failed(self) -> bool:
+        """Drop what a backward pass that raised has left; False if earlier sums have some of it."""
+        if self._first and self._under_way:
+            self.clear()
+        apart = self._under_way == "backward" and len(self._narrow) == len(self._parameters)
+        for name in self._narrow if apart else ():
+            self._parameters[name].grad = None
+        right = apart or not self._under_way
+        self._under_way = "" if right else self._under_way
+        return right
 
     def apply(self, denominator: float) -> float:
         """See the base class."""
@@ -178,6 +197,7 @@ class PolicyOptimizer(ScheduledOptimizer):
 
     def clear(self) -> None:
         """Drop the accumulated gradients."""
+        self._under_way = ""
         for name, master in self.masters.items():
             master.grad = None
             self._parameters[name].grad = None

@@ -88,6 +88,10 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         """Optimizer step; see `PolicyOptimizer.apply`."""
         return self._trained("apply").apply(denominator)
 
+    def forget_failed(self) -> bool:
+        """Drop what a forward or backward that raised has left; see `PolicyOptimizer.forget_failed`."""
+        return self._optimizer is None or self._optimizer.forget_failed()
+
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as a checkpoint has them, tied ones once, or the adapters; the next `apply` changes them."""
         self._offloader.wait()
