@@ -43,6 +43,9 @@ from distflow.exchange.messages import (
 from distflow.exchange.owner_links import FIRST, AskState, AskWalk, Held, Home, Link, OwnerLinks, surviving
 from distflow.types import SampleOutput, Scores, Version
 
+_LEFT_ALONE = 5
+"""Reports for which a holder asks for nothing once it has declined something."""
+
 
 class HolderCore:
     """Holder `name` of `incarnation`. `owners` are in the order of the training pool; `home` is asked first.
@@ -144,7 +147,7 @@ class HolderCore:
         links = {position: self._link_of(position) for position in positions}
         for position, link in links.items():
             self._release(link, [position])
-        self._asks_again = now + 2 * self._settings.report_s
+        self._asks_again = now + _LEFT_ALONE * self._settings.report_s
         told = {link.name: link for link in links.values()}
         return [*self._withdraw_ask(), *(self._progress(link) for link in told.values())]
 

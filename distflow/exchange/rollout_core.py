@@ -24,6 +24,9 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Outgoing
 from distflow.types import SampleOutput, Version, lease_kind
 
+DECLINE_EVERY_S = 30.0
+"""So often a worker may leave groups to others, for which it asks for nothing for a moment."""
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
@@ -89,6 +92,8 @@ class RolloutCore:
         self._may_load = True
         """Weights are taken once between two decode steps, however fast newer ones are published."""
         self._partials_due = 0.0
+        self._declines_again = 0.0
+        """When it may leave groups to others again."""
         self._draining = False
         self._until: int | None = None
         self._only_validates = False
@@ -217,9 +222,17 @@ class RolloutCore:
         """Ask for leases: results that are about to be sent tell the owner how much room there is now."""
         return self._ask(free_slots, now)
 
-    def decline(self, positions: Iterable[int], now: float) -> Sequence[Outgoing]:
-        """Leave groups for training that run here to other workers."""
-        return self._holder.decline(positions, now)
+    def decline(self, positions: Iterable[int], now: float) -> tuple[Collection[int], Messages]:
+        """Leave groups for training that run here to other workers; returns which ones, and the messages about it.
+
+        A group is left once, whoever had it; and a worker that meets with trouble all the time keeps most of them.
+        """
+        running = self._running
+        left = [p for p in positions if p in running and lease_kind(p) == "train" and running[p].lease.attempt == 1]
+        if not left or now < self._declines_again:
+            return (), Messages()
+        self._declines_again = now + DECLINE_EVERY_S
+        return left, Messages(self._holder.decline(left, now))
 
     # -- when idle
     def something(self, loaded: Version | None, newer: bool) -> bool:

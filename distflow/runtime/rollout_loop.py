@@ -7,7 +7,7 @@ gives the engine its requests, decodes, sends, measures, and waits under a name.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from distflow.config.schema import Recipe
@@ -22,7 +22,7 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.waits import WaitBoard
-from distflow.types import SampleOutput, Version, lease_kind
+from distflow.types import SampleOutput, Version
 from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
@@ -88,8 +88,6 @@ class RolloutLoop:
         self._meanwhile: Meanwhile | None = None
         self.others_sample = False
         """Whether there are engines elsewhere that a lease may go to."""
-        self._declined: set[int] = set()
-        """Positions of groups that were left to others, once."""
         self._batch = BatchMeter()
 
     def until_closed(self, step: int | None, *, only_validation: bool = False) -> RolloutLoop:
@@ -200,17 +198,16 @@ class RolloutLoop:
     def _judged(self, outputs: Sequence[SampleOutput]) -> Sequence[SampleOutput]:
         """The outputs that the samples go on with: where log-probs cannot be used, another engine makes the group.
 
-        If there is none, or the group has come back, its samples go on as ones that are not trained on.
+        If there is none, or it has come from there, its samples go on as ones that are not trained on.
         """
         judged, wrong = self._samples.judge(outputs, self._engine.version)
         if not wrong:
             return judged
-        leave = self.others_sample and not self.draining
-        declined = {position for position, _ in wrong if leave and lease_kind(position) == "train"} - self._declined
-        if declined:
-            self._declined |= declined
+        declined: Collection[int] = ()
+        if self.others_sample and not self.draining:
             with self._board.condition:
-                self._channel.send(self._core.decline(declined, time.monotonic()))
+                declined, messages = self._core.decline({position for position, _ in wrong}, time.monotonic())
+                self._send(messages)
         self._samples.leave_out({key: why for key, why in wrong.items() if key[0] not in declined})
         return [output for output in judged if output.position not in declined]
 

@@ -179,9 +179,9 @@ class Updates:
         for model, steps in self._unmoved.items():
             if steps >= limit:
                 return (
-                    f"training steps {self._step + 2 - steps} to {self._step + 1} (as files count them) have left "
-                    f"model {model!r} as it was: the norms of its gradients were not finite, {steps} times in a row "
-                    "(limits.bad_steps). The samples of the skipped updates are named in the logs"
+                    f"model {model!r} has stayed as it was for {steps} training steps in a row, up to step "
+                    f"{self._step + 1} (limits.bad_steps): no norm of its gradients was finite. The samples of the "
+                    "skipped updates are named in the logs"
                 )
         return ""
 

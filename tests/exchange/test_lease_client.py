@@ -405,8 +405,8 @@ def test_a_group_that_cannot_be_made_here_is_left_to_others() -> None:
     assert holder.take_cancelled() == [1]
     assert holder.want(32, 1.5) == []
     assert not holder.to_ask
-    holder.tick(1.0 + 3 * SMALL.report_s)
-    assert asks(holder.want(32, 1.0 + 3 * SMALL.report_s))
+    holder.tick(1.0 + 9 * SMALL.report_s)
+    assert asks(holder.want(32, 1.0 + 9 * SMALL.report_s))
 
 
 def test_what_was_declined_may_come_back() -> None:

@@ -140,8 +140,8 @@ def test_a_step_with_one_update_that_counts_is_none_of_them() -> None:
     assert [bool(updates.hopeless(2)) for updates, _ in updated(norms, 3, minibatches=2)] == [False] * 3
     *_, (updates, _) = updated([NAN] * 4, 2, minibatches=2)
     assert updates.hopeless(2) == (
-        "training steps 1 to 2 (as files count them) have left model 'policy' as it was: the norms of its gradients "
-        "were not finite, 2 times in a row (limits.bad_steps). The samples of the skipped updates are named in the logs"
+        "model 'policy' has stayed as it was for 2 training steps in a row, up to step 2 (limits.bad_steps): no norm "
+        "of its gradients was finite. The samples of the skipped updates are named in the logs"
     )
 
 

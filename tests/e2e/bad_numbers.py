@@ -1,0 +1,55 @@
+"""What gives numbers that are none: a loss, a critic's update, and engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from distflow import Batch, StepContext, step
+from distflow.algorithms.losses import ppo
+from distflow.types import SampleOutput
+from distflow.workers.engines.torch_engine import TorchEngine
+
+BAD_POSITION = 9
+"""Of the second training step of eight prompts."""
+
+
+def rare(terms: Any) -> Any:
+    """Not a number for one group, gradient and all."""
+    found = ppo(terms)
+    return found._replace(loss_BT=found.loss_BT * torch.where(terms["group"] == BAD_POSITION, torch.nan, 1.0))
+
+
+@step(role="train", reads=["prompt_ids", "response_ids", "response_mask"], writes=[], scope="sample", head="value")
+def critic_update(batch: Batch, ctx: StepContext) -> Batch:
+    """A critic whose every loss is infinite."""
+    found = ctx.backend.values(batch, grad=True)
+    ctx.backend.accumulate(found.values_BT.sum() * float("inf"))
+    assert ctx.model is not None
+    ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + 1.0
+    return batch
+
+
+class Once(TorchEngine):
+    """Its 20th sample has an infinite log-prob."""
+
+    finished = 0
+
+    def poll(self) -> list[SampleOutput]:
+        """Decode."""
+        found = super().poll()
+        for place, output in enumerate(found):
+            self.finished += 1
+            if self.finished == 20:
+                found[place] = replace(output, logprobs=(float("-inf"), *output.logprobs[1:]))
+        return found
+
+
+class Never(TorchEngine):
+    """Gives no log-probs."""
+
+    def poll(self) -> list[SampleOutput]:
+        """Decode."""
+        return [replace(output, logprobs=None) for output in super().poll()]  # type: ignore[arg-type]
