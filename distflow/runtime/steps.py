@@ -59,7 +59,7 @@ class StepContext:
     ledgers: int = 1
     """Prompt positions are dealt to so many ledgers in turn."""
     tokens_per_microbatch: int = 0
-    """Budget of padded tokens of one forward and backward; 0: no limit."""
+    """Budget of padded tokens of one forward and backward; 0: no limit. It falls where the memory does not suffice."""
     temperature: float = 1.0
     """Temperature at which the flow's generate step samples."""
     metrics: MetricStore = field(default_factory=MetricStore)

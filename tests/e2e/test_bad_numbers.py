@@ -42,7 +42,7 @@ def test_one_mini_batch_of_several_is_skipped_and_one_group_replaced(launch: Lau
     assert len(lost) == PROMPTS * SAMPLES // 2
     assert 9 in {line["uid"][2] for line in lost}
     metrics = run.metrics()
-    assert [line.get("actor/skipped_updates", 0) for line in metrics] == [0, 1, 0]
+    assert sum(line.get("actor/skipped_updates", 0) for line in metrics) == 1
     assert all(line["actor/grad_norm"] > 0 for line in metrics)
     assert sum(line.get("engine/bad_logprobs", 0) for line in metrics) == 1
     assert sum(line.get("group/dropped", 0) for line in metrics) == 1
