@@ -45,9 +45,12 @@ DROP_REASON = "drop_reason"
 """Text column that a score step may write: a group with a reason in any of its rows is dropped, not trained on."""
 UNJUDGED = "reward "
 """What such a reason begins with if the reward function failed on the sample: its score means nothing."""
+LEFT_OUT = "left_out"
+"""Text column: why a sample is left out of training, or "". Its rows stay, with no token trained on, and nothing that
+compares samples counts it (`distflow/data/samples.py`). The runtime writes it, and score steps may."""
 Scores = tuple[float, ...]
 """What the samples of a group scored."""
-IDENTITY = ("uid", "group", "sample", SEQUENCE, DROP_REASON)
+IDENTITY = ("uid", "group", "sample", SEQUENCE, DROP_REASON, LEFT_OUT)
 """Fields that a step with a `prefix` knows by the names that they have in the flow."""
 ROLES: tuple[Role, ...] = ("generate", "read", "score", "forward", "client", "train")
 SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distflow.algorithms.penalties import overlong
 from distflow.data.batch import Batch, Ragged
-from distflow.data.samples import by_sample
+from distflow.data.samples import by_sample, counts, to_rows
 from distflow.errors import UserError
 from distflow.flow.resolve import chosen
 from distflow.flow.step import step
@@ -24,7 +24,8 @@ STOP = FINISH_REASONS.index("stop")
 
 @step(
     role="score",
-    reads=["reward", "group"],
+    reads=["reward", "group", "response_mask"],
+    reads_if_there=["left_out", "sequence"],
     writes=["drop_reason"],
     scope="group",
     choices={"keep_every": ">= 0"},
@@ -32,21 +33,24 @@ STOP = FINISH_REASONS.index("stop")
 def dynamic_sampling(batch: Batch, ctx: StepContext, *, keep_every: int = 10) -> Batch:
     """Replace groups whose rewards are all equal, which give no gradient (DAPO, arXiv 2503.14476).
 
-    Every `keep_every`-th prompt of each ledger is kept even so: then no more than `keep_every` − 1 groups are generated
-    in vain for one that is trained on, and a run whose prompts are all solved goes on. 0: none is kept, and the run
-    stops after `batch.max_refills`. Which are kept depends on the prompt position alone. Metric `group/equal_rewards`
-    has the share of such groups. Raises UserError where a group is a single sample.
+    Only samples that count are compared (`distflow.data.samples.counts`): not those without a token trained on, nor
+    those left out. Every `keep_every`-th prompt of each ledger is kept even so: then no more than `keep_every` − 1
+    groups are generated in vain for one that is trained on, and a run whose prompts are all solved goes on. 0: none is
+    kept, and the run stops after `batch.max_refills`. Which are kept depends on the prompt position alone. Metric
+    `group/equal_rewards` has the share of such groups. Raises UserError where a group is a single sample.
     """
-    rewards, positions = batch.dense("reward"), batch.dense("group")
-    reasons = [""] * batch.rows  # what other steps drop stays dropped
-    for first, end in pairwise(batch.group_bounds()):
+    samples, counted = by_sample(batch), counts(batch)
+    rewards, positions = samples.dense("reward"), samples.dense("group")
+    replaced = torch.zeros(samples.rows, dtype=torch.bool)  # what other steps drop stays dropped
+    for first, end in pairwise(samples.group_bounds()):
         if end - first == 1:
             raise UserError("batch.samples_per_prompt is 1: one sample has nothing to differ from — 2 or more")
-        equal = bool((rewards[first:end] == rewards[first]).all())
+        compared = rewards[first:end][counted[first:end]]
+        equal = bool((compared == compared[:1]).all())
         ctx.metrics.mean("group/equal_rewards", float(equal))
         spared = keep_every > 0 and int(positions[first]) // ctx.ledgers % keep_every == 0
-        if equal and not spared:
-            reasons[first:end] = ["equal rewards"] * (end - first)
+        replaced[first:end] = equal and not spared
+    reasons = ["equal rewards" if one else "" for one in to_rows(batch, replaced).tolist()]
     return batch.with_columns(drop_reason=Ragged.from_texts(reasons))
 
 

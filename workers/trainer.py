@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -12,12 +13,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from distflow.algorithms import TokenTerms
 from distflow.algorithms.advantages import Moments, token_sums, zero_std_fraction
 from distflow.algorithms.aggregation import Aggregation
 from distflow.data.batch import Batch, Ragged
-from distflow.data.samples import SHARE, by_sample, sample_bounds, to_rows, with_share, with_shares
+from distflow.data.samples import (
+    SHARE,
+    by_sample,
+    counts,
+    lack_others,
+    left_out,
+    sample_bounds,
+    to_rows,
+    with_share,
+    with_shares,
+)
 from distflow.errors import UserError
 from distflow.flow.resolve import chosen
 from distflow.flow.step import step
@@ -31,9 +43,10 @@ from distflow.workers.within_memory import PartLoss, accumulate, cut_by
 
 @step(
     role="train",
-    reads=["response_ids"],
+    reads=["response_ids", "response_mask"],
+    reads_if_there=["left_out"],
     writes=["advantage"],
-    reads_when={"token_rewards": ["token_rewards", "response_mask"]},
+    reads_when={"token_rewards": ["token_rewards"]},
     scope="group",
     plugins={
         "function": {
@@ -61,8 +74,10 @@ def advantage(
     """Advantage of each sample within its group, written to all tokens of its response, or of each token.
 
     `function`: grpo (`normalize`: group_std or none), rloo, opo, remax, or a plug-in that takes any of the arguments
-    named above and returns [B] or [B, T]; its keyword parameters are settings of this step. With `token_rewards` the
-    reward of a sample is the sum of its `token_rewards`: with a KL term, or a penalty of overlong responses (see
+    named above and returns [B] or [B, T]; its keyword parameters are settings of this step. It gets the samples that
+    count (`distflow.data.samples.counts`): not those without a token trained on, nor those left out, whose advantage is
+    0; so is that of a sample whose others are all left out, from a function that takes `group_B`. With `token_rewards`
+    the reward of a sample is the sum of its `token_rewards`: with a KL term, or a penalty of overlong responses (see
     `distflow.workers.shaping:token_rewards`). This step gets a few groups at a time: what normalises over the batch of
     a training step needs `distflow.workers.trainer:batch_advantage`.
     """
@@ -72,15 +87,18 @@ def advantage(
             "distflow.workers.trainer:batch_advantage"
         )
     call = chosen(advantage, "function", function)
-    given = _arguments(call, by_sample(batch), function, token_rewards)
-    return _with_advantage(batch, function, call(**given, **settings))
+    compared = _Compared.of(batch, call)
+    given = _arguments(call, compared.samples, function, token_rewards)
+    found = call(**given, **settings) if len(compared.samples) else torch.zeros(0)
+    return _with_advantage(batch, function, compared, found)
 
 
 @step(
     role="train",
-    reads=["response_ids"],
+    reads=["response_ids", "response_mask"],
+    reads_if_there=["left_out"],
     writes=["advantage"],
-    reads_when={"token_rewards": ["token_rewards", "response_mask"]},
+    reads_when={"token_rewards": ["token_rewards"]},
     scope="batch",
     plugins={
         "function": {
@@ -113,34 +131,48 @@ def batch_advantage(
     `function`: those of `advantage`, grpo also with `normalize` batch_std; reinforce_plus_plus (`gamma`),
     reinforce_plus_plus_baseline, or a plug-in. One that takes `moments` or an argument [B, T] gets the rows of this
     replica, whole groups, and with `moments` finds mean and variance over all replicas (see
-    `distflow.algorithms.advantages.whiten`); one that takes only arguments [B] gets those of all replicas.
+    `distflow.algorithms.advantages.whiten`); one that takes only arguments [B] gets those of all replicas. All get the
+    samples that count alone, as in `advantage`.
     """
     call = chosen(batch_advantage, "function", function)
-    samples = by_sample(batch)
+    compared = _Compared.of(batch, call)
+    samples = compared.samples
     given = _arguments(call, samples, function, token_rewards)
     if _MOMENTS in inspect.signature(call).parameters:
-        return _with_advantage(batch, function, call(**given, moments=partial(_moments, ctx), **settings))
+        return _with_advantage(batch, function, compared, call(**given, moments=partial(_moments, ctx), **settings))
     if any(name.endswith("_BT") for name in given):
-        return _with_advantage(batch, function, call(**given, **settings))
+        return _with_advantage(batch, function, compared, call(**given, **settings))
     gathered = {name: ctx.all_gather(tensor) for name, tensor in given.items()}
     sizes = [len(part) for part in next(iter(gathered.values()))]
     first = sum(sizes[: ctx.replica])
     whole = call(**{name: torch.cat(parts) for name, parts in gathered.items()}, **settings)
-    return _with_advantage(batch, function, _a_sample(whole, function, sum(sizes))[first : first + len(samples)])
+    own = _a_sample(whole, function, sum(sizes))[first : first + len(samples)]
+    return _with_advantage(batch, function, compared, own)
 
 
-@step(role="train", reads=["reward", "group", "response_ids", "response_mask"], writes=["baseline"], scope="group")
+@step(
+    role="train",
+    reads=["reward", "group", "response_ids", "response_mask"],
+    reads_if_there=["left_out"],
+    writes=["baseline"],
+    scope="group",
+)
 def baseline(batch: Batch, ctx: StepContext) -> Batch:
     """For each sample the reward of that one of its group that is not trained on.
 
-    `distflow.workers.rollout:sample_with_baseline` makes one. Raises UserError for a group with none, or several.
+    `distflow.workers.rollout:sample_with_baseline` makes one. In a group of which that one is left out, nothing can be
+    compared: each sample's own reward is its baseline, and its advantage 0. Raises UserError for a group with none, or
+    several.
     """
     samples = by_sample(batch)
-    reward, masks = samples.dense("reward"), samples.ragged("response_mask")
-    untrained = torch.tensor([not bool(row.any()) for row in masks.rows()])
+    reward, masks, out = samples.dense("reward"), samples.ragged("response_mask"), left_out(samples)
+    untrained = torch.tensor([not bool(row.any()) for row in masks.rows()]) & ~out
     found = torch.empty_like(reward)
     for first, end in pairwise(samples.group_bounds()):
         (rows,) = untrained[first:end].nonzero(as_tuple=True)
+        if not len(rows) and bool(out[first:end].any()):
+            found[first:end] = reward[first:end]
+            continue
         if len(rows) != 1:
             raise UserError(
                 f"{len(rows)} of the {end - first} samples of a group are not trained on; expected one, whose reward "
@@ -152,6 +184,35 @@ def baseline(batch: Batch, ctx: StepContext) -> Batch:
 
 _MOMENTS = "moments"
 """Argument of functions that whiten over all tokens of the training step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """The samples that an advantage function gets, and their places among all S of the batch."""
+
+    samples: Batch
+    places: Tensor | None
+    """Of `samples`; None: all."""
+    alone_S: Tensor
+    """Of all, those whose advantage is 0 since there is nothing left to compare them with."""
+
+    @classmethod
+    def of(cls, batch: Batch, call: Callable[..., Tensor]) -> _Compared:
+        samples, counted_S = by_sample(batch), counts(batch)
+        compares = "group_B" in inspect.signature(call).parameters and "group" in samples
+        alone_S = lack_others(batch) if compares else torch.zeros_like(counted_S)
+        if bool(counted_S.all()):
+            return cls(samples, None, alone_S)
+        places = counted_S.nonzero().flatten()
+        return cls(samples.select(places), places, alone_S)
+
+    def put_back(self, given: Tensor, shape: Sequence[int]) -> Tensor:
+        """`given`, [B] or [B, T], in a tensor of this shape, [S] or [S, T], with 0 elsewhere."""
+        found = given
+        if self.places is not None:
+            found = given.new_zeros(*shape)
+            found[self.places] = given if given.dim() == 1 else pad(given, (0, shape[1] - given.shape[1]))
+        return found.masked_fill(self.alone_S.view(-1, *[1] * (found.dim() - 1)), 0.0)
 
 
 def _arguments(call: Callable[..., Tensor], samples: Batch, function: str, token_rewards: bool) -> dict[str, Tensor]:
@@ -172,10 +233,8 @@ def _arguments(call: Callable[..., Tensor], samples: Batch, function: str, token
 
 
 def _summed(samples: Batch) -> Tensor:
-    """[B]: the sum of `token_rewards`; where no token is trained on there are none, and the reward stands."""
-    rewards_B = samples.dense("reward")
-    sums_B = samples.padded("token_rewards").sum(1).to(rewards_B.dtype)
-    return torch.where(samples.padded("response_mask").any(1), sums_B, rewards_B)
+    """[B]: the sum of `token_rewards`."""
+    return samples.padded("token_rewards").sum(1).to(samples.dense("reward").dtype)
 
 
 def _moments(ctx: StepContext, x_BT: Tensor, mask_BT: Tensor) -> Moments:
@@ -191,20 +250,22 @@ def _a_sample(given: object, function: str, rows: int) -> Tensor:
     )
 
 
-def _with_advantage(batch: Batch, function: str, given: object) -> Batch:
-    """The batch with the advantages that a function returned: one for each sample, or for each token of the samples."""
+def _with_advantage(batch: Batch, function: str, compared: _Compared, given: object) -> Batch:
+    """The batch with the advantages that a function returned: one for each sample, or for each token of the samples;
+    0 for samples that it did not get."""
     responses = batch.ragged("response_ids")
-    whole = by_sample(batch).ragged("response_ids")
+    seen, whole = compared.samples.ragged("response_ids"), by_sample(batch).ragged("response_ids")
     if isinstance(given, Tensor) and given.dim() == 2:
-        places_BT = whole.mask()
-        if given.shape != places_BT.shape:
+        expected = seen.mask().shape
+        if given.shape != expected:
             raise UserError(
                 f"advantage function {function!r} returned shape {list(given.shape)}; expected one value per sample, "
-                f"{[len(whole)]}, or per token, {list(places_BT.shape)}"
+                f"{[len(seen)]}, or per token, {list(expected)}"
             )
-        return batch.with_columns(advantage=responses.like(given[places_BT]))
-    advantages_B = _a_sample(given, function, len(whole))
-    return batch.with_columns(advantage=responses.like(advantages_B.repeat_interleave(whole.lengths)))
+        places_ST = whole.mask()
+        return batch.with_columns(advantage=responses.like(compared.put_back(given, places_ST.shape)[places_ST]))
+    advantages_S = compared.put_back(_a_sample(given, function, len(seen)), [len(whole)])
+    return batch.with_columns(advantage=responses.like(advantages_S.repeat_interleave(whole.lengths)))
 
 
 @step(
@@ -369,27 +430,27 @@ _NAMES = {"score": "critic/score", "reward": "critic/rewards"}
 
 
 def describe(batch: Batch, metrics: MetricStore) -> None:
-    """Metrics of the samples given to an update: lengths, scores, rewards, advantages, as far as they are present."""
+    """Metrics of the samples given to an update: lengths of all; scores, rewards and advantages of those that count
+    (`distflow.data.samples.counts`), as far as they are present."""
     if not len(batch):
         return
-    samples = by_sample(batch)
+    samples, counted_S = by_sample(batch), counts(batch)
     _spread(metrics, "response_length", samples.ragged("response_ids").lengths.numpy())
     _spread(metrics, "prompt_length", batch.ragged("prompt_ids").lengths.numpy())
     if "advantage" in batch:
-        _spread(metrics, "critic/advantages", batch.ragged("advantage").values.numpy())
+        of_tokens = counted_S.repeat_interleave(samples.ragged("response_ids").lengths)
+        _spread(metrics, "critic/advantages", batch.ragged("advantage").values[of_tokens].numpy())
     if SEQUENCE in batch:
         _spread(metrics, "sequences", np.diff(np.array(sample_bounds(batch), dtype=np.float64)))
     if "finish_reason" in samples:
         cut = samples.dense("finish_reason").numpy() == FINISH_REASONS.index("length")
         metrics.mean("response_length/clip_ratio", float(cut.mean()), len(cut))
-    for field, name in _NAMES.items():
+    names = _NAMES | {field: field for field in samples.columns if field.startswith(REWARD_PARTS)}
+    for field, name in names.items():
         if field in samples:
-            _spread(metrics, name, samples.dense(field).numpy())
-    for field in samples.columns:
-        if field.startswith(REWARD_PARTS):
-            _spread(metrics, field, samples.dense(field).numpy())
-    if "reward" in samples and "group" in samples:
-        fraction, groups = zero_std_fraction(samples.dense("reward"), samples.dense("group"))
+            _spread(metrics, name, samples.dense(field)[counted_S].numpy())
+    if "reward" in samples and "group" in samples and bool(counted_S.any()):
+        fraction, groups = zero_std_fraction(samples.dense("reward")[counted_S], samples.dense("group")[counted_S])
         metrics.mean("group/zero_std_frac", fraction, groups)
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.batch_wire import SENDABLE
-from distflow.types import A_TOKEN, DROP_REASON, REWARD, REWARD_PARTS, SEQUENCE, SEVERAL_A_TOKEN, TOKENS
+from distflow.types import A_TOKEN, DROP_REASON, LEFT_OUT, REWARD, REWARD_PARTS, SEQUENCE, SEVERAL_A_TOKEN, TOKENS
 
 A_SAMPLE = ("reward", "score", "group", "sample", SEQUENCE, "finish_reason")
 """Fields with one value per sample."""
-A_TEXT = (DROP_REASON, "prompt_text", "sequence_prompt", "response_text", "task")
+A_TEXT = (DROP_REASON, LEFT_OUT, "prompt_text", "sequence_prompt", "response_text", "task")
 
 
 def complaint(batch: Batch, written: Sequence[str]) -> str | None:
@@ -30,12 +30,13 @@ def complaint(batch: Batch, written: Sequence[str]) -> str | None:
 
 
 def with_fields(batch: Batch, columns: Mapping[str, Column]) -> Batch:
-    """The batch with what a step has written. What is to be dropped stays so: an earlier reason remains."""
-    if DROP_REASON not in columns or DROP_REASON not in batch:
-        return batch.with_columns(**columns)
-    before, now = batch.texts(DROP_REASON), Batch({DROP_REASON: columns[DROP_REASON]}).texts(DROP_REASON)
-    reasons = [earlier or later for earlier, later in zip(before, now, strict=True)]
-    return batch.with_columns(**{**columns, DROP_REASON: Ragged.from_texts(reasons)})
+    """The batch with what a step has written. What is to be dropped or left out stays so: an earlier reason remains."""
+    written, new = dict(columns), Batch(columns)
+    for name in (DROP_REASON, LEFT_OUT):
+        if name in columns and name in batch and batch.ragged(name).values.numel():
+            reasons = zip(batch.texts(name), new.texts(name), strict=True)
+            written[name] = Ragged.from_texts([earlier or later for earlier, later in reasons])
+    return batch.with_columns(**written)
 
 
 def changed(before: Batch, after: Batch, written: Collection[str]) -> str | None:
@@ -95,18 +96,20 @@ def _not_numbers(name: str, batch: Batch) -> str | None:
 
 
 def _endless(batch: Batch) -> str | None:
-    """Samples that are dropped need no reward."""
+    """Samples that are dropped or left out need no reward."""
     finite = batch.dense(REWARD).isfinite()
     if bool(finite.all()):
         return None
-    reasons = batch.texts(DROP_REASON) if DROP_REASON in batch else [""] * batch.rows
-    rows = [row for row, fine in enumerate(finite.tolist()) if not (fine or reasons[row])]
+    excused = torch.zeros_like(finite)
+    for name in (DROP_REASON, LEFT_OUT):
+        excused |= (batch.ragged(name).lengths > 0) if name in batch else False
+    rows = (~(finite | excused)).nonzero().flatten().tolist()
     if not rows:
         return None
     uid = f", uid (epoch, prompt, position) {tuple(batch.dense('uid')[rows[0]].tolist())}" if "uid" in batch else ""
     return (
         f"wrote {REWARD!r} {batch.dense(REWARD)[rows[0]].item()} for {len(rows)} of {batch.rows} samples{uid}; "
-        f"expected finite numbers, or a {DROP_REASON} for samples that have none"
+        f"expected finite numbers, or a {DROP_REASON} or {LEFT_OUT} for samples that have none"
     )
 
 

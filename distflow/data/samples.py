@@ -2,7 +2,8 @@
 (the text of the data's prompt, which may be long, on the first).
 
 Rewards, advantages, means over sequences and metrics count samples, not rows. Where every sample is one row (field
-`sequence` is absent, or 0 throughout), all views here are the batch itself.
+`sequence` is absent, or 0 throughout), all views here are the batch itself. Which samples count where they are compared
+with each other, `counts` says.
 
 Shapes: B rows (sequences), S samples, N tokens of all rows.
 """
@@ -16,11 +17,15 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
-from distflow.types import A_TOKEN, REWARD, SEQUENCE, TOKENS, Scores, Uid
+from distflow.types import A_TOKEN, LEFT_OUT, REWARD, SEQUENCE, TOKENS, Scores, Uid
 
 SHARE = "sample_share"
 """[B] float64: how much of its sample each row is, by tokens trained on; the shares of a sample add up to 1."""
 PROMPT_TEXT = "prompt_text"
+MASK = "response_mask"
+OUT_OF_LOSS = "out_of_loss"
+"""[B] bool, only while a model is updated: rows whose tokens `batch.mask_truncated: loss` keeps out of the loss. Their
+samples count all the same."""
 _OF_SEQUENCES = ("prompt_ids", "policy_versions", SEQUENCE, "sequence_prompt")
 """Fields of which a sample has none of its own."""
 
@@ -87,12 +92,63 @@ def last_rows(batch: Batch) -> Batch:
     return last.with_columns(**{PROMPT_TEXT: batch.ragged(PROMPT_TEXT).select(torch.tensor(first))})
 
 
+def counts(batch: Batch) -> Tensor:
+    """[S] bool: which samples count in what compares them: means, deviations and baselines of groups and of batches,
+    whitening, filters, and metrics of scores, rewards and advantages.
+
+    One that is left out (field `left_out`) does not, nor one without a token trained on, such as the greedy sample that
+    is only a baseline. Where neither field is there, all do.
+    """
+    samples = by_sample(batch)
+    found_S = torch.ones(samples.rows, dtype=torch.bool)
+    if MASK in samples:
+        mask = samples.ragged(MASK)
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), mask.values.long().cumsum(0)])
+        found_S = before[mask.offsets].diff() > 0
+    if OUT_OF_LOSS in samples:
+        found_S = found_S | samples.dense(OUT_OF_LOSS)
+    return found_S & ~left_out(samples)
+
+
+def lack_others(batch: Batch) -> Tensor:
+    """[S] bool: samples that count and have nothing to be compared with, since all others of their group do not count
+    and one of them was left out."""
+    samples, counted_S = by_sample(batch), counts(batch)
+    found_S, out_S = torch.zeros_like(counted_S), left_out(samples)
+    for first, end in pairwise(samples.group_bounds()) if bool(out_S.any()) else ():
+        if bool(out_S[first:end].any()) and int(counted_S[first:end].sum()) == 1:
+            found_S[first:end] = counted_S[first:end]
+    return found_S
+
+
+def untrained_where_left_out(batch: Batch) -> Batch:
+    """The batch with no token trained on, of any model, in rows with a reason in `left_out`."""
+    if LEFT_OUT not in batch or not batch.ragged(LEFT_OUT).values.numel():
+        return batch
+    kept_B = ~left_out(batch)
+    masks = {name: batch.ragged(name) for name in batch.columns if name.rpartition("/")[2] == MASK}
+    cleared = {n: mask.like(mask.values & kept_B.repeat_interleave(mask.lengths)) for n, mask in masks.items()}
+    return batch.with_columns(**cleared)
+
+
+def left_out(batch: Batch) -> Tensor:
+    """[B] bool: rows with a reason to be left out."""
+    if LEFT_OUT not in batch:
+        return torch.zeros(batch.rows, dtype=torch.bool)
+    return batch.ragged(LEFT_OUT).lengths > 0
+
+
 def group_scores(batch: Batch) -> dict[Uid, Scores]:
-    """What the samples of each group scored: field `score`, or without it the reward; none if nothing judged them."""
+    """What the samples of each group scored: field `score`, or without it the reward; none if nothing judged them.
+
+    Samples that are left out have none, and groups of which all are left out are missing.
+    """
     field = next((name for name in ("score", REWARD) if name in batch), None)
     if field is None or "uid" not in batch:
         return {}
-    rows = last_rows(batch.only([name for name in ("uid", "group", SEQUENCE, field) if name in batch]))
+    rows = last_rows(batch.only([name for name in ("uid", "group", SEQUENCE, LEFT_OUT, field) if name in batch]))
+    if LEFT_OUT in rows:
+        rows = rows.select((~left_out(rows)).nonzero().flatten())
     scores, uids, bounds = rows.dense(field).tolist(), rows.dense("uid").tolist(), rows.group_bounds()
     return {Uid(*uids[a]): tuple(scores[a:b]) for a, b in pairwise(bounds)}
 

@@ -9,7 +9,7 @@ from typing import Literal
 from distflow.config.schema import RunConfig
 from distflow.flow.graph import StepNode
 from distflow.flow.step import FILTERED, ROLLOUT, SEQUENCES
-from distflow.types import DROP_REASON, IDENTITY, is_reward_part, prefixed
+from distflow.types import DROP_REASON, IDENTITY, LEFT_OUT, is_reward_part, prefixed
 
 EdgeKind = Literal["lease", "call", "client", "rows", "weights"]
 """lease: prompts there, groups back; call: one step for some rows; client: the same, by programs outside the run; rows:
@@ -39,6 +39,7 @@ DUMPED = (
     "response_mask",
     "finish_reason",
     "policy_versions",
+    LEFT_OUT,
     "reward",
     "score",
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
-from distflow.types import DROP_REASON, SEQUENCE, Role, Scope, prefixed, written
+from distflow.types import DROP_REASON, LEFT_OUT, SEQUENCE, Role, Scope, prefixed, written
 
 ATTRIBUTE = "__distflow_step__"
 SEVERAL_UPDATES = "several_updates"
@@ -30,11 +30,12 @@ GENERATED = (
     ROLLOUT,
     "policy_versions",
     "finish_reason",
+    LEFT_OUT,
 )
 """Fields that the runtime writes for every generate step."""
-READ = tuple(name for name in GENERATED if name not in (ROLLOUT, "policy_versions"))
-"""Fields that it writes for every read step: no model has sampled these tokens."""
-GIVEN = ("uid", "group", "sample", "prompt_ids", "prompt_text", "task")
+READ = tuple(name for name in GENERATED if name not in (ROLLOUT, "policy_versions", LEFT_OUT))
+"""Fields that it writes for every read step: no model has sampled these tokens, and none is left out."""
+GIVEN = ("uid", "group", "sample", "prompt_ids", "prompt_text", "task", LEFT_OUT)
 """Of these, what a generate step of a further model (`prefix`) gets from other steps."""
 SEQUENCES = (SEQUENCE, "sequence_prompt")
 """Fields that it writes too where an environment is declared: only then a sample can have several sequences."""
@@ -126,9 +127,9 @@ def step(
 
     `choices`: names that a setting may take, besides a function if it is among `plugins`, for example
     `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for any whole number > 0 there, `module:name` for the
-    function `name`; a text is the range of a number: `{"top_p": "> 0, <= 1"}`. `may_write`: fields that a
-    score step does not always write, for example `["rewards/*"]`; `drop_reason` is always among them. `head`: what the
-    last layer of the step's model has to give (`models.NAME.head`); a call of `ctx.backend.score`, `.values` or
+    function `name`; a text is the range of a number: `{"top_p": "> 0, <= 1"}`. `may_write`: fields that a score step
+    does not always write, for example `["rewards/*"]`; `drop_reason` and `left_out` are always among them. `head`: what
+    the last layer of the step's model has to give (`models.NAME.head`); a call of `ctx.backend.score`, `.values` or
     `.score_texts` in the function itself tells it too. `only_with`: settings that have an effect only while another one
     is truthy, for example `{"kl": "kl_coef"}`. `samples`: of a read step, how many it makes of a row at most.
     `reads_if_there`: fields that the step reads if another one writes them. `widths`: fields with several values for
@@ -138,8 +139,8 @@ def step(
     named, functions = choices or {}, plugins or {}
     some = _of_some(of_some)
     may_write: tuple[str, ...] = some.pop("may_write", ())
-    if role == "score" and not written(DROP_REASON, (*writes, *may_write)):
-        may_write = (*may_write, DROP_REASON)
+    always_may = {"score": (DROP_REASON, LEFT_OUT), "generate": (LEFT_OUT,)}.get(role, ())
+    may_write = (*may_write, *(name for name in always_may if not written(name, (*writes, *may_write))))
     made = {"generate": (*GENERATED, FILTERED), "read": READ}.get(role, ())
     always = (*made, *(SEQUENCES if "environment" in some else ()))
     spec = StepSpec(

@@ -27,7 +27,7 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.checkpoint.commit import step_of
 from distflow.runtime.disk import ROLLOUTS, Disk, finite
-from distflow.types import FINISH_REASONS, REWARD_PARTS, SEQUENCE, WorkerName, written
+from distflow.types import FINISH_REASONS, LEFT_OUT, REWARD_PARTS, SEQUENCE, WorkerName, written
 
 PENDING_STEPS = 64
 """Training steps that may wait for a slow disk before training waits too, or be kept while the disk is full."""
@@ -203,9 +203,12 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
     columns |= {name: _plain(batch[name]) for name in own if name not in columns}
     names = [name for name in batch.columns if name.startswith(REWARD_PARTS)]
     parts = {name.removeprefix(REWARD_PARTS): _rounded(batch.dense(name)) for name in names}
+    left_out = batch.texts(LEFT_OUT) if LEFT_OUT in batch else [""] * batch.rows
     lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for index, line in enumerate(lines):
         line["rewards"] = {name: values[index] for name, values in parts.items()}
+        if left_out[index]:
+            line[LEFT_OUT] = left_out[index]
         line["worker"] = workers[index]
     return lines
 

@@ -28,6 +28,7 @@ from distflow.flow.step import FILTERED, GENERATED, ROLLOUT, SEQUENCES
 from distflow.runtime.protocols import Tokenizer
 from distflow.types import (
     FINISH_REASONS,
+    LEFT_OUT,
     SEQUENCE,
     BegunSample,
     Completion,
@@ -302,6 +303,7 @@ def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.d
             },
             "policy_versions": _versions(rows),
             "finish_reason": torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in whose]),
+            LEFT_OUT: Ragged.from_texts([""] * len(whose)),
             **_further(whose),
         }
     )

@@ -22,7 +22,7 @@ from distflow.data.batch import Batch, join, whole, with_same_parts
 from distflow.data.fields import changed, complaint, with_fields
 from distflow.data.prefixes import own_fields, with_own
 from distflow.data.randomness import generator
-from distflow.data.samples import last_rows, on_all_rows
+from distflow.data.samples import last_rows, on_all_rows, untrained_where_left_out
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.exchange.tally import Tally
 from distflow.flow.file_import import without_import
@@ -212,7 +212,7 @@ class StepRunner:
         checked = self._checked(plan, given, result)
         if given is not seen:
             self._check_of_samples(plan, given, checked)
-        return with_own(batch, seen, on_all_rows(seen, given, checked), plan.prefix)
+        return untrained_where_left_out(with_own(batch, seen, on_all_rows(seen, given, checked), plan.prefix))
 
     def generate_step(self, name: str, of_validation: Mapping[str, Any] | None = None) -> GenerateStep:
         """A step of role generate. `of_validation`: its settings for prompts of validation."""

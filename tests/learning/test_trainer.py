@@ -90,11 +90,28 @@ def _row_logprobs(backend: TorchBackend, batch: Batch, row: int) -> Tensor:
     return logprobs
 
 
+def _compared(batch: Batch) -> list[list[int]]:
+    """Of each group the rows with a token trained on: only these are compared."""
+    trained = [bool(row.any()) for row in batch.ragged("response_mask").rows()]
+    groups = [[row for row in range(first, first + SAMPLES) if trained[row]] for first in range(0, ROWS, SAMPLES)]
+    assert sum(map(len, groups)) < ROWS
+    return groups
+
+
+def _centred(batch: Batch) -> Tensor:
+    """[B]: rewards less the mean of the group's rows that are compared; 0 for the others."""
+    rewards, found = batch.dense("reward").double(), torch.zeros(ROWS, dtype=torch.float64)
+    for rows in _compared(batch):
+        found[rows] = rewards[rows] - rewards[rows].mean()
+    return found
+
+
 def _direct_gradient(batch: Batch, aggregate: str, kl_coef: float, tis: float | None) -> tuple[float, float]:
     """Loss and gradient norm, computed row by row as in the papers."""
     twin = TorchBackend(BackendSpec(tiny_model(), "cpu", True, 0, 10, {"packed": False}))
-    rewards = batch.dense("reward").double().view(GROUPS, SAMPLES)
-    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
+    advantages, rewards = _centred(batch), batch.dense("reward").double()
+    for kept in _compared(batch):
+        advantages[kept] /= rewards[kept].std() + 1e-6
     rows, tokens = [], 0
     for row in range(ROWS):
         prompt, response = batch.ragged("prompt_ids").row(row), batch.ragged("response_ids").row(row)
@@ -187,7 +204,8 @@ def test_metrics_are_those_of_the_batch() -> None:
     scores = _backend().score(batch, temperature=0.9, grad=False, entropy=True)
     assert scores.entropy_BT is not None
     mismatch = (batch.ragged("rollout_logprobs").values - scores.logprobs_BT[scores.mask_BT])[mask]
-    lengths, rewards = batch.ragged("response_ids").lengths.double(), batch.dense("reward").double()
+    compared = [row for rows in _compared(batch) for row in rows]
+    lengths, rewards = batch.ragged("response_ids").lengths.double(), batch.dense("reward").double()[compared]
     expected: dict[str, Any] = {
         "actor/entropy": scores.entropy_BT[scores.mask_BT][mask].mean(),
         "actor/ppo_kl": 0.0,
@@ -204,7 +222,7 @@ def test_metrics_are_those_of_the_batch() -> None:
         "critic/rewards/mean": rewards.mean(),
         "critic/rewards/max": rewards.max(),
         "critic/rewards/min": rewards.min(),
-        "critic/score/mean": batch.dense("score").mean(),
+        "critic/score/mean": batch.dense("score")[compared].mean(),
         "critic/advantages/max": trained.ragged("advantage").values.max(),
         "group/zero_std_frac": 0.0,
     }
@@ -217,8 +235,7 @@ def test_metrics_are_those_of_the_batch() -> None:
 def test_advantage_is_spread_over_the_response() -> None:
     batch = _batch()
     found = advantage(batch, _ctx(_backend()), normalize="none").ragged("advantage")
-    rewards = batch.dense("reward").view(GROUPS, SAMPLES)
-    expected = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    expected = _centred(batch).float()
     assert found.offsets.equal(batch.ragged("response_ids").offsets)
     for row, values in enumerate(found.rows()):
         torch.testing.assert_close(values, expected[row].expand(len(values)))
@@ -250,7 +267,8 @@ def test_batch_std_has_a_step_of_its_own() -> None:
         advantage(batch, ctx, normalize="batch_std")
     plain = advantage(batch, ctx, normalize="none").ragged("advantage").values
     scaled = batch_advantage(batch, ctx, normalize="batch_std").ragged("advantage").values
-    torch.testing.assert_close(scaled, plain / (batch.dense("reward").double().std() + 1e-6).float())
+    compared = [row for rows in _compared(batch) for row in rows]
+    torch.testing.assert_close(scaled, plain / (batch.dense("reward")[compared].double().std() + 1e-6).float())
 
 
 @pytest.mark.parametrize("function", ["grpo", "reinforce_plus_plus_baseline", "rloo"])
@@ -342,10 +360,11 @@ def test_plugin_functions(plugins: str) -> None:
 
 
 def test_bad_plugins(plugins: str) -> None:
-    batch, ctx = _batch(), _ctx(_backend())
-    with pytest.raises(UserError, match=r"returned shape \[1\]; expected a tensor with one value per sample, \[12\]"):
+    batch, ctx = _batch().select([0, 1, 2]), _ctx(_backend())
+    assert bool(batch.ragged("response_mask").padded().any(1).all())
+    with pytest.raises(UserError, match=r"returned shape \[1\]; expected a tensor with one value per sample, \[3\]"):
         advantage(batch, ctx, function=f"{plugins}:wrong_shape")
-    with pytest.raises(UserError, match=r"returned a list; expected a tensor with one value per sample, \[12\]"):
+    with pytest.raises(UserError, match=r"returned a list; expected a tensor with one value per sample, \[3\]"):
         advantage(batch, ctx, function=f"{plugins}:as_list")
     with pytest.raises(PluginError, match="has no 'halve'"):
         advantage(batch, ctx, function=f"{plugins}:halve")
