@@ -14,11 +14,13 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.data.order import DATA_SOURCE
+from distflow.data.samples import left_out
 from distflow.errors import StepError, UserError
+from distflow.exchange.tally import error_limit
 from distflow.flow.step import step
 from distflow.log import logger
 from distflow.runtime.steps import StepContext
-from distflow.types import FINISH_REASONS, REWARD_PARTS, UNJUDGED, Completion
+from distflow.types import DROP_REASON, FINISH_REASONS, LEFT_OUT, REWARD_PARTS, UNJUDGED, Completion
 from distflow.workers.reward_judging import (
     MOST_PARTS,
     Verdict,
@@ -33,9 +35,7 @@ from distflow.workers.reward_watch import LATE_S, RewardWatch
 
 log = logger(__name__)
 
-ON_ERROR = ("drop", "zero", "stop")
-JUDGED_BEFORE_RATE = 100
-"""Samples judged before `max_error_rate` applies."""
+ON_ERROR = ("drop", "leave_out", "zero", "stop")
 FIRST = 16
 """If this worker's first so many samples all fail, the function cannot work."""
 SOME = 64
@@ -46,13 +46,15 @@ SAMPLES = "reward/samples"
 HANGING = "reward/hanging"
 _WATCH = RewardWatch()
 _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
+_REASONS = {"drop": DROP_REASON, "leave_out": LEFT_OUT}
 
 
 @step(
     role="score",
     reads=["prompt_text", "response_text", "response_ids", "task", "finish_reason"],
+    reads_if_there=["left_out"],
     writes=["reward", "score"],
-    may_write=["rewards/*", "drop_reason"],
+    may_write=["rewards/*", "drop_reason", "left_out"],
     scope="sample",
     plugins={"function": ["sample"]},
     choices={
@@ -65,7 +67,7 @@ _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
             "distflow.workers.reward_functions:length_penalty",
             "distflow.workers.reward_functions:digits_copied",
         ],
-        "on_error": ["drop", "zero", "stop"],
+        "on_error": ["drop", "leave_out", "zero", "stop"],
         "timeout_s": "> 0",
         "max_error_rate": ">= 0, <= 1",
         "processes": ">= 1",
@@ -79,7 +81,7 @@ def verify(
     function: str | Mapping[str, Any] = "exact_match",
     timeout_s: float | None = None,
     on_error: str = "drop",
-    max_error_rate: float = 0.05,
+    max_error_rate: float | None = None,
     processes: int = 4,
 ) -> Batch:
     """Write `reward` [B], `score` [B], and `rewards/<name>` [B] for each further part that the function returns.
@@ -91,26 +93,32 @@ def verify(
     runs in child processes, at most `processes` samples at a time; a sample that exceeds it is killed with its process.
     So does math, with 10 s by default. Scores are counted by the task's `data_source` too.
     A sample on which it fails is counted and treated by `on_error`: drop (its group is replaced, `drop_reason` says
-    why), zero (reward 0), or stop. A response that takes math too long gets reward 0 with drop, too. Raises StepError
-    on stop, if the first 16 samples of this worker all failed, and if more than `max_error_rate` of at least 100
-    samples, of all workers that run the step, failed; UserError for invalid settings.
+    why), leave_out (it is not trained on and not compared with its group, `left_out` says why), zero (reward 0), or
+    stop. A response that takes math too long gets reward 0 with drop and leave_out, too. What is left out already is
+    not judged: its reward is 0. Raises StepError on stop, if the first 16 samples of this worker all failed, and if of
+    the last 1,000 samples (100 at least) of all workers that run the step more than `max_error_rate` failed, by default
+    0.05, and 0.25 with leave_out; UserError for invalid settings.
     """
     if on_error not in ON_ERROR:
         raise UserError(f"on_error={on_error!r}: expected one of {', '.join(ON_ERROR)}")
     spec = spec_of(function)
-    tally = _Tally(batch, ctx, shown(spec), max_error_rate)
+    rows = (~left_out(batch)).nonzero().flatten()
+    there = batch if len(rows) == batch.rows else batch.select(rows)
+    tally = _Tally(there, ctx, shown(spec), error_limit(on_error) if max_error_rate is None else max_error_rate)
     judge = _judge_of(spec, timeout_s, processes)
     with _WATCH.over(tally.late) if judge.here else nullcontext():
-        for judged in judge.judge(completions(batch)):
+        for judged in judge.judge(completions(there)):
             tally.note(judge.checked(judged))
             if tally.failed and on_error == "stop":
                 raise StepError(tally.report(tally.failed[0]))
             tally.check()
-    verdicts = [tally.verdicts[row] for row in range(batch.rows)]
-    _count_by_source(batch, verdicts, ctx)
+    found = [tally.verdicts[row] for row in range(there.rows)]
+    _count_by_source(there, found, ctx)
+    by_row = dict(zip(rows.tolist(), found, strict=True))
+    verdicts = [by_row.get(row, Verdict({})) for row in range(batch.rows)]
     # What takes a shipped verifier too long is the response, and the policy should learn to write another one.
     failures = ("error",) if time_limit(spec) is not None else ("error", "timeout")
-    return batch.with_columns(**_columns(judge.parts, verdicts, dropped=failures if on_error == "drop" else ()))
+    return batch.with_columns(**_columns(judge.parts, verdicts, _REASONS.get(on_error), failures))
 
 
 def completions(batch: Batch) -> Iterator[Completion]:
@@ -226,17 +234,17 @@ class _Tally:
 
     def check(self) -> None:
         """Raises StepError if the function fails too often for training to make sense."""
-        own, by_all = self.ctx.tally.own, self.ctx.tally.by_all()
+        own, recent = self.ctx.tally.own, self.ctx.tally.recent()
         if not self.failed:
             return
         if own.judged >= FIRST and own.failed == own.judged and self.max_error_rate < 1.0:
             raise StepError(
                 f"{self.report(self.failed[0])}: all of the first {own.judged} samples failed; one is shown"
             )
-        if by_all.judged >= JUDGED_BEFORE_RATE and by_all.failed > self.max_error_rate * by_all.judged:
+        if recent.exceed(self.max_error_rate):
             raise StepError(
-                f"{self.report(self.failed[-1])}: {by_all.failed} of {by_all.judged} samples failed, more than "
-                f"max_error_rate={self.max_error_rate} allows; the latest failure is shown"
+                f"{self.report(self.failed[-1])}: {recent.failed} of {recent.judged} samples failed, more than "
+                f"max_error_rate={self.max_error_rate:g} allows; the latest failure is shown"
             )
 
     def report(self, row: int) -> str:
@@ -251,14 +259,17 @@ class _Tally:
 
 
 def _columns(
-    parts: set[str], verdicts: Sequence[Verdict], *, dropped: Sequence[str]
+    parts: set[str], verdicts: Sequence[Verdict], reasons_in: str | None, failures: Sequence[str]
 ) -> dict[str, torch.Tensor | Ragged]:
+    """What the step writes. `reasons_in`: the field that says which samples failed, if any; `failures`: those that
+    count there."""
+
     def column(name: str, missing: float) -> torch.Tensor:
         return torch.tensor([verdict.values.get(name, missing) for verdict in verdicts], dtype=torch.float32)
 
     columns: dict[str, torch.Tensor | Ragged] = {"reward": column("reward", 0.0), "score": column("score", 0.0)}
     columns |= {f"{REWARD_PARTS}{name}": column(name, float("nan")) for name in sorted(parts)}
-    if any(verdict.failure in dropped for verdict in verdicts):
-        reasons = [f"{UNJUDGED}{verdict.failure}" if verdict.failure in dropped else "" for verdict in verdicts]
-        columns["drop_reason"] = Ragged.from_texts(reasons)
+    if reasons_in is not None and any(verdict.failure in failures for verdict in verdicts):
+        reasons = [f"{UNJUDGED}{verdict.failure}" if verdict.failure in failures else "" for verdict in verdicts]
+        columns[reasons_in] = Ragged.from_texts(reasons)
     return columns

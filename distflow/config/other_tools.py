@@ -98,6 +98,10 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(("ref_model", "reference_model"), _KL),
     **dict.fromkeys(("use_kl_in_reward", "kl_in_reward"), _KL_IN_REWARD),
     **dict.fromkeys(("filter_groups", "dynamic_sampling"), _DAPO + "dynamic_sampling"),
+    **dict.fromkeys(
+        ("mask_truncated_completions", "overlong_filtering", "overlong_filter", "filter_truncated"),
+        "batch.mask_truncated=loss",
+    ),
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_len", "overlong_penalty_factor"), _DAPO + "token_rewards"),
     **dict.fromkeys(
         ("algorithm", "algo", "adv_estimator", "advantage_estimator"), "flow.steps.advantage.with.function"

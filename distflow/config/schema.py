@@ -20,6 +20,7 @@ from distflow.types import MOST_WORKERS
 PoolRole = Literal["generate", "score", "forward", "train", "validate", "*"]
 Refresh = Literal["eager", "when_idle", "at_bound"]
 Schedule = Literal["fifo", "longest_first", "skew_aware"]
+MaskTruncated = Literal["loss", "all"]
 UNBOUNDED = "unbounded"
 LONGEST_S = 1e9
 """Longest time that can be given (32 years), for 'never': longer waits are beyond what the system can wait."""
@@ -159,6 +160,10 @@ class BatchConfig(Section):
     """No further epoch for the policy once an epoch has moved it further than this, by the mean of r - 1 - log r."""
     critic_warmup: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
     """Training steps at the beginning in which only critics are trained."""
+    mask_truncated: MaskTruncated | None = None
+    """What becomes of responses that were cut off before they ended. null: they are trained on as all others; loss:
+    their tokens are left out of the loss, and their rewards still count among those of the group (arXiv 2503.14476,
+    section 3.4); all: their samples are left out altogether, also of means and deviations."""
     max_refills: int | None = Field(default=None, ge=0, json_schema_extra={"unit": "groups per ledger and step"})
     """Groups a ledger may replace within one training step before the run stops and says why. Default: 10 per group."""
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
-from distflow.types import A_TOKEN, LEFT_OUT, REWARD, SEQUENCE, TOKENS, Scores, Uid
+from distflow.types import A_TOKEN, FINISH_REASONS, LEFT_OUT, REWARD, SEQUENCE, TOKENS, Scores, Uid
 
 SHARE = "sample_share"
 """[B] float64: how much of its sample each row is, by tokens trained on; the shares of a sample add up to 1."""
@@ -129,6 +129,22 @@ def untrained_where_left_out(batch: Batch) -> Batch:
     masks = {name: batch.ragged(name) for name in batch.columns if name.rpartition("/")[2] == MASK}
     cleared = {n: mask.like(mask.values & kept_B.repeat_interleave(mask.lengths)) for n, mask in masks.items()}
     return batch.with_columns(**cleared)
+
+
+def out_of_loss(batch: Batch) -> Batch:
+    """The batch as steps that train a model see it under `batch.mask_truncated: loss`: no token of a response that was
+    cut off is trained on, and field `out_of_loss` says which samples count nevertheless (DAPO, arXiv 2503.14476,
+    section 3.4). Samples without a token trained on have nothing to leave out."""
+    cut_S = (by_sample(batch).dense("finish_reason") == FINISH_REASONS.index("length")) & counts(batch)
+    cut_B, mask = to_rows(batch, cut_S), batch.ragged(MASK)
+    kept = mask.values & ~cut_B.repeat_interleave(mask.lengths)
+    return batch.with_columns(response_mask=mask.like(kept), out_of_loss=cut_B)
+
+
+def in_loss_again(masked: Batch, before: Batch) -> Batch:
+    """`masked`, what `out_of_loss` made of a batch, with the masks that the batch had before."""
+    columns = {name: column for name, column in masked.columns.items() if name != OUT_OF_LOSS}
+    return Batch({name: before[name] if name == MASK else column for name, column in columns.items()})
 
 
 def left_out(batch: Batch) -> Tensor:

@@ -3,16 +3,31 @@
 Each worker counts its own and says so with every heartbeat. Owners hear all of them, also of several services of which
 no worker that asks sees more than a part: they add up and say the sums with theirs. What a worker has said outlives it.
 Sums are a heartbeat or two old. An owner that was restarted lacks what had died before; of several the fullest counts.
+Whether too many fail is judged by the newest samples (`RECENT`): a long run forgets a bad hour, and notices a new one.
 
 Example: reward/0 says {"reward": (90, 9)}, reward/1 {"reward": (110, 0)}; trainer/0 says {"reward": (200, 9)}.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from distflow.exchange.facts import JUDGED, JUDGED_BY_ALL
+
+RECENT = 1000
+"""Samples by which the share of failures is judged."""
+LEAST = 100
+"""Samples before it is judged."""
+_ERROR_LIMITS = {"leave_out": 0.25}
+_ERROR_LIMIT = 0.05
+
+
+def error_limit(on_error: str) -> float:
+    """The default of `max_error_rate`, by what becomes of a sample that fails: without those that are left out, the
+    others teach as before, and one group in four is not replaced."""
+    return _ERROR_LIMITS.get(on_error, _ERROR_LIMIT)
 
 
 class Counts(NamedTuple):
@@ -20,6 +35,10 @@ class Counts(NamedTuple):
 
     judged: int = 0
     failed: int = 0
+
+    def exceed(self, rate: float) -> bool:
+        """Whether more than this share failed, of enough to tell."""
+        return self.judged >= LEAST and self.failed > rate * self.judged
 
 
 class Tally:
@@ -29,6 +48,8 @@ class Tally:
         self.own = Counts()
         """Of this worker since it started."""
         self._by_all = by_all
+        self._before = deque([Counts()])
+        """What was known earlier: the newest that is older than `RECENT` samples, and all since."""
 
     def add(self, judged: int, failed: int) -> None:
         """Count samples that this worker has judged."""
@@ -37,6 +58,19 @@ class Tally:
     def by_all(self) -> Counts:
         """Of all workers that run the step, as far as known; zeros until the first owner is heard."""
         return self.own if self._by_all is None else self._by_all()
+
+    def recent(self) -> Counts:
+        """Of all workers, the last `RECENT` samples, or a few more: as many as were told of together. To be called
+        whenever samples have been judged, since it is then that it learns where they end."""
+        now, before = self.by_all(), self._before
+        if now.judged < before[-1].judged:
+            before.clear()  # An owner was restarted, and lacks what had died before.
+            before.append(Counts(now.judged, now.failed))
+        if now.judged > before[-1].judged:
+            before.append(now)
+        while len(before) > 1 and before[1].judged <= now.judged - RECENT:
+            before.popleft()
+        return Counts(now.judged - before[0].judged, now.failed - before[0].failed)
 
 
 class Tallies:

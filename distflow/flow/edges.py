@@ -78,6 +78,8 @@ class Edge:
     """call: which version of the model answers."""
     reader: Literal["", "engine", "forward"] = ""
     """weights: what takes them."""
+    compares: bool = False
+    """lease: training compares the samples of a group with each other, and can do nothing with fewer than two."""
 
 
 def dump_fields(run: RunConfig, steps: Sequence[StepNode]) -> tuple[str, ...]:

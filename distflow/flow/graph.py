@@ -10,7 +10,7 @@ from distflow.config.plugins import SUPPLIERS
 from distflow.config.schema import FlowConfig, StepConfig
 from distflow.errors import PluginError, Problem, Problems, did_you_mean, nearest
 from distflow.flow.chosen_function import ChosenFunction, chosen_function
-from distflow.flow.step import ROLLOUT, SEVERAL_UPDATES, named_fields, reads_of, writes_of
+from distflow.flow.step import MASK_TRUNCATED, ROLLOUT, SEVERAL_UPDATES, named_fields, reads_of, writes_of
 from distflow.flow.step_declaration import StepDeclaration, read_declaration
 from distflow.flow.step_settings import complaints, merged
 from distflow.types import prefixed, written
@@ -81,20 +81,22 @@ class StepNode:
 
     @property
     def drops(self) -> str:
-        """Whether it may drop samples, as far as its source and its settings tell: "", "declared" or "named"."""
-        keeps = "on_error" in self.settings and self.settings["on_error"] != "drop"
+        """Whether it may drop samples, or leave them out, as far as its source and its settings tell: "", "declared" or
+        "named"."""
+        keeps = self.settings.get("on_error") in ("zero", "stop")
         return "" if keeps or self.role != "score" else self.declaration.drops
 
 
-def read_steps(flow: FlowConfig, problems: Problems, *, several_updates: bool = False) -> list[StepNode]:
+def read_steps(
+    flow: FlowConfig, problems: Problems, *, several_updates: bool = False, out_of_loss: bool = False
+) -> list[StepNode]:
     """The steps in the order of the file; those that cannot be read are reported and left out.
 
-    `several_updates`: the samples of a training step are trained on in several optimizer steps.
+    `several_updates`: the samples of a training step are trained on in several optimizer steps; `out_of_loss`: tokens
+    of responses that were cut off are left out of them.
     """
-    found = (
-        read_step(name, config, f"flow.steps.{name}", problems, several_updates=several_updates)
-        for name, config in flow.steps.items()
-    )
+    holds = {"several_updates": several_updates, "out_of_loss": out_of_loss}
+    found = (read_step(name, config, f"flow.steps.{name}", problems, **holds) for name, config in flow.steps.items())
     nodes = [node for node in found if node is not None]
     return [replace(node, reads=(*node.reads, *_there(node, nodes))) for node in nodes]
 
@@ -106,9 +108,15 @@ def _there(node: StepNode, nodes: Sequence[StepNode]) -> Iterator[str]:
 
 
 def read_step(
-    name: str, config: StepConfig, key: str, problems: Problems, *, several_updates: bool = False
+    name: str,
+    config: StepConfig,
+    key: str,
+    problems: Problems,
+    *,
+    several_updates: bool = False,
+    out_of_loss: bool = False,
 ) -> StepNode | None:
-    """One step; problems are reported at `key`. `several_updates` as in `read_steps`."""
+    """One step; problems are reported at `key`. `several_updates`, `out_of_loss` as in `read_steps`."""
     try:
         declaration = read_declaration(config.call)
     except PluginError as error:
@@ -135,6 +143,8 @@ def read_step(
             problems.append(Problem(f"{declaration.file}:{declaration.line}", f"{key}.call", message))
         elif settings.get(setting):
             conditions.update(dict.fromkeys((f for f in fields if f not in spec.reads), setting))
+    if out_of_loss and spec.role == "train" and config.model is not None and "finish_reason" not in spec.reads:
+        conditions["finish_reason"] = MASK_TRUNCATED
     prefix = config.prefix or ""
     conditions = {prefixed(field, prefix): setting for field, setting in conditions.items()}
     return StepNode(
@@ -220,10 +230,7 @@ def _producers(steps: Sequence[StepNode], problems: Problems) -> dict[str, StepN
 
 def _report_missing(node: StepNode, field: str, steps: Sequence[StepNode], known: set[str], problems: Problems) -> None:
     setting = node.conditions.get(field)
-    if setting == SEVERAL_UPDATES:
-        why = " because batch.minibatches × batch.epochs is more than 1"
-    else:
-        why = "" if setting is None else f" because {setting} is {node.settings[setting]!r}"
+    why = "" if setting is None else f" because {_condition(node, setting)}"
     close, plain = nearest(field, known), field.removeprefix(f"{node.prefix}/")
     bare = field.partition("/")[2] or field
     elsewhere = [n for n in steps if {prefixed(plain, n.prefix), prefixed(bare, n.prefix)} & {*n.writes}]
@@ -240,10 +247,8 @@ def _report_missing(node: StepNode, field: str, steps: Sequence[StepNode], known
     message = f"reads the field {field!r}{why}, which no step of the flow writes"
     # The function reads it, and its call may be all that a recipe has changed of a shipped step.
     causes = [f"{key}.call", *problems.where.removed("flow.steps")]
-    if setting == SEVERAL_UPDATES:
-        causes += ["batch.minibatches", "batch.epochs"]
-    elif setting is not None:
-        causes.append(f"{key}.with.{setting}")
+    if setting is not None:
+        causes += _OF_BATCH.get(setting, (f"{key}.with.{setting}",))
     causes += [f"flow.steps.{other.name}.prefix" for other in (node, *elsewhere)]
     newest = problems.where.newest(causes)
     if node.prefix and newest in [f"flow.steps.{other.name}.prefix" for other in elsewhere]:
@@ -252,6 +257,20 @@ def _report_missing(node: StepNode, field: str, steps: Sequence[StepNode], known
     elif newest != causes[0]:
         key, message = newest, f"step {node.name!r} {message}"
     problems.add(key, message, hint, at=newest)
+
+
+_OF_BATCH: Mapping[str, tuple[str, ...]] = {
+    SEVERAL_UPDATES: ("batch.minibatches", "batch.epochs"),
+    MASK_TRUNCATED: (MASK_TRUNCATED,),
+}
+"""The keys behind conditions that no setting of the step states."""
+
+
+def _condition(node: StepNode, setting: str) -> str:
+    """Why a field is read, as a sentence."""
+    if setting == SEVERAL_UPDATES:
+        return "batch.minibatches × batch.epochs is more than 1"
+    return f"{MASK_TRUNCATED} is given" if setting == MASK_TRUNCATED else f"{setting} is {node.settings[setting]!r}"
 
 
 def _supplier(plain: str, node: StepNode) -> str:

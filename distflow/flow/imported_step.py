@@ -27,7 +27,9 @@ def check_step(function: object, plan: StepPlan) -> None:
         raise PluginError(f"step {plan.name!r}: {plan.call} lacks @step (is it wrapped by another decorator?)")
     spec: StepSpec = getattr(function, ATTRIBUTE)
     reads = reads_of(spec, plan.prefix)
-    conditional = {prefixed(field, plan.prefix) for fields in spec.reads_when.values() for field in fields}
+    trained = ["finish_reason"] if spec.role == "train" and plan.model is not None else []  # batch.mask_truncated
+    at_times = [*trained, *spec.reads_if_there, *(field for fields in spec.reads_when.values() for field in fields)]
+    conditional = {prefixed(field, plan.prefix) for field in at_times}
     named = named_fields(spec, plan.settings)
     filtered = prefixed(FILTERED, plan.prefix)
     # The planner leaves it out where nothing reads it.

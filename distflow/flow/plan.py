@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.data_schema import DataConfig
-from distflow.config.schema import Recipe, Schedule
+from distflow.config.schema import MaskTruncated, Recipe, Schedule
 from distflow.flow.edges import Edge, EdgeKind, End
 from distflow.flow.step import reserved_tokens, response_tokens
 from distflow.types import Role, Scope, WorkerName, prefixed
@@ -175,6 +175,8 @@ class BatchPlan:
     """E: passes over its samples."""
     target_kl: float | None = None
     critic_warmup: int = 0
+    mask_truncated: MaskTruncated | None = None
+    """What becomes of responses that were cut off; None: nothing."""
     schedule: Schedule = "fifo"
     """fifo under run.deterministic, too."""
 

@@ -79,6 +79,7 @@ def batch_plan(recipe: Recipe) -> BatchPlan:
         epochs=batch.epochs,
         target_kl=batch.target_kl,
         critic_warmup=batch.critic_warmup,
+        mask_truncated=batch.mask_truncated,
         schedule="fifo" if recipe.run.deterministic else recipe.layout.schedule,
     )
 
@@ -201,9 +202,9 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
     for node in structure.after_custody:
         if node.drops == "named":
             yield (
-                f"warning: step {node.name!r} names drop_reason and runs on pool {structure.sites[node.name]!r}: a "
-                f"reason that it writes there ends the run — add it to the `steps` of {structure.rollout.name!r} or of "
-                "a service if it drops samples"
+                f"warning: step {node.name!r} names drop_reason or left_out and runs on pool "
+                f"{structure.sites[node.name]!r}: a reason that it writes there ends the run — add it to the `steps` "
+                f"of {structure.rollout.name!r} or of a service if it drops samples, or leaves them out"
             )
     yield from import_warnings(recipe, structure.steps)
     yield from _untrained_samples(structure)

@@ -27,6 +27,8 @@ def unread_keys(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
     name, samples = plan.reads.name, plan.batch.samples_per_prompt
     if recipe.batch.samples_per_prompt not in (samples, BatchConfig.model_fields["samples_per_prompt"].default):
         yield "batch.samples_per_prompt", f"step {name!r} makes {samples} of each row of the data"
+    if recipe.batch.mask_truncated is not None:
+        yield "batch.mask_truncated", f"step {name!r} reads whole responses from the data, and none is cut off"
     given, default = recipe.layout, LayoutConfig.model_fields
     for key in ("max_staleness", "schedule", "refresh", "hedging", "partial_rollouts"):
         if getattr(given, key) != default[key].default:

@@ -17,6 +17,8 @@ ROLLOUT = "rollout_logprobs"
 """Log-probs over the whole vocabulary, of the engine that sampled."""
 FILTERED = "rollout_filtered_logprobs"
 """Log-probs of what top-k and top-p have left: generate steps write this field where something reads it."""
+MASK_TRUNCATED = "batch.mask_truncated"
+"""Condition, no setting either, by which steps that train a model read why each response ended."""
 GENERATED = (
     "uid",
     "group",
@@ -35,7 +37,7 @@ GENERATED = (
 """Fields that the runtime writes for every generate step."""
 READ = tuple(name for name in GENERATED if name not in (ROLLOUT, "policy_versions", LEFT_OUT))
 """Fields that it writes for every read step: no model has sampled these tokens, and none is left out."""
-GIVEN = ("uid", "group", "sample", "prompt_ids", "prompt_text", "task", LEFT_OUT)
+GIVEN = ("uid", "group", "sample", "prompt_ids", "prompt_text", "task")
 """Of these, what a generate step of a further model (`prefix`) gets from other steps."""
 SEQUENCES = (SEQUENCE, "sequence_prompt")
 """Fields that it writes too where an environment is declared: only then a sample can have several sequences."""
@@ -199,7 +201,8 @@ def reads_of(spec: StepSpec, prefix: str) -> tuple[str, ...]:
 
 def writes_of(spec: StepSpec, prefix: str) -> tuple[str, ...]:
     """The fields that a step always writes, by their names in the flow."""
-    given = GIVEN if prefix and spec.role == "generate" else ()
+    # Whether a sample is left out is one thing for all models, and a step of a further one seldom says so.
+    given = (*GIVEN, LEFT_OUT) if prefix and spec.role == "generate" else ()
     return tuple(prefixed(field, prefix) for field in spec.writes if field not in given)
 
 

@@ -12,7 +12,7 @@ from distflow.config.schema import HEADS
 from distflow.errors import PluginError, did_you_mean
 from distflow.flow.resolve import Source, find_source, not_a_generate_step
 from distflow.flow.step import ATTRIBUTE, ENVIRONMENT, SomeSteps, StepSpec, is_range, step
-from distflow.types import DROP_REASON, ROLES, SCOPES
+from distflow.types import DROP_REASON, LEFT_OUT, ROLES, SCOPES
 
 _KNOWN = (
     *("role", "reads", "writes", "scope", "reads_when", "plugins", "choices"),
@@ -73,7 +73,8 @@ class StepDeclaration:
     keeps_state: bool
     """Its own source uses `ctx.state`."""
     drops: Literal["", "declared", "named"]
-    """How `drop_reason` occurs: among the fields of its declaration, or in its own source."""
+    """How it may drop samples or leave them out: `drop_reason` is among the fields of its declaration, or its own
+    source names that, or writes `left_out`."""
     head: str | None
     """What its model has to give (`models.NAME.head`), as it declares or its own source tells; None: not known."""
 
@@ -109,8 +110,10 @@ def _head(node: ast.AST, ctx: str) -> str | None:
 
 
 def _drops(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Literal["", "declared", "named"]:
-    declared = any(_occurs(DROP_REASON, decorator) for decorator in node.decorator_list)
-    return "declared" if declared else "named" if _occurs(DROP_REASON, node) else ""
+    if any(_occurs(DROP_REASON, decorator) for decorator in node.decorator_list):
+        return "declared"
+    leaves_out = any(isinstance(part, ast.keyword) and part.arg == LEFT_OUT for part in ast.walk(node))
+    return "named" if leaves_out or _occurs(DROP_REASON, node) else ""
 
 
 def _occurs(name: str, node: ast.AST) -> bool:

@@ -103,7 +103,8 @@ def build_structure(
     is not known. `validated`: there is validation; without it, the pool that is for this alone is left out.
     """
     several_updates = batch is not None and batch.minibatches * batch.epochs > 1
-    steps = read_steps(flow, problems, several_updates=several_updates)
+    out_of_loss = batch is not None and batch.mask_truncated == "loss"
+    steps = read_steps(flow, problems, several_updates=several_updates, out_of_loss=out_of_loss)
     private = read_private_steps(layout, problems)
     _check_plugins(layout, problems)
     check_zero(layout, problems)

@@ -203,11 +203,13 @@ def _late_reads(node: StepNode, later: Sequence[StepNode]) -> Iterator[tuple[str
 
 
 def check_drop_reason(structure: Structure, problems: Problems) -> None:
-    """Refuse to drop samples anywhere but in score steps before custody: owners accept whatever arrives."""
+    """Refuse to drop samples, or to leave them out, anywhere but in score steps before custody: owners accept whatever
+    arrives."""
     for node in structure.after_custody:
         if node.drops == "declared":
+            what = "leave samples out" if node.settings.get("on_error") == "leave_out" else "drop samples"
             message = (
-                f"may drop samples and runs on pool {structure.sites[node.name]!r} after they have arrived there, when "
+                f"may {what} and runs on pool {structure.sites[node.name]!r} after they have arrived there, when "
                 "nothing replaces them any more"
             )
             hint = f"add {node.name} to the `steps` of {structure.rollout.name!r}, or of a service"

@@ -65,6 +65,7 @@ def _leases(structure: Structure, dumped: Sequence[str]) -> Iterator[Edge]:
                 fields=tuple(dict.fromkeys(fields)),
                 fills={field: value for field, value in private.items() if written(field, fields)},
                 steps=tuple(node.name for node in before),
+                compares=any(node.role == "train" and "group" in node.reads for node in structure.steps),
             )
 
 

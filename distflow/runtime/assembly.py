@@ -327,6 +327,7 @@ def build_contexts(
             samples_per_prompt=recipe.batch.samples_per_prompt,
             ledgers=recipe.batch.ledgers,
             tokens_per_microbatch=recipe.batch.tokens_per_microbatch,
+            masks_truncated=recipe.batch.mask_truncated == "loss",
             temperature=_temperature(sampled.get(step.prefix, of_policy)),
             metrics=PrefixedMetrics(metrics, step.prefix) if step.prefix else metrics,
             state=states.get(step.name, {}),
@@ -359,7 +360,8 @@ def build_trajectories(
     if plan.val is not None and model == plan.primary:
         limits["val"] = SampleLimits(plan.val.samples_per_prompt, plan.val.response_tokens)
     numbers = EngineNumbers(f"engine {setting.me.engine} on {setting.me.name}", metrics)
-    return Trajectories(step, limits, tokenizer, dtype, numbers)
+    out = recipe.batch.mask_truncated == "all"
+    return Trajectories(step, limits, tokenizer, dtype, numbers, leaves_out_truncated=out)
 
 
 def _model(recipe: Recipe, name: str) -> Mapping[str, object]:

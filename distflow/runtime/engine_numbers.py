@@ -18,7 +18,7 @@ from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.types import SampleOutput, Uid, Version
 
-BAD_LOGPROBS = "log-probs that are none"
+BAD_LOGPROBS = "unusable log-probs"
 """Why a group is dropped that has a sample with such ones."""
 ROUNDING = 1e-4
 """Nats by which an engine's arithmetic may exceed a probability of 1."""

@@ -185,7 +185,6 @@ class FurtherGenerating:
             whole = [(key, self._position[key]) for key in self._core.collect(done)]
         for key, position in whole:
             answer = self._written(self._samples.batch([position]))
-            self._samples.take_spoilt([position])
             with self._board.condition:
                 if self._rows.pop(key, None) is not None:
                     del self._position[key]
@@ -194,7 +193,8 @@ class FurtherGenerating:
 
     def _written(self, rows: Batch) -> Batch:
         """Of whole samples, what the step writes, by the names in the flow."""
-        return Batch({prefixed(name, self.plan.prefix): rows[name] for name in self.plan.as_it_sees().writes})
+        seen = self.plan.as_it_sees()
+        return Batch({prefixed(name, self.plan.prefix): rows[name] for name in (*seen.writes, *seen.may_write)})
 
 
 def build_further(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from distflow.data.batch import Batch, Column, Ragged
-from distflow.data.samples import PROMPT_TEXT
+from distflow.data.samples import PROMPT_TEXT, untrained_where_left_out
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import FILTERED, GENERATED, ROLLOUT, SEQUENCES
@@ -221,7 +221,7 @@ class Trajectory:
     fields: Mapping[str, float] = field(default_factory=dict)
     """What the step returned."""
     left_out: str = ""
-    """Why none of its tokens is to be trained on."""
+    """Why it is left out of training."""
 
     @property
     def tokens(self) -> int:
@@ -294,7 +294,7 @@ def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.d
             PROMPT_TEXT: Ragged.from_texts([origin.prompt_text for origin in origins]),
             "task": Ragged.from_texts([origin.task for origin in origins]),
             "response_ids": response_ids,
-            "response_mask": response_ids.like(_mask(rows, whose, response_ids)),
+            "response_mask": response_ids.like(_mask(rows, response_ids)),
             "response_text": Ragged.from_texts(_texts(rows, ids, tokenizer)),
             **{
                 field: Ragged.from_rows([_logprobs(row.segments, filtered=field == FILTERED) for row in rows], dtype)
@@ -303,11 +303,12 @@ def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.d
             },
             "policy_versions": _versions(rows),
             "finish_reason": torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in whose]),
-            LEFT_OUT: Ragged.from_texts([""] * len(whose)),
+            LEFT_OUT: Ragged.from_texts([sample.left_out for sample in whose]),
             **_further(whose),
         }
     )
-    return batch.with_columns(**_told_apart(rows, whose, tokenizer)) if several else batch
+    whole = batch.with_columns(**_told_apart(rows, whose, tokenizer)) if several else batch
+    return untrained_where_left_out(whole)
 
 
 def _told_apart(rows: Sequence[TokenSequence], whose: Sequence[Trajectory], tokenizer: Tokenizer) -> dict[str, Column]:
@@ -328,13 +329,12 @@ def _told_apart(rows: Sequence[TokenSequence], whose: Sequence[Trajectory], toke
     }
 
 
-def _mask(rows: Sequence[TokenSequence], whose: Sequence[Trajectory], response_ids: Ragged) -> torch.Tensor:
-    pairs = zip(rows, whose, strict=True)
-    segments = [(segment, not sample.left_out) for row, sample in pairs for segment in row.segments]
-    trained = torch.tensor([segment.trains and counts for segment, counts in segments], dtype=torch.bool)
+def _mask(rows: Sequence[TokenSequence], response_ids: Ragged) -> torch.Tensor:
+    segments = [segment for row in rows for segment in row.segments]
+    trained = torch.tensor([segment.trains for segment in segments], dtype=torch.bool)
     if trained.all():
         return torch.ones_like(response_ids.values, dtype=torch.bool)
-    return trained.repeat_interleave(torch.tensor([len(segment.token_ids) for segment, _ in segments]))
+    return trained.repeat_interleave(torch.tensor([len(segment.token_ids) for segment in segments]))
 
 
 def _texts(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:

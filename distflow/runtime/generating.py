@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from distflow.comm.membership import Lost
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
+from distflow.data.fields import with_fields
+from distflow.data.samples import by_sample, counts, left_out
 from distflow.errors import UserError
 from distflow.exchange.facts import BEGINS, OWNERS, TERM
 from distflow.exchange.lease_client import HolderCore
@@ -44,7 +47,7 @@ from distflow.runtime.protocols import Backend, Engine, Measured
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.steps import by_kind
 from distflow.runtime.trajectories import Trajectories
-from distflow.types import DROP_REASON, LeaseKind, Version, in_pool, lease_kind
+from distflow.types import DROP_REASON, LEFT_OUT, UNJUDGED, LeaseKind, Version, in_pool, lease_kind
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
 
@@ -124,9 +127,13 @@ class Generating:
             self._send(kind, groups if len(rows) == groups.rows else groups.select(rows))
 
     def _send(self, kind: LeaseKind, groups: Batch) -> None:
-        # Every prompt of validation counts.
-        spoilt = self._samples.take_spoilt(dict.fromkeys(groups.dense("group").tolist()))
-        dropped = spoilt | _dropped(groups) if kind == "train" else {}
+        if kind == "val":
+            # Every prompt of validation counts.
+            groups, dropped = _failed_are_left_out(groups), dict[int, str]()
+        else:
+            if out := int(left_out(by_sample(groups)).sum()):
+                self._metrics.add("rollout/left_out", out)
+            dropped = (_bereft(groups) if self._edge.compares else {}) | _dropped(groups)
         if dropped:
             self._metrics.add("group/dropped", len(dropped))
         with self._metrics.timed("timing_s/send"):
@@ -166,6 +173,24 @@ def _dropped(groups: Batch) -> dict[int, str]:
         return {}
     positions = groups.dense("group").tolist()
     return {position: reason for position, reason in zip(positions, groups.texts(DROP_REASON), strict=True) if reason}
+
+
+def _bereft(groups: Batch) -> dict[int, str]:
+    """Groups of which so many samples are left out that those that count have nothing to be compared with."""
+    samples, counted, out = by_sample(groups), counts(groups), left_out(by_sample(groups))
+    found, positions = {}, samples.dense("group").tolist()
+    for first, end in pairwise(samples.group_bounds()) if bool(out.any()) else ():
+        if end - first > 1 and bool(out[first:end].any()) and int(counted[first:end].sum()) < 2:
+            found[positions[first]] = f"{int(out[first:end].sum())} of {end - first} samples left out"
+    return found
+
+
+def _failed_are_left_out(groups: Batch) -> Batch:
+    """The groups with samples left out where a reward function failed, whatever it would drop in training."""
+    if DROP_REASON not in groups:
+        return groups
+    failed = [reason if reason.startswith(UNJUDGED) else "" for reason in groups.texts(DROP_REASON)]
+    return with_fields(groups, {LEFT_OUT: Ragged.from_texts(failed)})
 
 
 class Turns:

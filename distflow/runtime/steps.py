@@ -22,7 +22,7 @@ from distflow.data.batch import Batch, join, whole, with_same_parts
 from distflow.data.fields import changed, complaint, with_fields
 from distflow.data.prefixes import own_fields, with_own
 from distflow.data.randomness import generator
-from distflow.data.samples import last_rows, on_all_rows, untrained_where_left_out
+from distflow.data.samples import in_loss_again, last_rows, on_all_rows, out_of_loss, untrained_where_left_out
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.exchange.tally import Tally
 from distflow.flow.file_import import without_import
@@ -34,7 +34,18 @@ from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import A_TOKEN, DROP_REASON, SEQUENCE, VALIDATION, Episode, LeaseKind, Uid, lease_kind, written
+from distflow.types import (
+    A_TOKEN,
+    DROP_REASON,
+    LEFT_OUT,
+    SEQUENCE,
+    VALIDATION,
+    Episode,
+    LeaseKind,
+    Uid,
+    lease_kind,
+    written,
+)
 
 log = logger(__name__)
 
@@ -60,6 +71,8 @@ class StepContext:
     """Prompt positions are dealt to so many ledgers in turn."""
     tokens_per_microbatch: int = 0
     """Budget of padded tokens of one forward and backward; 0: no limit. It falls where the memory does not suffice."""
+    masks_truncated: bool = False
+    """`batch.mask_truncated` is loss: where a model is trained, no token of responses that were cut off is."""
     temperature: float = 1.0
     """Temperature at which the flow's generate step samples."""
     metrics: MetricStore = field(default_factory=MetricStore)
@@ -205,6 +218,9 @@ class StepRunner:
     def _call(self, name: str, batch: Batch) -> Batch:
         plan, context = self._plans[name], self._contexts[name]
         seen = own_fields(batch, plan.prefix)
+        masks = context.masks_truncated and plan.role == "train" and plan.model is not None
+        if masks:
+            seen = out_of_loss(seen)
         # What it writes belongs to the samples, unless it looks at their sequences itself.
         given = last_rows(seen) if plan.role == "score" and SEQUENCE not in plan.reads else seen
         with self._reported(plan, batch), context.metrics.timed(f"timing_s/{name}", plan.role):
@@ -212,7 +228,8 @@ class StepRunner:
         checked = self._checked(plan, given, result)
         if given is not seen:
             self._check_of_samples(plan, given, checked)
-        return untrained_where_left_out(with_own(batch, seen, on_all_rows(seen, given, checked), plan.prefix))
+        whole = with_own(batch, seen, on_all_rows(seen, given, checked), plan.prefix)
+        return untrained_where_left_out(in_loss_again(whole, batch) if masks else whole)
 
     def generate_step(self, name: str, of_validation: Mapping[str, Any] | None = None) -> GenerateStep:
         """A step of role generate. `of_validation`: its settings for prompts of validation."""
@@ -226,18 +243,20 @@ class StepRunner:
 
         return GenerateStep(plan, partial(_begin, function, context, settings), self._where(plan), failed)
 
-    def check_keeps(self, name: str, batch: Batch) -> None:
-        """Raises StepError if a row that the step returned has a `drop_reason`."""
-        plan, reasons = self._plans[name], batch.texts(DROP_REASON) if DROP_REASON in batch else []
-        rows = [row for row, reason in enumerate(reasons) if reason]
-        if not rows:
-            return
-        raise StepError(
-            f"step {name!r} ({plan.call}) on {self._worker} wrote {DROP_REASON} {reasons[rows[0]]!r} for {len(rows)} "
-            f"of {batch.rows} samples, {_some_uids(batch.select(rows))}: groups can be dropped before they are sent to "
-            f"the workers that train, and these have arrived — let the pool that generates run {name!r} (`roles`, "
-            "`steps` of layout.pools), or let it drop nothing (the shipped reward step: on_error zero or stop)"
-        )
+    def check_keeps(self, name: str, before: Batch, after: Batch) -> None:
+        """Raises StepError if the step gave a row a `drop_reason`, or a reason to be left out."""
+        for reason in (DROP_REASON, LEFT_OUT):
+            now = after.texts(reason) if reason in after else []
+            had = before.texts(reason) if reason in before else [""] * len(now)
+            rows = [row for row, text in enumerate(now) if text and not had[row]]
+            if rows:
+                raise StepError(
+                    f"{self._where(self._plans[name])} wrote {reason} {now[rows[0]]!r} for {len(rows)} of {after.rows} "
+                    f"samples, {_some_uids(after.select(rows))}: groups can be dropped, and samples left out, before "
+                    "they are sent to the workers that train, and these have arrived — let the pool that generates run "
+                    f"{name!r} (`roles`, `steps` of layout.pools), or let it drop nothing (the shipped reward step: "
+                    "on_error zero or stop)"
+                )
 
     @contextmanager
     def _reported(self, plan: StepPlan, batch: Batch | None) -> Iterator[None]:

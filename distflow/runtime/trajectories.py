@@ -60,6 +60,9 @@ from distflow.types import (
     lease_kind,
 )
 
+CUT_OFF = "cut off"
+"""Why samples are left out under `batch.mask_truncated: all`."""
+
 
 class SampleLimits(NamedTuple):
     """What there may be of a prompt's samples."""
@@ -72,7 +75,8 @@ class SampleLimits(NamedTuple):
 
 
 class Trajectories:
-    """All samples of one worker that are not yet part of a batch, on its main thread. `limits`: by kind of lease."""
+    """All samples of one worker that are not yet part of a batch, on its main thread. `limits`: by kind of lease;
+    `leaves_out_truncated`: samples for training that are cut off are left out (`batch.mask_truncated: all`)."""
 
     def __init__(
         self,
@@ -81,10 +85,13 @@ class Trajectories:
         tokenizer: Tokenizer,
         dtype: torch.dtype,
         numbers: EngineNumbers | None = None,
+        *,
+        leaves_out_truncated: bool = False,
     ) -> None:
         """`numbers`: judges what the engine gives."""
         self.step = step
         self._numbers = EngineNumbers("the engine", MetricStore()) if numbers is None else numbers
+        self._leaves_out_truncated = leaves_out_truncated
         self._limits = limits
         self._tokenizer = tokenizer
         self._dtype = dtype
@@ -94,7 +101,6 @@ class Trajectories:
         """Finished without the engine, since the last `take`."""
         self._later = 0
         """How many of the open ones have been answered at least once."""
-        self._spoilt: dict[int, str] = {}
         """Positions of groups with a sample whose log-probs cannot be used, each with a reason to drop it."""
 
     def begin(self, leases: Iterable[Lease]) -> list[SampleRequest]:
@@ -152,14 +158,9 @@ class Trajectories:
         return judged, wrong
 
     def leave_out(self, wrong: Mapping[SampleKey, str]) -> None:
-        """Train on no token of these samples, for this reason."""
-        for key, why in wrong.items():
-            self._open[key].left_out = why
-            self._spoilt[key[0]] = BAD_LOGPROBS
-
-    def take_spoilt(self, positions: Iterable[int]) -> dict[int, str]:
-        """Those of these groups that have a sample whose log-probs cannot be used, each with a reason to drop it."""
-        return {position: self._spoilt.pop(position) for position in positions if position in self._spoilt}
+        """Leave these samples out, whose log-probs cannot be used."""
+        for key in wrong:
+            self._open[key].left_out = BAD_LOGPROBS
 
     def take(self, outputs: Sequence[SampleOutput]) -> tuple[list[SampleRequest], list[SampleOutput]]:
         """Go on with the samples whose requests are answered; returns what to ask for next, and finished samples.
@@ -200,7 +201,6 @@ class Trajectories:
 
     def forget(self, positions: Collection[int]) -> None:
         """Drop these groups."""
-        self.take_spoilt(positions)
         for table in (self._open, self._finished):
             for key in [key for key in table if key[0] in positions]:
                 sample = table.pop(key)
@@ -263,6 +263,10 @@ class Trajectories:
                 "completion = await generate(episode.prompt_ids, SamplingParams(…))"
             )
         sample.fields = self._fields(value)
+        cut_off = sample.finish_reason == "length" and lease_kind(sample.key[0]) == "train"
+        # What trains nothing, such as the greedy sample that is a baseline, stays what it is.
+        if self._leaves_out_truncated and cut_off and any(segment.trains for segment in sample.written):
+            sample.left_out = sample.left_out or CUT_OFF
         self._later -= 1
         self._finished[sample.key] = self._open.pop(sample.key)
         self._whole.append(sample.recorded(None, sample.finish_reason))

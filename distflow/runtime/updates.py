@@ -136,6 +136,16 @@ class Updates:
         if not self._totals:
             self._totals = self._add_up(agree())
         denominator = self._totals.pop(model, 0.0)
+        if denominator <= 0 and self._batch.mask_truncated is not None:
+            log.warning(
+                "training step %d: %r is not updated, since every response was cut off (batch.mask_truncated: %s) — "
+                "raise max_new_tokens if this goes on",
+                self._step,
+                model,
+                self._batch.mask_truncated,
+            )
+            self._metrics.add(f"{self._trained[model]}/empty_updates", 1)
+            return
         if denominator <= 0:
             raise WorkerFailed(
                 f"training step {self._step}: nothing to train {model!r} on — no step accumulated a loss for it and "

@@ -25,7 +25,7 @@ from distflow.config.plugins import FIND_ANSWER
 from distflow.config.schema import RunConfig
 from distflow.data.batch import Batch
 from distflow.data.order import DATA_SOURCE, PromptOrder
-from distflow.data.samples import last_rows
+from distflow.data.samples import last_rows, left_out
 from distflow.errors import UserError
 from distflow.exchange.lease_lanes import Lanes
 from distflow.exchange.lease_settings import LeaseSettings
@@ -123,7 +123,7 @@ class Validation:
         self._taken: list[tuple[Batch, list[str]]] = []
         """Of the open round, for the dumps: groups, with the worker that generated each row."""
         self._lengths: list[int] = []
-        self._cut = self._newer = 0
+        self._cut = self._newer = self._failed = 0
         self._find_answer: Callable[[str], str] = resolve(FIND_ANSWER)
         settings = val_settings(setting, self._prompts)
         assert settings is not None, "there is a plan for it"
@@ -218,7 +218,9 @@ class Validation:
     def _grade(self, rows: Batch) -> None:
         """Note the samples of one group; of several sequences of a sample, the last one counts."""
         rows = last_rows(rows)
-        scores = rows.dense("score" if "score" in rows else "reward").tolist()
+        given, failed = rows.dense("score" if "score" in rows else "reward"), left_out(rows)
+        scores = given.masked_fill(failed, 0.0).tolist()
+        self._failed += int(failed.sum())
         answers = [self._find_answer(text) for text in rows.texts("response_text")]
         uid = Uid(*rows.dense("uid")[0].tolist())
         self._graded[uid.prompt] = Graded(scores, answers, self._sources[uid.prompt])
@@ -233,12 +235,21 @@ class Validation:
             "response_length/mean": fmean(lengths),
             "response_length/clip_ratio": self._cut / len(lengths),
             "newer_version_share": self._newer / len(lengths),
+            "failed": float(self._failed),
         }
         named = {f"{VAL}{name}": value for name, value in values.items()}
         note_scores(self.scores, self._judged, version, named)
         self._writer.write(version, self._term, named, measured=False)
         average = f"avg@{self._plan.samples_per_prompt}"
         log.info("validation after training step %d: %s %.4f", version, average, values[average])
+        if self._failed:
+            log.warning(
+                "%d of %d samples that validate version %d failed, and score 0: generation or their reward raised an "
+                "error",
+                self._failed,
+                len(lengths),
+                version,
+            )
         if self._newer:
             log.warning(
                 "%d of %d samples that validate version %d come from a later one: workers were lost or came too late",
@@ -248,7 +259,8 @@ class Validation:
             )
         if self._dumps is not None:
             self._dumps.write(version, self._term, self._taken)
-        self._taken, self._graded, self._lengths, self._cut, self._newer = [], {}, [], 0, 0
+        self._taken, self._graded, self._lengths = [], {}, []
+        self._cut = self._newer = self._failed = 0
 
     def _is_newer(self, spans: Tensor) -> bool:
         """Whether a sample, with these spans of versions, is not of the version that is measured alone."""

@@ -64,7 +64,7 @@ class Worker:
         """Run a step of the flow over a batch; raises StepError if it would drop groups that were received."""
         result = self._steps.call(step, batch)
         if self._receives:
-            self._steps.check_keeps(step, result)
+            self._steps.check_keeps(step, batch, result)
         if self._training is not None:
             self._training.note(batch, result)
         return result

@@ -38,6 +38,12 @@ def picky(sample):
     return float(sample.response == sample.prompt.rstrip("="))
 
 
+def moody(sample):
+    if sample.prompt.endswith("3=") or sample.response_ids[0] % 4 == 0:
+        raise ConnectionError("the judge is away")
+    return float(len(sample.response))
+
+
 def hangs_twice(sample):
     for number in range(2):
         try:
@@ -265,6 +271,30 @@ def test_samples_on_which_the_reward_fails_are_dropped_and_replaced(launch: Laun
     logs = "".join(log.read_text() for log in run.folder.glob("logs/rollout-*.log"))
     assert "ValueError: cannot judge" in logs
     assert run.leftovers() == []
+
+
+@pytest.mark.parametrize("layout", ["colocated", "services"])
+def test_samples_on_which_the_reward_fails_are_left_out_and_the_others_trained_on(
+    launch: Launch, recipe: Recipe, layout: str
+) -> None:
+    """Groups of which all fail are replaced."""
+    run = launch(recipe(reward("moody", on_error="leave_out", max_error_rate=1.0)), f"layout={layout}")
+    assert run.wait() == 0, run.output
+    lines = run.dumps()
+    assert len(lines) == STEPS * GROUPS * SAMPLES
+    assert all(not line["prompt"].endswith("3=") for line in lines)
+    out = [line for line in lines if "left_out" in line]
+    assert 0.1 < len(out) / len(lines) < 0.6
+    assert all(line["left_out"] == "reward error" and line["reward"] == 0 for line in out)
+    assert all((line["response_ids"][0] % 4 == 0) == ("left_out" in line) for line in lines)
+    assert total(run, "group/dropped") > 0
+    assert total(run, "rollout/left_out") == total(run, "reward/errors") >= len(out)
+    judged = [line["reward"] for line in lines if "left_out" not in line]
+    means = [line["critic/rewards/mean"] for line in run.metrics()]
+    weights = [line["critic/rewards/mean.weight"] for line in run.metrics()]
+    assert sum(weights) == len(judged)
+    found = sum(mean * weight for mean, weight in zip(means, weights, strict=True))
+    assert found == pytest.approx(sum(judged), rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["split", "services"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.exchange.facts import JUDGED_BY_ALL
-from distflow.exchange.tally import Tallies, Tally
+from distflow.exchange.tally import Counts, Tallies, Tally
 
 
 class Workers:
@@ -63,6 +63,29 @@ def test_all_workers_see_what_all_have_judged() -> None:
     workers.judge("trainer/1", 3, 1)
     workers.settle()
     assert workers.seen() == {(203, 10)}
+
+
+def test_the_newest_samples_of_all_workers_are_told_apart() -> None:
+    workers = Workers(2, 1)
+    tally = workers.all["reward/0"].of("reward")
+    for _ in range(20):
+        workers.judge("reward/0", 50, 0)
+        workers.judge("reward/1", 50, 10)
+        workers.settle()
+        tally.recent()
+    assert tally.by_all() == (2000, 200)
+    assert tally.recent() == (1000, 100)
+    for _ in range(10):
+        workers.judge("reward/0", 100, 0)
+        workers.settle()
+        tally.recent()
+    assert tally.recent() == (1000, 0)
+
+
+def test_an_owner_that_was_restarted_counts_anew() -> None:
+    counts = [Counts(5000, 40), Counts(5100, 45), Counts(200, 10), Counts(300, 10)]
+    tally = Tally(lambda: counts.pop(0))
+    assert [tally.recent() for _ in range(4)] == [(5000, 40), (5100, 45), (0, 0), (100, 0)]
 
 
 def test_steps_are_counted_apart() -> None:

@@ -170,7 +170,7 @@ def test_a_step_that_may_drop_samples_that_have_arrived_is_told(folder) -> None:
     folder.step(DROPS)
     step = "flow.steps.named.call=./steps.py:named"
     (warning,) = plan_recipe(folder.recipe, [step, "layout.pools.trainer.steps=[named]"])[1].warnings
-    assert warning.startswith("warning: step 'named' names drop_reason and runs on pool 'trainer': a reason that")
+    assert warning.startswith("warning: step 'named' names drop_reason or left_out and runs on pool 'trainer': a")
     assert plan_recipe(folder.recipe, [step])[1].warnings == ()
 
 
@@ -179,12 +179,14 @@ def test_the_shipped_rewards_on_the_training_pool(refused: Refused) -> None:
     there = "layout.pools.trainer.steps=[reward]"
     with pytest.raises(RecipeError, match=r"flow\.steps\.reward — may drop samples .* or set on_error to zero or stop"):
         plan_recipe("quickstart", [there])
+    with pytest.raises(RecipeError, match=r"reward — may leave samples out .* or set on_error to zero or stop"):
+        plan_recipe("quickstart", [there, "flow.steps.reward.with.on_error=leave_out"])
     plan_recipe("quickstart", [there, "flow.steps.reward.with.on_error=stop"])
 
 
 def test_what_a_step_may_write_is_part_of_the_plan() -> None:
     steps = {step.name: step for step in plan_recipe("quickstart", ["run.dump_fields=[rewards/part]"])[1].steps}
-    assert steps["reward"].may_write == ("rewards/*", "drop_reason")
+    assert steps["reward"].may_write == ("rewards/*", "drop_reason", "left_out")
 
 
 def test_on_one_worker_such_a_step_runs_behind_the_crossing(folder) -> None:
@@ -219,7 +221,7 @@ OR_FUNCTION = ", or a function as module:name or ./file.py:name"
         ),
         (
             [REWARD, "flow.steps.reward.with.on_error=a.b:c"],
-            "flow.steps.reward.with.on_error — there is no 'a.b:c' — allowed: drop, stop, zero",
+            "flow.steps.reward.with.on_error — there is no 'a.b:c' — allowed: drop, leave_out, stop, zero",
         ),
         (
             [UPDATE, "flow.steps.update.with.loss=poo"],
@@ -360,7 +362,7 @@ def test_an_advantage_reads_what_its_function_takes(folder, refused: Refused) ->
     assert "reads the field 'baseline' because function is 'remax'" in text
     _, plan = plan_recipe("quickstart", ["flow.steps.advantage.with.function=./mine.py:scaled"])
     advantage = next(step for step in plan.steps if step.name == "advantage")
-    assert set(advantage.reads) == {"response_ids", "reward"}
+    assert set(advantage.reads) == {"response_ids", "response_mask", "left_out", "reward"}
     assert advantage.settings["scale"] == 2.0
 
 

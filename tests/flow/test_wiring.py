@@ -71,7 +71,7 @@ def test_a_score_step_elsewhere_is_asked_for_before_the_samples_are_sent(folder:
         "judge",
         ("reward",),
         ("uid", "sample", "response_ids"),
-        ("reward", "rewards/*", "drop_reason"),
+        ("reward", "rewards/*", "drop_reason", "left_out"),
         "before custody",
         "",
     )

@@ -200,6 +200,52 @@ def test_zero_is_counted_too(plugins: str) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [None, 60.0])
+def test_failures_may_be_left_out(plugins: str, timeout_s: float | None) -> None:
+    ctx = _ctx()
+    batch = verify(_batch("good", "bad"), ctx, function=f"{plugins}:picky", on_error="leave_out", timeout_s=timeout_s)
+    assert batch.texts("left_out") == ["", "reward error"]
+    assert batch.dense("reward").tolist() == [1, 0]
+    assert "drop_reason" not in batch
+    assert ctx.metrics.drain()["reward/errors"] == 1
+
+
+def test_what_is_left_out_already_is_not_judged(plugins: str) -> None:
+    ctx = _ctx()
+    given = _batch("bad", "good", "bad", "good").with_columns(left_out=Ragged.from_texts(["away", "", "away", ""]))
+    batch = verify(given, ctx, function=f"{plugins}:picky", on_error="stop")
+    assert batch.dense("reward").tolist() == [0, 1, 0, 1]
+    metrics = ctx.metrics.drain()
+    assert (metrics["reward/samples"], metrics["reward/errors"]) == (2, 0)
+
+
+@pytest.mark.parametrize(("on_error", "allowed", "too_many"), [("drop", 5, 6), ("zero", 5, 6), ("leave_out", 25, 26)])
+def test_the_share_of_failures_that_ends_a_run(plugins: str, on_error: str, allowed: int, too_many: int) -> None:
+    """By default; with leave_out the others of a group teach as before."""
+    function = f"{plugins}:picky"
+    verify(_batch(*["good"] * (100 - allowed), *["bad"] * allowed), _ctx(), function=function, on_error=on_error)
+    many = _batch(*["good"] * (100 - too_many), *["bad"] * too_many)
+    with pytest.raises(StepError, match=rf"{too_many} of 100 samples failed, more than max_error_rate=0\.\d+ allows"):
+        verify(many, _ctx(), function=function, on_error=on_error)
+
+
+def test_failures_are_judged_by_the_last_thousand_samples(plugins: str) -> None:
+    """One in a hundred of the whole run, and more than one in twenty of late; and the other way round."""
+    ctx, function = _ctx(), f"{plugins}:picky"
+    for _ in range(60):
+        verify(_batch(*["good"] * 100), ctx, function=function)
+    late = _batch(*["good"] * 90, *["bad"] * 10)
+    for _ in range(5):
+        verify(late, ctx, function=function)
+    with pytest.raises(StepError, match="[56][0-9] of 1[01][0-9][0-9] samples failed, more than max_error_rate=0.05"):
+        verify(late, ctx, function=function)
+    healed = _ctx()
+    verify(_batch(*["good"] * 90, *["bad"] * 10), healed, function=function, max_error_rate=0.1)
+    for _ in range(11):
+        verify(_batch(*["good"] * 100), healed, function=function)
+    verify(_batch(*["good"] * 60, *["bad"] * 40), healed, function=function)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
 def test_stop_shows_the_users_frames_first(plugins: str, timeout_s: float | None) -> None:
     with pytest.raises(StepError) as caught:
         verify(_batch("good", "bad"), _ctx(), function=f"{plugins}:picky", on_error="stop", timeout_s=timeout_s)
@@ -340,7 +386,7 @@ def test_a_plugin_that_ends_its_process_at_import(tmp_path: Path) -> None:
             {"function": "exact"},
             "function='exact': expected digits_copied, exact_match, format, .*reasoning_gym, regex, or module",
         ),
-        ({"on_error": "ignore"}, "on_error='ignore': expected one of drop, zero, stop"),
+        ({"on_error": "ignore"}, "on_error='ignore': expected one of drop, leave_out, zero, stop"),
         ({"timeout_s": 0.0}, "timeout_s=0.0: expected seconds > 0, or null"),
         ({"timeout_s": 1.0, "processes": 0}, "processes=0: expected at least 1"),
     ],

@@ -114,5 +114,4 @@ def test_a_sample_that_is_left_out_is_not_trained_on_and_its_group_is_named() ->
     batch = samples.batch([12])
     assert [bool(row.any()) for row in batch.ragged("response_mask").rows()] == [False, True]
     assert bool(batch.ragged("rollout_logprobs").values.isfinite().all())
-    assert samples.take_spoilt([11, 12]) == {12: "log-probs that are none"}
-    assert samples.take_spoilt([12]) == {}
+    assert batch.texts("left_out") == ["unusable log-probs", ""]

@@ -2,17 +2,19 @@
 
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Column, Ragged
 from distflow.errors import StepError
 from distflow.flow.edges import Edge
 from distflow.runtime.generating import Generating
 from distflow.runtime.trace_writer import UNTRACED
+from distflow.types import VALIDATION
 
 
 class Recorder:
@@ -33,16 +35,23 @@ class Recorder:
     def accept(self, positions: list[int]) -> None:
         self.accepted += positions
 
+    def add(self, name: str, value: float) -> None: ...
+
     def timed(self, name: str) -> Any:
         return nullcontext()
 
 
-def send(edge: Edge, **columns: torch.Tensor) -> Batch:
+def sent_by(edge: Edge, **columns: Column) -> tuple[Batch, dict[int, str]]:
     recorder: Any = Recorder()
     nothing: Any = None
     loop: Any = SimpleNamespace(sent=recorder.accept)
-    Generating(loop, {"train": recorder}, nothing, nothing, recorder, edge, recorder, nothing).send(Batch(columns))
-    return recorder.sent[0][0]
+    channels = {"train": recorder, "val": recorder}
+    Generating(loop, channels, nothing, nothing, recorder, edge, recorder, nothing).send(Batch(columns))
+    return recorder.sent[0]
+
+
+def send(edge: Edge, **columns: Column) -> Batch:
+    return sent_by(edge, **columns)[0]
 
 
 def edge(*fields: str, **fills: float) -> Edge:
@@ -63,6 +72,26 @@ def test_a_worker_without_the_step_sends_its_fill_value(field: str) -> None:
 def test_a_worker_with_the_step_sends_what_it_wrote() -> None:
     sent = send(edge("group", "rewards/*", rewards__novelty=0.5), group=GROUP, **{"rewards/novelty": GROUP.float()})
     assert sent.dense("rewards/novelty").tolist() == [3.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_group_with_fewer_than_two_samples_left_is_replaced_where_they_are_compared(compares: bool) -> None:
+    """In group 3 one is left, and in group 4 two; the only sample of group 5 has nothing to be compared with."""
+    out = Ragged.from_texts(["reward error", "", "away", "", "", "reward timeout"])
+    masks = Ragged.from_rows([[not text] for text in out.texts()], torch.bool)
+    given = replace(edge("group", "left_out"), compares=compares)
+    columns = {"group": torch.tensor([3, 3, 4, 4, 4, 5]), "left_out": out, "response_mask": masks}
+    sent, dropped = sent_by(given, **columns)
+    assert dropped == ({3: "1 of 2 samples left out"} if compares else {})
+    assert sent.texts("left_out") == out.texts()
+
+
+def test_samples_of_validation_whose_reward_failed_are_told() -> None:
+    reasons = Ragged.from_texts(["reward error", "equal rewards", ""])
+    columns = {"group": GROUP + VALIDATION, "left_out": Ragged.from_texts([""] * 3), "drop_reason": reasons}
+    sent, dropped = sent_by(edge("group", "left_out"), **columns)
+    assert dropped == {}
+    assert sent.texts("left_out") == ["reward error", "", ""]
 
 
 def test_a_field_that_the_script_forgot_is_named() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,17 @@ from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.trajectories import SampleLimits, Trajectories
 from distflow.testing.engine_harness import run_until_done
 from distflow.testing.fakes import SHAPES, FakeEngine
-from distflow.types import BegunSample, SampleOutput, SampleRequest, Span, Uid, Version
+from distflow.types import (
+    FINISH_REASONS,
+    VALIDATION,
+    BegunSample,
+    LeaseKind,
+    SampleOutput,
+    SampleRequest,
+    Span,
+    Uid,
+    Version,
+)
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer
 
 SOURCE = """
@@ -98,6 +108,13 @@ async def untyped(episode, generate, ctx):
 
 
 @step(role="generate", reads=[], writes=[])
+async def greedy(episode, generate, ctx):
+    stops = tuple(range(12)) if episode.sample == 1 else ()
+    params = SamplingParams(max_new_tokens=2, stop_token_ids=stops)
+    await generate(episode.prompt_ids, params, train=episode.sample != 2)
+
+
+@step(role="generate", reads=[], writes=[])
 async def leaving(episode, generate, ctx):
     await generate(episode.prompt_ids, SamplingParams(max_new_tokens=2))
     raise SystemExit(0)
@@ -120,6 +137,7 @@ def trajectories(
     *,
     environment: Sequence[str] | None = ENVIRONMENT,
     samples: int = 2,
+    leaves_out_truncated: bool = False,
     **settings: Any,
 ) -> Trajectories:
     (folder / "mine.py").write_text(SOURCE)
@@ -129,7 +147,9 @@ def trajectories(
     plan = StepPlan("sample", f"{folder}/mine.py:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    return Trajectories(step, {"train": SampleLimits(samples, MOST)}, TOKENIZER, torch.float32)
+    limits: Mapping[LeaseKind, SampleLimits] = dict.fromkeys(("train", "val"), SampleLimits(samples, MOST))
+    made = (step, limits, TOKENIZER, torch.float32)
+    return Trajectories(*made, leaves_out_truncated=leaves_out_truncated)
 
 
 def lease(position: int = 5, begun: tuple[BegunSample, ...] = ()) -> Lease:
@@ -168,6 +188,18 @@ def whole(folder: Path, name: str = "talk", **settings: Any) -> tuple[Batch, lis
     samples = trajectories(folder, name, **settings)
     finished = drive(samples, engine(), samples.begin([lease()]))
     return samples.batch([5]), sorted(finished, key=lambda out: out.sample)
+
+
+@pytest.mark.parametrize("position, out", [(5, "cut off"), (VALIDATION, "")])
+def test_samples_that_are_cut_off_are_left_out_of_training(tmp_path: Path, position: int, out: str) -> None:
+    """Those that train nothing are baselines: they stay, cut off or not; and so do all of validation."""
+    samples = trajectories(tmp_path, "greedy", environment=None, samples=3, leaves_out_truncated=True)
+    drive(samples, engine(), samples.begin([lease(position)]))
+    batch = samples.batch([position])
+    assert [FINISH_REASONS[reason] for reason in batch.dense("finish_reason")] == ["length", "stop", "length"]
+    assert batch.texts("left_out") == [out, "", ""]
+    masks = [sorted(set(row.tolist())) for row in batch.ragged("response_mask").rows()]
+    assert masks == [[not out], [True], [False]]
 
 
 def test_an_environments_tokens_are_a_part_of_the_response_that_is_not_trained_on(tmp_path: Path) -> None:
