@@ -5,6 +5,7 @@ Shapes: B samples, T response tokens of the longest.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from distflow.algorithms import advantages
@@ -57,17 +58,24 @@ def gae(batch: Batch, ctx: StepContext, *, gamma: float = 1.0, lam: float = 1.0)
 
 @step(
     role="train",
-    reads=["token_advantage", "response_ids", "response_mask"],
+    reads=["token_advantage", "token_rewards", "response_ids", "response_mask"],
     writes=["advantage"],
     scope="batch",
 )
 def whiten(batch: Batch, ctx: StepContext) -> Batch:
-    """Write `advantage`: `token_advantage` whitened over all tokens of the training step, on all training replicas."""
-    responses = batch.ragged("response_ids")
-    x_BT, mask_BT = batch.padded("token_advantage"), batch.padded("response_mask")
-    sums = ctx.all_reduce(advantages.token_sums(x_BT, mask_BT))
-    found_BT = advantages.whiten(x_BT, mask_BT, moments=advantages.Moments.of_sums(*sums.tolist()))
-    return batch.with_columns(advantage=responses.like(found_BT[responses.mask()]))
+    """Write `advantage`: `token_advantage` whitened over all tokens of the training step, on all training replicas.
+
+    The critic's error is not whitened as if rewards told of it: see `distflow.algorithms.advantages.least_by_rewards`.
+    """
+    responses, samples = batch.ragged("response_ids"), by_sample(batch)
+    mask_BT, rewards_BT = samples.padded("response_mask"), samples.padded("token_rewards")
+    x_BT = samples.padded("token_advantage")
+    totals_BT = (rewards_BT.double() * mask_BT).sum(1, keepdim=True).expand_as(x_BT)
+    sums = torch.cat([advantages.token_sums(x_BT, mask_BT), advantages.token_sums(totals_BT, mask_BT)])
+    found, told = map(advantages.Moments.of_sums, *ctx.all_reduce(sums).view(2, 3).t().tolist())
+    least = advantages.least_by_rewards(found, told)
+    found_BT = advantages.whiten(x_BT, mask_BT, moments=found, least=least)
+    return batch.with_columns(advantage=responses.like(found_BT[samples.ragged("response_ids").mask()]))
 
 
 @step(

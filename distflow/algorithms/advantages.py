@@ -3,10 +3,15 @@
 Shapes: B samples, T response tokens; the mask is True on the tokens trained on. Everything is computed in float64 and
 returned in the rewards' dtype, and relative to one reward of each group, so that a group of equal rewards gives exactly
 0 and not rounding noise divided by a tiny deviation.
+
+No deviation is divided by that is below `LEAST_SPREAD` times the size of the rewards: rewards that differ by less are
+equal but for rounding, and dividing by what tells them apart would train on that with full weight. Above this floor the
+formulas are exact.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +22,9 @@ from distflow.errors import UserError
 
 NORMALIZE = ("group_std", "batch_std", "none")
 _SMALLEST_VARIANCE = 1e-8
+LEAST_SPREAD = 1e-4
+"""Of deviations, relative to the root mean square of the rewards. TRL's GRPOTrainer adds as much to every deviation, of
+rewards of about 1."""
 
 
 class Moments(NamedTuple):
@@ -25,6 +33,11 @@ class Moments(NamedTuple):
     tokens: float
     mean: float
     variance: float
+
+    @property
+    def least(self) -> float:
+        """The deviation below which the values are equal but for rounding, by their root mean square."""
+        return LEAST_SPREAD * math.hypot(self.mean, math.sqrt(self.variance))
 
     @classmethod
     def of_sums(cls, tokens: float, total: float, squares: float) -> Moments:
@@ -43,8 +56,9 @@ def grpo(rewards_B: Tensor, group_B: Tensor, *, normalize: str = "group_std", ep
     """Group-relative advantage (R − mean of the group) / (std + eps), arXiv 2402.03300.
 
     `rewards_B` [B] float, `group_B` [B] int: rows with the same number form a group. `normalize`: divide by the
-    (unbiased) standard deviation of the group, of all given rows, or not at all. A group of one gets A = R. Returns
-    [B]. Raises UserError for another `normalize`.
+    (unbiased) standard deviation of the group, of all given rows, or not at all; the least that is divided by is
+    `LEAST_SPREAD` times the root mean square of the rewards there. A group of one gets A = R. Returns [B]. Raises
+    UserError for another `normalize`.
     """
     if normalize not in NORMALIZE:
         raise UserError(f"normalize={normalize!r}: expected one of {', '.join(NORMALIZE)}")
@@ -55,9 +69,10 @@ def grpo(rewards_B: Tensor, group_B: Tensor, *, normalize: str = "group_std", ep
     scaled = centred
     if normalize == "group_std":
         variance = _segment_sum(centred.square(), segment, counts) / (counts - 1).clamp(min=1)
-        scaled = centred / (variance.sqrt() + eps)[segment]
+        size = (_segment_sum(rewards.square(), segment, counts) / counts).sqrt()
+        scaled = centred / (torch.maximum(variance.sqrt(), LEAST_SPREAD * size) + eps)[segment]
     elif normalize == "batch_std" and len(rewards) > 1:
-        scaled = centred / (rewards.std() + eps)
+        scaled = centred / (torch.maximum(rewards.std(), LEAST_SPREAD * rewards.square().mean().sqrt()) + eps)
     return torch.where(counts[segment] == 1, rewards, scaled).to(rewards_B.dtype)
 
 
@@ -98,7 +113,8 @@ def reinforce_plus_plus(
     `moments`: see `whiten`.
     """
     returns_BT = _discounted(token_rewards_BT.double(), mask_BT, gamma)
-    return whiten(returns_BT, mask_BT, moments=moments).to(token_rewards_BT.dtype)
+    found = _found(returns_BT, mask_BT, moments)
+    return whiten(returns_BT, mask_BT, moments=found, least=found.least).to(token_rewards_BT.dtype)
 
 
 def reinforce_plus_plus_baseline(
@@ -106,9 +122,12 @@ def reinforce_plus_plus_baseline(
 ) -> Tensor:
     """R − mean of the group, whitened over all tokens, arXiv 2501.03262. Returns [B, T]; `moments`: see `whiten`."""
     segment, counts = _segments(group_B)
-    offset = _offsets(rewards_B.double(), segment, counts)
+    rewards = rewards_B.double()
+    offset = _offsets(rewards, segment, counts)
     centred = offset - (_segment_sum(offset, segment, counts) / counts)[segment]
-    return whiten(centred[:, None] * mask_BT, mask_BT, moments=moments).to(rewards_B.dtype)
+    # Means of groups are about 0, so the size of what was rounded is told by the rewards.
+    least = 0.0 if isinstance(moments, tuple) else _found(rewards[:, None] * mask_BT, mask_BT, moments).least
+    return whiten(centred[:, None] * mask_BT, mask_BT, moments=moments, least=least).to(rewards_B.dtype)
 
 
 def gae(
@@ -146,17 +165,33 @@ def gae(
     return advantages_BT.to(values_BT.dtype), returns_BT.to(values_BT.dtype)
 
 
-def whiten(x_BT: Tensor, mask_BT: Tensor, *, moments: Moments | MomentsOf | None = None) -> Tensor:
+def whiten(x_BT: Tensor, mask_BT: Tensor, *, moments: Moments | MomentsOf | None = None, least: float = 0.0) -> Tensor:
     """(x − mean) / √(variance + 1e-8) under the mask, 0 elsewhere; with fewer than two tokens all 0. Returns [B, T].
 
-    `moments`: of other rows too, or a function that finds them; by default those of the given rows.
+    `moments`: of other rows too, or a function that finds them; by default those of the given rows. `least`: the least
+    that is divided by; infinite where x holds nothing but noise, which gives 0.
     """
-    find = moments if callable(moments) else _moments
-    tokens, mean, variance = moments if isinstance(moments, tuple) else find(x_BT, mask_BT)
+    tokens, mean, variance = _found(x_BT, mask_BT, moments)
     if tokens < 2:
         return torch.zeros_like(x_BT)
-    scaled_BT = (x_BT.double() - mean) / (variance + _SMALLEST_VARIANCE) ** 0.5
+    scaled_BT = (x_BT.double() - mean) / max((variance + _SMALLEST_VARIANCE) ** 0.5, least)
     return torch.where(mask_BT.bool(), scaled_BT, 0.0).to(x_BT.dtype)
+
+
+def least_by_rewards(advantages: Moments, rewards: Moments) -> float:
+    """The least that advantages of a critic are divided by when they are whitened; both moments over the same tokens,
+    `rewards` of what each token's sample was rewarded in all.
+
+    A − mean has the rewards' deviation σ_R, less what the critic explains, plus its own error. While that exceeds σ_R
+    clearly (σ_A > 2 σ_R), what would be whitened is the error: dividing by σ_A² / (2 σ_R) keeps the rewards' share of
+    it. Where all rewards are equal, nothing can be learned from A, whatever the critic says, and the result is
+    infinite. Without this floor a solved task is unlearned: an error of 0.5% of the value is trained on as if it was
+    the reward.
+    """
+    spread, told = advantages.variance**0.5, rewards.variance**0.5
+    if told <= rewards.least:
+        return math.inf
+    return max(spread * spread / (2 * told) if spread > 2 * told else 0.0, rewards.least)
 
 
 def token_sums(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -191,6 +226,12 @@ def _offsets(rewards: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
 
 def _segment_sum(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     return values.new_zeros(counts.shape).index_add(0, segment, values)
+
+
+def _found(x_BT: Tensor, mask_BT: Tensor, moments: Moments | MomentsOf | None) -> Moments:
+    if isinstance(moments, tuple):
+        return moments
+    return (moments or _moments)(x_BT, mask_BT)
 
 
 def _moments(x_BT: Tensor, mask_BT: Tensor) -> Moments:

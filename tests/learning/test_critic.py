@@ -109,7 +109,7 @@ def test_advantages_and_returns_are_spread_over_the_response() -> None:
 
 def test_two_replicas_whiten_as_one() -> None:
     given = batch()
-    given = given.with_columns(token_advantage=given.ragged("values"))
+    given = token_rewards(given.with_columns(token_advantage=given.ragged("values")), ctx())
     whole = whiten(given, ctx()).ragged("advantage").values
     here: list[Tensor | None] = [None, None]
     all_here = Barrier(2)
@@ -129,6 +129,14 @@ def test_two_replicas_whiten_as_one() -> None:
     mask = given.ragged("response_mask").values
     assert float(whole[mask].mean()) == pytest.approx(0, abs=1e-12)
     assert float(whole[mask].var()) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("reward", [1.0, 0.0, -7.5])
+def test_where_all_rewards_are_equal_nothing_is_learned_from_a_critics_error(reward: float) -> None:
+    given = batch().with_columns(reward=torch.full((ROWS,), reward))
+    errors = given.ragged("values").like(0.005 * given.ragged("values").values)
+    given = token_rewards(given.with_columns(token_advantage=errors), ctx())
+    assert not whiten(given, ctx()).ragged("advantage").values.any()
 
 
 @pytest.mark.parametrize("tokens", [0, 12, 1])
