@@ -109,7 +109,9 @@ def test_advantages_and_returns_are_spread_over_the_response() -> None:
 
 def test_two_replicas_whiten_as_one() -> None:
     given = batch()
-    given = token_rewards(given.with_columns(token_advantage=given.ragged("values")), ctx())
+    # Rewards that tell as much as the advantages: no floor (below).
+    given = given.with_columns(token_advantage=given.ragged("values"), reward=5 * given.dense("reward"))
+    given = token_rewards(given, ctx())
     whole = whiten(given, ctx()).ragged("advantage").values
     here: list[Tensor | None] = [None, None]
     all_here = Barrier(2)
