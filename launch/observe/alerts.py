@@ -22,10 +22,15 @@ from distflow.runtime.disk import DROPPED, REFUSED
 
 FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
 """Counters of the workers, and what the reward function did."""
-SKIPPED, BAD_LOGPROBS, HALVED, LEFT_OUT = "skipped_updates", "engine/bad_logprobs", "halved_microbatches", "left_out/"
+SKIPPED, BAD_LOGPROBS, HALVED, LEFT_OUT = (
+    "skipped_updates",
+    "engine/bad_logprobs",
+    "halved_microbatches",
+    "rollout/left_out",
+)
 TROUBLES = {
-    SKIPPED: "updates were skipped, since their gradients were no numbers",
-    BAD_LOGPROBS: "samples came from an engine with log-probs that are none",
+    SKIPPED: "updates were skipped, since their gradients were not finite",
+    BAD_LOGPROBS: "samples came from an engine with log-probs that cannot be used",
     HALVED: "micro-batches were halved, since the memory of a GPU did not hold them",
     LEFT_OUT: "samples were left out, and trained nothing",
 }

@@ -33,8 +33,8 @@ def test_one_of_two_trainers_has_a_nan_and_both_skip_the_update(launch: Launch) 
     assert re.search(r"uids \(epoch, prompt, position\) [^\n]*, 9\)", logs)
 
 
-def test_one_mini_batch_of_several_is_skipped_and_one_group_replaced(launch: Launch) -> None:
-    """The groups of the other are trained on; and without another engine a group is dropped for a bad log-prob."""
+def test_one_mini_batch_of_several_is_skipped_and_one_sample_left_out(launch: Launch) -> None:
+    """The groups of the other are trained on; and without another engine a sample with bad log-probs is left out."""
     settings = ("layout=colocated", "batch.minibatches=2", "batch.ledgers=4", "run.training_steps=3")
     run = launch("quickstart", *SMALL, *settings, LOSS, f"layout.pools.worker.engine={PLUGINS}:Once")
     assert run.wait() == 0, run.output
@@ -45,7 +45,7 @@ def test_one_mini_batch_of_several_is_skipped_and_one_group_replaced(launch: Lau
     assert sum(line.get("actor/skipped_updates", 0) for line in metrics) == 1
     assert all(line["actor/grad_norm"] > 0 for line in metrics)
     assert sum(line.get("engine/bad_logprobs", 0) for line in metrics) == 1
-    assert sum(line.get("group/dropped", 0) for line in metrics) == 1
+    assert sum(line.get("rollout/left_out", 0) for line in metrics) == 1
 
 
 def test_a_critic_that_learns_nothing_ends_the_run_of_both_homes(launch: Launch) -> None:

@@ -85,16 +85,16 @@ def test_status_tells_what_a_run_went_on_after():
     """Of any model, over all training steps, by the metrics that count it."""
     steps = [
         {"step": 1, "actor/loss": 0.1, "actor/grad_norm": 1.0, "actor/skipped_updates": 0.0},
-        {"step": 2, "actor/skipped_updates": 1.0, "solver/skipped_updates": 2.0, "left_out/reward error": 3.0},
-        {"step": 3, "actor/skipped_updates": 4.0, "perf/halved_microbatches": 1.0, "left_out/too long": 2.0},
-        {"step": 4, "engine/bad_logprobs": 5.0, "left_out/reward error": 1.0, "actor/steps": 9.0},
+        {"step": 2, "actor/skipped_updates": 1.0, "solver/skipped_updates": 2.0, "rollout/left_out": 3.0},
+        {"step": 3, "actor/skipped_updates": 4.0, "perf/halved_microbatches": 1.0, "solver/rollout/left_out": 2.0},
+        {"step": 4, "engine/bad_logprobs": 5.0, "rollout/left_out": 1.0, "actor/steps": 9.0},
     ]
     assert list(troubles(steps)) == [
-        "7 updates were skipped, since their gradients were no numbers "
+        "7 updates were skipped, since their gradients were not finite "
         "(actor/skipped_updates 5, solver/skipped_updates 2)",
-        "5 samples came from an engine with log-probs that are none (engine/bad_logprobs 5)",
+        "5 samples came from an engine with log-probs that cannot be used (engine/bad_logprobs 5)",
         "1 micro-batches were halved, since the memory of a GPU did not hold them (perf/halved_microbatches 1)",
-        "6 samples were left out, and trained nothing (left_out/reward error 4, left_out/too long 2)",
+        "6 samples were left out, and trained nothing (rollout/left_out 4, solver/rollout/left_out 2)",
     ]
     assert list(troubles(steps[:1])) == []
 
