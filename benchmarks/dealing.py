@@ -13,8 +13,9 @@ import random
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from distflow.exchange.dealing import CostRule, DealRule, Hand, Lengths, Offer, deal_step, ranks
+from distflow.exchange.dealing import DealRule, Hand, Offer, deal_step, ranks
 from distflow.exchange.rows_core import RowsSender
+from distflow.parts import CostRule, Lengths, unshared, whole_lengths
 
 OWNERS, LEDGERS, SAMPLES = 4, 8, 8
 COST = CostRule(18432, 28 * 3584 / 6.5e9)
@@ -27,7 +28,7 @@ def lengths_of(prompts: int, seed: int) -> dict[int, Lengths]:
     found: dict[int, Lengths] = {}
     for position in range(prompts):
         base = rng.lognormvariate(7.6, 1.0)
-        found[position] = [500 + min(16384, int(base * rng.lognormvariate(0.0, 0.3))) for _ in range(SAMPLES)]
+        found[position] = unshared(500 + min(16384, int(base * rng.lognormvariate(0.0, 0.3))) for _ in range(SAMPLES))
     return found
 
 
@@ -55,15 +56,15 @@ def beside_ideal(step: Mapping[int, Lengths], hands: Sequence[Hand], minibatches
     """Seconds of a training step by those of an equal share: where replicas meet after each mini-batch, and where
     each round lasts as long as its largest micro-batch.
     """
-    rank, ideal = ranks(step, LEDGERS), sum(map(COST.group, step.values())) / OWNERS
+    rank, ideal = ranks(step, LEDGERS), sum(map(COST.cost, step.values())) / OWNERS
     slowest = 0.0
     for part in range(minibatches):
-        slowest += max(sum(COST.group(step[p]) for p in hand if rank[p] % minibatches == part) for hand in hands)
+        slowest += max(sum(COST.cost(step[p]) for p in hand if rank[p] % minibatches == part) for hand in hands)
     rounds: dict[int, list[float]] = {}
     for replica, hand in enumerate(hands):
         for position, numbers in hand.items():
-            for tokens, number in zip(step[position], numbers, strict=True):
-                rounds.setdefault(number, [0.0] * OWNERS)[replica] += COST.row(tokens)
+            for tokens, number in zip(whole_lengths(step[position]), numbers, strict=True):
+                rounds.setdefault(number, [0.0] * OWNERS)[replica] += COST.cost([(tokens, 0)])
     return slowest / ideal, sum(map(max, rounds.values())) / ideal
 
 

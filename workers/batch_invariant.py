@@ -72,11 +72,14 @@ def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
     return F.linear(F.pad(x_MK, (0, 0, 0, missing)) if missing else x_MK, weight_NK, bias_N)[:rows]
 
 
-def attention(q_BHLD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, visible_B1LS: Tensor, scale: float) -> Tensor:
+def attention(q_BHLD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, visible_B1LS: Tensor | None, scale: float) -> Tensor:
     """Scaled dot-product attention [B, H, L, D]. There may be fewer key heads than query heads.
 
-    `visible` is True where a query attends; its dimensions B and L may each be 1.
+    `visible` is True where a query attends; its dimensions B and L may each be 1. None: to the past, where L is S.
     """
+    if visible_B1LS is None:
+        length = q_BHLD.shape[2]
+        visible_B1LS = torch.ones(length, length, dtype=torch.bool, device=q_BHLD.device).tril()[None, None]
     return _attend(q_BHLD, k_BHSD, v_BHSD, visible_B1LS, scale, key_widths(q_BHLD.dtype, q_BHLD.shape[-1]))
 
 
@@ -182,9 +185,7 @@ def _attend_causal(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """A transformers attention function: query [B, H, L, D] → [B, L, H, D]."""
-    length = query.shape[2]
-    visible_LL = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    return attention(query, key, value, visible_LL[None, None], scaling).transpose(1, 2), None
+    return attention(query, key, value, None, scaling).transpose(1, 2), None
 
 
 def refuse(config: Any) -> None:

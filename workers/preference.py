@@ -119,7 +119,7 @@ def bradley_terry(batch: Batch, ctx: StepContext) -> Batch:
             f"{longest}: lower max_response_tokens and data.max_prompt_tokens, with data.overlong=drop"
         )
 
-    def cut(some: Batch, tokens: int) -> Iterator[tuple[Tensor, Batch]]:
+    def cut(some: Batch, tokens: int, _packs: bool) -> Iterator[tuple[Tensor, Batch]]:
         for numbers in split_groups(some, tokens, some.ragged(_JUDGED).lengths):
             yield numbers, some.select(numbers)
 

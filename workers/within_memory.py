@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, Ragged, row_lengths
+from distflow.data.batch import Batch, Ragged, part_lengths
 from distflow.data.micro_batches import micro_batches
 from distflow.errors import WorkerFailed
 from distflow.log import logger
+from distflow.parts import tokens_of, whole_lengths
 from distflow.runtime.protocols import Backend, Repeats
 from distflow.runtime.steps import StepContext, shown_uids
 
 T = TypeVar("T")
-Cut = Callable[[Batch, int], Iterable[tuple[Tensor, Batch]]]
-"""The parts of a batch within a budget of tokens: the row numbers of each, and what is computed of it."""
+Cut = Callable[[Batch, int, bool], Iterable[tuple[Tensor, Batch]]]
+"""The parts of a batch within a budget of tokens, of a model that packs or not: the row numbers of each, and what is
+computed of it."""
 _ANSWER = ("prompt_ids", "response_ids")
 _TOO_LITTLE = (
     "CUDA out of memory",
@@ -56,7 +57,11 @@ class PartLoss(NamedTuple):
 
 def cut_by(fields: Sequence[str], *, whole_groups: bool = False) -> Cut:
     """Micro-batches with these fields; see `distflow.data.micro_batches.micro_batches`."""
-    return partial(micro_batches, fields=fields, whole_groups=whole_groups)
+
+    def cut(batch: Batch, tokens: int, packs: bool) -> Iterator[tuple[Tensor, Batch]]:
+        return micro_batches(batch, tokens, fields, whole_groups=whole_groups, packs=packs)
+
+    return cut
 
 
 def accumulate(
@@ -131,7 +136,7 @@ def in_parts(batch: Batch, ctx: StepContext, compute: Callable[[Batch], T], cut:
     while len(left):
         here = batch if len(left) == len(batch) else batch.select(left)
         undone = torch.ones(len(left), dtype=torch.bool)
-        for rows, part in cut(here, ctx.tokens_per_microbatch):
+        for rows, part in cut(here, ctx.tokens_per_microbatch, ctx.packs):
             found, trouble = _attempt(compute, part)
             if found is None:
                 # Cut anew, with all that is still to come.
@@ -165,14 +170,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _halve(part: Batch, ctx: StepContext, trouble: str, cut: Cut) -> None:
     """Let further parts have at most half the tokens of this one. Raises WorkerFailed where that helps nothing."""
     backend, before, rows = ctx.backend, ctx.tokens_per_microbatch, len(part)
-    longest = int(row_lengths(part).max())
+    longest = max(whole_lengths(part_lengths(part)))
     forgotten = isinstance(backend, Repeats) and backend.forget_failed()
     # It does nothing where no GPU is in use.
     torch.cuda.empty_cache()
-    alone = len([*cut(part, 1)]) == 1
+    alone = len([*cut(part, 1, ctx.packs)]) == 1
     if alone or not forgotten:
         raise WorkerFailed(_too_little(part, ctx, trouble, _why_not(backend, rows, forgotten=forgotten)))
-    half = rows * longest // 2
+    half = tokens_of(part_lengths(part), packs=ctx.packs) // 2
     ctx.tokens_per_microbatch = max(1, min(half, before // 2) if before else half)
     ctx.metrics.add("perf/halved_microbatches", 1)
     log.warning(
@@ -199,7 +204,7 @@ def _why_not(backend: Backend, rows: int, *, forgotten: bool) -> str:
 
 
 def _too_little(part: Batch, ctx: StepContext, trouble: str, why: str) -> str:
-    longest, section = int(row_lengths(part).max()), f"models.{ctx.model}"
+    longest, section = max(whole_lengths(part_lengths(part))), f"models.{ctx.model}"
     return (
         f"training step {ctx.training_step + 1}: step {ctx.step_name!r} on {ctx.worker} is out of memory ({trouble}) "
         f"in a micro-batch of {len(part)} rows of up to {longest} tokens, prompt and response, {shown_uids(part)}; "

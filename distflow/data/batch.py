@@ -8,6 +8,7 @@ Shapes: B rows, N values of a ragged column over all rows, T longest row of a pa
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -363,12 +364,34 @@ _TOKENS = ("prompt_ids", "response_ids")
 
 def row_lengths(batch: Batch) -> Tensor:
     """[B] int64: tokens of each row, prompt and response; with those of further models, as far as they are there."""
-    return torch.from_numpy(tokens_of_rows(batch))
+    return torch.from_numpy(_tokens_of_rows(batch, _TOKENS))
 
 
-def tokens_of_rows(batch: Batch) -> npt.NDArray[np.int64]:
-    """`row_lengths` for who needs no tensor."""
-    names = [name for name in batch.columns if name.endswith("_ids") and name.rpartition("/")[2] in _TOKENS]
+def part_lengths(batch: Batch) -> list[tuple[int, int]]:
+    """The same as `distflow.parts` tells them: of prompt and response, with prompts that rows of a group share."""
+    prompts_B = _tokens_of_rows(batch, _TOKENS[:1]).tolist()
+    lengths_B = _tokens_of_rows(batch, _TOKENS).tolist()
+    shares_B = _same_prompts(batch, prompts_B)
+    rows = zip(prompts_B, lengths_B, shares_B, strict=True)
+    # A row of no prompt is told as one of no response: a prompt of 0 is that of the row before.
+    return [(0 if shares else prompt, n - prompt) if prompt else (n, 0) for prompt, n, shares in rows]
+
+
+def _same_prompts(batch: Batch, prompts_B: Sequence[int]) -> list[bool]:
+    """Whether each row has the prompts of the row before, and is of its group, where there are groups."""
+    groups_B = (batch.integers("group") if "group" in batch else None) or [0] * batch.rows
+    same = [False, *map(operator.eq, groups_B[1:], groups_B)][: batch.rows]
+    same = [s and prompts_B[row] == prompts_B[row - 1] for row, s in enumerate(same)]
+    for prompts in batch.of_all_models("prompt_ids") if any(same) else ():
+        data, width = prompts.values.numpy().tobytes(), prompts.values.element_size()
+        ends = (prompts.offsets * width).tolist()
+        texts = [data[a:b] for a, b in pairwise(ends)]
+        same = [s and texts[row] == texts[row - 1] for row, s in enumerate(same)]
+    return same
+
+
+def _tokens_of_rows(batch: Batch, kinds: Sequence[str]) -> npt.NDArray[np.int64]:
+    names = [name for name in batch.columns if name.endswith("_ids") and name.rpartition("/")[2] in kinds]
     found = [offsets for name in names if (offsets := batch.offsets(name)) is not None]
     ends_B = sum(found[1:], found[0]) if found else np.zeros(batch.rows + 1, dtype=np.int64)
     lengths_B: npt.NDArray[np.int64] = ends_B[1:] - ends_B[:-1]

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from distflow.data.decoding import read
-from distflow.exchange.dealing import DealRule, Hand, Lengths, Offer, deal, deal_step, in_messages, padded, ranks
+from distflow.exchange.dealing import DealRule, Hand, Offer, deal, deal_step, in_messages, ranks
 from distflow.exchange.group_transfer import GROUPS, KEPT, REPEAT_S, Send, Transfer, TransferAnswer
+from distflow.parts import Lengths
 
 UNEVEN = 1.05
 """Most that a replica may have of what is dealt before all groups are there, by its equal share."""
@@ -81,7 +82,7 @@ class DealCore:
         new = [lengths for position, lengths in ready.items() if position not in self._said]
         if closed or not self.rule.streamed:
             return bool(new) and closed
-        return sum(map(padded, new)) >= self.rule.cost.budget
+        return sum(map(self.rule.cost.tokens, new)) >= self.rule.cost.budget
 
     def news(self, ready: Mapping[int, Lengths]) -> ReadyGroups:
         """What to tell the others now."""
@@ -157,10 +158,10 @@ class DealCore:
     def _enough(self) -> bool:
         """Whether what is offered keeps all replicas busy, for about as long."""
         rule, offers, members = self.rule, self._offers, len(self._members)
-        if sum(sum(offer.lengths) for offer in offers.values()) < rule.cost.budget * members:
+        if sum(rule.cost.tokens(offer.lengths) for offer in offers.values()) < rule.cost.budget * members:
             return False
         hands = deal(offers, members, rule.cost, pinned=rule.pinned)
-        loads = [sum(rule.cost.group(offers[position].lengths) for position in hand) for hand in hands]
+        loads = [sum(rule.cost.cost(offers[position].lengths) for position in hand) for hand in hands]
         return max(loads) * members <= UNEVEN * sum(loads)
 
     def _settle(self, offers: Mapping[int, Offer], now: float) -> Dealt:
@@ -171,12 +172,11 @@ class DealCore:
         others = {p: self._members[offers[p].owner] for p in mine if offers[p].owner != self._me}
         self._awaited |= {p: owner for p, owner in others.items() if p not in self._here}
         own = sorted(p for p, offer in offers.items() if offer.owner == self._me)
-        budget = self.rule.cost.budget
         given = [
             self._send(member, some, now)
             for member, hand in zip(self._members, hands, strict=True)
             if member != self._members[self._me]
-            for some in in_messages([p for p in hand if offers[p].owner == self._me], self._heard, budget)
+            for some in in_messages([p for p in hand if offers[p].owner == self._me], self._heard, self.rule.cost)
         ]
         return Dealt(own, given)
 

@@ -2,43 +2,23 @@
 
 Every replica computes the same from the same lengths: those of the policy's home deal among themselves
 (`deal_core.py`), and its owners to the replicas of further models (`rows_core.py`). A row of n tokens costs n + q·n²,
-where q says how much attention adds (`CostRule.quadratic`). Groups stay whole, and with their owner as long as it has
-no more than its share; the others go to whoever has least, largest first (LPT, Graham 1969). Where a model is divided,
-a round lasts as long as its largest micro-batch, so in each round all replicas compute about as much as the one that
-can do least in its budget.
+where q says how much attention adds (`distflow.parts.CostRule`). Groups stay whole, and with their owner as long
+as it has no more than its share; the others go to whoever has least, largest first (LPT, Graham 1969). Where a model is
+divided, a round lasts as long as its largest micro-batch, so in each round all replicas compute about as much as the
+one that can do least in its budget.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
-Lengths = Sequence[int]
-"""Tokens of each row of a group, prompt and response."""
+from distflow.parts import CostRule, Lengths, Piece, sorted_pieces, take
+
 Hand = dict[int, tuple[int, ...]]
 """The groups of one replica by position, in their order, with the micro-batch of each row."""
-
-
-@dataclass(frozen=True, slots=True)
-class CostRule:
-    """What a row costs, and what a micro-batch holds."""
-
-    budget: int
-    """Padded tokens of a micro-batch."""
-    quadratic: float = 0.0
-    """q: a row of n tokens costs n + q·n²."""
-    whole_groups: bool = False
-    """The rows of a group are in the same micro-batch, since they are compared with each other."""
-
-    def row(self, tokens: int) -> float:
-        """Cost of a row."""
-        return tokens + self.quadratic * tokens * tokens
-
-    def group(self, lengths: Lengths) -> float:
-        """Cost of all rows of a group."""
-        return sum(map(self.row, lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +80,7 @@ def deal(
     offers a group also gets one.
     """
     loads = [0.0] * replicas if loads is None else loads
-    costs = {position: rule.group(offer.lengths) for position, offer in offers.items()}
+    costs = {position: rule.cost(offer.lengths) for position, offer in offers.items()}
     share = (sum(loads) + sum(costs.values())) / replicas
     hands: list[list[int]] = [[] for _ in range(replicas)]
     for position in sorted(offers, key=lambda position: (-costs[position], position)):
@@ -112,18 +92,8 @@ def deal(
     return [sorted(hand) for hand in hands]
 
 
-class _Row(NamedTuple):
-    tokens: int
-    position: int
-    number: int
-    """Within the group; −1 for a whole group."""
-
-
-def _rows(position: int, lengths: Lengths, rule: CostRule) -> list[_Row]:
-    """What is cut into micro-batches: the rows of a group, or the group as if it were one row."""
-    if rule.whole_groups:
-        return [_Row(padded(lengths), position, -1)]
-    return [_Row(n, position, number) for number, n in enumerate(lengths)]
+_Units = list[tuple[int, ...]]
+"""A micro-batch: the numbers of rows that cannot be parted."""
 
 
 def in_rounds(
@@ -133,18 +103,12 @@ def in_rounds(
 
     With `even`, all replicas get equally many, as far as they have rows: so they begin their next hands together.
     """
-    left = [
-        sorted(
-            (row for position in hand for row in _rows(position, offers[position].lengths, rule)),
-            key=lambda row: (-row.tokens, row.position, row.number),
-        )
-        for hand in hands
-    ]
-    parts: list[list[list[_Row]]] = [[] for _ in hands]
+    left = [sorted_pieces([offers[position].lengths for position in hand], rule) for hand in hands]
+    parts: list[list[_Units]] = [[] for _ in hands]
     while any(left):
-        most = min(sum(rule.row(row.tokens) for row in rows[: _room(rows, rule)]) for rows in left if rows)
-        for rows, cut in zip(left, parts, strict=True):
-            cut += [_take(rows, most, rule)] if rows else []
+        most = min(sum(piece.cost for piece in take(list(pieces), rule)) for pieces in left if pieces)
+        for pieces, cut in zip(left, parts, strict=True):
+            cut += [_units(take(pieces, rule, most), rule)] if pieces else []
     rounds = max(map(len, parts)) if even else 0
     sizes = {position: len(offers[position].lengths) for hand in hands for position in hand}
     return [
@@ -153,7 +117,13 @@ def in_rounds(
     ]
 
 
-def _stretched(parts: list[list[_Row]], rounds: int) -> list[list[_Row]]:
+def _units(pieces: Sequence[Piece], rule: CostRule) -> _Units:
+    if rule.whole_groups:
+        return [piece.rows for piece in pieces]
+    return [(row,) for piece in pieces for row in piece.rows]
+
+
+def _stretched(parts: list[_Units], rounds: int) -> list[_Units]:
     """The same rows in at least so many micro-batches, if there are enough rows."""
     while len(parts) < rounds and (wide := [i for i, part in enumerate(parts) if len(part) > 1]):
         part = parts[wide[-1]]
@@ -161,17 +131,14 @@ def _stretched(parts: list[list[_Row]], rounds: int) -> list[list[_Row]]:
     return parts
 
 
-def _hand(parts: Sequence[Sequence[_Row]], sizes: Mapping[int, int], first: int) -> Hand:
+def _hand(parts: Sequence[_Units], sizes: Mapping[int, int], first: int) -> Hand:
     """`sizes`: the rows of each group."""
-    numbers: dict[int, list[int]] = {position: [first] * size for position, size in sizes.items()}
-    for number, part in enumerate(parts, start=first):
-        for row in part:
-            found = numbers[row.position]
-            if row.number < 0:
-                found[:] = [number] * len(found)
-            else:
-                found[row.number] = number
-    return {position: tuple(found) for position, found in numbers.items()}
+    found = {row: number for number, part in enumerate(parts, start=first) for unit in part for row in unit}
+    begins = accumulate(sizes.values(), initial=0)
+    return {
+        position: tuple(found[row] for row in range(begin, begin + size))
+        for begin, (position, size) in zip(begins, sizes.items(), strict=False)
+    }
 
 
 def ranks(positions: Iterable[int], ledgers: int) -> dict[int, int]:
@@ -184,38 +151,14 @@ def ranks(positions: Iterable[int], ledgers: int) -> dict[int, int]:
     return found
 
 
-def padded(lengths: Lengths) -> int:
-    """Tokens of a group whose rows are padded to the longest."""
-    return len(lengths) * max(lengths)
-
-
-def in_messages(positions: Iterable[int], lengths: Mapping[int, Lengths], budget: int) -> list[tuple[int, ...]]:
+def in_messages(positions: Iterable[int], lengths: Mapping[int, Lengths], rule: CostRule) -> list[tuple[int, ...]]:
     """Split what one replica gets into messages of about a micro-batch."""
     pieces: list[list[int]] = []
-    tokens = budget
+    tokens = rule.budget
     for position in positions:
-        if tokens >= budget:
+        if tokens >= rule.budget:
             pieces.append([])
             tokens = 0
         pieces[-1].append(position)
-        tokens += padded(lengths[position])
+        tokens += rule.tokens(lengths[position])
     return [tuple(piece) for piece in pieces]
-
-
-def _room(rows: Sequence[_Row], rule: CostRule) -> int:
-    """Rows of a micro-batch that begins with the longest of these."""
-    return max(1, rule.budget // max(1, rows[0].tokens))
-
-
-def _take(rows: list[_Row], most: float, rule: CostRule) -> list[_Row]:
-    """Take the longest of these rows, and then the largest that still fit, up to the cost `most`."""
-    room = _room(rows, rule)
-    taken = [rows.pop(0)]
-    most -= rule.row(taken[0].tokens)
-    while rows and len(taken) < room:
-        place = bisect_left(rows, -most, key=lambda row: -rule.row(row.tokens))
-        if place == len(rows):
-            break
-        taken.append(rows.pop(place))
-        most -= rule.row(taken[-1].tokens)
-    return taken

@@ -9,8 +9,8 @@ too) → in the batch under way. Or it goes to another replica: an idle one stea
 replicas deal all their groups (`DealCore`), where they go through a step together. Only ready groups are taken, stolen
 or dealt, so all answers travel with a group.
 
-Example, b = 2, budget 8: arrived({0: (3, 4)}) → take → Take([0], train=True)      2 · 4 padded tokens are a batch
-                          arrived({1: (1, 1)}) → take → Take([1], train=True, over=True)     the last of the step
+Example, b = 2, budget 8: arrived({0: ((1, 2), (0, 3))}) → take → Take([0], train=True)  2 · 4 tokens are a batch
+                          arrived({1: ((1, 0), (1, 0))}) → take → Take([1], train=True, over=True)   the last
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from distflow.exchange.deal_core import DealCore, ReadyGroups
-from distflow.exchange.dealing import Lengths, padded, ranks
+from distflow.exchange.dealing import ranks
 from distflow.exchange.group_transfer import Send
 from distflow.exchange.messages import Outgoing
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.steal_core import StealCore
+from distflow.parts import CostRule, Lengths
 
 Sending = Outgoing | Send
 
@@ -64,8 +65,8 @@ class Take(NamedTuple):
 class IntakeRule:
     """How one replica takes groups."""
 
-    budget: int
-    """Padded tokens of a batch, and the most that an idle replica is given at once."""
+    cost: CostRule
+    """Its budget is what a batch holds at least, and the most that an idle replica is given at once."""
     streamed: bool = True
     """Take groups as they arrive; otherwise the whole set of the step at once, which stays reserved until `advance`."""
     calls: Sequence[IntakeCall] = ()
@@ -102,7 +103,7 @@ class IntakeCore:
         self._returned: list[int] = []
         self._stolen: list[int] = []
         self._batch = 0
-        """Padded tokens of the batch under way, and whether there is one."""
+        """Tokens of the batch under way, and whether there is one."""
         self._under_way = False
         self._ranks: Mapping[int, int] = {}
         self._window: Mapping[int, Lengths] = {}
@@ -146,9 +147,11 @@ class IntakeCore:
             if not call.here or not (unasked := self._unasked[call.edge]):
                 continue
             there = [position for position in self._owner.consumable() if position in unasked]
-            enough = sum(padded(self._lengths[position]) for position in there) >= self._rule.budget
+            enough = (
+                sum(self._rule.cost.tokens(self._lengths[position]) for position in there) >= self._rule.cost.budget
+            )
             if there and (enough or self._owner.set_complete()):
-                now = self._within(there, self._rule.budget)
+                now = self._within(there, self._rule.cost.budget)
                 unasked.difference_update(now)
                 return call.edge, now
         return None
@@ -199,7 +202,7 @@ class IntakeCore:
             return None
         if self._steal is not None:
             # Other replicas can still steal the rest.
-            positions = self._within(positions, self._rule.budget - self._batch)
+            positions = self._within(positions, self._rule.cost.budget - self._batch)
         if not positions and not self._owner.step_complete():
             return None
         messages = self._owner.take(positions, now, keep=not self._rule.streamed)
@@ -208,7 +211,7 @@ class IntakeCore:
             self._window = {position: self._lengths[position] for position in positions}
         self._add(positions)
         over = self._owner.step_complete()
-        enough = self._rule.streamed and self._batch >= self._rule.budget
+        enough = self._rule.streamed and self._batch >= self._rule.cost.budget
         return self._go_on(positions, train=over or enough, over=over, messages=messages)
 
     def search(self, now: float) -> list[Sending]:
@@ -335,11 +338,11 @@ class IntakeCore:
             if budget <= 0:
                 break
             chosen.append(position)
-            budget -= padded(self._lengths[position])
+            budget -= self._rule.cost.tokens(self._lengths[position])
         return chosen
 
     def _add(self, positions: Sequence[int]) -> None:
-        self._batch += sum(padded(self._lengths.pop(position)) for position in positions)
+        self._batch += sum(self._rule.cost.tokens(self._lengths.pop(position)) for position in positions)
         self._under_way = self._under_way or bool(positions)
         self.groups += len(positions)
 
@@ -368,8 +371,8 @@ class IntakeCore:
         share, tokens = -(-len(idle) // self._shares), 0
         chosen: list[int] = []
         for position in reversed(idle[len(idle) - share :]):
-            tokens += padded(self._lengths[position])
-            if chosen and tokens > self._rule.budget:
+            tokens += self._rule.cost.tokens(self._lengths[position])
+            if chosen and tokens > self._rule.cost.budget:
                 break
             chosen.append(position)
         returned = set(self._returned)

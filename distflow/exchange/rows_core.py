@@ -30,8 +30,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distflow.errors import ProtocolError
-from distflow.exchange.dealing import DealRule, Lengths, Offer, deal, deal_step, ranks
+from distflow.exchange.dealing import DealRule, Offer, deal, deal_step, ranks
 from distflow.exchange.rows_messages import DealtGroup, OutgoingRows, RowsAck, RowsClose, RowsSent, Then
+from distflow.parts import Lengths
 
 RESEND_S, LONGEST_RESEND_S = 1.0, 8.0
 """Seconds without an acknowledgement before something is sent again: at first, and at most, since they double."""

@@ -42,12 +42,12 @@ class DealtGroup(Row, frozen=True):
 
     Example:
 
-        DealtGroup(56, (310, 290))
+        DealtGroup(56, ((300, 10), (0, 12)))
     """
 
     position: Whole
-    lengths: Annotated[tuple[Whole, ...], msgspec.Meta(min_length=1)]
-    """Tokens of each of its rows."""
+    lengths: Annotated[tuple[tuple[Whole, Whole], ...], msgspec.Meta(min_length=1)]
+    """Tokens of each of its rows (`distflow.parts`)."""
 
 
 class RowsClose(Form, frozen=True):
@@ -55,7 +55,7 @@ class RowsClose(Form, frozen=True):
 
     Example:
 
-        RowsClose("critic_rows", 0, 4, t=7, dealt=((DealtGroup(56, (310, 290)),), ()), then="train")
+        RowsClose("critic_rows", 0, 4, t=7, dealt=((DealtGroup(56, ((300, 10), (0, 12))),), ()), then="train")
     """
 
     edge: _EdgeName

@@ -19,7 +19,7 @@ from msgspec import structs
 from distflow.comm.message import Body, Buffer
 from distflow.comm.message import Message as Envelope
 from distflow.comm.outbox import Delivery, SentOnce
-from distflow.data.batch import Batch, Column, RowRange, group_ranges, join, row_lengths, tokens_of_rows
+from distflow.data.batch import Batch, Column, RowRange, group_ranges, join, part_lengths
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import Form, decoder, read
 from distflow.data.samples import group_scores
@@ -29,6 +29,7 @@ from distflow.exchange.lease_settings import MESSAGE_BYTES
 from distflow.exchange.lease_wire import OF_VALIDATION, check_sender, kind_of, lease_message, to_wire
 from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Result, merge_acks
 from distflow.exchange.owner import OwnerCore
+from distflow.parts import Lengths
 from distflow.types import TOKENS, UNJUDGED, LeaseKind, Version
 
 Post = Callable[[str, str, Body, Sequence[Buffer]], Delivery]
@@ -195,7 +196,7 @@ class _Results(Form, frozen=True):
     batch: Any
 
 
-Arrived = Callable[[Mapping[int, Sequence[int]]], None]
+Arrived = Callable[[Mapping[int, Lengths]], None]
 """Takes the tokens of each row, by position of the group."""
 
 
@@ -226,7 +227,7 @@ class InboundSamples:
         First of all, now, with those that are here already.
         """
         self._arrived.append(handler)
-        handler({position: row_lengths(group.rows.rows).tolist() for position, group in self._stored.items()})
+        handler({position: part_lengths(group.rows.rows) for position, group in self._stored.items()})
 
     def on_answer(self, handler: Callable[[int, Mapping[str, Column]], None]) -> None:
         """Called with the position of a stored group, and the fields that it has got."""
@@ -254,7 +255,7 @@ class InboundSamples:
         """
         groups, lengths = ({}, []) if batch is None else _by_group(batch, self._asked_for)
         out: list[Outgoing] = []
-        new: dict[int, Sequence[int]] = {}
+        new: dict[int, Lengths] = {}
         lacking: list[Result] = []
         for result in results:
             if not self.core.keeps(result):
@@ -294,7 +295,7 @@ class InboundSamples:
             handler([group.position for group in popped])
         return popped
 
-    def _tell_of(self, lengths: Mapping[int, Sequence[int]]) -> None:
+    def _tell_of(self, lengths: Mapping[int, Lengths]) -> None:
         # Even if nothing is to be stored: after a drop, the open step may take groups that came before.
         for handler in self._arrived:
             handler(lengths)
@@ -335,7 +336,7 @@ def read_results(message: Envelope) -> tuple[list[Result], Batch | None]:
 
 
 @decoder
-def _by_group(batch: Batch, asked_for: Sequence[str]) -> tuple[dict[int, RowRange], list[int]]:
+def _by_group(batch: Batch, asked_for: Sequence[str]) -> tuple[dict[int, RowRange], Lengths]:
     """The rows of each group, and the tokens of each row."""
     missing = [name for name in ("group", *asked_for) if name not in batch]
     if missing:
@@ -345,4 +346,4 @@ def _by_group(batch: Batch, asked_for: Sequence[str]) -> tuple[dict[int, RowRang
     ranges = group_ranges(batch)
     if sum([rows.stop - rows.start for rows in ranges.values()]) < batch.rows:
         raise ProtocolError("a batch of samples in which the rows of a group do not lie side by side")
-    return ranges, tokens_of_rows(batch).tolist()
+    return ranges, part_lengths(batch)

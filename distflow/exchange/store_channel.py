@@ -29,6 +29,7 @@ from distflow.exchange.consumers import Consumers
 from distflow.exchange.kept_samples import KeptConsumer, KeptSamples, trained_by
 from distflow.exchange.listing import Listing
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
+from distflow.parts import Lengths, whole_lengths
 from distflow.types import TOKENS, is_reward_part
 
 ASK, SETTLE, PUT = "client.ask", "client.settle", "client.put"
@@ -319,9 +320,9 @@ class SampleStore:
             self._reply(message, {"number": forgotten.number}, ())
 
     # -- samples
-    def _arrived(self, lengths: Mapping[int, Sequence[int]]) -> None:
+    def _arrived(self, lengths: Mapping[int, Lengths]) -> None:
         offered = {
-            position: _offered(self._inbound.peek(position), sum(of_rows), self._parts)
+            position: _offered(self._inbound.peek(position), sum(whole_lengths(of_rows)), self._parts)
             for position, of_rows in lengths.items()
         }
         answers = self.consumers.arrived(offered)

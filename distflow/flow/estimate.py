@@ -31,6 +31,7 @@ from distflow.flow.memory import (
 )
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import PUBLISHED, WIDE, ModelSize, model_size
+from distflow.parts import Part
 
 PROCESS = 320 * MIB
 """Host memory of the interpreter with PyTorch and transformers, per worker."""
@@ -101,6 +102,8 @@ class Tokens:
     """Tokens through the layers; shared prompts count once if the model packs them."""
     scored: int
     """Response tokens, which have logits."""
+    attended: int
+    """Keys in attention, where each row has its own copy of a shared prompt."""
 
 
 def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = ASSUMED_GPU) -> Estimate:
@@ -309,16 +312,35 @@ def _loading(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, 
 
 
 def micro_batch(plan: Plan, worker: WorkerPlan, model: str, size: ModelSize) -> Tokens:
-    """The tokens of a model's micro-batch under `batch.tokens_per_microbatch`, which counts padded tokens."""
+    """The tokens of a model's micro-batch under `batch.tokens_per_microbatch`, as the model computes them."""
     prompt, new = _longest(plan, model)
     batch = plan.batch
+    if packs(worker, size):
+        all_rows = _whole(_most_rows(plan), batch.samples_per_prompt, prompt, new)
+        budget = min(batch.tokens_per_microbatch, all_rows.tokens(packs=True))
+        rows = max(1, min(all_rows.rows, budget // new))
+        part = _whole(rows, batch.samples_per_prompt, prompt, new)
+        # Prompts of a single token leave the most to responses.
+        scored = max(new, min(all_rows.rows * new, budget - part.prompts))
+        return Tokens(max(prompt + new, budget), scored, rows * part.longest if part.fits_masks else budget)
     rows, length = _fullest(plan, prompt + new)
-    # Prompts of a single token leave the most to responses.
     answers, answer = _fullest(plan, 1 + new)
-    scored = answers * (answer - 1)
-    packed = size.packs and _options(worker)["packed"]
-    shared = scored + -(-answers // batch.samples_per_prompt) * prompt
-    return Tokens(min(rows * length, shared) if packed else rows * length, scored)
+    return Tokens(rows * length, answers * (answer - 1), rows * length)
+
+
+def packs(worker: WorkerPlan, size: ModelSize) -> bool:
+    """Whether the worker's backend packs the rows of a model."""
+    return size.packs and worker.backend in BACKENDS.values() and bool(_options(worker)["packed"])
+
+
+def _most_rows(plan: Plan) -> int:
+    return -(-plan.batch.samples // len(plan.owners))
+
+
+def _whole(rows: int, samples: int, prompt: int, new: int) -> Part:
+    """So many rows of the greatest length."""
+    groups = -(-rows // samples)
+    return Part(rows, groups, groups * prompt + rows * new, prompt, new, prompt + new)
 
 
 def _fullest(plan: Plan, longest: int) -> tuple[int, int]:
@@ -326,7 +348,7 @@ def _fullest(plan: Plan, longest: int) -> tuple[int, int]:
 
     The budget divided by the longest row is how many there are: one more, each a little shorter, leaves less of it.
     """
-    most, budget = -(-plan.batch.samples // len(plan.owners)), plan.batch.tokens_per_microbatch
+    most, budget = _most_rows(plan), plan.batch.tokens_per_microbatch
     rows = min(most, max(1, budget // longest))
     more = min(most, rows + 1)
     return max((rows, longest), (more, min(longest, budget // more)), key=prod)
@@ -339,7 +361,7 @@ def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize
         size = sizes[name]
         tokens = micro_batch(plan, worker, name, size)
         trained = name in plan.trained_models
-        layers = _activations(size, tokens.computed, plan.recipe.models[name], trained=trained)
+        layers = _activations(size, tokens, plan.recipe.models[name], trained=trained)
         work["activations"] = max(work["activations"], layers + _gathered(worker, size))
         at_once = min(tokens.scored * size.outputs, LOGITS_CHUNK)
         # Gradients of the embeddings and of the output layer, before they are accumulated.
@@ -348,16 +370,18 @@ def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize
     return work
 
 
-def _activations(size: ModelSize, tokens: int, model: ModelConfig, *, trained: bool) -> int:
+def _activations(size: ModelSize, tokens: Tokens, model: ModelConfig, *, trained: bool) -> int:
     """What autograd keeps of each layer: inputs of norms, projections, attention and gated feed-forward."""
     kept = 6 * size.width + 4 * size.query + 4 * size.key_value + 4 * size.active
     # Norms compute in float32.
-    layer = tokens * (kept * size.dtype_bytes + (2 * WIDE * size.width if size.dtype_bytes < WIDE else 0))
+    layer = tokens.computed * (kept * size.dtype_bytes + (2 * WIDE * size.width if size.dtype_bytes < WIDE else 0))
+    # On a GPU, keys and values of shared prompts are laid out for each query head.
+    layer += max(0, tokens.attended - tokens.computed) * 2 * size.query * size.dtype_bytes
     if not trained:
         return layer
     # The backward pass of a layer briefly needs as much again.
     if model.gradient_checkpointing:
-        return 2 * layer + size.layers * tokens * size.width * size.dtype_bytes
+        return 2 * layer + size.layers * tokens.computed * size.width * size.dtype_bytes
     return layer * (size.layers + 1)
 
 

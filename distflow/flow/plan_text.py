@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.plugins import LIBRARIES, NIXL
+from distflow.errors import UserError
+from distflow.flow.estimate import packs
 from distflow.flow.graph_text import edge_lines, lane_text, model_lines, pool_lines, waits_of
 from distflow.flow.lanes import ONE_HOST, Whereabouts, nixl_pools, parts_readers
 from distflow.flow.memory import MIB, STEPS_OF_ROWS, rows_bytes, step_bytes
@@ -15,8 +17,10 @@ from distflow.flow.memory_fit import UNSEEN, Capacity, gpu_bytes, memory_data, m
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.plugin_options import repeats_samples
 from distflow.flow.sharding import divides_models
+from distflow.flow.sizes import model_size
 from distflow.flow.slots_fit import SlotsFit, slots_fit
 from distflow.flow.validation import val_lines
+from distflow.types import WorkerName
 
 
 def render_page(plan: Plan, capacity: Capacity = UNSEEN, where: Whereabouts = ONE_HOST) -> str:
@@ -108,7 +112,7 @@ def _batch(plan: Plan) -> list[str]:
     owners = len(plan.owners)
     shared = [
         f"{batch.ledgers} ledgers of {batch.groups_per_ledger} groups a step, owned by {owners} training worker(s)",
-        f"micro-batches of up to {batch.tokens_per_microbatch} padded tokens, " + _computed(plan),
+        f"micro-batches of up to {batch.tokens_per_microbatch} tokens{_counted(plan)}, " + _computed(plan),
     ]
     if plan.reads is not None:
         most = f"up to {batch.samples_per_prompt} samples each"
@@ -129,6 +133,16 @@ def _batch(plan: Plan) -> list[str]:
         f"{_staleness(plan)}; up to {batch.max_refills} refills a ledger and step",
         f"whole run: {batch.training_steps * batch.prompts} prompts, {batch.training_steps * batch.samples} samples",
     ]
+
+
+def _counted(plan: Plan) -> str:
+    """How those of the policy are counted."""
+    home = plan.worker(WorkerName(plan.home.name, 0))
+    try:
+        packed = packs(home, model_size(plan.recipe.models[plan.primary]))
+    except UserError:
+        return ""
+    return " (a shared prompt once)" if packed else " (padded)"
 
 
 def _computed(plan: Plan) -> str:

@@ -45,6 +45,8 @@ _SPECIAL_CHARS = 2
 _NOT_ADAPTED = r"embed|lm_head|wte|wpe|norm|\.experts\.|^score"
 """In the names of matrices that are no linear layers of their own, or the output layer."""
 _HEADER_LIMIT = 64 << 20
+_MISTRAL_WINDOW = 4096
+"""What transformers takes for a Mistral whose configuration does not name its window."""
 _WIDTH = ("hidden_size", "n_embd")
 _LAYERS = ("num_hidden_layers", "n_layer")
 _HEADS = ("num_attention_heads", "n_head")
@@ -137,7 +139,7 @@ def model_size(model: ModelConfig) -> ModelSize:
         active=_active(config) or _number(config, ("intermediate_size", "n_inner"), 4 * width),
         dtype_bytes=DTYPE_BYTES[model.dtype],
         gated=family in GATED,
-        packs=family in GATED and not model.gradient_checkpointing,
+        packs=family in GATED and model.head != "score" and _attends_everywhere(config),
         optimizer=model.optimizer.name,
     )
     if size.parameters:
@@ -220,6 +222,13 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], default: int = 0)
     if not default:
         raise UserError(f"its configuration has no {names[0]}")
     return default
+
+
+def _attends_everywhere(config: Mapping[str, Any]) -> bool:
+    """Whether every layer attends to the whole past."""
+    windowed = config.get("model_type") == "mistral" and config.get("sliding_window", _MISTRAL_WINDOW) is not None
+    windowed = windowed or bool(config.get("use_sliding_window"))
+    return set(config.get("layer_types") or ["full_attention"]) == {"full_attention"} and not windowed
 
 
 def _active(config: Mapping[str, Any]) -> int:

@@ -23,6 +23,7 @@ from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import Outgoing
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.exchange.steal_core import KINDS
+from distflow.parts import Lengths
 from distflow.runtime.calls import Calls
 from distflow.runtime.node import Node
 
@@ -170,7 +171,7 @@ class Intake:
         self._send(self.core.search(time.monotonic()))
 
     # -- on the endpoint's thread
-    def _arrived(self, lengths: Mapping[int, Sequence[int]]) -> None:
+    def _arrived(self, lengths: Mapping[int, Lengths]) -> None:
         self._send(self.core.arrived(lengths))
         self._call()
 

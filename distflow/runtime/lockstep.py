@@ -34,7 +34,7 @@ from distflow.errors import UserError
 from distflow.exchange.deal_core import ReadyGroups
 from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.protocols import Backend, Measured, Priced, TokenScores, TokenValues
+from distflow.runtime.protocols import Backend, Measured, Priced, TokenScores, TokenValues, packs
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.waits import WaitBoard
 
@@ -263,6 +263,11 @@ class LockstepModel:
     def quadratic(self) -> float:
         """How much attention adds to the cost of long rows, if the backend knows."""
         return self._inner.quadratic if isinstance(self._inner, Priced) else 0.0
+
+    @property
+    def packs(self) -> bool:
+        """Whether the backend packs."""
+        return packs(self._inner)
 
     def device_bytes(self) -> Mapping[str, int]:
         """Bytes on the device of this replica's part, if the backend can measure them."""

@@ -360,7 +360,7 @@ def takes(base: Base, ends: OwnerEnds, replicas: Replicas, dealt: DealRule, roun
     early = plan.on_arrival if rounds is None else ()
     here = {step.name: step.writes for step in plan.steps if step.name in early}
     asked += [IntakeCall(name, in_window=True, here=True) for name in here]
-    rule = IntakeRule(dealt.cost.budget, dealt.streamed, tuple(asked))
+    rule = IntakeRule(dealt.cost, dealt.streamed, tuple(asked))
     rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")
     deals = replicas.size > 1 and (dealt.divided or not dealt.streamed)
     dealing = DealCore(base.name, base.setting.owners, dealt) if deals else None

@@ -200,6 +200,20 @@ class Repeats(Protocol):
         """
 
 
+@runtime_checkable
+class Packing(Protocol):
+    """A backend that knows whether it packs; optional."""
+
+    @property
+    def packs(self) -> bool:
+        """Of rows with one prompt it computes the prompt once, and no padding (`distflow.parts`)."""
+
+
+def packs(backend: object) -> bool:
+    """Whether a backend packs."""
+    return isinstance(backend, Packing) and backend.packs
+
+
 class Reducer(Protocol):
     """Sums over the data-parallel replicas of a training pool."""
 

@@ -14,17 +14,17 @@ from distflow.data.batch import Batch
 from distflow.data.difficulty import Visit
 from distflow.data.micro_batches import with_agreed
 from distflow.data.samples import group_scores, sample_bounds
-from distflow.exchange.dealing import CostRule
 from distflow.exchange.intake_core import Take
 from distflow.exchange.sample_channel import ArrivedGroup
 from distflow.flow.edges import SAMPLES
 from distflow.flow.plan import BatchPlan, Plan
 from distflow.log import logger
+from distflow.parts import CostRule
 from distflow.runtime.intake import ComputedHere, Intake, join_groups
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
-from distflow.runtime.protocols import Backend, Priced
+from distflow.runtime.protocols import Backend, Priced, packs
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.trace_writer import spanned
 from distflow.types import Scores, Uid, prefixed
@@ -373,7 +373,7 @@ class TrainingLimits:
     def cost_of(self, backend: Backend) -> CostRule:
         """What rows cost a model, and what its micro-batches hold."""
         quadratic = backend.quadratic if isinstance(backend, Priced) else 0.0
-        return CostRule(self.batch.tokens_per_microbatch, quadratic, self.whole_groups)
+        return CostRule(self.batch.tokens_per_microbatch, quadratic, self.whole_groups, packs(backend))
 
     @classmethod
     def of(cls, plan: Plan) -> Self:

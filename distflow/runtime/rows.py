@@ -17,10 +17,10 @@ from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
 from distflow.config.schema import LimitsConfig
-from distflow.data.batch import Batch, group_ranges, join, row_lengths
+from distflow.data.batch import Batch, group_ranges, join, part_lengths
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.errors import ProtocolError, StepError
-from distflow.exchange.dealing import DealRule, Lengths, Offer, in_messages
+from distflow.exchange.dealing import DealRule, Offer, in_messages
 from distflow.exchange.rows_core import RowsReceiver, RowsSender
 from distflow.exchange.rows_messages import (
     TO_HOMES,
@@ -33,6 +33,7 @@ from distflow.exchange.rows_messages import (
     kind_of,
 )
 from distflow.flow.edges import Edge
+from distflow.parts import Lengths
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.types import Version
@@ -77,11 +78,11 @@ class OutboundRows:
         self._await(self._core.step - 2)
         rows = batch.only(self._fields(batch))
         with self._metrics.timed("timing_s/send_rows"):
-            ranges, tokens = group_ranges(rows), row_lengths(rows).tolist()
+            ranges, tokens = group_ranges(rows), part_lengths(rows)
             lengths = {position: tokens[rows.start : rows.stop] for position, rows in ranges.items()}
             for to, positions in self._core.deal(lengths, rule, window).items():
                 # One without rows gets an empty batch: it takes part in every optimizer step.
-                for piece in in_messages(positions, lengths, rule.cost.budget) or [()]:
+                for piece in in_messages(positions, lengths, rule.cost) or [()]:
                     part = join([ranges[position] for position in piece]) if piece else rows.slice(0, 0)
                     self._put(to, {position: lengths[position] for position in piece}, part)
         with self._board.condition:

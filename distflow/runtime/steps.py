@@ -32,7 +32,7 @@ from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.protocols import Backend, Engine, Tokenizer
+from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
 from distflow.runtime.trace_writer import spanned
 from distflow.types import (
     A_TOKEN,
@@ -70,7 +70,8 @@ class StepContext:
     ledgers: int = 1
     """Prompt positions are dealt to so many ledgers in turn."""
     tokens_per_microbatch: int = 0
-    """Budget of padded tokens of one forward and backward; 0: no limit. It falls where the memory does not suffice."""
+    """Budget of tokens of one forward and backward, as the step's model computes them; 0: no limit. It falls where the
+    memory does not suffice."""
     masks_truncated: bool = False
     """`batch.mask_truncated` is loss: where a model is trained, no token of responses that were cut off is."""
     temperature: float = 1.0
@@ -104,6 +105,11 @@ class StepContext:
         if self.model is None or self.model not in self.models:
             raise LookupError(f"step {self.step_name!r} asked for model {self.model!r}; here are {sorted(self.models)}")
         return self.models[self.model]
+
+    @property
+    def packs(self) -> bool:
+        """Whether the step's model packs, so that its budget counts a shared prompt once, and no padding."""
+        return packs(self.backend)
 
     def report_moved(self, divergence: float, tokens: float) -> None:
         """Tell how far a policy is from where the training step found it: the sum of r - 1 - log r over so many tokens.

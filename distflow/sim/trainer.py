@@ -13,11 +13,12 @@ from functools import partial
 from typing import Protocol
 
 from distflow.exchange.deal_core import DealCore, ReadyGroups
-from distflow.exchange.dealing import CostRule, DealRule
+from distflow.exchange.dealing import DealRule
 from distflow.exchange.group_transfer import GROUPS, Send
 from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Result
 from distflow.exchange.owner import OwnerCore
+from distflow.parts import CostRule
 from distflow.sim.account import FIRST, LATER, TRAIN, UPDATE, ReplicaTime
 from distflow.sim.event_queue import Fault
 from distflow.sim.scenario import Record, Scenario
@@ -97,10 +98,10 @@ class SimulatedReplica:
     def _new_intake(self) -> IntakeCore:
         scenario, names = self.network.scenario, self.network.owner_names
         streamed = not scenario.lazy_take
-        rule = IntakeRule(scenario.budget, streamed, scenario.calls)
+        cost = CostRule(scenario.budget, self.network.workload.quadratic)
+        rule = IntakeRule(cost, streamed, scenario.calls)
         if scenario.dealing and len(names) > 1:
             prompts = scenario.settings.ledgers * scenario.settings.groups_per_ledger
-            cost = CostRule(scenario.budget, self.network.workload.quadratic)
             deal = DealRule(prompts, scenario.settings.ledgers, cost, streamed=streamed)
             return IntakeCore(self.owner, rule, dealing=DealCore(self.name, names, deal))
         others = [name for name in names if name != self.name] if scenario.stealing and streamed else []

@@ -15,9 +15,10 @@ from distflow.data.randomness import length_draws
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.flow.memory import group_bytes
+from distflow.parts import Lengths, unshared, whole_lengths
 from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import DecodeLatency, DeviceLatency
-from distflow.sim.lengths import Lengths
+from distflow.sim.lengths import Lengths as Distribution
 from distflow.types import Uid
 
 KINDS = 16
@@ -61,8 +62,8 @@ class Workload(Protocol):
     def decode(self, worker: int) -> tuple[DecodeLatency, float]:
         """Seconds of a step of an engine's clock, and a factor on them."""
 
-    def rows(self, position: int) -> Sequence[int]:
-        """Tokens of the rows that are trained on."""
+    def rows(self, position: int) -> Lengths:
+        """Tokens of the rows that are trained on (`distflow.parts`)."""
 
     def result_bytes(self, position: int) -> int:
         """Bytes of the result of its group."""
@@ -119,9 +120,9 @@ class FixedWorkload:
         """A step of the clock is a second."""
         return DecodeLatency(1.0, 0.0), 1.0
 
-    def rows(self, position: int) -> Sequence[int]:
+    def rows(self, position: int) -> Lengths:
         """No matter what was sampled: longer in some groups than in others."""
-        return [1 + position % 7] * self.settings.samples_per_prompt
+        return unshared([1 + position % 7] * self.settings.samples_per_prompt)
 
     def result_bytes(self, position: int) -> int:
         """As many as were reserved."""
@@ -169,7 +170,7 @@ class DeviceWorkload:
     """By the latency model of a device; every engine and every replica is one. Lengths: see `distflow.sim.lengths`."""
 
     device: DeviceLatency
-    distribution: Lengths
+    distribution: Distribution
     job: Job
     slowness: dict[int, float] = field(default_factory=dict)
     """Factor on the times of an engine, by worker number."""
@@ -226,9 +227,10 @@ class DeviceWorkload:
         """Of the device."""
         return self.device.decode, self.slowness.get(worker, 1.0)
 
-    def rows(self, position: int) -> Sequence[int]:
+    def rows(self, position: int) -> Lengths:
         """Prompt and response."""
-        return [self.job.prompt_tokens + length for length in self.lengths(position)]
+        prompts = [self.job.prompt_tokens, *[0] * self.job.samples]
+        return list(zip(prompts, self.lengths(position), strict=False))
 
     def result_bytes(self, position: int) -> int:
         """Of its samples as long as they are."""
@@ -242,7 +244,7 @@ class DeviceWorkload:
     def train_s(self, replica: int, positions: Sequence[int]) -> float:
         """Micro-batch by micro-batch."""
         job, train = self.job, self.device.train
-        rows = [row for position in positions for row in self.rows(position)]
+        rows = [row for position in positions for row in whole_lengths(self.rows(position))]
         batches = max(1, round(sum(rows) / job.budget))
         passes = train.passes(job.epochs, job.forwards, recomputes=job.recomputes)
         return passes * (train.seconds(rows) + (batches - 1) * train.latency_s)

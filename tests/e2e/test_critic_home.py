@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.exchange.dealing import CostRule, Offer, deal, in_rounds
+from distflow.exchange.dealing import Offer, deal, in_rounds
+from distflow.parts import CostRule
 from tests.e2e.runs import PACED, PROMPTS, Launch, Run, check_trained_once, cli
 from tests.e2e.test_trainer_recovery import steps_of_term
 
@@ -91,9 +92,9 @@ def test_the_groups_of_all_owners_are_dealt_to_critics_together(launch: Launch, 
     noted = [[json.loads(line) for line in (tmp_path / f"critic-{i}").read_text().splitlines()] for i in range(2)]
     assert [len(lines) for lines in noted] == [6, 6]
     for updates in zip(*noted, strict=True):
-        cost = CostRule(256, updates[0][0])
-        hands = [{int(p): numbers for p, (_, numbers) in groups.items()} for _, groups in updates]
-        offers = {int(p): Offer(int(p) % 2, n) for _, groups in updates for p, (n, _) in groups.items()}
+        cost = CostRule(256, updates[0][0], packs=updates[0][1])
+        hands = [{int(p): numbers for p, (_, numbers) in groups.items()} for *_, groups in updates]
+        offers = {int(p): Offer(int(p) % 2, n) for *_, groups in updates for p, (n, _) in groups.items()}
         assert len(offers) == 8
         dealt = deal(offers, 2, cost)
         assert [sorted(hand) for hand in hands] == dealt, "as one would deal the groups of all owners"

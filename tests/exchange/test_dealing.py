@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.exchange.deal_core import DealCore
-from distflow.exchange.dealing import CostRule, DealRule, Hand, Offer, deal, in_rounds, padded, ranks
+from distflow.exchange.dealing import DealRule, Hand, Offer, deal, in_rounds, ranks
 from distflow.exchange.group_transfer import GROUPS, KEPT, REPEAT_S, Send
+from distflow.parts import CostRule, tokens_of, unshared, whole_lengths
 from distflow.sim.network import LeaseNetwork
 from distflow.sim.scenario import SMALL, Scenario
 from tests.budget import within
@@ -28,7 +29,8 @@ def offers(seed: int, groups: int, samples: int, replicas: int = REPLICAS, media
     """Lognormal lengths, as sampled responses have them."""
     rng = random.Random(seed)
     lengths = [[median * math.exp(rng.gauss(0, 1)) for _ in range(samples)] for _ in range(groups)]
-    return {p: Offer(p % replicas, [max(1, min(LONGEST, round(n))) for n in row]) for p, row in enumerate(lengths)}
+    drawn = [unshared(max(1, min(LONGEST, round(n))) for n in row) for row in lengths]
+    return {p: Offer(p % replicas, row) for p, row in enumerate(drawn)}
 
 
 def rounds(hands: Sequence[Hand], given_: dict[int, Offer], rule: CostRule) -> list[list[list[int]]]:
@@ -37,7 +39,7 @@ def rounds(hands: Sequence[Hand], given_: dict[int, Offer], rule: CostRule) -> l
     found: list[list[list[int]]] = [[[] for _ in hands] for _ in range(parts)]
     for replica, hand in enumerate(hands):
         for position, numbers in hand.items():
-            for tokens, number in zip(given_[position].lengths, numbers, strict=True):
+            for tokens, number in zip(whole_lengths(given_[position].lengths), numbers, strict=True):
                 found[number][replica].append(tokens)
     return found
 
@@ -53,8 +55,10 @@ def test_rounds_of_a_whole_step_take_hardly_longer_than_the_work_in_them(samples
     for seed in range(5):
         step = offers(seed, 128, samples)
         hands = in_rounds(deal(step, REPLICAS, COST), step, COST)
-        work = sum(COST.group(offer.lengths) for offer in step.values()) / REPLICAS
-        assert sum(max(map(COST.group, parts)) for parts in rounds(hands, step, COST)) <= 1.05 * work
+        work = sum(COST.cost(offer.lengths) for offer in step.values()) / REPLICAS
+        assert (
+            sum(max(COST.cost(unshared(part)) for part in parts) for parts in rounds(hands, step, COST)) <= 1.05 * work
+        )
 
 
 def test_replicas_that_go_on_to_another_hand_have_as_many_rounds() -> None:
@@ -84,7 +88,8 @@ def test_most_groups_stay_with_their_owners() -> None:
 def test_each_row_is_in_one_micro_batch_that_holds_it(
     replicas: int, lengths: list[list[int]], budget: int, quadratic: float
 ) -> None:
-    rule, step = CostRule(budget, quadratic), {p: Offer(p % replicas, row) for p, row in enumerate(lengths)}
+    rule = CostRule(budget, quadratic)
+    step = {p: Offer(p % replicas, unshared(row)) for p, row in enumerate(lengths)}
     hands = deal(step, replicas, rule)
     assert Counter(p for hand in hands for p in hand) == Counter(step.keys())
     assert all(bool(hand) == (replica < len(step)) for replica, hand in enumerate(hands) if len(step) <= replicas)
@@ -95,7 +100,9 @@ def test_each_row_is_in_one_micro_batch_that_holds_it(
         numbers = {number for found in hand.values() for number in found}
         assert numbers == set(range(3, 3 + len(numbers))), "no round in between without rows"
         for part in rounds([hand], step, rule) if hand else ():
-            assert not part[0] or len(part[0]) == 1 or padded(part[0]) <= budget, f"replica {replica}: {part}"
+            assert not part[0] or len(part[0]) == 1 or tokens_of(unshared(part[0]), packs=False) <= budget, (
+                f"replica {replica}: {part}"
+            )
 
 
 @pytest.mark.parametrize("even", [False, True])
@@ -112,7 +119,7 @@ def test_groups_whose_rows_are_compared_stay_whole(even: bool) -> None:
 def test_mini_batches_are_dealt_by_themselves() -> None:
     rule = DealRule(16, 4, CostRule(8), minibatches=2, streamed=False)
     cores = [DealCore(name, ["trainer/0", "trainer/1"], rule) for name in ("trainer/0", "trainer/1")]
-    news = [[(p, (1 + p, 1)) for p in range(16) if p % 2 == owner] for owner in range(2)]
+    news = [[(p, unshared((1 + p, 1))) for p in range(16) if p % 2 == owner] for owner in range(2)]
     hands = []
     for core in cores:
         core.begin(0)
@@ -141,24 +148,24 @@ class Two:
         for core in self.cores:
             core.begin(7)
 
-    def hear(self, *news: list[tuple[int, tuple[int, ...]]]) -> list[list[Send]]:
+    def hear(self, *news: list[tuple[int, tuple[tuple[int, int], ...]]]) -> list[list[Send]]:
         dealt = [core.heard(news, 0.0) for core in self.cores]
         return [[] if one is None else one.given for one in dealt]
 
 
 def test_nothing_is_dealt_before_it_is_enough_for_all_or_all_there_is() -> None:
     two = Two()
-    assert two.cores[0].has_news({0: (9,)}, closed=False) is False
-    assert two.cores[0].has_news({0: (10,)}, closed=False)
-    assert two.cores[0].news({0: (10,)}) == [(0, (10,))]
-    assert two.cores[0].news({0: (10,)}) == []
-    assert two.hear([(0, (10,))], []) == [[], []]
+    assert two.cores[0].has_news({0: ((9, 0),)}, closed=False) is False
+    assert two.cores[0].has_news({0: ((10, 0),)}, closed=False)
+    assert two.cores[0].news({0: ((10, 0),)}) == [(0, ((10, 0),))]
+    assert two.cores[0].news({0: ((10, 0),)}) == []
+    assert two.hear([(0, ((10, 0),))], []) == [[], []]
     assert two.cores[0].next_hand() is None
-    two.hear([], [(1, (10,))])
+    two.hear([], [(1, ((10, 0),))])
     assert [core.next_hand() for core in two.cores] == [{0: (0,)}, {1: (0,)}]
-    two.hear([(2, (1,))], [])
+    two.hear([(2, ((1, 0),))], [])
     assert not two.cores[0].over
-    two.hear([], [(3, (1,))])
+    two.hear([], [(3, ((1, 0),))])
     assert [core.next_hand() for core in two.cores] == [{2: (0,)}, {3: (0,)}]
     assert [core.over for core in two.cores] == [True, True]
 
@@ -166,7 +173,7 @@ def test_nothing_is_dealt_before_it_is_enough_for_all_or_all_there_is() -> None:
 def test_a_hand_waits_for_the_groups_of_others_which_are_sent_until_they_are_acknowledged() -> None:
     two = Two()
     first, second = two.cores
-    (sent,), none = two.hear([(0, (9,)), (2, (3,))], [(1, (1,)), (3, (1,))])
+    (sent,), none = two.hear([(0, ((9, 0),)), (2, ((3, 0),))], [(1, ((1, 0),)), (3, ((1, 0),))])
     assert (sent.to, sent.kind, sent.positions, none) == ("trainer/1", GROUPS, (2,), [])
     assert first.next_hand() == {0: (0,)}
     assert (second.next_hand(), second.waits_for, second.over) == (None, ("trainer/0",), False)
@@ -184,7 +191,7 @@ def test_a_hand_waits_for_the_groups_of_others_which_are_sent_until_they_are_ack
 
 def test_groups_may_come_before_the_news_by_which_they_were_dealt() -> None:
     two = Two()
-    news = ([(0, (9,)), (2, (3,))], [(1, (1,)), (3, (1,))])
+    news = ([(0, ((9, 0),)), (2, ((3, 0),))], [(1, ((1, 0),)), (3, ((1, 0),))])
     dealt = two.cores[0].heard(news, 0.0)
     assert dealt is not None
     two.cores[1].handle(GROUPS, "trainer/0", dealt.given[0].body, dealt.given[0].positions)
@@ -194,7 +201,7 @@ def test_groups_may_come_before_the_news_by_which_they_were_dealt() -> None:
 
 def test_groups_of_a_step_that_is_over_are_acknowledged_and_not_kept() -> None:
     two = Two()
-    (sent,), _ = two.hear([(0, (9,)), (2, (3,))], [(1, (1,)), (3, (1,))])
+    (sent,), _ = two.hear([(0, ((9, 0),)), (2, ((3, 0),))], [(1, ((1, 0),)), (3, ((1, 0),))])
     second = two.cores[1]
     second.handle(GROUPS, "trainer/0", sent.body, sent.positions)
     second.next_hand()

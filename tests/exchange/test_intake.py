@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.exchange.deal_core import DealCore
-from distflow.exchange.dealing import CostRule, DealRule
+from distflow.exchange.dealing import DealRule
 from distflow.exchange.group_transfer import GROUPS, KEPT, RETURNED, Send
 from distflow.exchange.intake_core import IntakeCall, IntakeCore, IntakeRule, Take
 from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.steal_core import ASK
+from distflow.parts import CostRule, unshared
 from distflow.sim.network import LeaseNetwork
 from distflow.sim.scenario import SMALL, Scenario
 from distflow.sim.workload import prompt_at
@@ -56,7 +57,7 @@ class Replica:
             self.owner.handle(result, 0.0)
             self.held.discard(position)
         if not dropped:
-            self.core.arrived(groups)
+            self.core.arrived({position: unshared(tokens) for position, tokens in groups.items()})
 
     def take(self) -> Take | None:
         return self.core.take(0.0)
@@ -72,7 +73,7 @@ def take(taken: Take | None) -> tuple[list[int], bool, bool]:
 
 
 def test_groups_are_taken_as_they_arrive_and_trained_on_once_they_fill_a_batch() -> None:
-    replica = Replica(IntakeRule(budget=8))
+    replica = Replica(IntakeRule(CostRule(8)))
     assert replica.lease() == [*range(8)]
     assert replica.take() is None
     replica.arrive({1: (1, 2)})
@@ -88,7 +89,7 @@ def test_groups_are_taken_as_they_arrive_and_trained_on_once_they_fill_a_batch()
 
 def test_a_whole_set_is_taken_at_once_in_order_and_stays_reserved_until_the_step_is_over() -> None:
     """So leases of the next step wait for memory: what is kept for several updates is really there."""
-    replica = Replica(IntakeRule(budget=1, streamed=False), max_staleness=1, memory_bytes=8 * GROUP_BYTES)
+    replica = Replica(IntakeRule(CostRule(1), streamed=False), max_staleness=1, memory_bytes=8 * GROUP_BYTES)
     assert replica.lease() == [*range(8)]
     replica.arrive({position: (1,) for position in reversed(range(1, 8))})
     assert replica.take() is None
@@ -101,7 +102,7 @@ def test_a_whole_set_is_taken_at_once_in_order_and_stays_reserved_until_the_step
 
 def test_what_clients_write_is_awaited_and_not_asked_for() -> None:
     calls = (IntakeCall("reference"), IntakeCall("labels", outside=True))
-    replica = Replica(IntakeRule(budget=1, calls=calls), max_staleness=1)
+    replica = Replica(IntakeRule(CostRule(1), calls=calls), max_staleness=1)
     replica.lease()
     assert replica.core.outside() is None
     replica.arrive({position: (1,) for position in (0, 1, 9)})
@@ -116,7 +117,7 @@ def test_what_clients_write_is_awaited_and_not_asked_for() -> None:
 
 def test_only_groups_with_all_answers_are_taken() -> None:
     calls = (IntakeCall("reference"), IntakeCall("values", in_window=True))
-    replica = Replica(IntakeRule(budget=1, calls=calls), max_staleness=1)
+    replica = Replica(IntakeRule(CostRule(1), calls=calls), max_staleness=1)
     replica.lease()
     replica.arrive({position: (1,) for position in (0, 9)})
     assert replica.core.wants_calls() == [("reference", 0), ("reference", 9), ("values", 0)], "9 is of the next step"
@@ -130,7 +131,7 @@ def test_only_groups_with_all_answers_are_taken() -> None:
 
 
 def test_a_whole_set_waits_for_its_answers() -> None:
-    replica = Replica(IntakeRule(budget=1, streamed=False, calls=(IntakeCall("reference"),)))
+    replica = Replica(IntakeRule(CostRule(1), streamed=False, calls=(IntakeCall("reference"),)))
     replica.lease()
     replica.arrive({position: (1,) for position in range(8)})
     for edge, position in replica.core.wants_calls():
@@ -141,7 +142,7 @@ def test_a_whole_set_waits_for_its_answers() -> None:
 
 def test_a_replica_whose_groups_are_all_there_awaits_those_of_the_others() -> None:
     dealing = DealCore("trainer/0", ["trainer/0", "trainer/1"], DealRule(16, 2, CostRule(budget=100)))
-    replica = Replica(IntakeRule(budget=100), dealing=dealing)
+    replica = Replica(IntakeRule(CostRule(100)), dealing=dealing)
     dealing.begin(0)
     replica.lease()
     replica.arrive({position: (1,) for position in range(7)})
@@ -150,13 +151,13 @@ def test_a_replica_whose_groups_are_all_there_awaits_those_of_the_others() -> No
     replica.core.heard([replica.core.news(), []], 0.0)
     assert replica.core.awaits_others
     assert replica.take() is None
-    replica.core.heard([[], [(position, (1,)) for position in range(8, 16)]], 0.0)
+    replica.core.heard([[], [(position, [(1, 0)]) for position in range(8, 16)]], 0.0)
     assert not replica.core.awaits_others
 
 
 def test_what_a_replica_computes_itself_fills_micro_batches_until_the_last_of_the_step() -> None:
     calls = tuple(IntakeCall(name, in_window=True, here=True) for name in ("old_logprobs", "values"))
-    replica = Replica(IntakeRule(budget=4, streamed=False, calls=calls), max_staleness=1)
+    replica = Replica(IntakeRule(CostRule(4), streamed=False, calls=calls), max_staleness=1)
     replica.lease()
     replica.arrive({position: (1, 1) for position in (0, 9)})
     assert replica.core.wants_calls() == [], "nobody else is asked"
@@ -178,7 +179,7 @@ def test_what_a_replica_computes_itself_fills_micro_batches_until_the_last_of_th
 
 
 def test_only_complete_groups_are_given_away_and_those_that_come_back_are_trained_on_here() -> None:
-    replica = Replica(IntakeRule(budget=10**6, calls=(IntakeCall("reference"),)), ("trainer/1",))
+    replica = Replica(IntakeRule(CostRule(10**6), calls=(IntakeCall("reference"),)), ("trainer/1",))
     replica.lease()
     replica.arrive({position: (1,) for position in range(8)})
     replica.core.wants_calls()
@@ -199,7 +200,7 @@ def test_only_complete_groups_are_given_away_and_those_that_come_back_are_traine
 
 
 def test_rows_of_groups_that_others_have_kept_are_forgotten_after_the_step() -> None:
-    replica = Replica(IntakeRule(budget=10**6), ("trainer/1",))
+    replica = Replica(IntakeRule(CostRule(10**6)), ("trainer/1",))
     replica.lease()
     replica.arrive({position: (1,) for position in range(8)})
     replica.core.handle(ASK, "trainer/1", {"step": 0, "number": 1}, 0.0)

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.errors import ProtocolError
-from distflow.exchange.dealing import CostRule, DealRule, Offer, ranks
+from distflow.exchange.dealing import DealRule, Offer, ranks
 from distflow.exchange.rows_core import LONGEST_RESEND_S, WINDOW_BYTES, RowsReceiver, RowsSender
 from distflow.exchange.rows_messages import OutgoingRows, RowsAck, RowsClose, RowsSent, from_wire
+from distflow.parts import CostRule, Lengths, unshared
 
 EDGE = "critic_rows"
 GROUP_BYTES = WINDOW_BYTES // 3
@@ -83,10 +84,10 @@ class Network:
             sender.close("stop" if stops else "train")
         self._post(name, sender.due(self.now))
 
-    def _groups(self, name: str, t: int) -> dict[int, tuple[int, ...]]:
+    def _groups(self, name: str, t: int) -> dict[int, Lengths]:
         first, count = self.owners[name], len(self.owners)
         return {
-            position: (1 + position % self.longest,)
+            position: [(1 + position % self.longest, 0)]
             for position in range(t * self.prompts, (t + 1) * self.prompts)
             if position % count == first
         }
@@ -135,7 +136,7 @@ class Network:
             window = list(range(t * self.prompts, (t + 1) * self.prompts))
             assert sorted(group for got in self.got.values() for group in got[t]) == window, "each once, at one replica"
             where = {position: rank for rank, got in enumerate(self.got.values()) for position in got[t]}
-            groups = {position: Offer(where[position], (1 + position % self.longest,)) for position in window}
+            groups = {position: Offer(where[position], ((1 + position % self.longest, 0),)) for position in window}
             assert all(taken[t] == ("train", groups) for taken in self.taken.values()), "the same list at all of them"
             assert all([*taken[t][1]] == window for taken in self.taken.values()), "in order"
         assert all(taken[-1] == ("stop", {}) for taken in self.taken.values())
@@ -161,7 +162,7 @@ def test_every_group_reaches_one_replica_once(
     network.prompts = prompts
     network.cut_until = 10.0 if cut else 0.0
     stray = RowsSender(EDGE, 0, list(network.receivers), 0)
-    stray.send("critic/0", {5: (1,)}, 1)
+    stray.send("critic/0", {5: ((1, 0),)}, 1)
     stray.close("train")
     network.wire += [("trainer/0", message) for message in stray.due(0.0)]
     network.run()
@@ -182,7 +183,7 @@ def test_what_room_there_is_is_used(room: float, steps: int) -> None:
 
 def test_what_is_not_acknowledged_is_sent_again_ever_more_rarely() -> None:
     sender = RowsSender(EDGE, 0, ["critic/0"], 0)
-    sender.send("critic/0", {0: (1,)}, 100)
+    sender.send("critic/0", {0: ((1, 0),)}, 100)
     times = [now / 4 for now in range(200) if sender.due(now / 4)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert gaps[:3] == [1.0, 2.0, 4.0]
@@ -194,8 +195,8 @@ def test_what_is_not_acknowledged_is_sent_again_ever_more_rarely() -> None:
 def test_a_window_of_bytes_is_under_way_at_once() -> None:
     sender = RowsSender(EDGE, 0, ["critic/0", "critic/1"], 0)
     for number in range(4):
-        sender.send("critic/0", {number: (1,)}, WINDOW_BYTES // 2)
-    sender.send("critic/1", {9: (1,)}, 2 * WINDOW_BYTES)
+        sender.send("critic/0", {number: ((1, 0),)}, WINDOW_BYTES // 2)
+    sender.send("critic/1", {9: ((1, 0),)}, 2 * WINDOW_BYTES)
     first = sender.due(0.0)
     assert [(one.to, one.message.number) for one in first] == [("critic/0", 1), ("critic/0", 2), ("critic/1", 1)]
     sender.handle("critic/0", RowsAck(EDGE, 0, (2,), -1, -1, 0))
@@ -208,7 +209,7 @@ def test_nobody_is_more_than_a_step_ahead() -> None:
     sender.close("train")
     assert sender.behind(3) == ("critic/0",)
     with pytest.raises(AssertionError, match="more than one training step behind"):
-        sender.send("critic/0", {0: (1,)}, 1)
+        sender.send("critic/0", {0: ((1, 0),)}, 1)
     receiver = RowsReceiver(EDGE, 0, ["trainer/0"], 3, 0, 0, 1)
     with pytest.raises(ProtocolError, match="of training step 5 from trainer/0: this is 3"):
         receiver.expects("trainer/0", RowsClose(EDGE, 0, 1, 5, ((), ()), "train"))
@@ -241,14 +242,14 @@ def test_rows_of_a_later_step_wait_for_room_and_those_of_the_next_one_do_not() -
             senders[ack.to].handle("critic/0", ack.message)
 
     for name, sender in senders.items():
-        sender.send("critic/0", {int(name[-1]): (1,)}, 35)
+        sender.send("critic/0", {int(name[-1]): ((1, 0),)}, 35)
         sender.close("train")
-        sender.send("critic/0", {2 + int(name[-1]): (1,)}, 35)
+        sender.send("critic/0", {2 + int(name[-1]): ((1, 0),)}, 35)
     assert said("trainer/0", 0.0) == [("RowsSent", 0), ("RowsClose", 0)], "20 bytes are left for step 1, 10 for each"
     assert said("trainer/1", 0.0) == [("RowsSent", 0), ("RowsClose", 0)]
     hear(receiver.acks(list(senders)))
     assert [said(name, 0.0) for name in senders] == [[], []], "30 bytes are left, now that the step is whole"
-    assert receiver.take() == ("train", {0: Offer(0, (1,)), 1: Offer(0, (1,))})
+    assert receiver.take() == ("train", {0: Offer(0, ((1, 0),)), 1: Offer(0, ((1, 0),))})
     hear(receiver.acks(list(senders)))
     assert [said(name, 0.0) for name in senders] == [[], []], "and while it is trained on"
     assert [said(name, 1.0) for name in senders] == [[("RowsClose", 0)]] * 2, "asks again: what was said may be lost"
@@ -262,16 +263,18 @@ def test_rows_of_a_later_step_wait_for_room_and_those_of_the_next_one_do_not() -
 def test_groups_that_stream_in_are_dealt_to_all() -> None:
     """Over a whole training step, and also where owners deal one group at a time."""
     sender = RowsSender(EDGE, 0, ["critic/0", "critic/1"], 0)
-    assert [sender.deal({position: (10,)}, RULE, {}) for position in (1, 3, 5)] == [
+    assert [sender.deal({position: ((10, 0),)}, RULE, {}) for position in (1, 3, 5)] == [
         {"critic/0": [], "critic/1": [1]},
         {"critic/0": [3], "critic/1": []},
         {"critic/0": [], "critic/1": [5]},
     ]
     sender.close("train")
-    assert sender.deal({7: (10,)}, RULE, {}) == {"critic/0": [], "critic/1": [7]}, "nothing is kept of the last step"
+    assert sender.deal({7: ((10, 0),)}, RULE, {}) == {"critic/0": [], "critic/1": [7]}, (
+        "nothing is kept of the last step"
+    )
     costs = dict(enumerate([9, 1, 1, 1, 5, 5, 7, 1]))
     sender.close("train")
-    shares = sender.deal({position: (cost,) for position, cost in costs.items()}, RULE, {}).values()
+    shares = sender.deal({position: ((cost, 0),) for position, cost in costs.items()}, RULE, {}).values()
     assert sorted(position for share in shares for position in share) == sorted(costs)
     loads = [sum(costs[position] for position in share) for share in shares]
     assert abs(loads[0] - loads[1]) <= 2
@@ -280,7 +283,7 @@ def test_groups_that_stream_in_are_dealt_to_all() -> None:
 def test_owners_that_know_the_whole_step_deal_it_together() -> None:
     """4 of them and 4 replicas; all compute about as long on each of 4 mini-batches."""
     rng = random.Random(0)
-    lengths = {p: tuple(min(9000, 1 + int(rng.lognormvariate(7, 1))) for _ in range(4)) for p in range(256)}
+    lengths = {p: unshared(min(9000, 1 + int(rng.lognormvariate(7, 1))) for _ in range(4)) for p in range(256)}
     cost = CostRule(18000, 1 / 9000)
     rule = DealRule(256, 8, cost, minibatches=4, streamed=False, pinned=True)
     names = [f"critic/{i}" for i in range(4)]
@@ -291,6 +294,6 @@ def test_owners_that_know_the_whole_step_deal_it_together() -> None:
             got[name] += dealt
     assert sorted(p for some in got.values() for p in some) == [*lengths]
     rank = ranks(lengths, 8)
-    work = sum(map(cost.group, lengths.values())) / 4
-    loads = [[sum(cost.group(lengths[p]) for p in some if rank[p] % 4 == m) for some in got.values()] for m in range(4)]
+    work = sum(map(cost.cost, lengths.values())) / 4
+    loads = [[sum(cost.cost(lengths[p]) for p in some if rank[p] % 4 == m) for some in got.values()] for m in range(4)]
     assert sum(map(max, loads)) <= 1.02 * work

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from distflow import parts
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
 from distflow.flow.schedule import learning_rate
@@ -119,11 +120,81 @@ def test_logits_in_pieces_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(pieces[name], grad, rtol=1e-10, atol=1e-12)
 
 
-def test_gradient_checkpointing_changes_no_gradient() -> None:
-    plain = _gradients(_backend(init={"num_hidden_layers": 2}), ragged_batch())
-    recomputed = _gradients(_backend(init={"num_hidden_layers": 2}, gradient_checkpointing=True), ragged_batch())
-    for name, grad in plain.items():
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("init", [{"num_hidden_layers": 2}, QWEN3], ids=["qwen2", "qwen3"])
+def test_gradient_checkpointing_changes_no_gradient(init: dict[str, Any], packed: bool) -> None:
+    padded = _gradients(_backend(init=init, packed=False), ragged_batch())
+    recomputed = _gradients(_backend(init=init, packed=packed, gradient_checkpointing=True), ragged_batch())
+    for name, grad in padded.items():
         torch.testing.assert_close(recomputed[name], grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_packed_and_padded_micro_batches_may_alternate_before_one_backward(
+    monkeypatch: pytest.MonkeyPatch, recomputed: bool
+) -> None:
+    """A layer that is computed again in the backward pass finds the layout of its own micro-batch."""
+    monkeypatch.setattr(parts, "MOST_VISIBLE", 100)
+    laid_out: list[int] = []
+    monkeypatch.setattr(scoring, "pack", lambda *rows: laid_out.append(len(rows[0])) or pack(*rows))
+    init = {"num_hidden_layers": 2}
+    backend = _backend(init=init, gradient_checkpointing=recomputed)
+    batch, bounds = ragged_batch(), [(0, 3), (3, 7), (7, 9), (9, 12)]
+
+    def loss(backend: TorchBackend, part: Batch) -> torch.Tensor:
+        scores = backend.score(part, temperature=0.8, grad=True, entropy=True)
+        assert scores.entropy_BT is not None
+        return (scores.logprobs_BT * 0.3 + scores.entropy_BT).square().sum()
+
+    assert backend.packs
+    losses = [loss(backend, batch.slice(*rows)) for rows in bounds]
+    backend.accumulate(torch.stack(losses).sum())
+    assert laid_out == [3, 2, 3], "the second is padded"
+    padded = _gradients(_backend(init=init, packed=False), batch)
+    for name, grad in padded.items():
+        found = backend._parameters[name].grad
+        assert found is not None
+        torch.testing.assert_close(found, grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_no_model_is_packed_where_its_masks_would_be_too_large(
+    monkeypatch: pytest.MonkeyPatch, trainable: bool
+) -> None:
+    backend, padded = (_backend(packed=packed, trainable=trainable) for packed in (True, False))
+    monkeypatch.setattr(parts, "MOST_VISIBLE", 100)
+    monkeypatch.setattr(scoring, "pack", lambda *rows: pytest.fail("packed"))
+    found, expected = (
+        one.score(ragged_batch(), temperature=1.0, grad=False, entropy=False) for one in (backend, padded)
+    )
+    torch.testing.assert_close(found.logprobs_BT, expected.logprobs_BT, rtol=0, atol=1e-12)
+
+
+def test_packed_and_recomputed_the_backward_pass_keeps_little() -> None:
+    """Of a layer its input, and of a prompt one copy, with 8 samples of 40 + 10 tokens."""
+    batch = Batch(
+        {
+            "prompt_ids": Ragged.from_rows([[3, 4, 5, 6] * 10] * 8, torch.int64),
+            "response_ids": Ragged.from_rows([[5, 6] * 5] * 8, torch.int64),
+        }
+    )
+
+    def kept(**model: Any) -> int:
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        backend = _backend(init={"num_hidden_layers": 6}, **model)
+        weights = {p.untyped_storage().data_ptr() for p in backend._parameters.values()}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            backend.score(batch, temperature=1.0, grad=True, entropy=False)
+        return sum(storage.nbytes() for place, storage in storages.items() if place not in weights)
+
+    recomputed = kept(gradient_checkpointing=True)
+    assert recomputed <= kept() / 3
+    assert recomputed <= kept(gradient_checkpointing=True, packed=False) / 2
 
 
 def test_dropout_is_off() -> None:

@@ -19,12 +19,13 @@ from distflow.comm.outbox import Delivery, delivered
 from distflow.config.load import load_recipe, recipe_to_mapping
 from distflow.config.yamlfile import yaml_text
 from distflow.errors import ProtocolError, RecipeMismatch
-from distflow.exchange.dealing import CostRule, DealRule
+from distflow.exchange.dealing import DealRule
 from distflow.flow.document import Place, document_text, read_worker_document, worker_document
 from distflow.flow.planner import make_plan
 from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent.agent import Agent
 from distflow.launch.run.record import RunRecord, WorkerEntry
+from distflow.parts import CostRule
 from distflow.runtime import ports, weight_publisher
 from distflow.runtime.assembly import Setting, build_tokenizer
 from distflow.runtime.receiving import TrainingLimits

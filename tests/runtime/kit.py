@@ -18,7 +18,7 @@ from distflow.comm.outbox import Delivery, delivered
 from distflow.config.load import load_recipe
 from distflow.config.schema import LimitsConfig, Recipe, RunConfig
 from distflow.data.batch import Batch
-from distflow.exchange.dealing import CostRule, DealRule
+from distflow.exchange.dealing import DealRule
 from distflow.exchange.intake_core import IntakeRule
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
@@ -29,6 +29,7 @@ from distflow.exchange.sample_channel import HOLDER_KINDS, OWNER_KINDS, RESULTS,
 from distflow.exchange.store_channel import SampleStore
 from distflow.flow.plan import BatchPlan, StepPlan
 from distflow.flow.step import GENERATED
+from distflow.parts import CostRule
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.disk import Disk
@@ -191,7 +192,7 @@ class World:
             trained={"policy": "actor"},
             primary="policy",
             replicas=Replicas(OWNER, [OWNER], [OWNER], self.node, waits, LOOPBACK),
-            intake=Intake(self.inbound, self.node, IntakeRule(plan.tokens_per_microbatch, streamed)),
+            intake=Intake(self.inbound, self.node, IntakeRule(CostRule(plan.tokens_per_microbatch), streamed)),
             publishing=self.publishing(),
             dumps=DumpWriter(self.folder, WorkerName.parse(OWNER), Disk(), 1 << 30),
             checkpoints=CheckpointWriter(self.folder, "trainer-0", "digest", Keeping(9)),

@@ -19,8 +19,9 @@ from distflow.comm.outbox import Delivery, delivered
 from distflow.data.batch import Batch, Ragged, group_ranges, row_lengths
 from distflow.data.micro_batches import micro_batches
 from distflow.errors import RunStopped
-from distflow.exchange.dealing import CostRule, DealRule
+from distflow.exchange.dealing import DealRule
 from distflow.flow.memory import MIB
+from distflow.parts import CostRule
 from distflow.runtime import ports
 from distflow.runtime.assembly import build_contexts, build_tokenizer
 from distflow.runtime.further_training import FurtherTraining
@@ -197,7 +198,7 @@ def test_the_rounds_of_a_step_take_all_replicas_equally_long(home: tuple[Owner, 
         critic.training._parts = replace(critic.training._parts, dealing=rule)
 
     def own() -> None:
-        owner.rows.send(groups_of(lengths), rule, {p: [n] * ROWS for p, n in enumerate(lengths)} if whole else {})
+        owner.rows.send(groups_of(lengths), rule, {p: [(n, 0)] * ROWS for p, n in enumerate(lengths)} if whole else {})
         owner.rows.close("train")
 
     found: list[Batch] = at_once(*(critic.batch for critic in critics), own)[:2]

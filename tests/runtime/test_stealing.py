@@ -23,6 +23,7 @@ from distflow.exchange.owner import OwnerCore
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.steal_core import ASK
 from distflow.flow.plan import BatchPlan
+from distflow.parts import CostRule
 from distflow.runtime.intake import Intake
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.types import Version
@@ -61,7 +62,9 @@ class Trainer:
         self.core = OwnerCore(NAMES[number], SETTINGS, [number], prompt_at)
         self.inbound = InboundSamples(self.core, lambda *message: None)
         replicas = self.replica.replicas
-        self.intake = Intake(self.inbound, self.node, IntakeRule(1), replicas.others, random.Random(f"0/{number}"))
+        self.intake = Intake(
+            self.inbound, self.node, IntakeRule(CostRule(1)), replicas.others, random.Random(f"0/{number}")
+        )
         self.receiving = Receiving(self.intake, replicas, LIMITS, self.node, self.replica.metrics, self.account, unused)
         self.trained: list[int] = []
         self.rows: list[list[int]] = []

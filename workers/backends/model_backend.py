@@ -66,15 +66,14 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         for parameter in self._learned.values():
             parameter.requires_grad_(spec.trainable)
         self._stored = None if adapters else stored_model(spec.model)
-        # Activation checkpointing would have to carry the layout of packed tokens into the backward pass.
-        recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
-        if recompute:
+        if spec.trainable and bool(spec.model["gradient_checkpointing"]):
             _recompute_activations(self._model)
+        self.packs = False
+        """Whether it computes a prompt once for the rows that have it, and no padding."""
         if self._head == SCORE:
             return
-        self._scorer = Scorer(
-            self._model, torch.device(home), packed=packed and not recompute, deterministic=spec.batch_invariant
-        )
+        self._scorer = Scorer(self._model, torch.device(home), packed=packed, deterministic=spec.batch_invariant)
+        self.packs = self._scorer.packs
 
     def score(
         self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
@@ -171,7 +170,7 @@ class AdaptersOff:
     def __init__(self, inner: ModelBackend[Any]) -> None:
         self._inner = inner
         self.lockstep = inner.lockstep
-        self.quadratic = inner.quadratic
+        self.quadratic, self.packs = inner.quadratic, inner.packs
         self.learning_rate = 0.0
 
     def join(self) -> None:

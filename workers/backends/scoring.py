@@ -5,7 +5,8 @@ computed once. All tokens of a micro-batch form one row: first every distinct pr
 see just that row; attention alone spreads the tokens out: prompts attend to themselves, responses to their prompt and
 to themselves. With G samples per prompt this saves up to (G - 1)/G of the work on prompts.
 
-Otherwise each row is prompt + response, padded on the right: a causal model never attends to that padding, so no
+Otherwise, and for rows so long that the masks of packed attention would be too large (`distflow.parts`), each row
+is prompt + response, padded on the right: a causal model never attends to that padding, so no
 attention mask is needed and no result depends on it.
 
 Shapes: B samples, U distinct prompts, N packed tokens (or response tokens of all rows), M response tokens to score,
@@ -29,8 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from distflow.algorithms.logprobs import candidate_scores
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch, Ragged, part_lengths
 from distflow.flow.estimate import LOGITS_CHUNK
+from distflow.parts import part_of
 from distflow.runtime.protocols import TokenScores, TokenValues
 from distflow.workers import batch_invariant
 from distflow.workers.batch_invariant import enable_causal
@@ -52,8 +54,9 @@ class Scorer:
         self._head: nn.Module = output_layer(model)
         self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
         self._plain_head = has_value_head(model) or self._probe()
-        self._packed = packed and self._plain_head and can_pack(model)
-        if self._packed:
+        self.packs = packed and self._plain_head and can_pack(model)
+        """Whether it packs the rows whose masks are not too large."""
+        if self.packs:
             enable(model, invariant=deterministic)
         elif deterministic:
             enable_causal(model)
@@ -67,10 +70,9 @@ class Scorer:
 
         Raises ValueError for an empty prompt.
         """
-        prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+        responses = batch.ragged("response_ids")
         mask_BT = responses.mask().to(self.device)
-        states = self._packed_states if self._packed else self._padded_states
-        states_NW, head = states(prompts, responses)
+        states_NW, head = self._states(batch)
         asked = _Asked(temperature, entropy, 0 if isinstance(candidates, Ragged) else candidates)
         given_NK = candidates.values.to(self.device, torch.int64) if isinstance(candidates, Ragged) else None
         found = self._in_chunks(states_NW, head, responses.values.to(self.device), given_NK, asked)
@@ -80,13 +82,18 @@ class Scorer:
 
     def values(self, batch: Batch) -> TokenValues:
         """Values [B, T] of the states before each response token; raises ValueError for an empty prompt."""
-        prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
-        mask_BT = responses.mask().to(self.device)
-        states = self._packed_states if self._packed else self._padded_states
-        states_NW, head = states(prompts, responses)
+        mask_BT = batch.ragged("response_ids").mask().to(self.device)
+        states_NW, head = self._states(batch)
         values_N = head(states_NW)[:, 0]
         wide_N = values_N if values_N.dtype == torch.float64 else values_N.float()
         return TokenValues(_spread(wide_N, mask_BT), mask_BT)
+
+    def _states(self, batch: Batch) -> tuple[Tensor, nn.Module]:
+        """Hidden states at the positions that predict response tokens, and the module that turns them into logits."""
+        rows = batch.only(["prompt_ids", "response_ids"])
+        packed = self.packs and part_of(part_lengths(rows)).fits_masks
+        states = self._packed_states if packed else self._padded_states
+        return states(batch.ragged("prompt_ids"), batch.ragged("response_ids"))
 
     def _packed_states(self, prompts: Ragged, responses: Ragged) -> tuple[Tensor, nn.Module]:
         layout = pack(prompts, responses).to(self.device)
@@ -96,7 +103,6 @@ class Scorer:
         return hidden_1NW[0].index_select(0, layout.scored_M), self._head
 
     def _padded_states(self, prompts: Ragged, responses: Ragged) -> tuple[Tensor, nn.Module]:
-        """Hidden states at the positions that predict response tokens, and the module that turns them into logits."""
         ids_BL, response_BL = join(prompts, responses)
         # The token at position l is predicted at position l - 1; the last position predicts nothing that is scored.
         chosen_N = response_BL[:, 1:].flatten().nonzero().flatten().to(self.device)
@@ -185,8 +191,8 @@ def _spread(values_N: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 NAME = "distflow_packed"
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
-"""Attention of queries, keys, values, visibility mask and scale."""
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+"""Attention of queries, keys, values, visibility mask (None: causal) and scale."""
 # Their attention passes unknown keywords on to the function that computes it, and masks nothing but the future.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -284,14 +290,14 @@ def attend(
     kernel: Kernel,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """A transformers attention function: query [1, Q, N, D], key and value [1, H, N, D] → [1, N, Q, D]."""
-    if packed is None:
-        raise ValueError(
-            f"{type(module).__name__} does not pass the keyword `packed` to its attention; set the pool's "
-            "backend_options: {packed: false}"
-        )
-    places, keys = packed.prompt_places_UP, packed.prompt_places_UP
+    """A transformers attention function: query [1, Q, N, D], key and value [1, H, N, D] → [1, N, Q, D].
+
+    Without a layout, of padded rows: query [B, Q, L, D], key and value [B, H, L, D] → [B, L, Q, D].
+    """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if packed is None:
+        return kernel(query, key, value, None, scale).transpose(1, 2), None
+    places, keys = packed.prompt_places_UP, packed.prompt_places_UP
     q, k, v = _gathered((query, key, value), places, keys)
     out = kernel(q, k, v, packed.prompt_visible_UPP[:, None], scale)
     parts = [out.transpose(1, 2).flatten(0, 1).index_select(0, packed.prompt_kept)]
@@ -310,9 +316,11 @@ def _gathered(states: tuple[Tensor, Tensor, Tensor], query_BR: Tensor, key_BS: T
         yield tokens.view(*places.shape, x.shape[1], -1).transpose(1, 2)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:
     """[B, Q, R, D]."""
     grouped = query.shape[1] != key.shape[1]
+    if visible is None:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     if grouped and query.is_cuda:
         # On a GPU only the unfused kernel shares keys under a mask, and it stores a score for every pair of tokens.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -321,9 +329,10 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale
 
 
 def enable(model: PreTrainedModel, *, invariant: bool = False) -> None:
-    """Make this model compute attention with `attend`; its base model then needs the keyword `packed`.
+    """Make this model compute attention with `attend`: packed if its base model is called with the keyword `packed`.
 
-    `invariant`: with the batch-invariant kernel.
+    Nothing is switched afterwards: where activations are recomputed, a layer is called in the backward pass as it was
+    called before, with the layout of its own micro-batch. `invariant`: with the batch-invariant kernel.
     """
     name, kernel = (f"{NAME}_invariant", batch_invariant.attention) if invariant else (NAME, _attention)
     AttentionInterface.register(name, partial(attend, kernel=kernel))
