@@ -22,7 +22,7 @@ MOST_VISIBLE = 1 << 24
 """Elements of the masks of packed attention, those of prompts and of responses together."""
 
 
-class Part(NamedTuple):
+class PartSize(NamedTuple):
     """Rows that are computed together."""
 
     rows: int = 0
@@ -47,9 +47,9 @@ class Part(NamedTuple):
         """Tokens that are computed; `packs`: by a model that packs."""
         return self.packed if packs and self.fits_masks else self.rows * self.longest
 
-    def joined(self, other: Part) -> Part:
+    def joined(self, other: PartSize) -> PartSize:
         """These rows and others, which have prompts of their own."""
-        return Part(
+        return PartSize(
             self.rows + other.rows,
             self.prompts + other.prompts,
             self.packed + other.packed,
@@ -59,16 +59,16 @@ class Part(NamedTuple):
         )
 
 
-LEAST = Part(1, 1, 1, 1, 0, 1)
+LEAST = PartSize(1, 1, 1, 1, 0, 1)
 """The smallest row."""
 
 
-def part_of(lengths: Lengths) -> Part:
+def part_of(lengths: Lengths) -> PartSize:
     """All these rows together."""
-    part = Part()
+    part = PartSize()
     for prompt, response, shared in _spelled(lengths):
         new = 0 if shared else prompt
-        part = part.joined(Part(1, 0 if shared else 1, new + response, prompt, response, prompt + response))
+        part = part.joined(PartSize(1, 0 if shared else 1, new + response, prompt, response, prompt + response))
     return part
 
 
@@ -127,10 +127,10 @@ class CostRule:
         return found
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """Rows that lie together in a micro-batch as far as they fit."""
 
-    part: Part
+    part: PartSize
     size: int
     """Tokens that are computed if there is nothing else."""
     cost: float
@@ -144,7 +144,7 @@ class Piece(NamedTuple):
         return -self.size, self.rows
 
 
-def sorted_pieces(groups: Sequence[Lengths], rule: CostRule) -> list[Piece]:
+def sorted_pieces(groups: Sequence[Lengths], rule: CostRule) -> list[RowPiece]:
     """What is cut into micro-batches, the largest first: groups, or rows with one prompt, or single rows.
 
     Rows are numbered through all groups.
@@ -154,7 +154,7 @@ def sorted_pieces(groups: Sequence[Lengths], rule: CostRule) -> list[Piece]:
     return sorted(pieces, key=lambda piece: piece.order)
 
 
-def _pieces_of(lengths: Lengths, rule: CostRule, first: int) -> list[Piece]:
+def _pieces_of(lengths: Lengths, rule: CostRule, first: int) -> list[RowPiece]:
     if rule.whole_groups:
         return [_piece(lengths, rule, range(first, first + len(lengths)))]
     if not rule.packs:
@@ -164,7 +164,7 @@ def _pieces_of(lengths: Lengths, rule: CostRule, first: int) -> list[Piece]:
     return [_piece(lengths[a:b], rule, range(first + a, first + b)) for a, b in zip(begins, ends, strict=True)]
 
 
-def take(pieces: list[Piece], rule: CostRule, most: float = math.inf) -> list[Piece]:
+def take(pieces: list[RowPiece], rule: CostRule, most: float = math.inf) -> list[RowPiece]:
     """Remove a micro-batch from pieces in their order: the largest, then the largest that still fit, up to cost `most`.
 
     Of rows with one prompt that do not fit together, as many as do; the others stay.
@@ -174,7 +174,7 @@ def take(pieces: list[Piece], rule: CostRule, most: float = math.inf) -> list[Pi
         insort(pieces, rest, key=lambda piece: piece.order)
     taken, part, left = [first], first.part, most - first.cost
 
-    def fits(piece: Piece) -> bool:
+    def fits(piece: RowPiece) -> bool:
         return piece.cost <= left and part.joined(piece.part).tokens(packs=rule.packs) <= rule.budget
 
     while pieces and part.joined(LEAST).tokens(packs=rule.packs) <= rule.budget:
@@ -187,12 +187,12 @@ def take(pieces: list[Piece], rule: CostRule, most: float = math.inf) -> list[Pi
     return taken
 
 
-def _piece(lengths: Lengths, rule: CostRule, rows: Iterable[int]) -> Piece:
+def _piece(lengths: Lengths, rule: CostRule, rows: Iterable[int]) -> RowPiece:
     part = part_of(lengths)
-    return Piece(part, part.tokens(packs=rule.packs), rule.cost(lengths), lengths, tuple(rows))
+    return RowPiece(part, part.tokens(packs=rule.packs), rule.cost(lengths), lengths, tuple(rows))
 
 
-def _cut(piece: Piece, rule: CostRule, most: float) -> tuple[Piece, Piece | None]:
+def _cut(piece: RowPiece, rule: CostRule, most: float) -> tuple[RowPiece, RowPiece | None]:
     """The first rows of a piece that fit, at least one, and the others."""
     if (piece.cost <= most and piece.size <= rule.budget) or rule.whole_groups or len(piece.rows) == 1:
         return piece, None

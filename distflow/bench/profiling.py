@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from distflow.config.plugins import VOCABULARY
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch, Ragged, part_lengths
 from distflow.errors import PluginError, UserError
 from distflow.flow.gpus import width
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.resolve import resolve
+from distflow.parts import Lengths, tokens_of
 from distflow.runtime.assembly import device_of, lacks
-from distflow.runtime.protocols import Backend, BackendSpec, Engine, EngineSpec
+from distflow.runtime.protocols import Backend, BackendSpec, Engine, EngineSpec, packs
 from distflow.types import SampleRequest, SamplingParams, Version
 
 REPEATS = 3
@@ -50,10 +51,12 @@ class DecodeTime:
 
 @dataclass(frozen=True, slots=True)
 class TrainTime:
-    """Of forward and backward of rows of these lengths."""
+    """Of forward and backward of rows of these lengths (`distflow.parts`)."""
 
-    lengths: tuple[int, ...]
+    lengths: Lengths
     seconds: float
+    packed: bool = False
+    """A prompt that rows share was computed once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,76 +212,109 @@ def _weights(backend: Backend, engine: Engine) -> WeightTime:
 
 
 def _decoding(plan: Plan, worker: WorkerPlan, engine: Engine) -> tuple[list[tuple[int, float]], list[DecodeTime]]:
-    """Batches of 1, 2, 4 … all slots, with short prompts and with long ones."""
+    """Batches of 1, 2, 4 … all slots, with short prompts and with long ones.
+
+    Raises PluginError for an engine whose samples never all run at once.
+    """
     longest = plan.engine_tokens(plan.primary)
     steps = max(1, min(STEPS, longest // 4))
-    prompts = sorted({max(1, longest // 8), max(1, (longest - steps - 1) // 2), max(1, longest - steps - 1)})
     batches = sorted({*(1 << power for power in range(worker.slots.bit_length())), worker.slots})
     decoder = _Decoder(plan, engine, steps)
-    decoder.run(batches[-1], prompts[0])  # warms up
+    decoder.run(batches[-1], max(1, longest // 8))  # warms up
     prefill, decode = [], []
     for samples in batches:
-        for prompt in prompts:
-            runs = [decoder.run(samples, prompt)]
-            while len(runs) < REPEATS and sum(map(sum, runs)) < LONG_S:
-                runs.append(decoder.run(samples, prompt))
-            step_s = statistics.median(step for _, step in runs)
-            decode.append(DecodeTime(samples, prompt + 1 + steps / 2, step_s))
-            # The first token of each sample is decoded with them.
-            reading = statistics.median(first for first, _ in runs) - step_s
-            prefill.append((samples * prompt, max(0.0, reading)))
+        # While the last prompts are read, one after another, the first samples may decode.
+        most = max(1, longest - steps - 1 - samples)
+        for prompt in sorted({min(most, max(1, longest // 8)), max(1, most // 2), most}):
+            runs = [run for run in decoder.repeated(samples, prompt) if run is not None]
+            if runs:
+                step_s = statistics.median(run.step_s for run in runs)
+                decode.append(DecodeTime(samples, statistics.median(run.context for run in runs), step_s))
+                reading = statistics.median(run.first_s - run.steps_before * step_s for run in runs)
+                prefill.append((samples * prompt, max(0.0, reading)))
+    if not decode:
+        raise PluginError(
+            f"profile: in no batch of {batches[0]} to {batches[-1]} samples of {longest} tokens did all run at once "
+            f"for {steps} decode steps — raise max_new_tokens, or lower layout.pools.{worker.name.pool}.slots"
+        )
     return prefill, decode
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What the clock showed of samples that were decoded together."""
+
+    first_s: float
+    """Seconds until every sample had its first token."""
+    steps_before: int
+    """Decode steps within them."""
+    step_s: float
+    """Of a decode step after that, in which all samples ran."""
+    context: float
+    """Mean tokens of a sample then."""
+
+
 class _Decoder:
-    """Lets an engine decode samples of random prompts, and looks at the clock."""
+    """Lets an engine decode samples of random prompts, and looks at the clock while all of them run."""
 
     def __init__(self, plan: Plan, engine: Engine, steps: int) -> None:
         model = plan.recipe.models[plan.primary]
         self._engine = engine
         self._seed = plan.recipe.run.seed
         self._steps = steps
+        self._longest = plan.engine_tokens(plan.primary)
         self._vocabulary = int(resolve(VOCABULARY)(model.model_dump()))
         self._positions = count()
         self._random = torch.Generator().manual_seed(self._seed)
 
-    def run(self, samples: int, prompt: int) -> tuple[float, float]:
-        """Seconds until every sample has its first token, and of a decode step after that."""
+    def repeated(self, samples: int, prompt: int) -> Iterator[_Run | None]:
+        """Several runs, fewer of what takes long."""
+        began = time.perf_counter()
+        for _ in range(REPEATS):
+            yield self.run(samples, prompt)
+            if time.perf_counter() - began >= LONG_S:
+                return
+
+    def run(self, samples: int, prompt: int) -> _Run | None:
+        """Samples as long as the engine takes them, dropped after some steps; None if they did not all run so long."""
         positions = [next(self._positions) for _ in range(samples)]
-        params = SamplingParams(max_new_tokens=self._steps + 1)
+        params = SamplingParams(max_new_tokens=self._longest - prompt)
         ids = torch.randint(self._vocabulary, (samples, prompt), generator=self._random).tolist()
         rows = zip(positions, ids, strict=True)
         self._engine.submit([SampleRequest(at, 0, tuple(row), self._seed, params) for at, row in rows])
         begin = time.perf_counter()
-        first: float | None = None
-        done = had = 0
-        while done < samples:
-            finished = len(self._engine.poll())
+        seen: list[tuple[float, int, int]] = []
+        while not seen or seen[-1][1] - seen[0][1] < self._steps * samples:
+            ended = self._engine.poll()
             now = time.perf_counter()
-            done += finished
-            if first is None:
-                tokens = self._engine.progress()
-                # Those that are finished already had their first token, too.
-                if all(tokens.values()):
-                    first, had = now, sum(tokens.values()) + done * (self._steps + 1)
+            if ended:
+                break
+            tokens = self._engine.progress()
+            if len(tokens) == samples and all(tokens.values()):
+                seen.append((now, sum(tokens.values()), max(tokens.values())))
             if now - begin > STUCK_S:
-                raise PluginError(f"profile: the engine did not finish {samples} samples within {STUCK_S:.0f} s")
-        assert first is not None, "samples are finished"
-        left = samples * (self._steps + 1) - had
-        return first - begin, (now - first) * samples / left if left else (now - begin) / (self._steps + 1)
+                raise PluginError(f"profile: the engine did not decode {samples} samples within {STUCK_S:.0f} s")
+        self._engine.abort(positions)
+        if len(seen) < 2:
+            return None
+        (first, had, before), (last, have, _) = seen[0], seen[-1]
+        step_s = (last - first) * samples / (have - had)
+        return _Run(first - begin, before, step_s, prompt + (had + have) / 2 / samples)
 
 
 def _training(plan: Plan, backend: Backend) -> tuple[list[TrainTime], float]:
-    """Rows of three lengths, in batches up to the recipe's own; and optimizer steps."""
+    """Groups of rows of three lengths, in micro-batches up to the recipe's own; and optimizer steps."""
     longest, budget = plan.engine_tokens(plan.primary), plan.batch.tokens_per_microbatch
     vocabulary = int(resolve(VOCABULARY)(plan.recipe.models[plan.primary].model_dump()))
+    packed, samples = packs(backend), plan.batch.samples_per_prompt
     found = []
     for length in sorted({max(2, longest // 4), max(2, longest // 2), max(2, longest)}):
-        most = max(1, budget // length)
+        most = _most_rows(length, samples, budget, packed=packed)
         for rows in sorted({1, max(1, most // 4), most}):
-            batch = _rows(rows, length, vocabulary)
-            found.append(TrainTime((length,) * rows, _median(partial(_train, backend, batch))))
-    batch = _rows(1, max(2, longest // 4), vocabulary)
+            batch = _rows(rows, length, samples, vocabulary)
+            seconds = _median(partial(_train, backend, batch))
+            found.append(TrainTime(tuple(part_lengths(batch)), seconds, packed))
+    batch = _rows(1, max(2, longest // 4), samples, vocabulary)
 
     def apply() -> float:
         _train(backend, batch)
@@ -289,21 +325,35 @@ def _training(plan: Plan, backend: Backend) -> tuple[list[TrainTime], float]:
     return found, _median(apply)
 
 
-def _rows(rows: int, length: int, vocabulary: int) -> Batch:
-    """Half prompt, half response."""
+def _lengths(rows: int, length: int, samples: int) -> list[tuple[int, int]]:
+    """Half prompt, half response; `samples` of each prompt."""
     half = length // 2
-    ids = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(rows)).tolist()
+    return [(0 if row % samples else half, length - half) for row in range(rows)]
+
+
+def _most_rows(length: int, samples: int, budget: int, *, packed: bool) -> int:
+    """How many of these rows a micro-batch holds."""
+    rows = 1
+    while tokens_of(_lengths(rows + 1, length, samples), packs=packed) <= budget:
+        rows += 1
+    return rows
+
+
+def _rows(rows: int, length: int, samples: int, vocabulary: int) -> Batch:
+    half, random = length // 2, torch.Generator().manual_seed(rows)
+    ids = torch.randint(vocabulary, (rows, length), generator=random).tolist()
     return Batch(
         {
-            "prompt_ids": Ragged.from_rows([row[:half] for row in ids], torch.int64),
+            "group": torch.arange(rows) // samples,
+            "prompt_ids": Ragged.from_rows([ids[row - row % samples][:half] for row in range(rows)], torch.int64),
             "response_ids": Ragged.from_rows([row[half:] for row in ids], torch.int64),
         }
     )
 
 
 def _train(backend: Backend, batch: Batch) -> float:
-    """Seconds of forward and backward."""
+    """Seconds of forward and backward, as an update asks for them."""
     begin = _now()
-    scores = backend.score(batch, temperature=1.0, grad=True, entropy=False)
+    scores = backend.score(batch, temperature=1.0, grad=True, entropy=True)
     backend.accumulate(-(scores.logprobs_BT * scores.mask_BT).sum())
     return _now() - begin

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from distflow.parts import CostRule, Lengths, Piece, sorted_pieces, take
+from distflow.parts import CostRule, Lengths, RowPiece, sorted_pieces, take
 
 Hand = dict[int, tuple[int, ...]]
 """The groups of one replica by position, in their order, with the micro-batch of each row."""
@@ -117,7 +117,7 @@ def in_rounds(
     ]
 
 
-def _units(pieces: Sequence[Piece], rule: CostRule) -> _Units:
+def _units(pieces: Sequence[RowPiece], rule: CostRule) -> _Units:
     if rule.whole_groups:
         return [piece.rows for piece in pieces]
     return [(row,) for piece in pieces for row in piece.rows]

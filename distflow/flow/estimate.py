@@ -31,7 +31,7 @@ from distflow.flow.memory import (
 )
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import PUBLISHED, WIDE, ModelSize, model_size
-from distflow.parts import Part
+from distflow.parts import PartSize
 
 PROCESS = 320 * MIB
 """Host memory of the interpreter with PyTorch and transformers, per worker."""
@@ -337,10 +337,10 @@ def _most_rows(plan: Plan) -> int:
     return -(-plan.batch.samples // len(plan.owners))
 
 
-def _whole(rows: int, samples: int, prompt: int, new: int) -> Part:
+def _whole(rows: int, samples: int, prompt: int, new: int) -> PartSize:
     """So many rows of the greatest length."""
     groups = -(-rows // samples)
-    return Part(rows, groups, groups * prompt + rows * new, prompt, new, prompt + new)
+    return PartSize(rows, groups, groups * prompt + rows * new, prompt, new, prompt + new)
 
 
 def _fullest(plan: Plan, longest: int) -> tuple[int, int]:

@@ -15,7 +15,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.sim.latency import DecodeLatency, TrainLatency
+from distflow.parts import Lengths
+from distflow.sim.latency import DecodeLatency, TrainLatency, terms_of
 
 SMALLEST_S = 1e-9
 """A coefficient that has to be positive is at least this."""
@@ -38,11 +39,15 @@ class MeasuredDecode(Protocol):
 
 
 class MeasuredTraining(Protocol):
-    """Forward and backward: lengths of the rows in tokens, and seconds."""
+    """Forward and backward: lengths of the rows, whether they were packed, and seconds."""
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Of the rows."""
+    def lengths(self) -> Lengths:
+        """Of the rows (`distflow.parts`)."""
+
+    @property
+    def packed(self) -> bool:
+        """A prompt that rows share was computed once."""
 
     @property
     def seconds(self) -> float:
@@ -82,10 +87,10 @@ def fit_decode(steps: Sequence[MeasuredDecode], prefill: Sequence[tuple[int, flo
 def fit_training(batches: Sequence[MeasuredTraining], apply_s: float) -> tuple[TrainLatency, FitError]:
     """Seconds of a batch from its rows, their tokens, and the pairs of tokens within a row."""
     seconds = np.array([batch.seconds for batch in batches])
-    rows = [[1.0, sum(batch.lengths), sum(n * n for n in batch.lengths)] for batch in batches]
+    rows = [[1.0, *terms_of(batch.lengths, packed=batch.packed)] for batch in batches]
     latency, token, pair = map(float, _positive(np.array(rows, dtype=float), seconds))
-    model = TrainLatency(token, pair, latency, apply_s)
-    return model, _error([model.seconds(batch.lengths) for batch in batches], seconds)
+    model = TrainLatency(token, pair, latency, apply_s, packed=any(batch.packed for batch in batches))
+    return model, _error([model.seconds_of(batch.lengths) for batch in batches], seconds)
 
 
 def _error(expected: Sequence[float], seconds: NDArray[np.float64]) -> FitError:

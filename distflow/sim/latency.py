@@ -21,6 +21,7 @@ import msgspec
 
 from distflow.config.yamlfile import read_yaml
 from distflow.errors import UserError, did_you_mean
+from distflow.parts import CostRule, Lengths
 
 DEVICES = Path(__file__).with_name("devices")
 FORWARD = 1.0 / 3.0
@@ -68,6 +69,8 @@ class TrainLatency:
     """Seconds of an optimizer step, summing the gradients included."""
     recomputed: bool = False
     """Whether these are the times of a backend that recomputes activations (`gradient_checkpointing`)."""
+    packed: bool = False
+    """Whether they are those of a backend that packs: a prompt that rows share is counted once."""
 
     def passes(self, trained: float, forwards: float = 0.0, *, recomputes: bool = False) -> float:
         """How often `seconds` it takes to train on rows so many times, and to compute so many forwards of them besides.
@@ -78,8 +81,19 @@ class TrainLatency:
         return (trained * each + forwards * FORWARD) / (RECOMPUTED if self.recomputed else 1.0)
 
     def seconds(self, lengths: Iterable[float]) -> float:
-        """Seconds of forward and backward of rows of these lengths in tokens."""
+        """Seconds of forward and backward of rows of these lengths in tokens, which have nothing in common."""
         return self.latency_s + sum(n * self.token_s + n * n * self.pair_s for n in lengths)
+
+    def seconds_of(self, rows: Lengths) -> float:
+        """Seconds of forward and backward of rows that may share prompts."""
+        tokens, pairs = terms_of(rows, packed=self.packed)
+        return self.latency_s + tokens * self.token_s + pairs * self.pair_s
+
+
+def terms_of(rows: Lengths, *, packed: bool) -> tuple[float, float]:
+    """Tokens that are computed, and pairs of them as attention takes them; `packed`: by a model that packs."""
+    tokens = CostRule(0, packs=packed).cost(rows)
+    return tokens, CostRule(0, 1.0, packs=packed).cost(rows) - tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from distflow.data.randomness import length_draws
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.flow.memory import group_bytes
-from distflow.parts import Lengths, unshared, whole_lengths
+from distflow.parts import Lengths, unshared
 from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
-from distflow.sim.latency import DecodeLatency, DeviceLatency
+from distflow.sim.latency import DecodeLatency, DeviceLatency, terms_of
 from distflow.sim.lengths import Lengths as Distribution
 from distflow.types import Uid
 
@@ -244,10 +244,10 @@ class DeviceWorkload:
     def train_s(self, replica: int, positions: Sequence[int]) -> float:
         """Micro-batch by micro-batch."""
         job, train = self.job, self.device.train
-        rows = [row for position in positions for row in whole_lengths(self.rows(position))]
-        batches = max(1, round(sum(rows) / job.budget))
+        rows = [row for position in positions for row in self.rows(position)]
+        batches = max(1, round(terms_of(rows, packed=train.packed)[0] / job.budget))
         passes = train.passes(job.epochs, job.forwards, recomputes=job.recomputes)
-        return passes * (train.seconds(rows) + (batches - 1) * train.latency_s)
+        return passes * (train.seconds_of(rows) + (batches - 1) * train.latency_s)
 
     def _draw(self, first: int) -> None:
         job = self.job

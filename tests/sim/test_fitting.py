@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distflow.bench.profiling import DecodeTime, TrainTime
+from distflow.parts import unshared
 from distflow.sim.fitting import fit_decode, fit_training
 from distflow.sim.latency import DecodeLatency, TrainLatency
 
@@ -24,14 +25,14 @@ def test_the_roofline_of_decoding_is_found(true: DecodeLatency) -> None:
 def test_tokens_and_pairs_of_training_are_told_apart() -> None:
     true = TrainLatency(1e-4, 1e-8, 0.01, 0.5)
     batches = [(length,) * rows for length in (16, 128, 1024) for rows in (1, 8)]
-    found, error = fit_training([TrainTime(rows, true.seconds(rows)) for rows in batches], 0.5)
+    found, error = fit_training([TrainTime(unshared(rows), true.seconds(rows)) for rows in batches], 0.5)
     assert (found.token_s, found.pair_s, found.latency_s) == pytest.approx((1e-4, 1e-8, 0.01))
     assert found.apply_s == 0.5
     assert error.worst < 1e-6
 
 
 def test_no_coefficient_is_negative_and_what_does_not_fit_is_told() -> None:
-    falling = [TrainTime((length,), 1.0 / length) for length in (10, 100)]
+    falling = [TrainTime(unshared((length,)), 1.0 / length) for length in (10, 100)]
     found, error = fit_training(falling, 0.0)
     assert min(found.token_s, found.pair_s, found.latency_s) >= 0.0
     assert error.worst > 0.5
