@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from distflow.config.schema import Recipe
+from distflow.config.yamlfile import shown
 from distflow.errors import UserError
 from distflow.flow.estimate import LIBRARY_BYTES, Estimate, divides, estimate
 from distflow.flow.gpus import first_gpus, width
 from distflow.flow.memory import ASSUMED_GPU, consumer_bytes, gpu_share
 from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.sizes import DTYPE_BYTES, stored_dtype
 from distflow.flow.slots_fit import slots_fit
 from distflow.types import WorkerName
 
@@ -32,6 +35,8 @@ class Capacity:
 
 
 UNSEEN = Capacity()
+RESERVE = 0.06
+"""Share of a GPU that estimates leave free: for fragments between tensors, and for what libraries take besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,12 @@ class Placed:
         """The most that it takes of the host's memory, while loading or later, without what workers share."""
         later = self.estimate.host + (self.estimate.device if self.place == HOST else 0)
         return max(self.estimate.loading, later)
+
+
+def with_gpus(plan: Plan, capacity: Capacity, gib: float) -> Capacity:
+    """The same host with a GPU of `gib` GiB for each worker with a model, whatever is seen here."""
+    count = sum(width(worker) for worker in plan.workers if worker.device != "cpu")
+    return dataclasses.replace(capacity, gpus=(int(gib * GIB),) * count)
 
 
 def gpu_bytes(capacity: Capacity) -> int:
@@ -85,13 +96,15 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
             notes.append(f"{names}: unknown: {one.estimate.unknown}")
             continue
         cells = [_gib(getattr(one.estimate, column)) for column in COLUMNS]
-        rows.append([names, one.place, *cells, _gib(one.host_bytes + one.estimate.shared)])
+        rows.append([names, one.place, *cells, _gib(one.host_bytes)])
     unsure = dict.fromkeys(w.name.pool for w in plan.workers if w.device == "auto" and width(w))
     if capacity.host is None and not capacity.gpus and unsure:
         notes.append(
             f"no GPU is seen here, so device auto ({', '.join(unsure)}) is counted as memory of the host; what GPUs "
             f"there would need: layout.pools.{next(iter(unsure))}.device=cuda"
         )
+    if len(rows) > 1:
+        notes += [*_together(plan, capacity), *_narrower(plan)]
     if len(rows) > 1 and plan.owners:
         most = (
             f"{consumer_bytes(plan) / GIB:.2f} GiB of {plan.owners[0]}'s host memory" if len(plan.owners) == 1 else ""
@@ -101,6 +114,35 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
             f"each consumer that a program outside the run opens takes up to {most} besides (limits.consumer_mb)"
         )
     return [*(table(rows) if len(rows) > 1 else []), *notes, *(f"warning: {text}" for text in warnings(plan, capacity))]
+
+
+def _together(plan: Plan, capacity: Capacity) -> Iterator[str]:
+    """What all workers take of one host."""
+    needed, shared = host_sum(plan, placed(plan, capacity))
+    yield (
+        f"all on one host: {_gib(needed)} GiB of its memory, of which {_gib(shared)} are published weights in shared "
+        "memory, once for all workers"
+    )
+
+
+def host_sum(plan: Plan, all_placed: Sequence[Placed]) -> tuple[int, int]:
+    """Bytes of one host's memory that all workers take together, and those in shared memory: these count once."""
+    shared = max((one.estimate.shared for one in all_placed), default=0)
+    return sum(one.host_bytes for one in all_placed) + shared - counted_twice(plan.workers), shared
+
+
+def _narrower(plan: Plan) -> Iterator[str]:
+    """Tell of models whose folder has narrower weights than the recipe asks for."""
+    for name in dict.fromkeys(name for worker in plan.workers for name in (*worker.models, *worker.generates)):
+        model = plan.recipe.models[name]
+        stored = stored_dtype(model)
+        if stored is not None and DTYPE_BYTES[stored] < DTYPE_BYTES[model.dtype]:
+            times = DTYPE_BYTES[model.dtype] // DTYPE_BYTES[stored]
+            said = f"{shown(Path(str(model.path)))} says {stored} and the recipe {model.dtype}"
+            yield (
+                f"models.{name}: {said}, which takes {times} times the memory of weights and activations — "
+                f"models.{name}.dtype={stored}, unless it is meant so"
+            )
 
 
 def _slot_warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
@@ -139,25 +181,35 @@ def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
     for number, there in enumerate(capacity.gpus):
         here = [one for one in all_placed if number in one.gpus]
         needed = sum(one.estimate.device for one in here)
-        if needed > there:
+        if needed > usable(there):
             names = ", ".join(one.estimate.worker for one in here)
             few = _shared(plan, len(capacity.gpus)) if len(here) > 1 else ""
             found = f"cuda:{number} has {_gib(there)} GiB, and {names} may need {_gib(needed)}{few}"
-            yield f"{found} — {_hint(plan, here)}"
+            yield f"{found}: {_verdict(needed, there)} — {_hint(plan, here)}"
     for names, one in _alike(all_placed) if not capacity.gpus else ():
-        if one.place != HOST and one.estimate.device > ASSUMED_GPU:
+        if one.place != HOST and one.estimate.device > usable(ASSUMED_GPU):
             yield (
                 f"{names} may need {_gib(one.estimate.device)} GiB of a GPU; none is seen here, and common ones have "
-                f"up to {_gib(ASSUMED_GPU)} GiB — {_hint(plan, [one])}"
+                f"up to {_gib(ASSUMED_GPU)} GiB (--gpu-gib says otherwise): "
+                f"{_verdict(one.estimate.device, ASSUMED_GPU)} — {_hint(plan, [one])}"
             )
-    needed = sum(one.host_bytes for one in all_placed) + max((one.estimate.shared for one in all_placed), default=0)
-    needed -= counted_twice(plan.workers)
+    needed, _ = host_sum(plan, all_placed)
     if capacity.host is not None and needed > capacity.host:
         yield (
             f"this host has {_gib(capacity.host)} GiB of memory, and {len(all_placed)} worker(s) here may need "
             f"{_gib(needed)} — {_host_hint(plan, all_placed)}"
         )
     yield from _slot_warnings(plan, capacity)
+
+
+def usable(gpu: int) -> int:
+    """Bytes of a GPU that workers may take."""
+    return int(gpu * (1.0 - RESERVE))
+
+
+def _verdict(needed: int, there: int) -> str:
+    kept = f"{RESERVE:.0%} of it are left free"
+    return f"does not fit {there / GIB:.0f} GB by {(needed - usable(there)) / GIB:.1f} GiB ({kept})"
 
 
 def counted_twice(workers: Iterable[WorkerPlan]) -> int:
@@ -188,8 +240,11 @@ def _hint(plan: Plan, here: Sequence[Placed]) -> str:
             if not divides(worker)
         ),
     }
-    parts |= {hint: _saved(plan, here, recipe) for hint, recipe in _changes(plan, workers)}
-    return ", or ".join(hint for hint in sorted(parts, key=lambda hint: -parts[hint])[:2] if parts[hint])
+    saved = {hint: _saved(plan, here, recipe) for hint, recipe in _changes(plan, workers)}
+    words = {hint: f"{hint} (of {_gib(size)} GiB)" for hint, size in parts.items()}
+    words |= {hint: f"{hint} gives {size / GIB:.1f} GiB" for hint, size in saved.items()}
+    parts |= saved
+    return ", or ".join(words[hint] for hint in sorted(parts, key=lambda hint: -parts[hint])[:2] if parts[hint])
 
 
 def _host_hint(plan: Plan, here: Sequence[Placed]) -> str:

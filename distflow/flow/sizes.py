@@ -38,8 +38,12 @@ MOST_DELTAS = 32
 PARTS_KEPT = 2
 """Versions of which a trainer keeps its own part, where it sends that itself; who gets them keeps one, whole."""
 GATED = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose parameters can be counted from the configuration (embeddings are untied unless it says otherwise);
-other families need their files."""
+"""Families with gated feed-forward layers, without experts."""
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Families with experts. The parameters of both kinds can be counted from the configuration (embeddings are untied
+unless it says otherwise); other families need their files."""
+_SCALES = re.compile(r"\.(weight_scale|weight_scale_inv|input_scale|activation_scale)$")
+"""In the files of models in fp8: no parameters, but what the stored numbers are multiplied by."""
 _SPECIAL_CHARS = 2
 """Tokens of `chars:…` besides its characters: padding, end of sequence."""
 _NOT_ADAPTED = r"embed|lm_head|wte|wpe|norm|\.experts\.|^score"
@@ -148,10 +152,12 @@ def model_size(model: ModelConfig) -> ModelSize:
         size = replace(size, parameters=size.parameters - spare)
         matrices = gated_matrices(size) if family in GATED else _matrices_in(Path(str(model.path)))
         return _with_adapters(size, model, matrices)
-    if family not in GATED:
+    if family not in GATED + EXPERTS:
         raise UserError(f"the number of parameters of model_type {family!r} is not known without its safetensors")
     size = replace(size, parameters=_gated_parameters(config, family, size, head))
-    return _with_adapters(size, model, gated_matrices(size))
+    # Adapters are on linear layers alone, which experts are not.
+    matrices = gated_matrices(size) if family in GATED else [m for m in gated_matrices(size) if m[0] in _ATTENTION]
+    return _with_adapters(size, model, matrices)
 
 
 def gated_matrices(size: ModelSize) -> list[Matrix]:
@@ -166,6 +172,9 @@ def gated_matrices(size: ModelSize) -> list[Matrix]:
         ("down_proj", size.width, size.feed_forward),
     ]
     return one * size.layers
+
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def _with_adapters(size: ModelSize, model: ModelConfig, matrices: Sequence[Matrix]) -> ModelSize:
@@ -231,8 +240,17 @@ def _attends_everywhere(config: Mapping[str, Any]) -> bool:
     return set(config.get("layer_types") or ["full_attention"]) == {"full_attention"} and not windowed
 
 
+def stored_dtype(model: ModelConfig) -> str | None:
+    """The type of the weights in a model's folder as its configuration says it; None: not known here, or another."""
+    config = configuration(model) if model.path is not None else {}
+    said = str(config.get("dtype") or config.get("torch_dtype") or "")
+    return said if said in DTYPE_BYTES else None
+
+
 def _active(config: Mapping[str, Any]) -> int:
     """Active width of a mixture of experts, the chosen ones and the shared one; 0 for other models."""
+    if config.get("model_type") == "mixtral":
+        return _number(config, ("num_experts_per_tok",), 2) * _number(config, ("intermediate_size",), 1)
     chosen, width, shared = (
         int(config[name]) if type(config.get(name)) is int else 0
         for name in ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -244,16 +262,34 @@ def _gated_parameters(config: Mapping[str, Any], family: str, size: ModelSize, h
     """Parameters of attention layers, with the biases of the family or the configuration, and gated feed-forward."""
     width, projected = size.width, size.query + 2 * size.key_value
     attention = width * (projected + size.query)
-    if family == "qwen2":
+    if family == "qwen2" or (family == "qwen2_moe" and config.get("qkv_bias", True)):
         attention += projected
-    elif config.get("attention_bias") and family != "mistral":
+    elif config.get("attention_bias") and family not in ("mistral", "mixtral", "qwen2_moe"):
         attention += projected + width
-    attention += 2 * head if family == "qwen3" else 0
+    attention += 2 * head if family in ("qwen3", "qwen3_moe") else 0
+    if family in EXPERTS:
+        return size.layers * (attention + 2 * width) + _forward_with_experts(config, family, size) + _ends(config, size)
     forward = 3 * width * size.feed_forward
     forward += 2 * size.feed_forward + width if config.get("mlp_bias") and family == "llama" else 0
+    return size.layers * (attention + forward + 2 * width) + _ends(config, size)
+
+
+def _ends(config: Mapping[str, Any], size: ModelSize) -> int:
+    """Parameters of embeddings, last norm and output layer."""
     tied = config.get("tie_word_embeddings") and size.outputs == size.vocabulary
-    outside = width * (size.vocabulary + 1 + (0 if tied else size.outputs))
-    return size.layers * (attention + forward + 2 * width) + outside
+    return size.width * (size.vocabulary + 1 + (0 if tied else size.outputs))
+
+
+def _forward_with_experts(config: Mapping[str, Any], family: str, size: ModelSize) -> int:
+    """Parameters of the feed-forward layers of all layers: experts with their router, or dense ones."""
+    wide = size.feed_forward if family == "mixtral" else _number(config, ("moe_intermediate_size",))
+    experts = _number(config, ("num_local_experts", "num_experts"))
+    sparse = experts * (3 * wide + 1) * size.width
+    if family == "qwen2_moe":
+        sparse += (3 * _number(config, ("shared_expert_intermediate_size",)) + 1) * size.width
+    every, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
+    with_experts = sum((layer + 1) % every == 0 and layer not in dense for layer in range(size.layers))
+    return with_experts * sparse + (size.layers - with_experts) * 3 * size.width * size.feed_forward
 
 
 def _in_files(folder: Path) -> int:
@@ -273,7 +309,7 @@ def _matrices_in(folder: Path) -> list[Matrix]:
 
 
 def _in_file(path: Path) -> int:
-    return sum(prod(entry["shape"]) for entry in _header(path).values())
+    return sum(prod(entry["shape"]) for name, entry in _header(path).items() if not _SCALES.search(name))
 
 
 def _header(path: Path) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from distflow.launch.commands.simulate import is_given, load_options, simulation
 if TYPE_CHECKING:
     from distflow.config.load import LoadedRecipe
     from distflow.flow.lanes import Whereabouts
+    from distflow.flow.memory_fit import Capacity
     from distflow.flow.plan import Plan
     from distflow.launch.deploy.hostfile import Host
     from distflow.launch.deploy.placement import WorkerPlacement
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
 )
 @click.option("--include", metavar="HOSTS", help="Only these hosts and slots, as in gpu-1@gpu-2:0,2.")
 @click.option("--exclude", metavar="HOSTS", help="All but these hosts and slots.")
+@click.option(
+    "--gpu-gib",
+    type=click.FloatRange(min=0.0, min_open=True),
+    metavar="N",
+    help="Memory of a GPU, in GiB, in place of what is seen here.  [default: the least gpu_gib= of --hosts, if any]",
+)
 @click.option("--mermaid", is_flag=True, help="Print pools and edges as a Mermaid flowchart.")
 @click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw pools and edges into an SVG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
@@ -56,7 +63,7 @@ def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], 
     """
     optimize = given.pop("optimize")
     load = {name: given.pop(name) for name in ("devices", "device", "lengths", "trace", "prompt_tokens", "steps")}
-    pages = {name: given[name] for name in ("worker", "write", "mermaid", "svg")}
+    pages = {name: given[name] for name in ("worker", "write", "mermaid", "svg", "gpu_gib")}
     for name in pages if optimize else load:
         if is_given(context, name):
             option = f"--{name.replace('_', '-')}"
@@ -64,7 +71,9 @@ def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], 
     hosts = _hosts(given.pop("hosts"), given.pop("include"), given.pop("exclude"))
     if optimize:
         return _optimize(recipe, overrides, load, hosts, as_json=given["as_json"])
-    return _show_plan(recipe, overrides, hosts=hosts, **given)
+    form = "mermaid" if given.pop("mermaid") else "json" if given["as_json"] else "page"
+    del given["as_json"]
+    return _show_plan(recipe, overrides, hosts=hosts, form=form, **given)
 
 
 def _show_plan(
@@ -74,9 +83,9 @@ def _show_plan(
     worker: str | None,
     write: Path | None,
     hosts: tuple[Host, ...],
-    mermaid: bool,
     svg: Path | None,
-    as_json: bool,
+    gpu_gib: float | None,
+    form: str,
 ) -> int:
     from distflow.flow.lanes import ONE_HOST
     from distflow.flow.recipe_check import plan_recipe
@@ -88,21 +97,29 @@ def _show_plan(
         click.echo(line)
     if worker is not None:
         click.echo(_script(plan, worker), nl=False)
-    elif mermaid:
+    elif form == "mermaid":
         from distflow.flow.graph_text import mermaid as flowchart
 
         click.echo(flowchart(plan), nl=False)
-    elif as_json:
+    elif form == "json":
         import json
 
         from distflow.flow.plan_text import plan_data
-        from distflow.launch.deploy.host_checks import capacity
 
-        data = plan_data(plan, capacity(), where)
+        data = plan_data(plan, _capacity(plan, hosts, gpu_gib), where)
         click.echo(json.dumps({**data, "hosts": _host_lines(plan, placement)}, indent=1))
     elif write is None and svg is None:
-        _show(plan, placement)
+        _show(plan, placement, _capacity(plan, hosts, gpu_gib))
     return 0
+
+
+def _capacity(plan: Plan, hosts: Sequence[Host], gpu_gib: float | None) -> Capacity:
+    """What is seen here, or GPUs of the memory that is given for them."""
+    from distflow.flow.memory_fit import with_gpus
+    from distflow.launch.deploy.host_checks import capacity
+
+    given = gpu_gib or min((host.gpu_gib for host in hosts if host.gpu_gib is not None), default=None)
+    return capacity() if given is None else with_gpus(plan, capacity(), given)
 
 
 def _optimize(
@@ -226,12 +243,10 @@ def _link_notes(trains: PoolNeed, found: SplitSearch, hosts: Sequence[Host]) -> 
     return [*lines, f"those between sites are slow: pin {pool} to one of them, such as {pin} (docs/sites.md)"]
 
 
-def _show(plan: Plan, placement: WorkerPlacement | None) -> None:
+def _show(plan: Plan, placement: WorkerPlacement | None, seen: Capacity) -> None:
     from distflow.flow.plan_text import render_page
-    from distflow.launch.deploy.host_checks import capacity
 
     # Workers of several hosts do not share this one's memory.
-    seen = capacity()
     if placement is None:
         click.echo(render_page(plan, seen))
     else:

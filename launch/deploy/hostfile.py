@@ -2,7 +2,8 @@
 
 Our own additions to a line: `address=10.0.0.3` (what the other hosts connect to), `python=/path/to/python`,
 `dir=/path` (the folder of runs on that host), `site=frankfurt` (where it stands: what leaves a site is compressed, and
-weights enter it once), `cost=2.5` (of a slot for an hour, in any currency, for `distflow plan --optimize`).
+weights enter it once), `cost=2.5` (of a slot for an hour, in any currency, for `distflow plan --optimize`),
+`gpu_gib=80` (memory of each of its GPUs, for `distflow plan`).
 `user@gpu-1` logs in as that user; ports and keys belong in the ssh configuration.
 """
 
@@ -19,7 +20,7 @@ from distflow.errors import Problem, UserError, did_you_mean
 _NAME = re.compile(r"(?:(?P<user>[A-Za-z0-9._-]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)")
 _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _COST = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9}")
-_WORDS = ("slots", "max_slots", "address", "python", "dir", "site", "cost")
+_WORDS = ("slots", "max_slots", "address", "python", "dir", "site", "cost", "gpu_gib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Host:
     """Where it stands: links between hosts of different sites are slow. Hosts without one stand together."""
     cost: float | None = None
     """Of each slot for an hour; None: not given."""
+    gpu_gib: float | None = None
+    """Memory of each of its GPUs, in GiB; None: not given."""
 
     @property
     def login(self) -> str:
@@ -145,11 +148,15 @@ def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | N
     if "cost" in found and not _COST.fullmatch(found["cost"]):
         message = f"cost={found['cost']} is not a price"
         problems.append(Problem(where, first, message, "write that of a slot for an hour, such as cost=2.5"))
+    if "gpu_gib" in found and not (_COST.fullmatch(found["gpu_gib"]) and float(found["gpu_gib"])):
+        message = f"gpu_gib={found['gpu_gib']} is not the memory of a GPU"
+        problems.append(Problem(where, first, message, "write it in GiB, such as gpu_gib=80"))
     if len(problems) > before:
         return None
     address, python, folder = (found.get(word) for word in ("address", "python", "dir"))
     site, cost = found.get("site", ""), float(found["cost"]) if "cost" in found else None
-    return Host(name["host"], tuple(range(slots)), where, name["user"], address, python, folder, site, cost)
+    gib = float(found["gpu_gib"]) if "gpu_gib" in found else None
+    return Host(name["host"], tuple(range(slots)), where, name["user"], address, python, folder, site, cost, gib)
 
 
 def _settings(words: Sequence[str], host: str, where: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from distflow.data.micro_batches import split_rows
 from distflow.errors import RecipeError
 from distflow.flow.estimate import GPU_PROCESS, PROCESS, Estimate, estimate, micro_batch
 from distflow.flow.memory import MIB, NIXL_PROCESS, rows_bytes
-from distflow.flow.memory_fit import Capacity, memory_data, memory_lines, placed
+from distflow.flow.memory_fit import Capacity, counted_twice, host_sum, memory_data, memory_lines, placed, with_gpus
 from distflow.flow.plan import Plan
 from distflow.flow.plan_text import plan_data, render_page
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import model_size
 from distflow.flow.slots_fit import slots_fit
+from distflow.launch.cli import run
 from distflow.launch.deploy.placement import needs_here
+from distflow.workers.models import outline
 from tests.flow.conftest import TEACHER
 
 GIB = 1 << 30
@@ -390,7 +393,7 @@ def test_where_no_gpu_is_seen_it_warns_of_what_no_common_one_holds_and_says_what
     large += ["flow.steps.sample.with.max_new_tokens=4096", "batch.tokens_per_microbatch=16384"]
     (warning,) = [line for line in memory_lines(planned(*large), Capacity()) if "warning" in line]
     assert "trainer/0 … trainer/3 may need" in warning
-    assert "none is seen here, and common ones have up to 80.00 GiB — " in warning
+    assert "none is seen here, and common ones have up to 80.00 GiB (--gpu-gib says otherwise): does not fit" in warning
     assert "models.policy.gradient_checkpointing: true" in warning
     large[1] = "models.policy.gradient_checkpointing=true"
     assert not any("warning" in line for line in memory_lines(planned(*large), Capacity()))
@@ -451,7 +454,8 @@ def test_every_gpu_of_an_engine_over_several_is_counted() -> None:
     text = "\n".join(memory_lines(plan, Capacity(None, (80 * GIB, 80 * GIB))))
     assert "cuda:1" not in text
     assert re.search(
-        r"cuda:0 has 80\.00 GiB, and rollout/0, trainer/0 may need .* would take 3, and there are 2 — ", text
+        r"cuda:0 has 80\.00 GiB, and rollout/0, trainer/0 may need .* would take 3, and there are 2: does not fit 80 GB",
+        text,
     )
     text = "\n".join(memory_lines(plan, Capacity(None, (80 * GIB, 8 * GIB, 200 * GIB))))
     assert re.search(r"cuda:1 has 8\.00 GiB, and rollout/0 may need", text)
@@ -505,3 +509,108 @@ def test_what_consumers_of_clients_take_is_told() -> None:
         memory_lines(planned("limits.consumer_mb=512"), Capacity())
     )
     assert memory_data(plan, Capacity())["each_consumer"] == 512 * MIB
+
+
+EXPERT_MODELS: list[dict[str, Any]] = [
+    {
+        **{"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+        **{"head_dim": 8, "decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 4},
+    },
+    {
+        **{"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 12},
+        **{"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3},
+    },
+    {
+        **{"model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+        **{"shared_expert_intermediate_size": 24, "num_hidden_layers": 2},
+    },
+    {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "num_hidden_layers": 2},
+]
+
+
+@pytest.mark.parametrize("config", EXPERT_MODELS, ids=lambda config: str(config["model_type"]))
+def test_experts_are_counted_from_the_configuration_alone(tmp_path: Path, config: dict[str, Any]) -> None:
+    plain = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    plain |= {"vocab_size": 100, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps({**plain, **config}))
+    plan = plan_recipe("quickstart", [f"models.policy.path={tmp_path}"], need_files=False)[1]
+    size = model_size(plan.recipe.models["policy"])
+    built = outline({"path": str(tmp_path)})
+    assert size.parameters == sum(parameter.numel() for parameter in built.parameters())
+    assert not size.packs
+    assert not any("unknown" in line for line in memory_lines(plan, Capacity()))
+
+
+def test_scales_of_fp8_are_no_parameters_and_what_the_folder_says_is_told(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 4, "vocab_size": 100, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight = torch.zeros(256, 128).to(torch.float8_e4m3fn)
+    scales = {"a.weight_scale_inv": torch.ones(2, 1), "b.weight_scale": torch.ones(1), "b.input_scale": torch.ones(1)}
+    save_file({"a.weight": weight, "b.weight": weight.clone(), **scales}, tmp_path / "model.safetensors")
+    plan, half = (
+        plan_recipe("quickstart", [f"models.policy.path={tmp_path}", f"models.policy.dtype={dtype}"])[1]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert model_size(plan.recipe.models["policy"]).parameters == 2 * 256 * 128
+    told = [line for line in memory_lines(plan, Capacity()) if line.startswith("models.policy")]
+    assert len(told) == 1
+    assert "says bfloat16 and the recipe float32, which takes 2 times the memory" in told[0]
+    assert "models.policy.dtype=bfloat16" in told[0]
+    assert not [line for line in memory_lines(half, Capacity()) if line.startswith("models.policy")]
+
+
+@pytest.mark.parametrize("gib", [10.0, 24.0, 80.0])
+def test_a_verdict_says_by_how_much_a_gpu_is_too_small_and_what_gives_more(gib: float) -> None:
+    """6% of the memory are left free."""
+    large = [SEVEN_B, "models.policy.gradient_checkpointing=false", "layout.pools.trainer.count=4"]
+    large += ["layout.pools.trainer.backend=fsdp", "flow.steps.sample.with.max_new_tokens=4096"]
+    plan = planned(*large, "batch.tokens_per_microbatch=16384", "batch.prompts=64")
+    seen = with_gpus(plan, Capacity(), gib)
+    assert len(seen.gpus) == len(plan.workers)
+    trainer = placed(plan, seen)[2].estimate
+    over = trainer.device / GIB - 0.94 * gib
+    assert over > 0
+    told = next(line for line in memory_data(plan, seen)["warnings"] if "trainer/0" in line)
+    assert f"does not fit {gib:.0f} GB by {over:.1f} GiB (6% of it are left free)" in told
+    recomputed = planned(*[word.replace("checkpointing=false", "checkpointing=true") for word in large],
+                         "batch.tokens_per_microbatch=16384", "batch.prompts=64")  # fmt: skip
+    saved = (trainer.device - placed(recomputed, seen)[2].estimate.device) / GIB
+    assert f"models.policy.gradient_checkpointing: true gives {saved:.1f} GiB" in told
+
+
+def test_what_just_fits_leaves_the_reserve(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned("layout=colocated")
+    needed = placed(plan, with_gpus(plan, Capacity(), 80.0))[0].estimate.device / GIB
+    for share, fits in ((0.95, False), (0.93, True)):
+        seen = with_gpus(plan, Capacity(), needed / share)
+        assert bool(memory_data(plan, seen)["warnings"]) != fits
+    words = ["plan", "quickstart", LARGE, "models.policy.dtype=bfloat16", "layout=colocated"]
+    assert run([*words, "--gpu-gib", "9"]) == 0
+    assert "does not fit 9 GB by" in capsys.readouterr().out
+    assert run([*words, "--gpu-gib", "200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["this_host"]["gpus"] == [200 * GIB]
+
+
+def test_hosts_may_say_how_much_memory_their_gpus_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=2 gpu_gib=9.5\n")
+    words = ["plan", "quickstart", LARGE, "models.policy.dtype=bfloat16", "layout=colocated", "--hosts"]
+    assert run([*words, str(tmp_path / "hosts")]) == 0
+    assert "cuda:0 has 9.50 GiB" in capsys.readouterr().out
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=2 gpu_gib=much\n")
+    assert run([*words, str(tmp_path / "hosts")]) == 2
+    assert "gpu_gib=much is not the memory of a GPU" in capsys.readouterr().err
+
+
+def test_what_workers_share_counts_once_in_the_sum_of_a_host() -> None:
+    plan = planned("layout.pools.rollout.count=3")
+    found = placed(plan, Capacity())
+    published = 3 * model_size(plan.recipe.models["policy"]).published
+    needed, shared = host_sum(plan, found)
+    assert shared == published
+    assert needed == sum(one.host_bytes for one in found) + published - counted_twice(plan.workers)
+    lines = memory_lines(plan, Capacity())
+    (told,) = [line for line in lines if line.startswith("all on one host")]
+    assert f"{needed / GIB:.2f} GiB of its memory, of which {published / GIB:.2f} are published weights" in told
+    (row,) = [line for line in lines if line.startswith("trainer/0")]
+    assert row.split()[-1] == f"{found[-1].host_bytes / GIB:.2f}", "without what is shared"
