@@ -1,4 +1,8 @@
-"""`python -m benchmarks`: every benchmark, one after another, in separate processes."""
+"""`python -m benchmarks`: every benchmark, one after another, in separate processes; with a name, that one alone.
+
+python -m benchmarks
+python -m benchmarks on_gpu --rehearse
+"""
 
 import subprocess
 import sys
@@ -17,7 +21,7 @@ COMMANDS = (
 
 def main() -> int:
     """The first exit code that is not 0, or 0."""
-    for module, *options in COMMANDS:
+    for module, *options in COMMANDS if len(sys.argv) == 1 else ([f"benchmarks.{sys.argv[1]}", *sys.argv[2:]],):
         print(f"== python -m {module} {' '.join(options)}", flush=True)
         code = subprocess.call([sys.executable, "-m", module, *options])
         if code:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
+import time
+import tomllib
 from collections.abc import Callable
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -12,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import agents, control_path, emulated, house
+from benchmarks import agents, control_path, emulated, gpu_parts, house, on_gpu
 from distflow.bench import other_systems
 from distflow.bench.hosts import bits_per_second, why_no_hosts
 from distflow.bench.team import MemberFailed, Team
@@ -27,6 +33,56 @@ def test_the_agents_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(sys, "argv", ["agents", "--hosts", "2", "--rounds", "1"])
     agents.main()
     assert capsys.readouterr().out.startswith("16 workers on 2 hosts: quiet ")
+
+
+def test_every_part_of_the_gpu_script_is_rehearsed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "on_gpu", "--rehearse", "-o", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert set(said) == {*on_gpu.FIRST, *on_gpu.REST}
+    assert len(said) <= 8, "so many files come back"
+    assert {one["device"] for one in said.values()} == {"cpu"}
+    found = {name: one["found"] for name, one in said.items()}
+    assert {step["samples"] for step in found["decode"]["measured"]["decode"]} == {1, 2}
+    kinds = [(row["packed"], row["recomputed"], row["entropy"]) for row in found["update"]["rows"]]
+    assert sorted(kinds) == sorted(product((False, True), repeat=3))
+    assert all(row["tokens_s"] > 0 and row["planned_gib"] > 0 for row in found["update"]["rows"])
+    assert [line["step"] for line in found["run"]["steps"]] == [1]
+    assert found["copies"]["equal"]
+    assert found["lora"]["seconds"] > 0
+    assert found["out_of_memory"]["small_again"] == "computed"
+    assert found["tests"]["counts"]["chosen"] > 0
+
+
+def test_a_part_of_the_gpu_script_that_fails_or_hangs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(setting: gpu_parts.Setting) -> None:
+        raise RuntimeError(f"no card in {setting.device}")
+
+    monkeypatch.setattr(gpu_parts, "copies", broken)
+    monkeypatch.setattr(gpu_parts, "lora", lambda setting: time.sleep(60))
+    monkeypatch.setattr(gpu_parts, "decode", lambda setting: os._exit(3))
+    for name, limit_s, why in (
+        ("copies", 30, "RuntimeError: no card in cpu"),
+        ("lora", 0.2, "not done within 0.2 s"),
+        ("decode", 30, "exit 3"),
+    ):
+        assert not on_gpu.run_part(name, limit_s, tmp_path, rehearse=True)
+        assert json.loads((tmp_path / f"{name}.json").read_text())["error"] == why
+
+
+def test_the_wheels_for_a_gpu_are_all_that_its_image_lacks_and_may_travel(tmp_path: Path) -> None:
+    project = tomllib.loads((on_gpu.WHEELS.parents[1] / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=\[]", one)[0] for one in project["dependencies"]}
+    of_the_image = {"torch", "transformers", "safetensors", "numpy", "packaging", "fsspec"}
+    named = {one.partition("==")[0] for one in on_gpu.wheels()}
+    assert needed - of_the_image <= named
+    assert not named & of_the_image
+    assert 10 << 20 < sum(on_gpu.wheels().values()) <= on_gpu.MOST_BYTES
+    (tmp_path / "one.whl").write_bytes(bytes(100))
+    assert on_gpu.check_size(tmp_path) == 0
+    os.truncate(tmp_path / "one.whl", (64 << 20) + 1)
+    assert on_gpu.check_size(tmp_path) == 1
 
 
 def test_the_size_of_the_house() -> None:
