@@ -38,7 +38,7 @@ class PartSize(NamedTuple):
 
     @property
     def fits_masks(self) -> bool:
-        """Whether a model that packs computes these rows packed."""
+        """Tell whether a model that packs computes these rows packed."""
         inputs = max(0, self.response - 1)
         visible = self.prompts * self.prompt * self.prompt + self.rows * inputs * max(0, self.longest - 1)
         return visible <= MOST_VISIBLE
@@ -98,7 +98,7 @@ def _spelled(lengths: Lengths) -> Iterator[tuple[int, int, bool]]:
 
 @dataclass(frozen=True, slots=True)
 class CostRule:
-    """What rows cost, and what a micro-batch holds."""
+    """Rule of what rows cost, and of what a micro-batch holds."""
 
     budget: int
     """Tokens of a micro-batch, as they are computed."""
@@ -140,12 +140,12 @@ class RowPiece(NamedTuple):
 
     @property
     def order(self) -> tuple[int, tuple[int, ...]]:
-        """By which the largest comes first."""
+        """Sort key by which the largest comes first."""
         return -self.size, self.rows
 
 
 def sorted_pieces(groups: Sequence[Lengths], rule: CostRule) -> list[RowPiece]:
-    """What is cut into micro-batches, the largest first: groups, or rows with one prompt, or single rows.
+    """Return what is cut into micro-batches, the largest first: groups, or rows with one prompt, or single rows.
 
     Rows are numbered through all groups.
     """

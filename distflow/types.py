@@ -180,7 +180,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether top-k or top-p keep some tokens from being drawn that the temperature alone would allow."""
+        """Tell whether top-k or top-p keep some tokens from being drawn that the temperature alone would allow."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
     def __post_init__(self) -> None:

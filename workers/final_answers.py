@@ -138,7 +138,7 @@ def find_answer(response: str) -> str:
 
 
 def is_answer(response: str, gold: str, package: ModuleType) -> bool:
-    """Whether the final answer of a response is the gold one. `package`: math_verify. It may take forever."""
+    """Tell whether the final answer of a response is the gold one. `package`: math_verify. It may take forever."""
     wanted = _gold(gold)
     final, given = _final(response), tidied(_final(response))
     if not given:
@@ -161,7 +161,7 @@ def behind_thinking(response: str) -> str:
 
 
 def _tagged(text: str) -> str | None:
-    """What stands in the last answer tags; where one of the two is missing, up to the other one."""
+    """Return what stands in the last answer tags; where one of the two is missing, up to the other one."""
     whole = _TAG.findall(text)
     if whole:
         return str(whole[-1]).strip()
@@ -170,7 +170,7 @@ def _tagged(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """What is in the last box, or in the last ones that are one answer together; None if there is none."""
+    """Return what is in the last box, or in the last ones that are one answer together; None if there is none."""
     found: list[tuple[int, int, str]] = []
     for begin in _BOX.finditer(text):
         depth = 1
@@ -220,7 +220,7 @@ def _folded(text: str) -> str:
 
 
 def _is_words(text: str) -> bool:
-    """Whether an answer is no mathematics."""
+    """Tell whether an answer is no mathematics."""
     plain = _TEXT.sub(r"\1", text)
     runs = [run for run in _LETTERS.findall(_COMMAND.sub(" ", plain)) if run.lower() not in _FUNCTIONS]
     if any(char.isdigit() for char in plain):
@@ -251,7 +251,7 @@ def _value(gold: str, package: ModuleType) -> Any:
 
 
 def _parsed(final: str, tidy: str, package: ModuleType) -> Any:
-    """What math-verify reads in an answer, or finds in a text that holds one."""
+    """Return what math-verify reads in an answer, or finds in a text that holds one."""
     if "\n" not in tidy and not _holds_words(tidy):
         return package.parse(_formula(tidy), parsing_timeout=None)
     return package.parse(_prose(final), parsing_timeout=None)

@@ -261,8 +261,8 @@ class _Tally:
 def _columns(
     parts: set[str], verdicts: Sequence[Verdict], reasons_in: str | None, failures: Sequence[str]
 ) -> dict[str, torch.Tensor | Ragged]:
-    """What the step writes. `reasons_in`: the field that says which samples failed, if any; `failures`: those that
-    count there."""
+    """Return what the step writes. `reasons_in`: the field that says which samples failed, if any; `failures`: those
+    that count there."""
 
     def column(name: str, missing: float) -> torch.Tensor:
         return torch.tensor([verdict.values.get(name, missing) for verdict in verdicts], dtype=torch.float32)

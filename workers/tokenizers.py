@@ -222,7 +222,8 @@ def _begin_tokens(pretrained: Any) -> list[int]:
 
 
 def _inner_encoder(pretrained: Any) -> Callable[[str], list[int]]:
-    """How a text is encoded that goes on another one: without the space that some tokenizers put before every text."""
+    """Tell how a text is encoded that goes on another one: without the space that some tokenizers put before every
+    text."""
     core = getattr(pretrained, "backend_tokenizer", None)
     if core is None:
         return partial(_encoded_behind, pretrained)

@@ -43,7 +43,7 @@ log = logger(__name__)
 
 
 class PartLoss(NamedTuple):
-    """What a train step has computed of one micro-batch."""
+    """Loss that a train step has computed of one micro-batch."""
 
     total: Tensor
     """The summed loss, with a gradient."""
@@ -115,7 +115,8 @@ def in_micro_batches(batch: Batch, ctx: StepContext, compute: Callable[[Batch], 
 def columns_in_micro_batches(
     batch: Batch, ctx: StepContext, compute: Callable[[Batch], Sequence[Tensor]]
 ) -> tuple[Ragged, ...]:
-    """As `in_micro_batches`, of a batch that is not empty: several columns, with one value or more for each token.
+    """Compute several columns as `in_micro_batches` does one, of a batch that is not empty: one value or more for
+    each token.
 
     `compute` returns those of a part, [N, …] each.
     """
@@ -148,7 +149,7 @@ def in_parts(batch: Batch, ctx: StepContext, compute: Callable[[Batch], T], cut:
 
 
 def _attempt(compute: Callable[[Batch], T], part: Batch) -> tuple[tuple[T] | None, str]:
-    """What was computed; or None, and what PyTorch said, if the memory does not suffice.
+    """Return what was computed; or None, and what PyTorch said, if the memory does not suffice.
 
     What was allocated until then is free once this has returned, since the error, with its frames, is gone.
     """
@@ -161,7 +162,7 @@ def _attempt(compute: Callable[[Batch], T], part: Batch) -> tuple[tuple[T] | Non
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory does not suffice, of a GPU or of the host."""
+    """Tell whether an error says that memory does not suffice, of a GPU or of the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _TOO_LITTLE)

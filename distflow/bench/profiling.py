@@ -51,7 +51,7 @@ class DecodeTime:
 
 @dataclass(frozen=True, slots=True)
 class TrainTime:
-    """Of forward and backward of rows of these lengths (`distflow.parts`)."""
+    """Seconds of a forward and backward of rows of these lengths (`distflow.parts`)."""
 
     lengths: Lengths
     seconds: float
@@ -242,7 +242,7 @@ def _decoding(plan: Plan, worker: WorkerPlan, engine: Engine) -> tuple[list[tupl
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What the clock showed of samples that were decoded together."""
+    """Readings of the clock for samples that were decoded together."""
 
     first_s: float
     """Seconds until every sample had its first token."""
@@ -332,7 +332,7 @@ def _lengths(rows: int, length: int, samples: int) -> list[tuple[int, int]]:
 
 
 def _most_rows(length: int, samples: int, budget: int, *, packed: bool) -> int:
-    """How many of these rows a micro-batch holds."""
+    """Count how many of these rows a micro-batch holds."""
     rows = 1
     while tokens_of(_lengths(rows + 1, length, samples), packs=packed) <= budget:
         rows += 1

@@ -378,7 +378,7 @@ def part_lengths(batch: Batch) -> list[tuple[int, int]]:
 
 
 def _same_prompts(batch: Batch, prompts_B: Sequence[int]) -> list[bool]:
-    """Whether each row has the prompts of the row before, and is of its group, where there are groups."""
+    """Tell whether each row has the prompts of the row before, and is of its group, where there are groups."""
     groups_B = (batch.integers("group") if "group" in batch else None) or [0] * batch.rows
     same = [False, *map(operator.eq, groups_B[1:], groups_B)][: batch.rows]
     same = [s and prompts_B[row] == prompts_B[row - 1] for row, s in enumerate(same)]

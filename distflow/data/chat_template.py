@@ -135,17 +135,18 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether content has to be a list of parts."""
+        """Tell whether content has to be a list of parts."""
         return not self._probe(_PROBE) and self._reads_parts
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether content may be a list of parts."""
+        """Tell whether content may be a list of parts."""
         return self._probe([{"type": "text", "text": _PROBE}])
 
     @cached_property
     def _wants_text_arguments(self) -> bool:
-        """Whether the arguments of calls have to be JSON text: the template cannot write objects, or not as JSON."""
+        """Tell whether the arguments of calls have to be JSON text: the template cannot write objects, or not as
+        JSON."""
 
         def probe(arguments: object) -> str:
             call = {"type": "function", "id": "000000000", "function": {"name": "f", "arguments": arguments}}

@@ -40,7 +40,7 @@ Turn = dict[str, Any]
 
 
 def with_prompt(columns: Collection[str]) -> bool:
-    """Whether rows with these columns are in a layout of other tools that has the prompt in another column."""
+    """Tell whether rows with these columns are in a layout of other tools that has the prompt in another column."""
     return CONVERSATIONS in columns or _is_alpaca(columns)
 
 
@@ -137,7 +137,7 @@ def _calls(value: Any, where: str) -> list[Turn]:
 
 
 def _may_join(before: Turn, turn: Any) -> bool:
-    """Whether two turns of an assistant are one: what it says before it calls, and calls side by side."""
+    """Tell whether two turns of an assistant are one: what it says before it calls, and calls side by side."""
     known = {"role", "content", "tool_calls"}
     calls = isinstance(turn, dict) and turn.keys() <= known and "tool_calls" in turn
     return calls and before.keys() <= known and before.get("role") == "assistant"
@@ -170,7 +170,8 @@ def _history(given: Any) -> list[Turn]:
 
 
 def _of_completion(row: Row) -> Row:
-    """What a model is to write behind `prompt`. Turns of the prompt are context: only the completion is trained on."""
+    """Return what a model is to write behind `prompt`. Turns of the prompt are context: only the completion is
+    trained on."""
     completion, prompt = row.pop(COMPLETION), row[PROMPT]
     if _is_list(completion) and len(completion) > 1:
         before = prompt if _is_list(prompt) else [{"role": "user", "content": prompt}]

@@ -62,7 +62,7 @@ def needed_by(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def has(task: Mapping[str, Any], key: str) -> bool:
-    """Whether a task has what a reward function needs: a value that is not null, as `answer` a gold answer.
+    """Tell whether a task has what a reward function needs: a value that is not null, as `answer` a gold answer.
 
     Raises UserError for an answer of which no text can be the same.
     """
@@ -113,7 +113,7 @@ def as_written(value: GoldAnswer) -> str:
 
 
 def gives(text: str, answer: GoldAnswer, ignore: str = "") -> bool:
-    """Whether a text, stripped, is an answer; without the characters in `ignore`, such as `,$`, in both."""
+    """Tell whether a text, stripped, is an answer; without the characters in `ignore`, such as `,$`, in both."""
     given = _without(text, ignore)
     if given == _without(as_written(answer), ignore):
         return True

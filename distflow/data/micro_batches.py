@@ -64,7 +64,7 @@ def split_groups(batch: Batch, tokens: int, lengths: Tensor) -> list[Tensor]:
 
 
 def _bounds(batch: Batch, rule: CostRule) -> list[int]:
-    """Where rows begin that may have to stay together."""
+    """Find where rows begin that may have to stay together."""
     return batch.group_bounds() if rule.whole_groups else [0, len(batch)]
 
 

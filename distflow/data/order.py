@@ -222,7 +222,7 @@ class PromptOrder:
         return f"{'have' if several else 'has'} no {what}, which reward {self._needs[key]} needs"
 
     def _cure(self, source: SourceUse, visits: Visits) -> str:
-        """What to do where all prompts of a source are left out."""
+        """Return what to do where all prompts of a source are left out."""
         key = next((reason for reason in visits.reasons if reason != LONG), None)
         if key is None:
             return "raise data.max_prompt_tokens"

@@ -29,7 +29,7 @@ class Hold(NamedTuple):
 
 
 class Outside:
-    """What an owner may wait for from clients. `waits()`: whether its main thread waits for something."""
+    """Causes for which an owner may wait for clients. `waits()`: whether its main thread waits for something."""
 
     def __init__(
         self, core: OwnerCore, store: SampleStore, plan: Plan, steps: Sequence[StepPlan], waits: Callable[[], bool]
@@ -48,7 +48,7 @@ class Outside:
         return [{"on": hold.on, "text": f"{hold.whom}: {hold.cure}"} for hold in self._holds()]
 
     def lasting(self, now: float) -> list[str]:
-        """For whom it has waited a while, in words. Call it a few times a second."""
+        """Tell in words for whom it has waited a while. Call it a few times a second."""
         holds = self._holds()
         self._since = {hold.on: self._since.get(hold.on, now) for hold in holds}
         told = [hold.whom for hold in holds if now - self._since[hold.on] >= TELL_AFTER_S]

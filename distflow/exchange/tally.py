@@ -37,7 +37,7 @@ class Counts(NamedTuple):
     failed: int = 0
 
     def exceed(self, rate: float) -> bool:
-        """Whether more than this share failed, of enough to tell."""
+        """Tell whether more than this share failed, of enough to tell."""
         return self.judged >= LEAST and self.failed > rate * self.judged
 
 
@@ -60,8 +60,8 @@ class Tally:
         return self.own if self._by_all is None else self._by_all()
 
     def recent(self) -> Counts:
-        """Of all workers, the last `RECENT` samples, or a few more: as many as were told of together. To be called
-        whenever samples have been judged, since it is then that it learns where they end."""
+        """Count over all workers the last `RECENT` samples, or a few more: as many as were told of together. To be
+        called whenever samples have been judged, since it is then that it learns where they end."""
         now, before = self.by_all(), self._before
         if now.judged < before[-1].judged:
             before.clear()  # An owner was restarted, and lacks what had died before.

@@ -329,7 +329,7 @@ def micro_batch(plan: Plan, worker: WorkerPlan, model: str, size: ModelSize) -> 
 
 
 def packs(worker: WorkerPlan, size: ModelSize) -> bool:
-    """Whether the worker's backend packs the rows of a model."""
+    """Tell whether the worker's backend packs the rows of a model."""
     return size.packs and worker.backend in BACKENDS.values() and bool(_options(worker)["packed"])
 
 

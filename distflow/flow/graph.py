@@ -69,7 +69,7 @@ class StepNode:
         return self.declaration.spec.role
 
     def weights_samples_of(self, other: StepNode) -> bool:
-        """Whether it computes with the engine's log-probs of what `other` generates, not for metrics alone.
+        """Tell whether it computes with the engine's log-probs of what `other` generates, not for metrics alone.
 
         A step that declares settings for that (`reads_when`), or a function, does so while one of them asks for it.
         """
@@ -81,8 +81,8 @@ class StepNode:
 
     @property
     def drops(self) -> str:
-        """Whether it may drop samples, or leave them out, as far as its source and its settings tell: "", "declared" or
-        "named"."""
+        """Tell whether it may drop samples, or leave them out, as far as its source and its settings tell: "",
+        "declared" or "named"."""
         keeps = self.settings.get("on_error") in ("zero", "stop")
         return "" if keeps or self.role != "score" else self.declaration.drops
 

@@ -117,7 +117,7 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
 
 
 def _together(plan: Plan, capacity: Capacity) -> Iterator[str]:
-    """What all workers take of one host."""
+    """Return what all workers take of one host."""
     needed, shared = host_sum(plan, placed(plan, capacity))
     yield (
         f"all on one host: {_gib(needed)} GiB of its memory, of which {_gib(shared)} are published weights in shared "

@@ -354,7 +354,7 @@ class Plan:
         return reserved_tokens([step.settings for step in making], self.recipe.data.max_prompt_tokens)
 
     def compares_samples(self, prefix: str) -> bool:
-        """Whether advantages compare the samples of a prompt with each other, of those that have this prefix."""
+        """Tell whether advantages compare the samples of a prompt with each other, of those that have this prefix."""
         field = prefixed("advantage", prefix)
         beside = {"group", prefixed("baseline", prefix)}
         several = self.recipe.batch.samples_per_prompt > 1

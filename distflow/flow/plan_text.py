@@ -136,7 +136,7 @@ def _batch(plan: Plan) -> list[str]:
 
 
 def _counted(plan: Plan) -> str:
-    """How those of the policy are counted."""
+    """Tell how those of the policy are counted."""
     home = plan.worker(WorkerName(plan.home.name, 0))
     try:
         packed = packs(home, model_size(plan.recipe.models[plan.primary]))

@@ -234,7 +234,7 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], default: int = 0)
 
 
 def _attends_everywhere(config: Mapping[str, Any]) -> bool:
-    """Whether every layer attends to the whole past."""
+    """Tell whether every layer attends to the whole past."""
     windowed = config.get("model_type") == "mistral" and config.get("sliding_window", _MISTRAL_WINDOW) is not None
     windowed = windowed or bool(config.get("use_sliding_window"))
     return set(config.get("layer_types") or ["full_attention"]) == {"full_attention"} and not windowed

@@ -196,7 +196,8 @@ def functions_of(value: object) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def chosen_shipped(value: object, choices: Sequence[str]) -> list[str]:
-    """Which of the shipped functions, `module:name` in `choices`, a setting names: one as text, or several by name."""
+    """Find which of the shipped functions, `module:name` in `choices`, a setting names: one as text, or several by
+    name."""
     given: Mapping[Any, Any] = value if isinstance(value, Mapping) else {value: None}
     names = [part["function"] if _names_function(part) else name for name, part in given.items()]
     return [call for call in choices if call in names or call.rpartition(":")[2] in names]

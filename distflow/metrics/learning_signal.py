@@ -47,7 +47,8 @@ class LearningSignal:
         self._trouble = ""
 
     def sums(self, mean_so_far: Callable[[str], tuple[float, float]], epoch: int) -> list[list[float]]:
-        """What this replica has measured in the training step, by prefix; `epoch`: least pass among its groups."""
+        """Return what this replica has measured in the training step, by prefix; `epoch`: least pass among its
+        groups."""
         named = [_named(prefix) for prefix in self._prefixes]
         return [[*mean_so_far(kept), *mean_so_far(equal), float(epoch)] for kept, equal, _ in named]
 

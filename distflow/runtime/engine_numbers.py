@@ -64,7 +64,8 @@ class EngineNumbers:
 
 
 def complaint(token_ids: Sequence[int], logprobs: Sequence[float] | None) -> str:
-    """What is wrong with the log-probs of some tokens; "" if there is one for each, finite, and none is above 0."""
+    """Return what is wrong with the log-probs of some tokens; "" if there is one for each, finite, and none is above
+    0."""
     if logprobs is None:
         return f"no log-probs for {len(token_ids)} tokens"
     if len(logprobs) != len(token_ids):
@@ -83,7 +84,7 @@ def sound(output: SampleOutput) -> SampleOutput:
 
 
 def _all_fine(logprobs: Sequence[float]) -> bool:
-    """Whether all are fine at the first look, which takes no time even for long samples."""
+    """Tell whether all are fine at the first look, which takes no time even for long samples."""
     try:
         return isfinite(sum(logprobs)) and max(logprobs, default=0.0) <= 0.0
     except TypeError:

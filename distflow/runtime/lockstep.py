@@ -266,7 +266,7 @@ class LockstepModel:
 
     @property
     def packs(self) -> bool:
-        """Whether the backend packs."""
+        """Tell whether the backend packs."""
         return packs(self._inner)
 
     def device_bytes(self) -> Mapping[str, int]:

@@ -238,7 +238,7 @@ class Node:
                     lost(event)
 
     def _held_up(self) -> str:
-        """For which programs outside of the run owners say that they wait, this worker and its peers."""
+        """Tell for which programs outside of the run owners say that they wait, this worker and its peers."""
         present = (peer.facts for peer in self.membership.peers.values() if peer.state == "present")
         told = (one for facts in (self.facts, *present) for one in facts.get(HELD_UP, ()))
         return " and ".join(dict.fromkeys(told))

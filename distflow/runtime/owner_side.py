@@ -73,7 +73,7 @@ log = logger(__name__)
 
 
 class Uses(NamedTuple):
-    """What a flow does with the rows of the data."""
+    """Uses that a flow has for the rows of the data."""
 
     reading: Reading | None
     """How it makes samples of them; None where a model generates them."""
@@ -89,7 +89,8 @@ def build_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer, where: str,
 
 
 def prompt_settings(data: DataConfig, seed: int) -> PromptSettings:
-    """What the section says of order and tokens. Clients are told of rows that cannot be used, and none is put."""
+    """Return what the section says of order and tokens. Clients are told of rows that cannot be used, and none is
+    put."""
     return PromptSettings(
         seed,
         data.shuffle,
@@ -103,12 +104,12 @@ def prompt_settings(data: DataConfig, seed: int) -> PromptSettings:
 
 
 def uses_of(plan: Plan) -> Uses:
-    """What the flow does with the rows of the data."""
+    """Return what the flow does with the rows of the data."""
     return Uses(reading_of(plan), needs_of(plan) if plan.reads is None else {})
 
 
 def needs_of(plan: Plan) -> dict[str, str]:
-    """What the shipped reward functions of the flow need, by key; of users' own functions nothing is known."""
+    """Return what the shipped reward functions of the flow need, by key; of users' own functions nothing is known."""
     found: dict[str, str] = {}
     for step in plan.steps:
         if step.role != "score" or step.prefix or not step.call.startswith("distflow."):

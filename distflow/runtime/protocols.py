@@ -206,11 +206,11 @@ class Packing(Protocol):
 
     @property
     def packs(self) -> bool:
-        """Of rows with one prompt it computes the prompt once, and no padding (`distflow.parts`)."""
+        """Tell whether it computes the prompt of rows that share one once, and no padding (`distflow.parts`)."""
 
 
 def packs(backend: object) -> bool:
-    """Whether a backend packs."""
+    """Tell whether a backend packs."""
     return isinstance(backend, Packing) and backend.packs
 
 

@@ -108,7 +108,7 @@ class StepContext:
 
     @property
     def packs(self) -> bool:
-        """Whether the step's model packs, so that its budget counts a shared prompt once, and no padding."""
+        """Tell whether the step's model packs, so that its budget counts a shared prompt once, and no padding."""
         return packs(self.backend)
 
     def report_moved(self, divergence: float, tokens: float) -> None:

@@ -35,7 +35,7 @@ class Wait:
 
     @property
     def name(self) -> str:
-        """What it waits for, as known now; and for whom the whole run does, if it does."""
+        """Name what it waits for, as known now; and for whom the whole run does, if it does."""
         outside = self.held_up()
         return f"{self.say()}, while the run waits for {outside}," if outside else self.say()
 

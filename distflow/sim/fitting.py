@@ -43,7 +43,7 @@ class MeasuredTraining(Protocol):
 
     @property
     def lengths(self) -> Lengths:
-        """Of the rows (`distflow.parts`)."""
+        """Give the lengths of the rows (`distflow.parts`)."""
 
     @property
     def packed(self) -> bool:

@@ -210,7 +210,7 @@ class BackendContract:
         assert all(tensor.equal(others[name]) for name, tensor in state.items())
 
     def _skipping(self, kind: str) -> dict[str, Any]:
-        """What a model is trained with; skips the test where the backend, or a package, does not do that."""
+        """Return what a model is trained with; skips the test where the backend, or a package, does not do that."""
         schedule: dict[str, Any] = {"optimizer": {"schedule": "cosine", "warmup_steps": 2}}
         if kind == "bfloat16" and kind not in self.resumed_dtypes:
             pytest.skip(f"this backend does not train in {kind}")

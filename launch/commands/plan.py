@@ -114,7 +114,7 @@ def _show_plan(
 
 
 def _capacity(plan: Plan, hosts: Sequence[Host], gpu_gib: float | None) -> Capacity:
-    """What is seen here, or GPUs of the memory that is given for them."""
+    """Return what is seen here, or GPUs of the memory that is given for them."""
     from distflow.flow.memory_fit import with_gpus
     from distflow.launch.deploy.host_checks import capacity
 

@@ -171,7 +171,8 @@ class Alerts:
             )
 
     def _of_signal(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        """What corrections leave out, and rewards that do not differ: of the policy's samples and further models'."""
+        """Return what corrections leave out, and rewards that do not differ: of the policy's samples and further
+        models'."""
         for name, value in metrics.items():
             if _is(name, KEPT) and value < LEAST_KEPT and name not in self._said:
                 self._said.add(name)
@@ -187,7 +188,7 @@ class Alerts:
 
 
 def _is(name: str, metric: str) -> bool:
-    """Whether a metric is this one, of the policy's samples or of a further model's (`solver/…`)."""
+    """Tell whether a metric is this one, of the policy's samples or of a further model's (`solver/…`)."""
     return name == metric or name.endswith(f"/{metric}")
 
 
@@ -213,7 +214,7 @@ def counted_rewards(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def troubles(steps: Iterable[Mapping[str, float]]) -> Iterator[str]:
-    """For `status`: a line for each kind of TROUBLES, and one for numbers of training steps that are none.
+    """Yield for `status` a line for each kind of TROUBLES, and one for numbers of training steps that are not finite.
 
     `steps`: the merged metrics of the training steps so far.
     """
@@ -229,7 +230,8 @@ def troubles(steps: Iterable[Mapping[str, float]]) -> Iterator[str]:
 
 
 def not_numbers(steps: Iterable[Mapping[str, float]]) -> Iterator[str]:
-    """For `status`: a line for each loss and each norm of a gradient that was no number, in which training steps."""
+    """Yield for `status` a line for each loss and each norm of a gradient that was not finite, with its training
+    steps."""
     found: dict[str, list[int]] = {}
     for step in steps:
         for name, value in step.items():
@@ -241,14 +243,14 @@ def not_numbers(steps: Iterable[Mapping[str, float]]) -> Iterator[str]:
 
 
 def _is_of(name: str, kind: str) -> bool:
-    """Whether a metric, of any model, is of a kind of TROUBLES."""
+    """Tell whether a metric, of any model, is of a kind of TROUBLES."""
     if kind.endswith("/"):
         return name.startswith(kind) or f"/{kind}" in name
     return name == kind or name.endswith(f"/{kind}")
 
 
 def restarts(record: RunRecord, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """For `status`: how often workers were started again since the launch, and from where training went on."""
+    """Tell for `status` how often workers were started again since the launch, and from where training went on."""
     if record.renewed:
         often = _times(record.term - record.launch_term)
         yield f"training was restarted {often} since the launch; the last time: {record.renewed}"

@@ -205,7 +205,7 @@ class AdaptersOff:
         raise self._refusal("apply")
 
     def forget_failed(self) -> bool:
-        """As that of the model with adapters, if its backend can do that."""
+        """Forget as the model with adapters does, if its backend can do that."""
         return isinstance(self._inner, Repeats) and self._inner.forget_failed()
 
     def schedule_at(self, done: int) -> None:

@@ -43,8 +43,8 @@ class VLLMEngine(EngineAdapter[VLLMOptions, VLLMCore]):
         self.weighed = spec.weighed
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """As in the base class; also refuses temperatures that vLLM would change, and filters whose log-probs would
-        weight tokens.
+        """Submit as the base class does; also refuse temperatures that vLLM would change, and filters whose log-probs
+        would weight tokens.
         """
         for request in requests:
             what = ""
