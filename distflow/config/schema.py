@@ -149,7 +149,9 @@ class BatchConfig(Section):
     """Independent order books of the data (K), so that results do not depend on the number of workers.
     Divides `prompts`; at least the number of training replicas."""
     tokens_per_microbatch: int = Field(default=8192, ge=1, json_schema_extra={"unit": "tokens"})
-    """Padded tokens (prompt and response) of one forward and backward. Bounds memory; never changes the result."""
+    """Tokens (prompt and response) of one forward and backward, as the model computes them: packed, a shared prompt
+    once and no padding (`backend_options.packed`), else padded to the longest row. Bounds memory; never changes the
+    result."""
     minibatches: int = Field(default=1, ge=1, json_schema_extra={"unit": "optimizer steps per epoch"})
     """Equal parts that a training step is cut into, with an optimizer step each. Divides `prompts` / `ledgers`."""
     epochs: int = Field(default=1, ge=1, json_schema_extra={"unit": "passes over a training step's samples"})
@@ -325,8 +327,7 @@ class ModelConfig(Section):
     """Round the frozen weights of linear layers to 4 bits each, which backend torch keeps so: nf4 (QLoRA, arXiv
     2305.14314). A trained model needs `lora`. Null: weights keep `dtype`."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time; rows are padded then, and prompts not
-    shared."""
+    """Recompute activations in the backward pass: less memory, more time."""
     head: Head = "tokens"
     """What the last layer gives: logits of the next tokens; values of the states before them, as a critic does (value);
     or one number for a whole text, as a reward model does (score; a sequence classifier)."""

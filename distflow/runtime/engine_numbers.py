@@ -2,8 +2,8 @@
 
 They are weights of the loss (`rollout_corr`), so that one NaN would spoil the gradient of a whole batch, and nothing
 would say where it came from. So each is looked at where it arrives. A sample with one that is no log-probability is
-counted and named. It is made again by another engine if there is one (`RolloutLoop`), or none of its tokens is trained
-on. An engine that gives too many of them ends the run.
+counted and named. It is made again by another engine if there is one (`RolloutLoop`), or left out. An engine that
+gives too many of them ends the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.types import SampleOutput, Uid, Version
 
 BAD_LOGPROBS = "unusable log-probs"
-"""Why a group is dropped that has a sample with such ones."""
+"""Why a sample is left out."""
 ROUNDING = 1e-4
 """Nats by which an engine's arithmetic may exceed a probability of 1."""
 MOST, AMONG, LOOKED_AT = 0.05, 100, 1000
@@ -57,7 +57,7 @@ class EngineNumbers:
         if seen >= AMONG and bad > MOST * seen:
             raise WorkerFailed(
                 f"{self._engine}, version {_shown(version)}: {bad} of its last {seen} samples came with log-probs that "
-                f"are none, the last one with {wrong}. Look at the weights of this version "
+                f"cannot be used, the last one with {wrong}. Look at the weights of this version "
                 "(models.<name>.optimizer.lr, dtype) and at the engine's own precision and quantisation"
             )
         return replace(output, logprobs=(0.0,) * len(output.token_ids)), wrong
