@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
@@ -10,7 +11,7 @@ from typing import Any
 
 from distflow.config.data_schema import SourceConfig
 from distflow.config.paths import HUB_PREFIX, is_data_file
-from distflow.data.files import Table, read, read_hub
+from distflow.data.files import HubTable, Table, read, read_hub
 from distflow.data.order import SourceUse
 from distflow.data.rows import check_columns
 from distflow.data.sources import PromptSource
@@ -35,7 +36,10 @@ def open_source(name: str, source: SourceConfig, resolve: Callable[[str], Any]) 
 
 
 def _indexed(made: Any, call: str) -> Any:
-    """The same, or for what can only be iterated over, all that comes of it."""
+    """The same, or for what can only be iterated over, all that comes of it; data sets of Hugging Face as tables."""
+    hugging_face = sys.modules.get("datasets")
+    if hugging_face is not None and isinstance(made, hugging_face.Dataset):
+        return HubTable(call, made)
     if isinstance(made, PromptSource) or not isinstance(made, Iterable) or isinstance(made, (str, bytes, Mapping)):
         return made
     found = list(islice(made, MOST_READ + 1))

@@ -159,6 +159,18 @@ def test_nulls_of_a_table_do_not_reach_the_prompt_or_the_loss(tokenizers: Tokeni
     ), "an item of a list is one that somebody wrote"
 
 
+def test_a_function_may_give_a_data_set_of_hugging_face(tokenizers: Tokenizers) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {"messages": [user("go"), said("", tool_calls=[call(name, {argument: "x"})])]}
+        for name, argument in (("tide", "port"), ("moon", "night"))
+    ]
+    given = SourceConfig.model_validate({"source": "m:f"})
+    use = open_source("", given, lambda name: lambda: datasets.Dataset.from_list(rows))
+    made = from_file(use, tokenizers("qwen"), demonstration).prompt(0)
+    assert '"arguments": {"port": "x"}' in shown(tokenizers("qwen"), made.responses[0])
+
+
 def test_nulls_that_somebody_wrote_stay(tokenizers: Tokenizers, tmp_path: Path) -> None:
     tokenizer = tokenizers("qwen")
     row = {"messages": [user("go"), said("", tool_calls=[call("tide", {"port": None})])], "extra_info": {"a": None}}
