@@ -268,7 +268,7 @@ def _batch(rows: Sequence[tuple[_Sample, str, list[int]]]) -> Batch:
     import torch
 
     from distflow.data.batch import Batch, Ragged
-    from distflow.types import FINISH_REASONS
+    from distflow.types import FINISH_REASONS, LEFT_OUT
 
     count = len(rows)
     ids = [response for *_, response in rows]
@@ -285,6 +285,7 @@ def _batch(rows: Sequence[tuple[_Sample, str, list[int]]]) -> Batch:
             "response_mask": Ragged.from_rows([[1] * len(one) for one in ids], torch.bool),
             "response_text": Ragged.from_texts([sample.response(form) for sample, form, _ in rows]),
             "finish_reason": torch.full((count,), FINISH_REASONS.index("stop")),
+            LEFT_OUT: Ragged.from_texts([""] * count),
         }
     )
 
