@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 Role = Literal["generate", "read", "score", "forward", "client", "train"]
 Scope = Literal["sample", "group", "batch"]
-FinishReason = Literal["stop", "length", "abort"]
-FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
-"""Field `finish_reason` holds indices into this."""
+FinishReason = Literal["stop", "length", "abort", "error"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+"""Field `finish_reason` holds indices into this. `error`: the generate step failed on the sample."""
 REWARD = "reward"
 """What samples are trained on: one finite number for each."""
 REWARD_PARTS = "rewards/"

@@ -14,7 +14,7 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.data.order import DATA_SOURCE
-from distflow.data.samples import left_out
+from distflow.data.samples import failed, left_out
 from distflow.errors import StepError, UserError
 from distflow.exchange.tally import error_limit
 from distflow.flow.step import step
@@ -94,15 +94,15 @@ def verify(
     So does math, with 10 s by default. Scores are counted by the task's `data_source` too.
     A sample on which it fails is counted and treated by `on_error`: drop (its group is replaced, `drop_reason` says
     why), leave_out (it is not trained on and not compared with its group, `left_out` says why), zero (reward 0), or
-    stop. A response that takes math too long gets reward 0 with drop and leave_out, too. What is left out already is
-    not judged: its reward is 0. Raises StepError on stop, if the first 16 samples of this worker all failed, and if of
-    the last 1,000 samples (100 at least) of all workers that run the step more than `max_error_rate` failed, by default
-    0.05, and 0.25 with leave_out; UserError for invalid settings.
+    stop. A response that takes math too long gets reward 0 with drop and leave_out, too. What is left out already, or
+    was not generated to its end, is not judged: its reward is 0. Raises StepError on stop, if the first 16 samples of
+    this worker all failed, and if of the last 1,000 samples (100 at least) of all workers that run the step more than
+    `max_error_rate` failed, by default 0.05, and 0.25 with leave_out; UserError for invalid settings.
     """
     if on_error not in ON_ERROR:
         raise UserError(f"on_error={on_error!r}: expected one of {', '.join(ON_ERROR)}")
     spec = spec_of(function)
-    rows = (~left_out(batch)).nonzero().flatten()
+    rows = (~(left_out(batch) | failed(batch))).nonzero().flatten()
     there = batch if len(rows) == batch.rows else batch.select(rows)
     tally = _Tally(there, ctx, shown(spec), error_limit(on_error) if max_error_rate is None else max_error_rate)
     judge = _judge_of(spec, timeout_s, processes)

@@ -23,6 +23,7 @@ SHARE = "sample_share"
 """[B] float64: how much of its sample each row is, by tokens trained on; the shares of a sample add up to 1."""
 PROMPT_TEXT = "prompt_text"
 MASK = "response_mask"
+FINISHED = "finish_reason"
 OUT_OF_LOSS = "out_of_loss"
 """[B] bool, only while a model is updated: rows whose tokens `batch.mask_truncated: loss` keeps out of the loss. Their
 samples count all the same."""
@@ -129,6 +130,24 @@ def untrained_where_left_out(batch: Batch) -> Batch:
     masks = {name: batch.ragged(name) for name in batch.columns if name.rpartition("/")[2] == MASK}
     cleared = {n: mask.like(mask.values & kept_B.repeat_interleave(mask.lengths)) for n, mask in masks.items()}
     return batch.with_columns(**cleared)
+
+
+def unrewarded_where_failed(batch: Batch) -> Batch:
+    """The batch with reward and score 0 for samples on which the generate step of their model failed."""
+    columns: dict[str, Column] = {}
+    for name in (name for name in batch.columns if name.rpartition("/")[2] == FINISHED):
+        failed_B = failed(batch, name)
+        rewards = [field for field in (REWARD, "score") if bool(failed_B.any())]
+        for own in (name.removesuffix(FINISHED) + field for field in rewards):
+            columns |= {own: batch.dense(own).masked_fill(failed_B, 0.0)} if own in batch else {}
+    return batch.with_columns(**columns) if columns else batch
+
+
+def failed(batch: Batch, field: str = FINISHED) -> Tensor:
+    """[B] bool: rows of samples on which the generate step failed."""
+    if field not in batch:
+        return torch.zeros(batch.rows, dtype=torch.bool)
+    return batch.dense(field) == FINISH_REASONS.index("error")
 
 
 def out_of_loss(batch: Batch) -> Batch:

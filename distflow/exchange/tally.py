@@ -1,4 +1,5 @@
-"""How many samples a score step has judged, and on how many of them it failed, over all workers that run it.
+"""How many samples a score step has judged, or a generate step made, and on how many of them it failed, over all
+workers that run it.
 
 Each worker counts its own and says so with every heartbeat. Owners hear all of them, also of several services of which
 no worker that asks sees more than a part: they add up and say the sums with theirs. What a worker has said outlives it.
@@ -20,7 +21,7 @@ RECENT = 1000
 """Samples by which the share of failures is judged."""
 LEAST = 100
 """Samples before it is judged."""
-_ERROR_LIMITS = {"leave_out": 0.25}
+_ERROR_LIMITS = {"leave_out": 0.25, "retry": 0.25}
 _ERROR_LIMIT = 0.05
 
 

@@ -6,6 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 from distflow.types import DROP_REASON, LEFT_OUT, SEQUENCE, Role, Scope, prefixed, written
@@ -49,6 +50,9 @@ CLIENT_KINDS = ("number", "text", "number_per_token")
 """What such a field may hold: one number or text for a sample, or a number for each of its response tokens."""
 ROOM = ("max_tokens", "max_new_tokens", "max_response_tokens")
 """Settings that say how long a sample may be: with an environment's tokens, of a generate step, of a read step."""
+ERROR_SETTINGS: Mapping[str, Any] = MappingProxyType({"on_error": "retry", "max_attempts": 3, "max_error_rate": None})
+"""Settings that every generate step has beside those of its function, with their defaults: what becomes of a sample on
+which it fails (`runtime/episode_errors.py`)."""
 SAMPLE_TOKENS = 22
 """How many tokens have as many bytes as what a sample has besides (`flow/memory.py`)."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -141,7 +145,7 @@ def step(
     named, functions = choices or {}, plugins or {}
     some = _of_some(of_some)
     may_write: tuple[str, ...] = some.pop("may_write", ())
-    always_may = {"score": (DROP_REASON, LEFT_OUT), "generate": (LEFT_OUT,)}.get(role, ())
+    always_may = {"score": (DROP_REASON, LEFT_OUT), "generate": (DROP_REASON, LEFT_OUT)}.get(role, ())
     may_write = (*may_write, *(name for name in always_may if not written(name, (*writes, *may_write))))
     made = {"generate": (*GENERATED, FILTERED), "read": READ}.get(role, ())
     always = (*made, *(SEQUENCES if "environment" in some else ()))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from distflow.config.schema import HEADS
 from distflow.errors import PluginError, did_you_mean
 from distflow.flow.resolve import Source, find_source, not_a_generate_step
-from distflow.flow.step import ATTRIBUTE, ENVIRONMENT, SomeSteps, StepSpec, is_range, step
+from distflow.flow.step import ATTRIBUTE, ENVIRONMENT, ERROR_SETTINGS, SomeSteps, StepSpec, is_range, step
 from distflow.types import DROP_REASON, LEFT_OUT, ROLES, SCOPES
 
 _KNOWN = (
@@ -28,6 +28,9 @@ _POSITIONAL = {"read": "row", "client": "batch"}
 """What steps are given, if that is not a batch with a context."""
 _ASKED_BY = {"score": "tokens", "values": "value", "score_texts": "score"}
 """By the methods of a backend, the head that its model needs."""
+_ON_ERROR = {"on_error": ("retry", "drop", "leave_out", "zero", "stop")}
+_ERROR_RANGES = {"max_attempts": ">= 1", "max_error_rate": ">= 0, <= 1"}
+_ERROR_TYPES = {"on_error": "str", "max_attempts": "int", "max_error_rate": "float | None"}
 
 
 class _Marker:
@@ -89,12 +92,27 @@ def read_declaration(call: str) -> StepDeclaration:
     parameters = read_parameters(node)
     _check_form(source, spec, parameters)
     _check_choices(source, spec, parameters)
+    if spec.role == "generate":
+        spec, parameters = _with_error_settings(source, spec, parameters)
     # A read step has no context.
     context = parameters.positional[1] if len(parameters.positional) > 1 else ""
     keeps_state = _uses(node, context, "state")
     head = spec.head or _head(node, context)
     about = (call, source.file, node.lineno, source.text, spec, parameters)
     return StepDeclaration(*about, keeps_state, _drops(node), head)
+
+
+def _with_error_settings(source: Source, spec: StepSpec, parameters: Parameters) -> tuple[StepSpec, Parameters]:
+    """The declaration of a generate step with the settings that every one has."""
+    for name in ERROR_SETTINGS:
+        if name in parameters.settings:
+            raise PluginError(
+                f"{source.where}: {source.node.name!r} has a setting {name!r} of its own, and every generate step has "
+                "one of this name, which says what becomes of samples on which it fails; rename it"
+            )
+    settings, types = {**parameters.settings, **ERROR_SETTINGS}, {**parameters.annotations, **_ERROR_TYPES}
+    choices, ranges = {**spec.choices, **_ON_ERROR}, {**spec.ranges, **_ERROR_RANGES}
+    return replace(spec, choices=choices, ranges=ranges), replace(parameters, settings=settings, annotations=types)
 
 
 def _head(node: ast.AST, ctx: str) -> str | None:

@@ -14,8 +14,9 @@ from distflow.config.load import Giver
 from distflow.config.schema import PoolConfig, Recipe, RunConfig, WorkerSettings
 from distflow.config.training_schema import OptimizerConfig
 from distflow.errors import Problems, nearest
-from distflow.flow.plan import Plan, PoolPlan
+from distflow.flow.plan import Plan, PoolPlan, StepPlan
 from distflow.flow.reading import unread_keys
+from distflow.flow.step import ERROR_SETTINGS
 from distflow.flow.step_declaration import read_declaration
 from distflow.flow.training_fit import idle_settings
 
@@ -166,6 +167,17 @@ def _of_steps(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
             if changed and not step.settings.get(other):
                 why = f"{other} is {step.settings.get(other)!r}"
                 yield Idle(f"flow.steps.{step.name}.with.{name}", why, f"remove it, or set {other}")
+        if step.role == "generate":
+            yield from _of_errors(step)
+
+
+def _of_errors(step: StepPlan) -> Iterator[Idle]:
+    """Settings for samples on which a generate step fails, by what becomes of these."""
+    on_error = step.settings["on_error"]
+    idle: dict[str, tuple[str, ...]] = {"retry": (), "stop": ("max_attempts", "max_error_rate")}
+    for name in idle.get(on_error, ("max_attempts",)):
+        if step.settings[name] != ERROR_SETTINGS[name]:
+            yield Idle(f"flow.steps.{step.name}.with.{name}", f"on_error is {on_error!r}")
 
 
 def _of_weights(recipe: Recipe, plan: Plan) -> Iterator[Idle]:

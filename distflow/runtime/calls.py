@@ -17,7 +17,7 @@ from distflow.comm.outbox import SentOnce
 from distflow.data.batch import Batch, RowRange, group_ranges, row_lengths
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.fields import complaint, with_fields
-from distflow.data.samples import untrained_where_left_out
+from distflow.data.samples import unrewarded_where_failed, untrained_where_left_out
 from distflow.errors import NoProgressError, ProtocolError, StepError
 from distflow.exchange.call_client import Call, CallClient
 from distflow.exchange.call_messages import (
@@ -332,7 +332,8 @@ class Asking:
             yield None
         alike: dict[frozenset[str], list[Batch]] = {}
         for group, answer in groups:
-            whole = untrained_where_left_out(with_fields(group.rows, answer.columns))
+            found = with_fields(group.rows, answer.columns)
+            whole = untrained_where_left_out(unrewarded_where_failed(found))
             alike.setdefault(frozenset(whole.columns), []).append(whole)
         for batches in alike.values():
             names = list(batches[0].columns)

@@ -194,7 +194,8 @@ class FurtherGenerating:
     def _written(self, rows: Batch) -> Batch:
         """Of whole samples, what the step writes, by the names in the flow."""
         seen = self.plan.as_it_sees()
-        return Batch({prefixed(name, self.plan.prefix): rows[name] for name in (*seen.writes, *seen.may_write)})
+        names = [*seen.writes, *(name for name in seen.may_write if name in rows)]
+        return Batch({prefixed(name, self.plan.prefix): rows[name] for name in names})
 
 
 def build_further(

@@ -16,17 +16,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
+from types import CoroutineType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.samples import PROMPT_TEXT, untrained_where_left_out
-from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import FILTERED, GENERATED, ROLLOUT, SEQUENCES
+from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed
 from distflow.runtime.protocols import Tokenizer
 from distflow.types import (
+    DROP_REASON,
     FINISH_REASONS,
     LEFT_OUT,
     SEQUENCE,
@@ -39,6 +41,7 @@ from distflow.types import (
     SamplingParams,
     Span,
     Uid,
+    Version,
     joined_filtered,
 )
 
@@ -101,7 +104,7 @@ class Returned(NamedTuple):
 class GenerateStep:
     """The generate step of one worker: begins a call for each sample, and goes on with it.
 
-    `failed` makes what is raised of what a user's step raises for an episode.
+    `failed` makes what is raised of what a user's step raises for an episode; `errors` says what becomes of the sample.
     """
 
     def __init__(
@@ -109,7 +112,8 @@ class GenerateStep:
         plan: StepPlan,
         begin: Callable[[Episode], Call],
         where: str,
-        failed: Callable[[Exception | SystemExit, Episode], Exception],
+        failed: Callable[[BaseException, Episode], Exception],
+        errors: EpisodeErrors,
     ) -> None:
         self.plan = plan
         self.where = where
@@ -117,29 +121,48 @@ class GenerateStep:
         self.further = tuple(name for name in plan.writes if name not in (*GENERATED, FILTERED, *SEQUENCES))
         """The fields that it returns a number for, for each sample."""
         self.begin = begin
+        self.errors = errors
         self._failed = failed
 
     def go_on(self, call: Call, episode: Episode, sent: Completion | None) -> Wanted | Returned:
-        """What the step awaits next, or returns. Raises what it raises, and StepError for another awaitable."""
+        """What the step awaits next, or returns. Raises EpisodeFailed for what it raises and for another awaitable."""
         try:
             found = call.send(sent)
         except StopIteration as end:
             return Returned(end.value)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # an exit would end the worker as if it was done
             raise self._failed(error, episode) from error
         if not isinstance(found, Wanted):
-            raise StepError(
-                f"{self.where} awaited a {type(found).__name__}; a generate step awaits generate(prompt_ids, params) "
-                "and nothing else"
-            )
+            what = f"awaited a {type(found).__name__}"
+            raise self.failure(call, what, "; a generate step awaits generate(prompt_ids, params) and nothing else")
         return found
 
     def end(self, call: Call, episode: Episode) -> None:
-        """End a call whose sample is not wanted any more; raises what it raises then."""
+        """End a call whose sample is not wanted any more, or not in this attempt; raises EpisodeFailed for what it
+        raises then."""
         try:
             call.close()
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise self._failed(error, episode) from error
+
+    def failure(self, call: Call, did: str, more: str) -> EpisodeFailed:
+        """What to raise for what a step has done wrong on a sample; `more`: what the message adds to that."""
+        return EpisodeFailed(f"{self.where} {did}{more}", did, did.split()[0], _place(call))
+
+
+def _place(call: Call) -> str:
+    """The line at which a call waits, in the innermost coroutine of the same file; "" if it has ended."""
+    places = list[tuple[str, int]]()
+    waiting: object = call
+    while isinstance(waiting, CoroutineType) and waiting.cr_frame is not None:
+        places.append((waiting.cr_frame.f_code.co_filename, waiting.cr_frame.f_lineno))
+        waiting = waiting.cr_await
+    own = [f"{file}:{line}" for file, line in places if file == places[0][0]]
+    return own[-1] if own else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +245,12 @@ class Trajectory:
     """What the step returned."""
     left_out: str = ""
     """Why it is left out of training."""
+    dropped: str = ""
+    """Why its group is dropped."""
+    attempt: int = 1
+    """How often the step has been begun for it here."""
+    drawn: int = 0
+    """Requests of earlier attempts: those of this one draw other random numbers."""
 
     @property
     def tokens(self) -> int:
@@ -274,14 +303,24 @@ def joined(parts: Iterable[tuple[Sequence[Span], int]]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.dtype, plan: StepPlan) -> Batch:
+def assemble(
+    samples: Sequence[Trajectory],
+    tokenizer: Tokenizer,
+    dtype: torch.dtype,
+    plan: StepPlan,
+    version: Version | None = None,
+) -> Batch:
     """One row a sequence: those of a sample side by side, the samples in the given order; log-probs in `dtype`, 0 for
     tokens that the model did not write. Where `plan`, of the generate step, declares an environment, samples may have
-    several sequences, and fields tell them apart.
+    several sequences, and fields tell them apart. A sample without any tokens, since its episodes have failed, has an
+    empty row; `version`: of the weights that count as those of rows in which the model wrote nothing.
     """
     several = plan.environment is not None
-    rows = [sequence for sample in samples for sequence in sample.sequences if sequence.segments]
-    whose = samples if not several else [sample for sample in samples for s in sample.sequences if s.segments]
+    rows, whose = list[TokenSequence](), list[Trajectory]()
+    for sample in samples:
+        begun = [sequence for sequence in sample.sequences if sequence.segments] or sample.sequences[:1]
+        rows += begun
+        whose += [sample] * len(begun)
     origins = [sample.origin for sample in whose]
     ids = [row.response_ids for row in rows]
     response_ids = Ragged.from_rows(ids, torch.int64)
@@ -301,12 +340,14 @@ def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.d
                 for field in (ROLLOUT, FILTERED)
                 if field in plan.writes
             },
-            "policy_versions": _versions(rows),
+            "policy_versions": _versions(rows, version),
             "finish_reason": torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in whose]),
             LEFT_OUT: Ragged.from_texts([sample.left_out for sample in whose]),
             **_further(whose),
         }
     )
+    if any(sample.dropped for sample in whose):
+        batch = batch.with_columns(**{DROP_REASON: Ragged.from_texts([sample.dropped for sample in whose])})
     whole = batch.with_columns(**_told_apart(rows, whose, tokenizer)) if several else batch
     return untrained_where_left_out(whole)
 
@@ -339,24 +380,30 @@ def _mask(rows: Sequence[TokenSequence], response_ids: Ragged) -> torch.Tensor:
 
 def _texts(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
     """Of whole responses: those of single turns are known."""
-    several = [number for number, row in enumerate(rows) if len(row.segments) > 1]
+    several = [number for number, row in enumerate(rows) if not _is_one_turn(row.segments)]
     decoded = dict(zip(several, tokenizer.decode_batch([ids[n] for n in several], skip_special=True), strict=True))
     return [decoded[n] if n in decoded else row.segments[0].text for n, row in enumerate(rows)]
 
 
+def _is_one_turn(segments: Sequence[Segment]) -> bool:
+    """Whether these are a single one, and the model's."""
+    return len(segments) == 1 and bool(segments[0].spans)
+
+
 def _logprobs(segments: Sequence[Segment], *, filtered: bool) -> Sequence[float]:
     known = [segment.filtered if filtered and segment.filtered else segment.logprobs for segment in segments]
-    if len(segments) == 1:
+    if _is_one_turn(segments):
         return known[0]
     written = zip(known, segments, strict=True)
     return [logprob for logprobs, segment in written for logprob in logprobs or [0.0] * len(segment.token_ids)]
 
 
-def _versions(rows: Sequence[TokenSequence]) -> Ragged:
-    spans = [_spans(row.segments) for row in rows]
+def _versions(rows: Sequence[TokenSequence], version: Version | None) -> Ragged:
+    none = () if version is None else (Span(version.term, version.number, 0, 0),)
+    spans = [_spans(row.segments) or none for row in rows]
     counts = torch.tensor([0, *map(len, spans)], dtype=torch.int64)
-    values = torch.tensor([tuple(span) for row in spans for span in row], dtype=torch.int64).view(-1, 4)
-    return Ragged(values, counts.cumsum(0))
+    values = torch.tensor([tuple(span) for row in spans for span in row], dtype=torch.int64)
+    return Ragged(values.reshape(int(counts.sum()), 4), counts.cumsum(0))
 
 
 def _spans(segments: Sequence[Segment]) -> Sequence[Span]:

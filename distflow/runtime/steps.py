@@ -22,14 +22,22 @@ from distflow.data.batch import Batch, join, whole, with_same_parts
 from distflow.data.fields import changed, complaint, with_fields
 from distflow.data.prefixes import own_fields, with_own
 from distflow.data.randomness import generator
-from distflow.data.samples import in_loss_again, last_rows, on_all_rows, out_of_loss, untrained_where_left_out
-from distflow.errors import DistflowError, StepError, UserError
+from distflow.data.samples import (
+    in_loss_again,
+    last_rows,
+    on_all_rows,
+    out_of_loss,
+    unrewarded_where_failed,
+    untrained_where_left_out,
+)
+from distflow.errors import DistflowError, StepError, UserError, device_fault
 from distflow.exchange.tally import Tally
 from distflow.flow.file_import import without_import
 from distflow.flow.imported_step import check_step
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import resolve
 from distflow.log import logger
+from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy, own_settings
 from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
@@ -235,6 +243,8 @@ class StepRunner:
         if given is not seen:
             self._check_of_samples(plan, given, checked)
         whole = with_own(batch, seen, on_all_rows(seen, given, checked), plan.prefix)
+        if plan.role == "score":
+            whole = unrewarded_where_failed(whole)
         return untrained_where_left_out(in_loss_again(whole, batch) if masks else whole)
 
     def generate_step(self, name: str, of_validation: Mapping[str, Any] | None = None) -> GenerateStep:
@@ -243,11 +253,19 @@ class StepRunner:
         context, function = self._contexts[plan.name], self._functions[plan.name]
         validating = plan.settings if of_validation is None else of_validation
         settings: dict[LeaseKind, Mapping[str, Any]] = {"train": plan.settings, "val": validating}
+        own: dict[LeaseKind, Mapping[str, Any]] = {kind: own_settings(given) for kind, given in settings.items()}
+        policies = {kind: ErrorPolicy.of(given) for kind, given in settings.items()}
+        errors = EpisodeErrors(plan.name, policies, lambda: context.tally, context.metrics)
 
-        def failed(error: Exception | SystemExit, episode: Episode) -> Exception:
-            return self._raised(plan, error, f", with {_shown([tuple(episode.uid)], 1)} in hand")
+        def failed(error: BaseException, episode: Episode) -> Exception:
+            found = self._raised(plan, error, f", with {_shown([tuple(episode.uid)], 1)} in hand")
+            # Mistakes of settings and declarations, and what is wrong with the worker or its GPU, are no accidents.
+            if not isinstance(found, StepError) or device_fault(error):
+                return found
+            name = type(error).__name__
+            return EpisodeFailed(str(found), f"{name}: {error}", name, _place(error))
 
-        return GenerateStep(plan, partial(_begin, function, context, settings), self._where(plan), failed)
+        return GenerateStep(plan, partial(_begin, function, context, own), self._where(plan), failed, errors)
 
     def check_keeps(self, name: str, before: Batch, after: Batch) -> None:
         """Raises StepError if the step gave a row a `drop_reason`, or a reason to be left out."""
@@ -273,7 +291,7 @@ class StepRunner:
             uids = "" if batch is None or "uid" not in batch else f", {_some_uids(batch)}"
             raise self._raised(plan, error, uids) from error
 
-    def _raised(self, plan: StepPlan, error: Exception | SystemExit, uids: str) -> Exception:
+    def _raised(self, plan: StepPlan, error: BaseException, uids: str) -> Exception:
         """What to raise for what a step has raised."""
         if isinstance(error, UserError):
             return UserError(f"{self._where(plan)}: {error}")
@@ -390,12 +408,23 @@ def split(error: StepError) -> tuple[str, str]:
 
 
 def _own_frames(error: BaseException) -> str:
-    """The traceback from the first frame outside distflow (the whole one if there is none), with the error itself."""
+    """The traceback, with the error itself."""
+    return "".join(traceback.format_list(_frames(error))) + "".join(traceback.format_exception_only(error))
+
+
+def _place(error: BaseException) -> str:
+    """`file:line` of the innermost frame in the first file of the user's; "" if there is none."""
+    frames = _frames(error)
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The traceback from the first frame outside distflow, or the whole one if there is none."""
     theirs = error.__traceback__
     while theirs is not None and _is_ours(theirs):
         theirs = theirs.tb_next
-    frames = without_import(traceback.extract_tb(theirs or error.__traceback__))
-    return "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
+    return without_import(traceback.extract_tb(theirs or error.__traceback__))
 
 
 def _is_ours(frame: TracebackType) -> bool:

@@ -12,6 +12,10 @@ answered (the step goes on to its next request) → … → the step returns: fi
 a batch together. Samples that another worker began are replayed: the recorded tokens of the model answer the step's
 requests, as far as they go, and the engine continues the request in the middle of which they end.
 
+Where the step fails on a sample, its settings say what becomes of it (`episode_errors.py`): it is begun anew, with
+other random numbers and without what it had, or it is finished as it is. What other workers are told of one that was
+begun anew are its versions alone: its tokens replace others, which an owner may have already.
+
 Example: prompt 12= · model 1 2 ? · environment wrong= · model 1 2 → response "12?wrong=12", mask 1110000001 1.
 Then prompt [12 or 12?]= · model 1 2 → a second row of the sample, with this prompt and the response "12".
 """
@@ -21,7 +25,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
+from math import isfinite, nan
 from numbers import Real
 from typing import NamedTuple
 
@@ -32,6 +36,7 @@ from distflow.errors import StepError
 from distflow.exchange.messages import Lease
 from distflow.exchange.partials import clipped
 from distflow.runtime.engine_numbers import BAD_LOGPROBS, EngineNumbers, complaint, sound
+from distflow.runtime.episode_errors import EpisodeFailed, Fate
 from distflow.runtime.generate_step import (
     GenerateStep,
     Returned,
@@ -46,6 +51,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Engine, Tokenizer
 from distflow.types import (
     REWARD,
+    REWARD_PARTS,
     BegunSample,
     Completion,
     Episode,
@@ -101,7 +107,8 @@ class Trajectories:
         """Finished without the engine, since the last `take`."""
         self._later = 0
         """How many of the open ones have been answered at least once."""
-        """Positions of groups with a sample whose log-probs cannot be used, each with a reason to drop it."""
+        self._version: Version | None = None
+        """What the engine had loaded when it was last looked at."""
 
     def begin(self, leases: Iterable[Lease]) -> list[SampleRequest]:
         """Begin all samples of these leases; returns what the engine is to be asked for."""
@@ -129,18 +136,31 @@ class Trajectories:
         tasks = {origin.task: json.loads(origin.task) for origin in origins}
         for number, origin in enumerate(origins):
             episode = Episode(origin.uid, number, origin.prompt_ids, origin.prompt_text, tasks[origin.task])
-            key, sequences = (origin.uid.position, number), [TokenSequence(origin.prompt_ids)]
-            sample = Trajectory(key, origin, episode, self.step.begin(episode), had.get(number), sequences)
-            self._open[key] = sample
-            wanted.append(self._go_on(sample, None))
+            wanted.append(self._go_on(self._begun(origin, episode, had.get(number)), None))
         return [request for request in wanted if request is not None]
 
+    def _begun(self, origin: SampleOrigin, episode: Episode, had: BegunSample | None) -> Trajectory:
+        """A sample that the step has been begun for."""
+        key, sequences = (origin.uid.position, episode.sample), [TokenSequence(origin.prompt_ids)]
+        self._open[key] = Trajectory(key, origin, episode, self.step.begin(episode), had, sequences)
+        return self._open[key]
+
     def submit(self, engine: Engine, requests: Sequence[SampleRequest]) -> None:
-        """Give requests to the engine; raises StepError for what the step has asked for and the engine cannot do."""
+        """Give requests to the engine. Where it cannot do what the step has asked for, the episode has failed."""
         try:
             engine.submit(requests)
         except ValueError as error:
-            raise StepError(f"{self.step.where}: {error}") from error
+            # None of them was taken, and the other samples are not to blame.
+            if len(requests) > 1:
+                for request in requests:
+                    self.submit(engine, [request])
+                return
+            (request,) = requests
+            sample = self._open[request.position, request.sample]
+            failed = self.step.failure(sample.call, "asks for what the engine cannot do", f": {error}")
+            again = self._again(sample, failed)
+            if again is not None and (wanted := self._go_on(again, None)) is not None:
+                self.submit(engine, [wanted])
 
     def judge(
         self, outputs: Sequence[SampleOutput], version: Version | None
@@ -149,6 +169,7 @@ class Trajectories:
         as zeros, and what is wrong with these, by sample. Raises WorkerFailed as `EngineNumbers.judge` does.
         """
         judged, wrong = [], dict[SampleKey, str]()
+        self._version = version
         for output in outputs:
             key = (output.position, output.sample)
             found, why = self._numbers.judge(output, self._open[key].origin.uid, version)
@@ -182,10 +203,10 @@ class Trajectories:
         """
         outputs = [sound(output) for output in outputs if not complaint(output.token_ids, output.logprobs)]
         if not self._later:
-            return outputs
+            return [self._told(self._open[output.position, output.sample], output) for output in outputs]
         running = {(output.position, output.sample): output for output in outputs}
         return [
-            sample.recorded(running.get(key), "abort")
+            self._told(sample, sample.recorded(running.get(key), "abort"))
             for key, sample in self._open.items()
             if (positions is None or key[0] in positions) and (key in running or sample.written)
         ]
@@ -205,7 +226,7 @@ class Trajectories:
             for key in [key for key in table if key[0] in positions]:
                 sample = table.pop(key)
                 self._later -= table is self._open and bool(sample.written)
-                self.step.end(sample.call, sample.episode)
+                self._close(sample)
         self._whole = [output for output in self._whole if output.position not in positions]
 
     def batch(self, positions: Iterable[int]) -> Batch:
@@ -213,13 +234,27 @@ class Trajectories:
         samples_of = {position: self._limits_of(position).samples for position in positions}
         keys = [(position, number) for position, samples in samples_of.items() for number in range(samples)]
         samples = [self._finished.pop(key) for key in keys]
-        return assemble(samples, self._tokenizer, self._dtype, self.step.plan)
+        return assemble(samples, self._tokenizer, self._dtype, self.step.plan, self._version)
 
     def _limits_of(self, position: int) -> SampleLimits:
         return self._limits[lease_kind(position)]
 
     def _go_on(self, sample: Trajectory, sent: Completion | None) -> SampleRequest | None:
-        """Let the step go on until its next request that the engine is to answer; None if it comes to its end."""
+        """Let the step go on until its next request that the engine is to answer; None if it comes to its end.
+
+        Where it fails, the sample is begun anew, or is at its end.
+        """
+        while True:
+            try:
+                return self._next(sample, sent)
+            except EpisodeFailed as failed:
+                again, sent = self._again(sample, failed), None
+                if again is None:
+                    return None
+                sample = again
+
+    def _next(self, sample: Trajectory, sent: Completion | None) -> SampleRequest | None:
+        """What one attempt asks for next; raises EpisodeFailed."""
         while True:
             found = self.step.go_on(sample.call, sample.episode, sent)
             if isinstance(found, Returned):
@@ -237,6 +272,48 @@ class Trajectories:
             (text,) = self._tokenizer.decode_batch([tokens], skip_special=True)
             output = SampleOutput(*sample.key, tokens, logprobs, recorded.spans, reason, filtered)
             sent = self._answered(sample, output, text)
+
+    def _again(self, sample: Trajectory, failed: EpisodeFailed) -> Trajectory | None:
+        """Another attempt at a sample on which the step has failed; None if there is to be none."""
+        fate = self.step.errors.judge(failed, sample.episode, sample.attempt)
+        self._close(sample)
+        self._later -= bool(sample.written)
+        if fate != "again":
+            self._give_up(sample, failed.reason, fate)
+            return None
+        origin = sample.origin
+        # The task anew, too: the step may have changed it.
+        episode = replace(sample.episode, task=json.loads(origin.task))
+        anew = self._begun(origin, episode, None)
+        anew.attempt, anew.drawn = sample.attempt + 1, sample.drawn + len(sample.asked)
+        return anew
+
+    def _close(self, sample: Trajectory) -> None:
+        """End the call of a sample; that it fails even then is counted, and changes nothing."""
+        try:
+            self.step.end(sample.call, sample.episode)
+        except EpisodeFailed as failed:
+            self.step.errors.note(failed, sample.episode, sample.attempt)
+
+    def _give_up(self, sample: Trajectory, reason: str, fate: Fate) -> None:
+        """Finish a sample as far as it is."""
+        sample.finish_reason = "error"
+        sample.fields = {name: nan if name.startswith(REWARD_PARTS) else 0.0 for name in self.step.further}
+        if fate != "zero":
+            sample.left_out = reason
+        if fate == "drop":
+            sample.dropped = reason
+        self._finish(sample)
+
+    def _finish(self, sample: Trajectory) -> None:
+        self._finished[sample.key] = self._open.pop(sample.key)
+        self._whole.append(self._told(sample, sample.recorded(None, sample.finish_reason)))
+
+    def _told(self, sample: Trajectory, output: SampleOutput) -> SampleOutput:
+        """What other workers are told of a sample: of one that was begun anew, or has failed, no tokens."""
+        if sample.attempt == 1 and sample.finish_reason != "error":
+            return output
+        return SampleOutput(*sample.key, (), (), output.spans, "abort")
 
     def _recorded(self, sample: Trajectory, request: SampleRequest) -> BegunSample | None:
         if sample.begun is None:
@@ -258,36 +335,33 @@ class Trajectories:
     def _end(self, sample: Trajectory, value: object) -> None:
         """The step has returned."""
         if not sample.sequences[-1].segments:
-            raise StepError(
-                f"{self.step.where} returned before it awaited tokens of the sample; expected "
-                "completion = await generate(episode.prompt_ids, SamplingParams(…))"
-            )
-        sample.fields = self._fields(value)
+            what = "returned before it awaited tokens of the sample"
+            expected = "; expected completion = await generate(episode.prompt_ids, SamplingParams(…))"
+            raise self.step.failure(sample.call, what, expected)
+        sample.fields = self._fields(sample, value)
         cut_off = sample.finish_reason == "length" and lease_kind(sample.key[0]) == "train"
         # What trains nothing, such as the greedy sample that is a baseline, stays what it is.
         if self._leaves_out_truncated and cut_off and any(segment.trains for segment in sample.written):
             sample.left_out = sample.left_out or CUT_OFF
         self._later -= 1
-        self._finished[sample.key] = self._open.pop(sample.key)
-        self._whole.append(sample.recorded(None, sample.finish_reason))
+        self._finish(sample)
+        self.step.errors.succeeded()
 
-    def _fields(self, value: object) -> Mapping[str, float]:
+    def _fields(self, sample: Trajectory, value: object) -> Mapping[str, float]:
         """What the step returned, if it is what it declares."""
         expected = self.step.further
         if value is None and not expected:
             return {}
         given = {} if value is None else value
-        if not isinstance(given, Mapping) or sorted(given) != sorted(expected):
+        if not isinstance(given, Mapping) or set(given) != set(expected):
             shown = sorted(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
             wanted = f"a mapping with a number for each of {sorted(expected)}" if expected else "nothing"
-            raise StepError(
-                f"{self.step.where} returned {shown}; expected {wanted}: what its @step(writes=…) lists is what it "
-                "returns for each sample"
-            )
-        # A part of the reward may be missing: NaN.
-        wrong = {n: v for n, v in given.items() if not isinstance(v, Real) or not (isfinite(v) or n != REWARD)}
+            declared = "what its @step(writes=…) lists is what it returns for each sample"
+            raise self.step.failure(sample.call, f"returned {shown}", f"; expected {wanted}: {declared}")
+        wrong = {name: value for name, value in given.items() if not _is_number(name, value)}
         if wrong:
-            raise StepError(f"{self.step.where} returned {wrong}; expected a number for each of {sorted(expected)}")
+            what = f"returned {wrong}"
+            raise self.step.failure(sample.call, what, f"; expected a number for each of {sorted(expected)}")
         return given
 
     def _request(self, sample: Trajectory, wanted: Wanted) -> SampleRequest:
@@ -301,13 +375,12 @@ class Trajectories:
         most = self._limits_of(origin.uid.position).tokens
         room = most - behind
         if room < 1:
-            raise StepError(
-                f"{self.step.where} asks for more after {behind} tokens behind the prompt, and its longest sample has "
-                f"{most}: let it return before, or raise max_tokens (flow.steps.{self.step.plan.name}.with)"
-            )
+            what = f"asks for more after {behind} tokens behind the prompt"
+            cure = f"let it return before, or raise max_tokens (flow.steps.{self.step.plan.name}.with)"
+            raise self.step.failure(sample.call, what, f", and its longest sample has {most}: {cure}")
         if params.max_new_tokens > room:
             params = replace(params, max_new_tokens=room)
-        again = sample.asked.count(prefix)
+        again = sample.drawn + sample.asked.count(prefix)
         sample.asked.append(prefix)
         return SampleRequest(*sample.key, prefix, origin.seed, params, None, behind, again)
 
@@ -324,6 +397,16 @@ class Trajectories:
             )
         if not sample.aside:
             sample.go_on_behind(prefix)
+
+
+def _is_number(name: str, value: object) -> bool:
+    """Whether a step may return this for a field. A part of the reward may be missing: NaN."""
+    if not isinstance(value, Real):
+        return False
+    try:
+        return isfinite(value) or name != REWARD
+    except OverflowError:
+        return False
 
 
 def _recorded(begun: BegunSample, start: int, request: SampleRequest, *, several: bool) -> BegunSample | None:

@@ -22,16 +22,18 @@ from distflow.runtime.disk import DROPPED, REFUSED
 
 FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
 """Counters of the workers, and what the reward function did."""
-SKIPPED, BAD_LOGPROBS, HALVED, LEFT_OUT = (
+SKIPPED, BAD_LOGPROBS, HALVED, EPISODES, LEFT_OUT = (
     "skipped_updates",
     "engine/bad_logprobs",
     "halved_microbatches",
+    "rollout/errors",
     "rollout/left_out",
 )
 TROUBLES = {
     SKIPPED: "updates were skipped, since their gradients were not finite",
     BAD_LOGPROBS: "samples came from an engine with log-probs that cannot be used",
     HALVED: "micro-batches were halved, since the memory of a GPU did not hold them",
+    EPISODES: "attempts at a sample failed in the generate step",
     LEFT_OUT: "samples were left out, and trained nothing",
 }
 """What a run goes on after and a user should know of: how the metric that counts it ends, or how a family of metrics

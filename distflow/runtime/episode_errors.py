@@ -1,0 +1,145 @@
+"""What becomes of a sample on which a generate step fails, as the step's settings `on_error`, `max_attempts` and
+`max_error_rate` say.
+
+An episode is one attempt of the step at one sample. It fails where the step raises, returns something else than it
+declares, awaits something else than tokens, or asks for tokens that there cannot be. That is an accident of one sample:
+the others go on. What ends the run is a share of failures that is no accident any more, counted over all workers that
+run the step (`distflow/exchange/tally.py`). How a step is driven does not matter here.
+
+Example: ConnectionError → "again" (attempt 1 of 3), "again" (2 of 3), "leave_out".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from distflow.errors import StepError
+from distflow.exchange.tally import Tally, error_limit
+from distflow.flow.step import ERROR_SETTINGS
+from distflow.log import logger
+from distflow.runtime.metrics import MetricStore
+from distflow.types import Episode, LeaseKind, lease_kind
+
+FIRST = 16
+"""If this worker's first so many samples all fail, the step cannot work."""
+ERRORS = "rollout/errors"
+_REASON = 120
+"""Most characters of the reason that a sample carries."""
+Fate = Literal["again", "drop", "leave_out", "zero"]
+log = logger(__name__)
+
+
+class EpisodeFailed(StepError):
+    """One episode has failed: the message has the user's frames first.
+
+    `reason` says why in a few words; `kind` is the same for failures that have the same cause, as far as can be told:
+    what was raised, or done wrong, and at which line.
+    """
+
+    def __init__(self, message: str, reason: str, kind: str, place: str = "") -> None:
+        super().__init__(message)
+        lines = reason.strip().splitlines()
+        self.reason = lines[0][:_REASON] if lines else kind
+        self.kind = f"{kind} {place}"
+        self.place = place
+        """`file:line` of the user's, where that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorPolicy:
+    """The settings of a generate step that say what becomes of samples on which it fails."""
+
+    on_error: str
+    max_attempts: int
+    max_error_rate: float
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> ErrorPolicy:
+        """Read them among all settings of a step; what is missing there has its default."""
+        on_error, attempts, rate = {**ERROR_SETTINGS, **_among(settings, own=False)}.values()
+        return cls(on_error, attempts if on_error == "retry" else 1, error_limit(on_error) if rate is None else rate)
+
+    @property
+    def fate(self) -> Fate:
+        """What becomes of a sample whose last attempt has failed."""
+        found: dict[str, Fate] = {"drop": "drop", "zero": "zero"}
+        return found.get(self.on_error, "leave_out")
+
+
+def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are for the step's own function."""
+    return _among(settings, own=True)
+
+
+def _among(settings: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if (name not in ERROR_SETTINGS) == own}
+
+
+class EpisodeErrors:
+    """Judges the failures of one generate step at one worker. `policies`: by kind of lease; `step`: its name;
+    `tally`: returns where its samples are counted."""
+
+    def __init__(
+        self, step: str, policies: Mapping[LeaseKind, ErrorPolicy], tally: Callable[[], Tally], metrics: MetricStore
+    ) -> None:
+        self._step = step
+        self._policies = policies
+        self._tally = tally
+        self._metrics = metrics
+        self._told: set[str] = set()
+
+    def judge(self, failed: EpisodeFailed, episode: Episode, attempt: int) -> Fate:
+        """Say what becomes of a sample, of which this attempt has failed; attempts are counted from 1.
+
+        Raises StepError if that ends the run: with `on_error: stop`, if all of the first samples here have failed, or
+        too many of the last ones anywhere. Validation replaces nothing, and gives a failed sample the score 0.
+        """
+        kind = lease_kind(episode.uid.position)
+        policy = self._policies[kind]
+        self.note(failed, episode, attempt)
+        if attempt < policy.max_attempts:
+            return "again"
+        self._tally().add(1, 1)
+        self._check(failed, policy.max_error_rate)
+        return "leave_out" if kind == "val" else policy.fate
+
+    def note(self, failed: EpisodeFailed, episode: Episode, attempt: int) -> None:
+        """Count a failure, and log the first one of its kind; raises StepError with `on_error: stop`."""
+        policy = self._policies[lease_kind(episode.uid.position)]
+        if policy.on_error == "stop":
+            raise StepError(str(failed)) from failed
+        self._metrics.add(ERRORS, 1)
+        if failed.kind in self._told:
+            return
+        self._told.add(failed.kind)
+        log.warning(
+            "%s\nsample %d of uid (epoch, prompt, position) %s%s, attempt %d of %d; failures of this kind are not "
+            "shown again, and %s counts them",
+            failed,
+            episode.sample,
+            tuple(episode.uid),
+            f", at {failed.place}" if failed.place else "",
+            attempt,
+            policy.max_attempts,
+            ERRORS,
+        )
+
+    def succeeded(self) -> None:
+        """Count a sample that is made."""
+        tally = self._tally()
+        tally.add(1, 0)
+        tally.recent()
+
+    def _check(self, failed: EpisodeFailed, most: float) -> None:
+        own, recent = self._tally().own, self._tally().recent()
+        if own.judged >= FIRST and own.failed == own.judged and most < 1.0:
+            raise StepError(
+                f"{failed}: step {self._step!r} failed on all of the first {own.judged} samples; one is shown"
+            ) from failed
+        if recent.exceed(most):
+            raise StepError(
+                f"{failed}: step {self._step!r} failed on {recent.failed} of {recent.judged} samples, more than "
+                f"max_error_rate={most:g} allows; the latest failure is shown"
+            ) from failed
