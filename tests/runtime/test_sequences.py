@@ -107,7 +107,7 @@ def trajectories(file: Path, name: str = "wander", samples: int = 2, most: int =
 
 
 def wandering(file: Path, moves: Sequence[Any]) -> Trajectories:
-    return trajectories(file, moves=json.dumps([FIRST, *moves]))
+    return trajectories(file, moves=json.dumps([FIRST, *moves]), on_error="stop")
 
 
 def whole(file: Path, name: str, samples: int = 2) -> tuple[Batch, list[SampleOutput]]:
@@ -208,7 +208,7 @@ def test_one_turn_without_an_environment_has_no_further_fields(file: Path) -> No
 
 
 def test_no_sequence_begins_for_which_there_is_no_room(file: Path) -> None:
-    samples = trajectories(file, "forgetting", samples=1, most=40)
+    samples = trajectories(file, "forgetting", samples=1, most=40, on_error="stop")
     with pytest.raises(StepError, match=r"asks for more after 44 tokens behind the prompt, .* longest sample has 40: "):
         drive(samples, engine(slots=4), samples.begin([lease()]))
 

@@ -342,14 +342,14 @@ def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> N
 def test_what_a_step_may_not_do_is_told(
     tmp_path: Path, name: str, environment: Sequence[str] | None, message: str
 ) -> None:
-    samples = trajectories(tmp_path, name, environment=environment)
+    samples = trajectories(tmp_path, name, environment=environment, on_error="stop")
     with pytest.raises(StepError, match=message):
         drive(samples, engine(slots=4), samples.begin([lease()]))
 
 
 def test_a_step_that_cannot_be_ended_is_told(tmp_path: Path) -> None:
     """Its group is not wanted any more."""
-    samples, made = trajectories(tmp_path, "stubborn", environment=None, samples=1), engine()
+    samples, made = trajectories(tmp_path, "stubborn", environment=None, samples=1, on_error="stop"), engine()
     made.submit(samples.begin([lease()]))
     made.poll()
     with pytest.raises(StepError, match="there is no end\nstep 'sample' .* raised ValueError on rollout/0"):

@@ -1,0 +1,41 @@
+"""Generate steps that fail on some samples."""
+
+from __future__ import annotations
+
+from distflow import StepContext, step
+from distflow.runtime.generate_step import Generate
+from distflow.types import Episode, SamplingParams
+
+
+@step(role="generate", reads=[], writes=["rewards/turns"], environment=["replay"])
+async def tools(
+    episode: Episode,
+    generate: Generate,
+    ctx: StepContext,
+    *,
+    temperature: float = 1.0,
+    max_new_tokens: int = 4,
+    max_tokens: int = 24,
+) -> dict[str, float]:
+    """Two turns. Samples 1 to 4 of every fourth prompt fail in four ways, on every attempt."""
+    params = SamplingParams(temperature, max_new_tokens=max_new_tokens, stop_token_ids=ctx.end_tokens)
+    how = episode.sample if episode.uid.position % 4 == 0 else 0
+    if how == 1:
+        raise OSError("no sandbox")
+    prefix = episode.prompt_ids
+    for _ in range(99 if how == 2 else 2):
+        said = await generate(prefix, params)
+        if how == 3:
+            raise TimeoutError("the tool is away")
+        prefix = (*prefix, *said.response_ids, *ctx.tokenizer.encode("="))
+    return {} if how == 4 else {"rewards/turns": 2.0}
+
+
+@step(role="generate", reads=[], writes=[])
+async def half(
+    episode: Episode, generate: Generate, ctx: StepContext, *, temperature: float = 1.0, max_new_tokens: int = 4
+) -> None:
+    """Every second sample fails."""
+    await generate(episode.prompt_ids, SamplingParams(temperature, max_new_tokens=max_new_tokens))
+    if episode.sample % 2:
+        raise ConnectionError("the sandbox is away")

@@ -1,0 +1,45 @@
+"""Runs in which generate steps fail on samples: they go on without these, up to a limit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.e2e.runs import SMALL, Launch, check_trained_once
+
+STEPS = Path(__file__).with_name("failing_episodes.py")
+WHY = {
+    1: "OSError: no sandbox",
+    2: "asks for more after",
+    3: "TimeoutError: the tool is away",
+    4: "returned []",
+}
+
+
+def test_a_run_goes_on_without_the_samples_on_which_its_step_fails(launch: Launch) -> None:
+    """Those that wrote nothing, too; and in validation they score 0."""
+    settings = (f"flow.steps.sample.call={STEPS}:tools", "flow.steps.sample.with.max_new_tokens=4")
+    validation = ("val.every=3", "val.prompts=4")
+    run = launch("quickstart", "layout=split", *SMALL, *settings, *validation, "run.training_steps=3")
+    assert run.wait() == 0, run.output
+    check_trained_once(run, 3)
+    metrics = run.metrics()
+    out = [line for line in run.dumps() if "left_out" in line]
+    assert {(line["uid"][2], line["sample"]) for line in out} == {(p, s) for p in range(0, 24, 4) for s in WHY}
+    assert all(line["left_out"].startswith(WHY[line["sample"]]) for line in out)
+    assert {line["finish_reason"] for line in out} == {"error"}
+    assert {bool(line["response_ids"]) for line in out if line["sample"] == 1} == {False}
+    assert sum(line.get("rollout/left_out", 0) for line in metrics) >= len(out)
+    assert sum(line.get("rollout/errors", 0) for line in metrics) >= 3 * len(out)
+    assert all(line["actor/grad_norm"] > 0 for line in metrics)
+
+
+def test_too_many_failures_end_the_run_with_the_users_frames_first(launch: Launch) -> None:
+    settings = (f"flow.steps.sample.call={STEPS}:half", "flow.steps.sample.with.on_error=leave_out")
+    run = launch("quickstart", "layout=colocated", *settings, "run.training_steps=30")
+    assert run.wait() == 3
+    told = (
+        r"(?s)failing_episodes\.py\", line \d+, in half\n.*the sandbox is away\n.*step 'sample' failed on \d+ of \d+ "
+    )
+    assert re.search(told + r"samples, more than max_error_rate=0\.25 allows", run.output), run.output
+    assert run.leftovers() == []
