@@ -380,19 +380,14 @@ def _mask(rows: Sequence[TokenSequence], response_ids: Ragged) -> torch.Tensor:
 
 def _texts(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
     """Of whole responses: those of single turns are known."""
-    several = [number for number, row in enumerate(rows) if not _is_one_turn(row.segments)]
+    several = [number for number, row in enumerate(rows) if len(row.segments) != 1]
     decoded = dict(zip(several, tokenizer.decode_batch([ids[n] for n in several], skip_special=True), strict=True))
     return [decoded[n] if n in decoded else row.segments[0].text for n, row in enumerate(rows)]
 
 
-def _is_one_turn(segments: Sequence[Segment]) -> bool:
-    """Whether these are a single one, and the model's."""
-    return len(segments) == 1 and bool(segments[0].spans)
-
-
 def _logprobs(segments: Sequence[Segment], *, filtered: bool) -> Sequence[float]:
     known = [segment.filtered if filtered and segment.filtered else segment.logprobs for segment in segments]
-    if _is_one_turn(segments):
+    if len(segments) == 1:
         return known[0]
     written = zip(known, segments, strict=True)
     return [logprob for logprobs, segment in written for logprob in logprobs or [0.0] * len(segment.token_ids)]

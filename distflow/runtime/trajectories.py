@@ -296,7 +296,11 @@ class Trajectories:
             self.step.errors.note(failed, sample.episode, sample.attempt)
 
     def _give_up(self, sample: Trajectory, reason: str, fate: Fate) -> None:
-        """Finish a sample as far as it is."""
+        """Finish a sample with what the model has written, and the environment before that: what it has put behind it
+        may be what the engine cannot take."""
+        newest = sample.sequences[-1].segments
+        while newest and not newest[-1].spans:
+            newest.pop()
         sample.finish_reason = "error"
         sample.fields = {name: nan if name.startswith(REWARD_PARTS) else 0.0 for name in self.step.further}
         if fate != "zero":
