@@ -122,6 +122,7 @@ KINDS = {
     "nan": "returned {'reward': nan}",
     "missing": "returned ['reward']",
     "text": "returned {'reward': 'one'}",
+    "huge": "returned {'reward': 1000",
     "mixed": "returned ['1', 'a']",
 }
 UNTOUCHED = ("early", "silent")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -67,7 +68,9 @@ class _Desk:
 
     def _make(self, positions: Iterable[int]) -> Trajectories:
         context = StepContext(NAME, worker=WORKER, seed=3, samples_per_prompt=SAMPLES, tokenizer=TOKENIZER)
-        step = StepRunner(WORKER, [self.trial.plan], {NAME: context}).generate_step(NAME)
+        # A step under test may fail on nothing.
+        plan = replace(self.trial.plan, settings={**self.trial.plan.settings, "on_error": "stop"})
+        step = StepRunner(WORKER, [plan], {NAME: context}).generate_step(NAME)
         return Trajectories(step, {"train": SampleLimits(SAMPLES, self._room)}, TOKENIZER, torch.float32)
 
     def _lease(self, position: int, begun: Sequence[BegunSample] = ()) -> Lease:
