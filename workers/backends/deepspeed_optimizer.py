@@ -95,6 +95,9 @@ class ZeroOptimizer(ScheduledOptimizer):
         What it has summed lies in buffers of its own, other ones in every stage: only its step clears them all.
         """
         zero = self._engine.optimizer
+        # In stage 1 with bfloat16 each replica keeps sums of all elements, and looks at those of others too.
+        for flat in getattr(zero, "fp32_groups_gradients_flat", ()):
+            flat.zero_()
         if getattr(zero, "norm_for_param_grads", None):
             # With an offloaded optimizer it has looked at the sums as they came, and would end its step early.
             zero.norm_for_param_grads = {number: torch.zeros(()) for number in zero.norm_for_param_grads}
