@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import selectors
 import signal
 import subprocess
 import tempfile
@@ -107,7 +107,9 @@ class OtherSystems:
         descriptor = self._process.stdout.fileno()
         while b"\n" not in self._read:
             left = deadline - time.monotonic()
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, left))
+            with selectors.DefaultSelector() as selector:  # `select.select` takes no descriptor above 1,023
+                selector.register(descriptor, selectors.EVENT_READ)
+                ready = selector.select(max(0.0, left))
             if not ready:
                 raise OtherSystemFailed(f"{self._script.name} did not answer within {limit_s:g} s{self._last_words()}")
             some = os.read(descriptor, 1 << 16)

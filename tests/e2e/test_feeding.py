@@ -63,7 +63,7 @@ def test_every_row_is_trained_on_once_although_the_owner_that_takes_them_is_kill
         with pytest.raises(UserError, match="prompt 1: there is no column 'prompt'"):
             client.put_prompts([row(999), {"text": "1="}])
         with pytest.raises(UserError, match=r"prompt 0 has \d+ tokens, expected 1 to"):
-            client.put_prompts([{"prompt": "1" * 600}])
+            client.put_prompts([{"prompt": "1" * 600, "answer": "1"}])
         while taken < len(numbers):
             taken += client.put_prompts([row(number) for number in numbers[taken : taken + 5]])
             if taken >= 80 and not killed:

@@ -67,6 +67,7 @@ def test_log_probs_are_computed_while_samples_still_arrive(launch: Launch, tmp_p
     plugin = Path(__file__).with_name("awaited_forward.py")
     settings = ["layout.pools.rollout.count=1", "layout.pools.rollout.slots=8", "layout.pools.trainer.count=2"]
     settings += ["batch.minibatches=2", "batch.ledgers=4", "batch.tokens_per_microbatch=128", "run.training_steps=3"]
+    settings += ["layout.pools.trainer.backend_options={packed: false}"]
     for step, function in (("old_logprobs", "old_logprobs"), ("reward", "reward")):
         settings += [f"flow.steps.{step}.call={plugin}:{function}", f"flow.steps.{step}.with.folder={tmp_path}"]
     run = launch("quickstart", *PPO, *settings)

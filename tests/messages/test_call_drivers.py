@@ -34,6 +34,7 @@ ROWS = Batch(
         "prompt_ids": Ragged.from_rows([[1], [2]], torch.int64),
         "response_ids": Ragged.from_rows([[1, 2], [3]], torch.int64),
         **{name: Ragged.from_texts(["1", "{}"]) for name in ("prompt_text", "response_text", "task")},
+        "left_out": Ragged.from_texts(["", ""]),
         "finish_reason": torch.zeros(2, dtype=torch.int64),
     }
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.flow.plan import StepPlan
 from distflow.testing.plugins.mentions import shape_of
-from distflow.types import A_TOKEN, DROP_REASON, REWARD_PARTS, SEQUENCE, TOKENS, Scope, written
+from distflow.types import A_TOKEN, DROP_REASON, LEFT_OUT, REWARD_PARTS, SEQUENCE, TOKENS, Scope, written
 from distflow.workers.tokenizers import CharTokenizer
 
 _PRINTABLE = [chr(code) for code in range(32, 127) if chr(code) not in "0123456789="]
@@ -83,7 +83,7 @@ def make_batch(case: Case, plan: StepPlan, source: str, tasks: Sequence[tuple[st
     responses = columns[TOKENS]
     assert isinstance(responses, Ragged), "made above"
     columns |= _a_token(case, responses, drawn)
-    columns[DROP_REASON] = Ragged.from_texts([""] * count)
+    columns |= {name: Ragged.from_texts([""] * count) for name in (DROP_REASON, LEFT_OUT)}
     names = [*given_fields(plan), *([SEQUENCE] if case.several else [])]
     for name in names:
         if name not in columns and "*" not in name:
