@@ -31,7 +31,7 @@ def test_a_run_goes_on_without_the_samples_on_which_its_step_fails(launch: Launc
     assert {bool(line["response_ids"]) for line in out if line["sample"] == 1} == {False}
     assert sum(line.get("rollout/left_out", 0) for line in metrics) >= len(out)
     assert sum(line.get("rollout/errors", 0) for line in metrics) >= 3 * len(out)
-    assert all(line["actor/grad_norm"] > 0 for line in metrics)
+    assert all(line["actor/grad_norm"] > 0 for line in metrics if line["step"])
 
 
 def test_too_many_failures_end_the_run_with_the_users_frames_first(launch: Launch) -> None:
