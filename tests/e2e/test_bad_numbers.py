@@ -55,7 +55,9 @@ def test_a_critic_that_learns_nothing_ends_the_run_of_both_homes(launch: Launch)
         "quickstart", "flow=ppo", "layout=critic", *SMALL, critic, "run.training_steps=30", "limits.bad_steps=3"
     )
     assert run.wait() == 3
-    assert "model 'critic' has stayed as it was for 3 training steps in a row" in run.output
+    told = re.search(r"model 'critic' has stayed as it was for (\d+) training steps in a row", run.output)
+    assert told, run.output
+    assert int(told[1]) >= 3, "the owners hear of it a little later"
     (saved,) = run.saved()
     assert saved >= 3
     assert f"Everything is saved behind training step {saved}" in run.output
