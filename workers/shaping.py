@@ -24,7 +24,7 @@ STOP = FINISH_REASONS.index("stop")
 
 @step(
     role="score",
-    reads=["reward", "group", "response_mask"],
+    reads=["reward", "group", "response_ids", "response_mask"],
     reads_if_there=["left_out", "sequence"],
     writes=["drop_reason"],
     scope="group",
