@@ -49,7 +49,8 @@ def test_a_stop_while_owners_deal_is_followed_by_all_homes_or_none(
 ) -> None:
     """One owner has told the critics to train; another one is asked to stop, and has a round to compute before."""
     call = "flow.steps.old_logprobs.call=tests.runtime.late_round:old_logprobs"
-    run = WholeRun(tmp_path, [*CRITIC, call], divided=["trainer"])
+    # Rows of one length, so that both replicas have equally many rounds but for the one more.
+    run = WholeRun(tmp_path, [*CRITIC, call, "flow.steps.sample.with.max_new_tokens=1"], divided=["trainer"])
 
     def stop(ctx: StepContext) -> None:
         if ctx.training_step == STOP_AT:
