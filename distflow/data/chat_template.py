@@ -166,11 +166,11 @@ class ChatTemplate:
         within = ended.removesuffix(end).rstrip()
         return end if end and within and not goes_on.startswith(ended) and goes_on.startswith(within) else ""
 
-    def behind(self, role: str) -> str:
-        """Write what stands between an answer and the content of a turn with this role; empty if it takes none."""
-        turns = [_ASKS, {"role": "assistant", "content": _PROBE}, {"role": role, "content": _ASKS["content"]}]
-        written = self._tried(turns).rpartition(_PROBE)[2]
-        return written.partition(_ASKS["content"])[0]
+    @cached_property
+    def behind(self) -> str:
+        """Text between an answer and the content of a user's turn; empty if the template takes none."""
+        turns = [_ASKS, {"role": "assistant", "content": _PROBE}, _ASKS]
+        return self._tried(turns).rpartition(_PROBE)[2].partition(_ASKS["content"])[0]
 
     def _probe(self, content: object) -> bool:
         written = self._tried([{"role": "user", "content": content}], asks=True)

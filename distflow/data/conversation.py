@@ -103,7 +103,7 @@ class Conversation:
             if self._ended and written.startswith(self._ended):
                 return written[len(self._ended) :].partition(_NEXT)[0]
         # The turn itself may be written in another way once others follow, without its reasoning for one.
-        return self._template.behind("user")
+        return self._template.behind
 
     def _write(self, *further: Message) -> str:
         return self._template.write([*self._said, *further], self._given.tools)

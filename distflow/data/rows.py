@@ -49,8 +49,8 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     rest = {key: value for key, value in row.items() if key not in fields.values()}
     task = in_columns({**rest, **named})
     for name in RESPONSES:
-        if is_conversation(task.get(name)):
-            task[name] = conversation(task[name], nulls=nulls)
+        if (chat := conversation(task.get(name), nulls=nulls)) is not None:
+            task[name] = chat
     prompt = _prompt(task, row, named=PROMPT in fields, nulls=nulls)
     tools = tools_of(task.get(TOOLS), nulls=nulls)
     if isinstance(prompt, str):
