@@ -328,8 +328,8 @@ class Backend(Protocol):
     def apply(self, denominator: float) -> float:
         """Divide the gradients by `denominator`, clip, step the optimizer, clear. Returns the norm before clipping.
 
-        If the norm is not finite, the optimizer does not step, on all replicas alike: weights, moments and the number
-        of steps stay as they are, and the gradients are cleared as after a step.
+        If the norm is not finite or exactly 0, the optimizer does not step, on all replicas alike: weights, moments and
+        the number of steps stay as they are, and the gradients are cleared as after a step.
         """
 
     def schedule_at(self, done: int) -> None:

@@ -3,7 +3,8 @@ and whether the step that they belong to is the last one of the run.
 
 A step whose norm is not finite is skipped by all replicas alike, and the run goes on: the samples are consumed, the
 version that is published has the weights of the one before, and the schedule counts the step. Too many training steps
-in a row that leave a model as it was end the run.
+in a row that leave a model as it was for that reason end the run. A step whose norm is 0 is empty: it had nothing to
+say, for example because all rewards were alike.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Updates:
                 model,
                 self._batch.mask_truncated,
             )
-            self._metrics.add(f"{self._trained[model]}/empty_updates", 1)
+            self._count(model, "empty_updates")
             return
         if denominator <= 0:
             raise WorkerFailed(
@@ -162,6 +163,7 @@ class Updates:
         if math.isfinite(norm):
             self._norms[model].append(norm)
             self._learnt[model] |= positions
+            self._count(model, "empty_updates", int(norm == 0))
         else:
             self._skipped[model] |= positions
             self._tell_skipped(model, norm)
@@ -195,9 +197,13 @@ class Updates:
                 )
         return ""
 
+    def _count(self, model: str, name: str, updates: int = 1) -> None:
+        """Add to what all replicas find alike."""
+        if self._leads and updates:
+            self._metrics.add(f"{self._trained[model]}/{name}", updates)
+
     def _tell_skipped(self, model: str, norm: float) -> None:
-        if self._leads:
-            self._metrics.add(f"{self._trained[model]}/skipped_updates", 1)
+        self._count(model, "skipped_updates")
         log.warning(
             "training step %d: an update of model %r is skipped, since the norm of its gradient is %s; this worker "
             "computed it from %s, which count as consumed",

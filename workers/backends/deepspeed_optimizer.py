@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -68,8 +67,7 @@ class ZeroOptimizer(ScheduledOptimizer):
         scale = (self._replicas.size if self._stage == 3 else 1) / denominator
         squares = self._squares(gradients)
         norm = scale * total_norm(squares)
-        if not math.isfinite(norm):
-            self._tell_skipped(not_finite(self._parameters, squares), norm, denominator)
+        if not self._steps_on(norm, denominator, not_finite(self._parameters, squares)):
             for _, gradient in gradients:
                 gradient.zero_()
             self._skip()

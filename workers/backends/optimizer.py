@@ -60,8 +60,10 @@ class ScheduledOptimizer(ABC):
     def apply(self, denominator: float) -> float:
         """Sum over the replicas, divide by `denominator`, clip, step, clear.
 
-        Returns the gradient norm after the division, before clipping. If that is not finite, on all replicas alike,
-        nothing is stepped: weights, moments and the number of steps stay, and all that was summed is cleared.
+        Returns the gradient norm after the division, before clipping. If that is not finite or exactly 0, on all
+        replicas alike, nothing is stepped: weights, moments and the number of steps stay, and all that was summed is
+        cleared. A gradient of 0 tells nothing, but Adam would step on: along its momentum, and by ever larger steps,
+        since its second moment decays. Steps without a signal, of which a solved task has many, would undo it.
 
         Raises ValueError for a denominator ≤ 0 or when nothing was accumulated.
         """
@@ -89,10 +91,15 @@ class ScheduledOptimizer(ABC):
                 "sum first, and divide by the number of tokens or samples in it"
             )
 
-    def _tell_skipped(self, names: Iterable[str], norm: float, denominator: float) -> None:
-        """Say that a step is left out, since its norm is not finite; `names`: parameters whose gradients are not."""
+    def _steps_on(self, norm: float, denominator: float, names: Iterable[str]) -> bool:
+        """Return whether a gradient of this norm is stepped on; says why not, unless it is 0.
+
+        `names`: parameters whose gradients are not finite.
+        """
+        if math.isfinite(norm):
+            return norm > 0
         if self._replicas.rank:
-            return  # It is the same on all of them.
+            return False  # It is the same on all of them.
         bad = list(names)
         where = f"not finite in {', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}" if bad else "each entry is finite"
         log.warning(
@@ -104,6 +111,7 @@ class ScheduledOptimizer(ABC):
             where,
             denominator,
         )
+        return False
 
 
 class PolicyOptimizer(ScheduledOptimizer):
@@ -169,10 +177,9 @@ class PolicyOptimizer(ScheduledOptimizer):
         self._check_apply(len(graded), denominator)
         grads = list(graded.values())
         norm = float(torch.nn.utils.get_total_norm(grads)) / denominator
-        if not math.isfinite(norm):
-            self._tell_skipped(
-                (name for name, grad in graded.items() if not bool(grad.isfinite().all())), norm, denominator
-            )
+        if not self._steps_on(
+            norm, denominator, (name for name, grad in graded.items() if not bool(grad.isfinite().all()))
+        ):
             self.clear()
             return norm
         self._step(grads, norm, denominator)
@@ -252,8 +259,7 @@ class ShardedOptimizer(PolicyOptimizer):
         self._check_apply(accumulated, denominator)
         norm = total_norm(squares) / denominator
         self.accumulated = 0
-        if not math.isfinite(norm):
-            self._tell_skipped(not_finite(grads, squares), norm, denominator)
+        if not self._steps_on(norm, denominator, not_finite(grads, squares)):
             self.clear()
             return norm
         self._step([grad for grad in grads.values() if grad is not None], norm, denominator)
