@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 
 from distflow import Batch, StepContext, step
 from distflow.algorithms.losses import ppo
-from distflow.types import SampleOutput
+from distflow.data.gold import needs
+from distflow.types import Completion, SampleOutput
 from distflow.workers.engines.torch_engine import TorchEngine
+from distflow.workers.reward_functions import digits_copied
 
 BAD_POSITION = 9
 """Of the second training step of eight prompts."""
@@ -20,6 +23,20 @@ def rare(terms: Any) -> Any:
     """Not a number for one group, gradient and all."""
     found = ppo(terms)
     return found._replace(loss_BT=found.loss_BT * torch.where(terms["group"] == BAD_POSITION, torch.nan, 1.0))
+
+
+def now_and_then(terms: Any) -> Any:
+    """Not a number in one of 50 training steps of 32 prompts."""
+    found = ppo(terms)
+    return found._replace(loss_BT=found.loss_BT * torch.where(terms["group"] % 1600 == 7, torch.nan, 1.0))
+
+
+@needs("answer")
+def away_now_and_then(sample: Completion) -> dict[str, float]:
+    """The quickstart's reward, from a judge that is away for one sample in 20, the same for the same text."""
+    if hashlib.sha256(f"{sample.prompt}{sample.response_ids}".encode()).digest()[0] < 13:
+        raise ConnectionError("the judge is away")
+    return digits_copied(sample)
 
 
 @step(role="train", reads=["prompt_ids", "response_ids", "response_mask"], writes=[], scope="sample", head="value")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import statistics
 from pathlib import Path
+
+import pytest
 
 from tests.e2e.runs import PROMPTS, SAMPLES, SMALL, Launch, check_trained_once
 
@@ -85,3 +88,20 @@ def test_an_engine_that_gives_none_ends_the_run(launch: Launch) -> None:
     )
     assert re.search(found, run.output)
     assert "no log-probs for" in run.output
+
+
+@pytest.mark.long
+def test_a_run_of_many_faults_learns_its_task(launch: Launch) -> None:
+    """2% of the updates have no norm, and 5% of the samples no reward."""
+    faults = (
+        f"flow.steps.update.with.loss={PLUGINS}:now_and_then",
+        f"flow.steps.reward.with.function={PLUGINS}:away_now_and_then",
+        "flow.steps.reward.with.on_error=leave_out",
+    )
+    run = launch("quickstart", *faults, "run.training_steps=300")
+    assert run.wait(400) == 0, run.output
+    metrics = run.metrics()
+    assert sum(line.get("actor/skipped_updates", 0) for line in metrics) >= 6
+    failed, judged = (sum(line[f"reward/{key}"] for line in metrics) for key in ("errors", "samples"))
+    assert 0.03 < failed / judged < 0.07
+    assert statistics.mean(line["critic/score/mean"] for line in metrics[-10:]) >= 0.95
