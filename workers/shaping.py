@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distflow.algorithms.penalties import overlong
 from distflow.data.batch import Batch, Ragged
-from distflow.data.samples import by_sample, counts, to_rows
+from distflow.data.samples import by_sample, compared, to_rows
 from distflow.errors import UserError
 from distflow.flow.resolve import chosen
 from distflow.flow.step import step
@@ -33,20 +33,21 @@ STOP = FINISH_REASONS.index("stop")
 def dynamic_sampling(batch: Batch, ctx: StepContext, *, keep_every: int = 10) -> Batch:
     """Replace groups whose rewards are all equal, which give no gradient (DAPO, arXiv 2503.14476).
 
-    Only samples that count are compared (`distflow.data.samples.counts`): not those without a token trained on, nor
-    those left out. Every `keep_every`-th prompt of each ledger is kept even so: then no more than `keep_every` − 1
-    groups are generated in vain for one that is trained on, and a run whose prompts are all solved goes on. 0: none is
-    kept, and the run stops after `batch.max_refills`. Which are kept depends on the prompt position alone. Metric
+    Only samples that count are compared (`distflow.data.samples.compared`): not those left out, nor those without a
+    token trained on, unless one of them is the baseline of the others, as in `flow=remax`. Every `keep_every`-th prompt
+    of each ledger is kept even so: then no more than `keep_every` − 1 groups are generated in vain for one that is
+    trained on, and a run whose prompts are all solved goes on. 0: none is kept, and the run stops after
+    `batch.max_refills`. Which are kept depends on the prompt position alone. Metric
     `group/equal_rewards` has the share of such groups. Raises UserError where a group is a single sample.
     """
-    samples, counted = by_sample(batch), counts(batch)
+    samples, counted = by_sample(batch), compared(batch, baseline=ctx.has_baseline)
     rewards, positions = samples.dense("reward"), samples.dense("group")
     replaced = torch.zeros(samples.rows, dtype=torch.bool)  # what other steps drop stays dropped
     for first, end in pairwise(samples.group_bounds()):
         if end - first == 1:
             raise UserError("batch.samples_per_prompt is 1: one sample has nothing to differ from — 2 or more")
-        compared = rewards[first:end][counted[first:end]]
-        equal = bool((compared == compared[:1]).all())
+        given = rewards[first:end][counted[first:end]]
+        equal = bool((given == given[:1]).all())
         ctx.metrics.mean("group/equal_rewards", float(equal))
         spared = keep_every > 0 and int(positions[first]) // ctx.ledgers % keep_every == 0
         replaced[first:end] = equal and not spared

@@ -22,6 +22,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.data.samples import (
     SHARE,
     by_sample,
+    compared,
     counts,
     lack_others,
     left_out,
@@ -449,8 +450,9 @@ def describe(batch: Batch, metrics: MetricStore) -> None:
     for field, name in names.items():
         if field in samples:
             _spread(metrics, name, samples.dense(field)[counted_S].numpy())
-    if "reward" in samples and "group" in samples and bool(counted_S.any()):
-        fraction, groups = zero_std_fraction(samples.dense("reward")[counted_S], samples.dense("group")[counted_S])
+    compared_S = compared(batch, baseline="baseline" in batch)
+    if "reward" in samples and "group" in samples and bool(compared_S.any()):
+        fraction, groups = zero_std_fraction(samples.dense("reward")[compared_S], samples.dense("group")[compared_S])
         metrics.mean("group/zero_std_frac", fraction, groups)
 
 

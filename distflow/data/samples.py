@@ -111,6 +111,13 @@ def counts(batch: Batch) -> Tensor:
     return found_S & ~left_out(samples)
 
 
+def compared(batch: Batch, *, baseline: bool) -> Tensor:
+    """[S] bool: samples whose rewards tell whether a group has something to learn from: those that count, and where
+    the flow has a `baseline`, the samples without a token trained on, since one of them is what the others are compared
+    with."""
+    return ~left_out(by_sample(batch)) if baseline else counts(batch)
+
+
 def lack_others(batch: Batch) -> Tensor:
     """[S] bool: samples that count and have nothing to be compared with, since all others of their group do not count
     and one of them was left out."""

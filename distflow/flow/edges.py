@@ -80,6 +80,8 @@ class Edge:
     """weights: what takes them."""
     compares: bool = False
     """lease: training compares the samples of a group with each other, and can do nothing with fewer than two."""
+    baseline: bool = False
+    """lease: one of the two may be a sample that is not trained on."""
 
 
 def dump_fields(run: RunConfig, steps: Sequence[StepNode]) -> tuple[str, ...]:

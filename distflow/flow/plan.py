@@ -353,6 +353,10 @@ class Plan:
         making = (self.origin, *self.further_generation)
         return reserved_tokens([step.settings for step in making], self.recipe.data.max_prompt_tokens)
 
+    def has_baseline(self, prefix: str) -> bool:
+        """Tell whether a sample of each group that is not trained on is the baseline of the others."""
+        return any(prefixed("baseline", prefix) in step.writes for step in self.steps)
+
     def compares_samples(self, prefix: str) -> bool:
         """Tell whether advantages compare the samples of a prompt with each other, of those that have this prefix."""
         field = prefixed("advantage", prefix)

@@ -66,6 +66,7 @@ def _leases(structure: Structure, dumped: Sequence[str]) -> Iterator[Edge]:
                 fills={field: value for field, value in private.items() if written(field, fields)},
                 steps=tuple(node.name for node in before),
                 compares=any(node.role == "train" and "group" in node.reads for node in structure.steps),
+                baseline=any("baseline" in node.writes for node in structure.steps),
             )
 
 

@@ -328,6 +328,7 @@ def build_contexts(
             ledgers=recipe.batch.ledgers,
             tokens_per_microbatch=recipe.batch.tokens_per_microbatch,
             masks_truncated=recipe.batch.mask_truncated == "loss",
+            has_baseline=setting.plan.has_baseline(step.prefix),
             temperature=_temperature(sampled.get(step.prefix, of_policy)),
             metrics=PrefixedMetrics(metrics, step.prefix) if step.prefix else metrics,
             state=states.get(step.name, {}),

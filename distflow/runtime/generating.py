@@ -27,7 +27,7 @@ from torch import Tensor
 from distflow.comm.membership import Lost
 from distflow.data.batch import Batch, Ragged
 from distflow.data.fields import with_fields
-from distflow.data.samples import by_sample, counts, left_out
+from distflow.data.samples import by_sample, compared, left_out
 from distflow.errors import UserError
 from distflow.exchange.facts import BEGINS, OWNERS, TERM
 from distflow.exchange.lease_client import HolderCore
@@ -133,7 +133,8 @@ class Generating:
         else:
             if out := int(left_out(by_sample(groups)).sum()):
                 self._metrics.add("rollout/left_out", out)
-            dropped = (_bereft(groups) if self._edge.compares else {}) | _dropped(groups)
+            few = _too_few_left(groups, self._edge.baseline) if self._edge.compares else {}
+            dropped = few | _dropped(groups)
         if dropped:
             self._metrics.add("group/dropped", len(dropped))
         with self._metrics.timed("timing_s/send"):
@@ -175,12 +176,12 @@ def _dropped(groups: Batch) -> dict[int, str]:
     return {position: reason for position, reason in zip(positions, groups.texts(DROP_REASON), strict=True) if reason}
 
 
-def _bereft(groups: Batch) -> dict[int, str]:
-    """Groups of which so many samples are left out that those that count have nothing to be compared with."""
-    samples, counted, out = by_sample(groups), counts(groups), left_out(by_sample(groups))
+def _too_few_left(groups: Batch, baseline: bool) -> dict[int, str]:
+    """Groups of which so many samples are left out that the others have nothing to be compared with."""
+    samples, left, out = by_sample(groups), compared(groups, baseline=baseline), left_out(by_sample(groups))
     found, positions = {}, samples.dense("group").tolist()
     for first, end in pairwise(samples.group_bounds()) if bool(out.any()) else ():
-        if end - first > 1 and bool(out[first:end].any()) and int(counted[first:end].sum()) < 2:
+        if end - first > 1 and bool(out[first:end].any()) and int(left[first:end].sum()) < 2:
             found[positions[first]] = f"{int(out[first:end].sum())} of {end - first} samples left out"
     return found
 

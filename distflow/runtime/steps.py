@@ -82,6 +82,8 @@ class StepContext:
     memory does not suffice."""
     masks_truncated: bool = False
     """`batch.mask_truncated` is loss: where a model is trained, no token of responses that were cut off is."""
+    has_baseline: bool = False
+    """The flow compares samples with one of their group that is not trained on: a step writes `baseline`."""
     temperature: float = 1.0
     """Temperature at which the flow's generate step samples."""
     metrics: MetricStore = field(default_factory=MetricStore)

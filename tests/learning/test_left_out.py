@@ -109,6 +109,16 @@ def test_the_greedy_sample_stays_the_baseline_unless_it_is_left_out() -> None:
     assert found(with_baseline, function="remax") == [0.75, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_two_samples_are_enough_where_one_is_the_baseline_of_the_other() -> None:
+    """The second group has nothing to learn from; of the third the baseline is left out."""
+    given = batch([[1.0, 0.0], [0.5, 0.5], [1.0, NAN]], out={5}, untrained={1, 3, 5})
+    reasons = dynamic_sampling(given, StepContext("s", has_baseline=True), keep_every=0).texts("drop_reason")
+    assert reasons == ["", "", *["equal rewards"] * 4]
+    context = StepContext("s")
+    describe(advantage(baseline(given, context), context, function="remax"), context.metrics)
+    assert context.metrics.drain()["group/zero_std_frac"] == pytest.approx(2 / 3)
+
+
 def test_filters_compare_the_samples_that_count() -> None:
     given = batch([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0]], out={2}, untrained={5})
     context = StepContext("s")

@@ -74,15 +74,25 @@ def test_a_worker_with_the_step_sends_what_it_wrote() -> None:
     assert sent.dense("rewards/novelty").tolist() == [3.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("compares", [True, False])
-def test_a_group_with_fewer_than_two_samples_left_is_replaced_where_they_are_compared(compares: bool) -> None:
-    """In group 3 one is left, and in group 4 two; the only sample of group 5 has nothing to be compared with."""
-    out = Ragged.from_texts(["reward error", "", "away", "", "", "reward timeout"])
-    masks = Ragged.from_rows([[not text] for text in out.texts()], torch.bool)
-    given = replace(edge("group", "left_out"), compares=compares)
-    columns = {"group": torch.tensor([3, 3, 4, 4, 4, 5]), "left_out": out, "response_mask": masks}
+@pytest.mark.parametrize(
+    ("how", "replaced"),
+    [
+        ({}, {}),
+        ({"compares": True}, {3: "1 of 2 samples left out", 6: "1 of 3 samples left out"}),
+        ({"compares": True, "baseline": True}, {3: "1 of 2 samples left out"}),
+    ],
+)
+def test_a_group_with_fewer_than_two_samples_left_is_replaced_where_they_are_compared(
+    how: dict[str, bool], replaced: dict[int, str]
+) -> None:
+    """In group 3 one is left, and in group 4 two; the only sample of group 5 has nothing to be compared with. Of the
+    two that are left in group 6 one is not trained on."""
+    out = Ragged.from_texts(["reward error", "", "away", "", "", "reward timeout", "away", "", ""])
+    masks = Ragged.from_rows([[not text and row != 8] for row, text in enumerate(out.texts())], torch.bool)
+    given = replace(edge("group", "left_out"), **how)
+    columns = {"group": torch.tensor([3, 3, 4, 4, 4, 5, 6, 6, 6]), "left_out": out, "response_mask": masks}
     sent, dropped = sent_by(given, **columns)
-    assert dropped == ({3: "1 of 2 samples left out"} if compares else {})
+    assert dropped == replaced
     assert sent.texts("left_out") == out.texts()
 
 
