@@ -28,7 +28,7 @@ HELD_UP = "held_up"
 """The fact in which an owner says for which programs outside of the run it waits (`outside.py`)."""
 MOST_HELD_UP, HELD_UP_CHARACTERS = 16, 1024
 """How many of them at most, and of how many characters each."""
-HOPELESS = "hopeless"
+ENDS_BECAUSE = "ends_because"
 """The fact in which a worker that trains another model than the owners' says why training should end."""
 CHANGING = frozenset({LOAD, JUDGED, JUDGED_BY_ALL})
 """Those that change all the time."""
@@ -46,7 +46,7 @@ class _Worker(msgspec.Struct, frozen=True):
     held_up: Annotated[tuple[_Told, ...], msgspec.Meta(max_length=MOST_HELD_UP)] = ()
     judged: dict[str, tuple[Whole, Whole]] = {}
     judged_by_all: dict[str, tuple[Whole, Whole]] = {}
-    hopeless: Annotated[str, msgspec.Meta(max_length=_MOST_CHARACTERS)] = ""
+    ends_because: Annotated[str, msgspec.Meta(max_length=_MOST_CHARACTERS)] = ""
 
 
 class _Owner(msgspec.Struct, frozen=True):

@@ -1,15 +1,15 @@
 """Whether a training step has anything to learn from, judged from the sums of all replicas of a home.
 
-Two ways in which a run goes on and learns nothing: corrections for the policy that sampled leave out nearly all tokens,
-and the samples of each group all get the same reward, so that comparing them gives no advantage. Single steps of either
-kind are usual; what lasts is told by the launching command (`launch/observe/alerts.py`), and ends the run in the end.
+Three ways in which a run goes on and learns nothing: no update moves a model, since no norm of its gradients is finite;
+corrections for the policy that sampled leave out nearly all tokens; and the samples of each group all get the same
+reward, so that comparing them gives no advantage. Single steps of any kind are usual; what lasts is told by the
+launching command (`launch/observe/alerts.py`), and ends the run in the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from distflow.errors import WorkerFailed
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 KEPT = "rollout_corr/kept"
 """Mean of min(weight, 1) over the tokens with an advantage: the share that corrections leave."""
@@ -35,16 +35,21 @@ class LearningSignal:
     """The judge of one home. All its replicas are given the same sums, so that they conclude the same.
 
     `prefixes`: of the train steps here. `compares`: those of them whose advantages compare the samples of a group.
-    `from_start`: the run has begun here, so that no earlier training step had different rewards.
+    `bad_steps`: as many training steps in a row may leave a model as it was. `from_start`: the run has begun here, so
+    that no earlier training step had different rewards.
     """
 
-    def __init__(self, prefixes: Sequence[str], compares: Sequence[str], *, from_start: bool) -> None:
+    def __init__(self, prefixes: Sequence[str], compares: Sequence[str], bad_steps: int, *, from_start: bool) -> None:
+        self.reason = ""
+        """Why the run is to end; empty while it is not."""
+        self._bad_steps = bad_steps
+        self._unmoved: dict[str, int] = {}
+        """Training steps in a row that have left a model as it was."""
         self._prefixes = tuple(prefixes)
         self._compares = tuple(compares)
         self._varied = set() if from_start else set(compares)
         self._left_out = dict.fromkeys(self._prefixes, 0)
         self._equal = dict.fromkeys(self._compares, 0)
-        self._trouble = ""
 
     def sums(self, mean_so_far: Callable[[str], tuple[float, float]], epoch: int) -> list[list[float]]:
         """Return what this replica has measured in the training step, by prefix; `epoch`: least pass among its
@@ -52,8 +57,15 @@ class LearningSignal:
         named = [_named(prefix) for prefix in self._prefixes]
         return [[*mean_so_far(kept), *mean_so_far(equal), float(epoch)] for kept, equal, _ in named]
 
-    def judge(self, replicas: Sequence[Sequence[Sums]], step: int) -> dict[str, float]:
-        """Conclude from the sums of all replicas in training step `step`, from 1; returns metrics that tell of it."""
+    def judge(
+        self, replicas: Sequence[Sequence[Sums]], step: int, unmoved: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, float]:
+        """Conclude from the sums of all replicas in training step `step`, from 1; returns metrics that tell of it.
+
+        `unmoved`: by model that had updates, why none has moved it, empty if one has.
+        """
+        for model, why in unmoved.items():
+            self._judge_updates(model, why, step)
         told: dict[str, float] = {}
         if not replicas:
             return told  # nothing was applied in this training step
@@ -67,23 +79,27 @@ class LearningSignal:
                     told[_named(prefix)[2]] = float(self._equal[prefix])
         return told
 
-    def check(self) -> None:
-        """Raise WorkerFailed if the run is to end."""
-        if self._trouble:
-            raise WorkerFailed(self._trouble)
+    def _judge_updates(self, model: str, why: str, step: int) -> None:
+        steps = self._unmoved[model] = self._unmoved.get(model, 0) + 1 if why else 0
+        if steps >= self._bad_steps:
+            self.reason = (
+                f"model {model!r} has stayed as it was for {steps} training steps in a row, up to step {step} "
+                f"(limits.bad_steps): {why}. The logs of the training workers name the samples — look for infinite "
+                "rewards, advantages or losses, lower models.<name>.optimizer.lr or raise limits.bad_steps"
+            )
 
     def _judge_kept(self, prefix: str, share: float, step: int) -> None:
         self._left_out[prefix] = self._left_out[prefix] + 1 if share < LEAST_KEPT else 0
         if self._left_out[prefix] == MOST_LEFT_OUT:
             what = left_out(_named(prefix)[0], share)
-            self._trouble = f"for {MOST_LEFT_OUT} training steps in a row, up to step {step}, {what}"
+            self.reason = f"for {MOST_LEFT_OUT} training steps in a row, up to step {step}, {what}"
 
     def _judge_rewards(self, prefix: str, different: int, step: int, epoch: float) -> None:
         if different:
             self._varied.add(prefix)
         self._equal[prefix] = 0 if different else self._equal[prefix] + 1
         if prefix not in self._varied and step >= EQUAL_FROM_START and epoch >= 1:
-            self._trouble = (
+            self.reason = (
                 f"in none of the {step} training steps since the run began, more than a pass over the data, have two "
                 "samples of a prompt got different rewards, so that there is nothing to learn from — look at the "
                 "rewards (`distflow rollouts`): they may not fit the task, or the task not the model"

@@ -16,7 +16,7 @@ from distflow.data.batch import Batch, group_ranges
 from distflow.data.micro_batches import minibatch_rows, with_agreed
 from distflow.errors import RunEnded, RunStopped, TermEnded
 from distflow.exchange.dealing import DealRule, Offer, deal_step, ranks
-from distflow.exchange.facts import HOPELESS
+from distflow.exchange.facts import ENDS_BECAUSE
 from distflow.metrics.learning_signal import LearningSignal
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
@@ -82,7 +82,7 @@ class FurtherTraining:
         about = (parts.models, parts.trained, policies, parts.contexts, parts.metrics, limits.batch)
         self._updates = Updates(*about, leads=parts.replicas.rank == 0)
         # Only owners know the pass over the data.
-        self._signal = LearningSignal(limits.judged, (), from_start=False)
+        self._signal = LearningSignal(limits.judged, (), limits.waits.bad_steps, from_start=False)
         self._accounts: Sequence[Fact] = ()
         """What all replicas have said in the training step, the last time."""
         saved = SavingParts(
@@ -256,15 +256,13 @@ class FurtherTraining:
     def _end(self, t: int) -> None:
         with self._board.condition:
             self._parts.rows.release()
-        self._updates.end()
-        if hopeless := self._updates.hopeless(self._limits.waits.bad_steps):
+        self._signal.judge([fact["signal"] for fact in self._accounts], t + 1, self._updates.end())
+        if self._signal.reason:
             # Owners end the run with the training step that they are at, so that all save the same one.
-            self._node.facts |= {HOPELESS: hopeless}
+            self._node.facts |= {ENDS_BECAUSE: self._signal.reason}
         metrics, first = self._parts.metrics, next(iter(self._parts.trained.values()))
         seconds = time.perf_counter() - self._began
         # Under a name of its own: a step is over when the policy has been trained.
         metrics.set(f"timing_s/{first}_step", seconds)
         metrics.trace.span(f"training step {t + 1}", "step", self._began, self._began + seconds)
-        self._signal.judge([fact["signal"] for fact in self._accounts], t + 1)
         self._parts.writer.write(t + 1, self._term, metrics.drain())
-        self._signal.check()

@@ -11,7 +11,7 @@ from distflow.data.batch import Batch
 from distflow.data.micro_batches import minibatch_rows
 from distflow.errors import NoProgressError, TermEnded, UserError, WorkerFailed
 from distflow.exchange.dealing import DealRule
-from distflow.exchange.facts import HOPELESS
+from distflow.exchange.facts import ENDS_BECAUSE
 from distflow.exchange.rows_messages import Then
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import SampleStore
@@ -101,7 +101,7 @@ class Training:
         self._updates = Updates(*about, leads=parts.replicas.rank == 0)
         self.finished = False
         """Whether all training steps are done."""
-        self._hopeless = ""
+        self._ends_elsewhere = ""
         """Why the run is to end behind this training step, of a home of another model."""
         self.receives = limits.receives
         """The edge on which it gets what it trains on, or the step that reads it from the data."""
@@ -110,7 +110,9 @@ class Training:
         self._closed = True  # Whether other homes know what to do with the rows of the open training step.
         self._term_ends = False  # Whether all replicas leave after this training step, for the next term.
         self._recovery = parts.recovery
-        self._signal = LearningSignal(limits.judged, limits.compared, from_start=start.number == 0)
+        self._signal = LearningSignal(
+            limits.judged, limits.compared, limits.waits.bad_steps, from_start=start.number == 0
+        )
         self._accounts: Sequence[Fact] = ()
         """What all replicas have said in the training step, the last time."""
         self._goal = Goal(limits.run.stop_when, parts.metrics, self._validated)
@@ -154,7 +156,7 @@ class Training:
             self._begin(t)
             yield t
             self._end(t)
-            self._end_if_hopeless(t)
+            self._end_if_nothing_is_learnt(t)
             self._measure()
             if self._goal.reached:
                 break
@@ -341,7 +343,7 @@ class Training:
             "visits": self._receiving.visits(),
             "goal": self._goal.value(),
             "signal": self._signal.sums(self._parts.metrics.mean_so_far, self._receiving.tally.epoch),
-            "hopeless": next(self._hopeless_elsewhere(), ""),
+            "ends_because": next(self._found_elsewhere(), ""),
         }
 
     def _agree_on_accounts(self) -> Sequence[Fact]:
@@ -360,7 +362,8 @@ class Training:
             self._close("train")
         self._goal.judge(facts, self._number + 1)
         self._accounts = facts
-        self._hopeless = next((str(fact["hopeless"]) for fact in facts if fact["hopeless"]), self._hopeless)
+        reasons = (str(fact["ends_because"]) for fact in facts if fact["ends_because"])
+        self._ends_elsewhere = next(reasons, self._ends_elsewhere)
         # With several updates, a stop between two of them would save what no training step ends with.
         parts.replicas.finishes_step = True
         return facts
@@ -379,11 +382,12 @@ class Training:
 
     def _end(self, t: int) -> None:
         metrics, tally = self._parts.metrics, self._receiving.tally
-        self._updates.end()
+        unmoved = self._updates.end()
         self._dump()
         seconds = time.perf_counter() - tally.began
         self._receiving.note_schedule()
-        for name, value in self._signal.judge([fact["signal"] for fact in self._accounts], t + 1).items():
+        sums = [fact["signal"] for fact in self._accounts]
+        for name, value in self._signal.judge(sums, t + 1, unmoved).items():
             metrics.max(name, value)
         metrics.set("timing_s/step", seconds)
         metrics.trace.span(f"training step {t + 1}", "step", tally.began, tally.began + seconds)
@@ -396,27 +400,23 @@ class Training:
                 self._close("end")
             self._saving.end(Version(self._term, t + 1))
         self._parts.writer.write(t + 1, self._term, metrics.drain())
-        self._signal.check()
         if self._parts.validation is not None:
             self._parts.validation.collect()
 
-    def _hopeless_elsewhere(self) -> Iterator[str]:
+    def _found_elsewhere(self) -> Iterator[str]:
         """Yield why homes of other models find that training should end."""
         peers = self._node.membership.peers
-        return (str(peers[name].facts[HOPELESS]) for name in sorted(peers) if peers[name].facts.get(HOPELESS))
+        return (str(peers[name].facts[ENDS_BECAUSE]) for name in sorted(peers) if peers[name].facts.get(ENDS_BECAUSE))
 
-    def _end_if_hopeless(self, t: int) -> None:
-        """Raise WorkerFailed, with everything saved, if updates have been skipped for too long, here or elsewhere."""
-        reason = self._updates.hopeless(self._limits.waits.bad_steps) or self._hopeless
-        if not reason:
+    def _end_if_nothing_is_learnt(self, t: int) -> None:
+        """Raise WorkerFailed, with everything saved, if nothing is learnt for too long, here or elsewhere."""
+        reason = self._signal.reason or self._ends_elsewhere
+        if not reason or self._goal.reached:
             return
         if self._parts.rows:
             self._close("end")
         self._saving.end(Version(self._term, t + 1))
-        raise WorkerFailed(
-            f"{reason}. Everything is saved behind training step {t + 1}: look for infinite rewards, advantages or "
-            "losses, lower models.<name>.optimizer.lr or raise limits.bad_steps, and go on with --resume"
-        )
+        raise WorkerFailed(f"{reason}. Everything is saved behind training step {t + 1}: --resume goes on there")
 
     def _end_term(self) -> None:
         """Save, and leave to begin again as other workers may; if nothing can be saved, go on as before."""

@@ -3,8 +3,9 @@ and whether the step that they belong to is the last one of the run.
 
 A step whose norm is not finite is skipped by all replicas alike, and the run goes on: the samples are consumed, the
 version that is published has the weights of the one before, and the schedule counts the step. Too many training steps
-in a row that leave a model as it was for that reason end the run. A step whose norm is 0 is empty: it had nothing to
-say, for example because all rewards were alike.
+in a row that leave a model as it was for that reason end the run (`distflow.metrics.learning_signal`). A step whose
+norm is 0 is empty: it had nothing to say, for example because all rewards were alike. So is one of samples without a
+token to train on.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from distflow.comm.fact_exchange import Fact
 from distflow.config.schema import StopConfig
 from distflow.data.batch import Batch
+from distflow.data.samples import FINISHED, MASK, out_of_loss
 from distflow.errors import NoProgressError, ReplicaLost, UserError, WorkerFailed
 from distflow.flow.plan import BatchPlan
 from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend
 from distflow.runtime.steps import StepContext, shown_uids
-from distflow.types import is_validated
+from distflow.types import LEFT_OUT, is_validated
 
 log = logger(__name__)
 SHOWN_GROUPS = 64
@@ -55,6 +57,8 @@ class Updates:
         self._leads = leads
         self._step = 0
         self._totals: dict[str, float] = {}
+        self._trained_on = True
+        """Whether a replica had a token to train on."""
         self._done: dict[str, int] = {}
         """Updates of each model in this training step, skipped ones too, and below the norms of the others."""
         self._norms: dict[str, list[float]] = {}
@@ -64,8 +68,8 @@ class Updates:
         """By model, positions of groups here that one of its updates in this training step has learnt from, and below
         those of skipped updates."""
         self._skipped: dict[str, set[int]] = {}
-        self._unmoved = dict.fromkeys(trained, 0)
-        """Training steps in a row that have left a model as it was, because none of its norms was finite."""
+        self._unmoved: dict[str, str] = {}
+        """Of models that an update in this training step has left as they were: why."""
         self._moved: dict[str, float] = {}
         """How far all updates of a policy in this epoch have moved it, as a mean over the tokens of all replicas; it is
         missing where no step has said."""
@@ -80,6 +84,7 @@ class Updates:
         self._here = []
         self._learnt = {model: set() for model in self._trained}
         self._skipped = {model: set() for model in self._trained}
+        self._unmoved = {}
         self._resting = set()
         for context in self._contexts.values():
             context.training_step, context.policy_version = t, version
@@ -114,7 +119,7 @@ class Updates:
         for policy in self._policies:
             found = [context.moved for context in self._contexts.values() if context.model == policy]
             moved[policy] = [sum(column) for column in zip(*found, strict=True)]
-        return {"sums": sums, "fixed": fixed, "moved": moved}
+        return {"sums": sums, "fixed": fixed, "moved": moved, "trains": any(map(self._trains, self._here))}
 
     def resting(self, model: str) -> bool:
         """Whether a model is left as it is now; raises UserError if a step accumulated a loss for it."""
@@ -135,22 +140,18 @@ class Updates:
         the model changes.
         """
         if not self._totals:
-            self._totals = self._add_up(agree())
+            facts = agree()
+            self._totals, self._trained_on = self._add_up(facts), any(fact["trains"] for fact in facts)
         denominator = self._totals.pop(model, 0.0)
-        if denominator <= 0 and self._batch.mask_truncated is not None:
-            log.warning(
-                "training step %d: %r is not updated, since every response was cut off (batch.mask_truncated: %s) — "
-                "raise max_new_tokens if this goes on",
-                self._step,
-                model,
-                self._batch.mask_truncated,
-            )
-            self._count(model, "empty_updates")
+        if denominator <= 0 and not self._trained_on:
+            self._done[model] += 1
+            self._unmoved[model] = "no sample had a token to train on"
+            self._tell_empty(model)
             return
         if denominator <= 0:
             raise WorkerFailed(
-                f"training step {self._step}: nothing to train {model!r} on — no step accumulated a loss for it and "
-                "added its divisor to ctx.denominators, or response_mask is empty everywhere"
+                f"training step {self._step + 1}: nothing to train {model!r} on — no step accumulated a loss for it "
+                "and added its divisor to ctx.denominators"
             )
         backend, metrics, prefix = self._models[model], self._metrics, self._trained[model]
         backend.schedule_at(self._step * self._batch.updates + self._done[model])
@@ -166,6 +167,7 @@ class Updates:
             self._count(model, "empty_updates", int(norm == 0))
         else:
             self._skipped[model] |= positions
+            self._unmoved[model] = "no norm of its gradients was finite"
             self._tell_skipped(model, norm)
         norms = self._norms[model]
         metrics.set(f"{prefix}/grad_norm", sum(norms) / len(norms) if norms else norm)
@@ -179,28 +181,34 @@ class Updates:
         finite."""
         return self._skipped[model] - self._learnt[model]
 
-    def end(self) -> None:
-        """Close the training step."""
-        for model, norms in self._norms.items():
-            if self._done[model]:
-                self._unmoved[model] = 0 if norms else self._unmoved[model] + 1
-
-    def hopeless(self, limit: int) -> str:
-        """Why training should end here, after so many training steps in a row that have left a model as it was: the
-        same on all replicas. Empty: it should not."""
-        for model, steps in self._unmoved.items():
-            if steps >= limit:
-                return (
-                    f"model {model!r} has stayed as it was for {steps} training steps in a row, up to step "
-                    f"{self._step + 1} (limits.bad_steps): no norm of its gradients was finite. The samples of the "
-                    "skipped updates are named in the logs"
-                )
-        return ""
+    def end(self) -> dict[str, str]:
+        """Close the training step. Returns why it has left a model as it was, empty if it has not, of each model that
+        had updates: the same on all replicas."""
+        return {model: "" if self._norms[model] else self._unmoved[model] for model, done in self._done.items() if done}
 
     def _count(self, model: str, name: str, updates: int = 1) -> None:
         """Add to what all replicas find alike."""
         if self._leads and updates:
             self._metrics.add(f"{self._trained[model]}/{name}", updates)
+
+    def _trains(self, batch: Batch) -> bool:
+        """Whether a token is trained on, of any model."""
+        if self._batch.mask_truncated == "loss" and FINISHED in batch:
+            batch = out_of_loss(batch)
+        masks = [name for name in batch.columns if name.rpartition("/")[2] == MASK]
+        return not masks or any(bool(batch.ragged(name).values.any()) for name in masks)
+
+    def _tell_empty(self, model: str) -> None:
+        self._count(model, "empty_updates")
+        reasons = {text for batch in self._here if LEFT_OUT in batch for text in batch.texts(LEFT_OUT) if text}
+        if self._batch.mask_truncated is not None:
+            reasons.add(f"responses that were cut off, batch.mask_truncated: {self._batch.mask_truncated}")
+        log.warning(
+            "training step %d: model %r is not updated, since no sample has a token to train on (%s)",
+            self._step + 1,
+            model,
+            "; ".join(sorted(reasons)) or "response_mask is empty everywhere",
+        )
 
     def _tell_skipped(self, model: str, norm: float) -> None:
         self._count(model, "skipped_updates")

@@ -62,11 +62,3 @@ class Once(TorchEngine):
             if self.finished == 20:
                 found[place] = replace(output, logprobs=(float("-inf"), *output.logprobs[1:]))
         return found
-
-
-class Never(TorchEngine):
-    """Gives no log-probs."""
-
-    def poll(self) -> list[SampleOutput]:
-        """Decode."""
-        return [replace(output, logprobs=None) for output in super().poll()]  # type: ignore[arg-type]

@@ -80,16 +80,6 @@ def test_another_engine_makes_the_group_whose_log_probs_are_none(launch: Launch)
     assert sum(line.get("engine/bad_logprobs", 0) for line in run.metrics()) == 1
 
 
-def test_an_engine_that_gives_none_ends_the_run(launch: Launch) -> None:
-    run = launch("quickstart", "layout=colocated", f"layout.pools.worker.engine={PLUGINS}:Never")
-    assert run.wait() == 3
-    found = (
-        r"bad_numbers.py:Never on worker/0, version 0 of term 0: 100 of its last 100 samples came with log-probs that"
-    )
-    assert re.search(found, run.output)
-    assert "no log-probs for" in run.output
-
-
 @pytest.mark.long
 def test_a_run_of_many_faults_learns_its_task(launch: Launch) -> None:
     """2% of the updates have no norm, and 5% of the samples no reward."""

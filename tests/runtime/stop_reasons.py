@@ -1,9 +1,16 @@
-"""What ends a run, for tests: rewards, a step and a data source that go wrong. Named in recipes by this file."""
+"""What ends a run, for tests: rewards, steps, a loss, an engine and a data source that go wrong. Named in recipes by
+this file.
+"""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from distflow import Batch, Ragged, StepContext, step
+from distflow.algorithms.losses import ppo
+from distflow.runtime.generate_step import Generate
+from distflow.types import Episode, SampleOutput, SamplingParams
+from distflow.workers.engines.torch_engine import TorchEngine
 
 ROWS, BAD_ROW = 4096, 9
 
@@ -26,6 +33,39 @@ def for_some_prompts(sample: Any) -> float:
 @step(role="score", reads=["group"], writes=["drop_reason"])
 def drops_all(batch: Batch, ctx: StepContext) -> Batch:
     return batch.with_columns(drop_reason=Ragged.from_texts(["too dull"] * batch.rows))
+
+
+def no_number(terms: Any) -> Any:
+    found = ppo(terms)
+    return found._replace(loss_BT=found.loss_BT * float("nan"))
+
+
+@step(role="generate", reads=[], writes=[])
+async def trains_nothing(
+    episode: Episode, generate: Generate, ctx: StepContext, *, temperature: float = 1.0, max_new_tokens: int = 3
+) -> None:
+    await generate(episode.prompt_ids, SamplingParams(temperature, max_new_tokens=max_new_tokens), train=False)
+
+
+@step(role="generate", reads=[], writes=[])
+async def half_away(
+    episode: Episode, generate: Generate, ctx: StepContext, *, temperature: float = 1.0, max_new_tokens: int = 3
+) -> None:
+    await generate(episode.prompt_ids, SamplingParams(temperature, max_new_tokens=max_new_tokens))
+    if episode.sample % 2:
+        raise ConnectionError("the sandbox is away")
+
+
+class NoLogprobs(TorchEngine):
+    """Gives none."""
+
+    def poll(self) -> list[SampleOutput]:
+        return [replace(output, logprobs=None) for output in super().poll()]  # type: ignore[arg-type]
+
+
+def few() -> list[Mapping[str, str]]:
+    """Fewer rows than 50 training steps of two prompts take."""
+    return [{"prompt": f"{index:03d}=", "answer": f"{index:03d}"} for index in range(96)]
 
 
 class _Broken:

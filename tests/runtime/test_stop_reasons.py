@@ -53,6 +53,34 @@ REASONS = {
         [f"flow.steps.reward.with.function={HERE}:never", "flow.steps.reward.with.on_error=zero"],
         r"StepError: (?s:.*)no judge is there(?s:.*)all of the first \d+ samples failed",
     ),
+    "corrections that leave nothing": (
+        ["flow.steps.update.with.correction={geometric_mask: [2.0, 3.0]}"],
+        r"WorkerFailed: for 3 training steps in a row, up to step 3, corrections .*saved behind training step 3",
+    ),
+    "rewards that never differ": (
+        [f"flow.steps.reward.with.function={HERE}:equal", f"data.source={HERE}:few", "batch.prompts=2"],
+        r"WorkerFailed: in none of the 50 training steps since the run began.*Everything is saved behind .* step 50",
+    ),
+    "updates without a norm": (
+        [f"flow.steps.update.with.loss={HERE}:no_number", "limits.bad_steps=2"],
+        r"WorkerFailed: model 'policy' has stayed as it was for 2 .*up to step 2 .*: no norm .* behind training step 2",
+    ),
+    "samples without a token to train on": (
+        [f"flow.steps.sample.call={HERE}:trains_nothing", "limits.bad_steps=2"],
+        r"WorkerFailed: model 'policy' has stayed as it was for 2 .*up to step 2 .*: no sample had a token to train on",
+    ),
+    "an engine without log-probs": (
+        [f"layout.pools.GENERATES.engine={HERE}:NoLogprobs", "batch.max_refills=99"],
+        r"WorkerFailed: .*NoLogprobs on .*, version 0 of term 0: 100 of its last 100 samples came with log-probs that",
+    ),
+    "episodes that fail": (
+        [
+            f"flow.steps.sample.call={HERE}:half_away",
+            "flow.steps.sample.with.on_error=leave_out",
+            "batch.max_refills=99",
+        ],
+        r"StepError: (?s:.*)step 'sample' failed on \d+ of \d+ samples, more than max_error_rate=0\.25",
+    ),
     "prompts that raise": (
         [f"data.source={HERE}:broken", "data.with={bad: raises}", "data.shuffle=false"],
         rf"StepError: (?s:.*)the disk with the prompts is gone(?s:.*)at prompt position {stop_reasons.BAD_ROW}",
@@ -81,7 +109,8 @@ def memory() -> Iterator[None]:
 @pytest.mark.parametrize("reason", REASONS)
 def test_every_reason_ends_the_run_on_every_layout(tmp_path: Path, layout: str, reason: str) -> None:
     overrides, said = REASONS[reason]
-    run = WholeRun(tmp_path, [*SMALL, *LAYOUTS[layout], *overrides])
+    generates = "worker" if layout.startswith("colocated") else "rollout"
+    run = WholeRun(tmp_path, [*SMALL, *LAYOUTS[layout], *(one.replace("GENERATES", generates) for one in overrides)])
     with pytest.raises(AssertionError) as ended:
         run.go(SOON_S)
     assert re.search(said, str(ended.value)), str(ended.value)

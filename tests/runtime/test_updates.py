@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import ReplicaLost, UserError, WorkerFailed
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext
 from distflow.runtime.updates import Updates
 from distflow.testing.fakes import FakeBackend
+from distflow.types import FINISH_REASONS
 from tests.runtime.test_stealing import BATCH
 
 
@@ -82,7 +83,7 @@ NAN = float("nan")
 
 
 def updated(norms: Sequence[float], steps: int, *, minibatches: int = 1, epochs: int = 1, leads: bool = True) -> Any:
-    """Training steps in which a backend gives these norms; yields what was decided, and the metrics, after each."""
+    """Training steps in which a backend gives these norms; yields what decides, the metrics, and what `end` says."""
     backend, metrics = Sick(norms), MetricStore()
     context = StepContext("update", model="policy", models={"policy": backend}, metrics=metrics)
     plan = dataclasses.replace(BATCH, epochs=epochs, minibatches=minibatches)
@@ -96,53 +97,77 @@ def updated(norms: Sequence[float], steps: int, *, minibatches: int = 1, epochs:
             context.denominators["policy"] = 2.0
             account = updates.account()
             updates.apply("policy", lambda account=account: [account], lambda: None)  # type: ignore[misc]
-        updates.end()
-        yield updates, metrics.drain()
+        ended = updates.end()
+        yield updates, metrics.drain(), ended
 
 
 def test_a_skipped_update_is_counted_and_its_groups_are_lost() -> None:
     """Of four mini-batches the second; the mean of the norms is that of the others."""
-    ((updates, measured),) = updated([1.0, NAN, 2.0, 3.0], 1, minibatches=4)
+    ((updates, measured, ended),) = updated([1.0, NAN, 2.0, 3.0], 1, minibatches=4)
     assert measured["actor/skipped_updates"] == 1
     assert measured["actor/grad_norm"] == 2.0
     assert updates.lost("policy") == {1}
-    assert not updates.hopeless(1)
+    assert ended == {"policy": ""}
 
 
 def test_a_group_is_lost_only_if_no_pass_over_it_was_learnt_from() -> None:
     """Two passes over two mini-batches: the first one is skipped in one pass, the second in both."""
-    ((updates, measured),) = updated([float("inf"), NAN, 1.0, NAN], 1, minibatches=2, epochs=2)
+    ((updates, measured, _ended),) = updated([float("inf"), NAN, 1.0, NAN], 1, minibatches=2, epochs=2)
     assert measured["actor/skipped_updates"] == 3
     assert updates.lost("policy") == {1}
 
 
 def test_one_replica_counts_for_all() -> None:
-    ((updates, measured),) = updated([NAN], 1, leads=False)
+    ((updates, measured, _ended),) = updated([NAN], 1, leads=False)
     assert "actor/skipped_updates" not in measured
     assert math.isnan(measured["actor/grad_norm"])
     assert updates.lost("policy") == {0}
 
 
-@pytest.mark.parametrize(
-    ("norms", "hopeless"),
-    [
-        ([NAN, NAN, NAN], [False, False, True]),
-        ([NAN, NAN, 1.0, NAN], [False] * 4),
-        ([1.0, float("inf"), NAN, NAN, 1.0], [False, False, False, True, False]),
-    ],
-)
-def test_training_is_hopeless_after_so_many_steps_in_a_row(norms: list[float], hopeless: list[bool]) -> None:
-    assert [bool(updates.hopeless(3)) for updates, _ in updated(norms, len(norms))] == hopeless
+def test_what_has_moved_a_model_is_known_at_the_end_of_a_step() -> None:
+    """Of two mini-batches one finite norm is enough."""
+    norms = [NAN, NAN, NAN, 1.0, float("inf"), NAN]
+    found = [ended["policy"] for _, _, ended in updated(norms, 3, minibatches=2)]
+    assert found == ["no norm of its gradients was finite", "", "no norm of its gradients was finite"]
 
 
-def test_a_step_with_one_update_that_counts_is_none_of_them() -> None:
-    norms = [NAN, NAN, NAN, 1.0, NAN, NAN]
-    assert [bool(updates.hopeless(2)) for updates, _ in updated(norms, 3, minibatches=2)] == [False] * 3
-    *_, (updates, _) = updated([NAN] * 4, 2, minibatches=2)
-    assert updates.hopeless(2) == (
-        "model 'policy' has stayed as it was for 2 training steps in a row, up to step 2 (limits.bad_steps): no norm "
-        "of its gradients was finite. The samples of the skipped updates are named in the logs"
+@pytest.mark.parametrize("how", ["left out", "cut off"])
+def test_a_mini_batch_without_a_token_to_train_on_is_left_out(how: str) -> None:
+    """Of two; and a step that has not accumulated, although there were tokens, is an error."""
+    backend, metrics = FakeBackend(), MetricStore()
+    context = StepContext("update", model="policy", models={"policy": backend}, metrics=metrics)
+    masked = "loss" if how == "cut off" else None
+    plan = dataclasses.replace(BATCH, minibatches=2, mask_truncated=masked)
+    updates = Updates(
+        {"policy": backend}, {"policy": "actor"}, ["policy"], {"update": context}, metrics, plan, leads=True
     )
+    updates.begin(0, 0)
+    empty = how == "cut off"
+    batches = [
+        Batch(
+            {
+                "group": torch.tensor([position]),
+                "response_ids": Ragged.from_rows([[5]], torch.int64),
+                "response_mask": Ragged.from_rows([[trained or empty]], torch.bool),
+                "left_out": Ragged.from_texts(["" if trained or empty else "reward error"]),
+                "finish_reason": torch.tensor([FINISH_REASONS.index("stop" if trained else "length")]),
+            }
+        )
+        for position, trained in enumerate([False, True])
+    ]
+    for part, accumulated in zip(updates.epochs(batches), [0.0, 1.0], strict=True):
+        assert part is not None
+        context.denominators["policy"] = accumulated
+        account = updates.account()
+        updates.apply("policy", lambda account=account: [account], lambda: None)  # type: ignore[misc]
+    assert backend.steps == 1
+    assert metrics.drain()["actor/empty_updates"] == 1
+    assert updates.end() == {"policy": ""}
+    updates.begin(1, 1)
+    for _ in updates.epochs(batches[1:]):
+        account = updates.account()
+        with pytest.raises(WorkerFailed, match=r"training step 2: nothing to train 'policy' on — no step accumulated"):
+            updates.apply("policy", lambda account=account: [account], lambda: None)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("divergence", "steps"), [(0.3, 1), (0.1, 3), (None, 3)])
