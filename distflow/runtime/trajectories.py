@@ -179,9 +179,10 @@ class Trajectories:
         return judged, wrong
 
     def leave_out(self, wrong: Mapping[SampleKey, str]) -> None:
-        """Leave these samples out, whose log-probs cannot be used."""
+        """Leave these samples out, whose log-probs cannot be used; those of validation stay, since it uses none."""
         for key in wrong:
-            self._open[key].left_out = BAD_LOGPROBS
+            if lease_kind(key[0]) == "train":
+                self._open[key].left_out = BAD_LOGPROBS
 
     def take(self, outputs: Sequence[SampleOutput]) -> tuple[list[SampleRequest], list[SampleOutput]]:
         """Go on with the samples whose requests are answered; returns what to ask for next, and finished samples.

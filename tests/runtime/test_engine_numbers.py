@@ -13,7 +13,7 @@ from distflow.runtime.engine_numbers import EngineNumbers, complaint, sound
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.trajectories import SampleLimits, Trajectories
 from distflow.testing.fakes import FakeEngine
-from distflow.types import SampleOutput, Span, Uid, Version
+from distflow.types import VALIDATION, LeaseKind, SampleOutput, Span, Uid, Version
 from tests.runtime.kit import generate_step
 from tests.runtime.test_trajectories import TOKENIZER
 
@@ -86,24 +86,25 @@ def test_a_few_do_not(good: int, bad: int) -> None:
         numbers.judge(output((-0.5, NAN) if number >= good else (-0.5, -0.5)), UID, None)
 
 
-def test_a_sample_that_is_left_out_is_not_trained_on_and_its_group_is_named() -> None:
-    """Its siblings are; and what a running sample has of it goes to no other worker."""
-    engine, samples = (
-        FakeEngine(),
-        Trajectories(generate_step(), {"train": SampleLimits(2, 8)}, TOKENIZER, torch.float32),
-    )
+@pytest.mark.parametrize("position", [12, VALIDATION + 12])
+def test_a_sample_that_is_left_out_is_not_trained_on(position: int) -> None:
+    """Its siblings are; and what a running sample has of it goes to no other worker. Validation uses no log-probs."""
+    limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(2, 8), "val": SampleLimits(2, 8)}
+    engine, samples = FakeEngine(), Trajectories(generate_step(), limits, TOKENIZER, torch.float32)
     engine.begin_update(Version(0, 1))
     engine.update([("weight", torch.zeros(2, 3)), ("bias", torch.zeros(2))])
     engine.end_update()
-    samples.submit(engine, samples.begin([Lease(UID, 0, 12, 1, 7, (2, 3), "01", "{}", 0, 0)]))
+    samples.submit(
+        engine, samples.begin([Lease(UID._replace(position=position), 0, position, 1, 7, (2, 3), "01", "{}", 0, 0)])
+    )
     engine.poll()
     running = engine.partials()
-    spoilt = [SampleOutput(12, 0, running[0].token_ids, (NAN,), running[0].spans, "abort"), running[1]]
+    spoilt = [SampleOutput(position, 0, running[0].token_ids, (NAN,), running[0].spans, "abort"), running[1]]
     assert samples.partials(spoilt) == [running[1]]
     done: list[SampleOutput] = []
     while len(done) < 2:
         found = [
-            SampleOutput(12, 0, one.token_ids, (None,) * len(one.token_ids), one.spans, one.finish_reason)  # type: ignore[arg-type]
+            SampleOutput(position, 0, one.token_ids, (None,) * len(one.token_ids), one.spans, one.finish_reason)  # type: ignore[arg-type]
             if one.sample == 0
             else one
             for one in engine.poll()
@@ -111,7 +112,8 @@ def test_a_sample_that_is_left_out_is_not_trained_on_and_its_group_is_named() ->
         judged, wrong = samples.judge(found, engine.version)
         samples.leave_out(wrong)
         done += samples.take(judged)[1]
-    batch = samples.batch([12])
-    assert [bool(row.any()) for row in batch.ragged("response_mask").rows()] == [False, True]
+    batch = samples.batch([position])
+    trained = [bool(row.any()) for row in batch.ragged("response_mask").rows()]
+    assert trained == [position != 12, True]
     assert bool(batch.ragged("rollout_logprobs").values.isfinite().all())
-    assert batch.texts("left_out") == ["unusable log-probs", ""]
+    assert batch.texts("left_out") == ["unusable log-probs" if position == 12 else "", ""]
