@@ -78,13 +78,13 @@ def test_staleness_one_learns_as_well_as_staleness_zero(launch: Launch, seed: in
 @pytest.mark.parametrize("seed", [0, 1, 2, 11])
 @pytest.mark.parametrize("several", [False, True], ids=["one-update", "two-by-four"])
 def test_ppo_learns_the_task(launch: Launch, seed: int, several: bool) -> None:
-    """One update a training step ends at 0.9 or more. Eight of them are there within 200 training steps; at so large a
-    learning rate the policy does not always stay there.
+    """One update a training step ends at 0.9 or more. Eight of them are there within 150, and stay: every mean of ten
+    steps up to step 300. At so large a learning rate single steps are worse.
     """
-    updates = ["batch.epochs=2", "batch.minibatches=4", "run.training_steps=200"]
-    entropy = "flow.steps.update.with.entropy_coef=0.01"
-    run = launch("quickstart", "flow=ppo", f"run.seed={seed}", *([*updates, entropy] if several else []))
-    assert run.wait(400) == 0, run.output
+    updates = ["batch.epochs=2", "batch.minibatches=4", "run.training_steps=300"]
+    run = launch("quickstart", "flow=ppo", f"run.seed={seed}", *(updates if several else []))
+    assert run.wait(500) == 0, run.output
     scores = [line["critic/score/mean"] for line in run.metrics()]
-    tens = [statistics.mean(scores[end - 10 : end]) for end in range(10, len(scores) + 1)]
-    assert (max(tens) if several else tens[-1]) >= 0.9
+    first = 149 if several else len(scores) - 10
+    tens = [statistics.mean(scores[begin : begin + 10]) for begin in range(first, len(scores) - 9)]
+    assert min(tens) >= 0.9
