@@ -214,7 +214,8 @@ class Updates:
         self._count(model, "skipped_updates")
         log.warning(
             "training step %d: an update of model %r is skipped, since the norm of its gradient is %s; this worker "
-            "computed it from %s, which count as consumed",
+            "computed it from %s, which count as consumed. If that goes on, look for infinite rewards, advantages or "
+            "losses, or lower models.<name>.optimizer.lr",
             self._step + 1,
             model,
             norm,

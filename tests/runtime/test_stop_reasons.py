@@ -70,7 +70,7 @@ REASONS = {
         r"WorkerFailed: model 'policy' has stayed as it was for 2 .*up to step 2 .*: no sample had a token to train on",
     ),
     "an engine without log-probs": (
-        [f"layout.pools.GENERATES.engine={HERE}:NoLogprobs", "batch.max_refills=99"],
+        [f"layout.pools.GENERATES.engine={HERE}:NoLogprobs", "batch.prompts=16", "batch.max_refills=99"],
         r"WorkerFailed: .*NoLogprobs on .*, version 0 of term 0: 100 of its last 100 samples came with log-probs that",
     ),
     "episodes that fail": (

@@ -104,8 +104,7 @@ class ScheduledOptimizer(ABC):
         where = f"not finite in {', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}" if bad else "each entry is finite"
         log.warning(
             "gradient norm is %s at optimizer step %d (%s; denominator %s): the step is skipped, and weights and "
-            "moments stay as they are. Look for infinite rewards, advantages or losses, lower "
-            "models.<name>.optimizer.lr, or use a wider models.<name>.dtype",
+            "moments stay as they are",
             norm,
             self.steps + 1,
             where,
