@@ -69,7 +69,8 @@ def few() -> list[Mapping[str, str]]:
 
 
 class _Broken:
-    """Its rows are there up to `BAD_ROW`, whose place `bad` says what is wrong with."""
+    """Its rows are there up to `BAD_ROW`; `bad` says what is wrong with that one and all behind it, which another owner
+    may read first."""
 
     def __init__(self, bad: str) -> None:
         self._bad = bad
