@@ -28,6 +28,8 @@ from distflow.workers.reward_functions import REWARDS, TIME_LIMITS, Reward, Rewa
 Failure = Literal["error", "timeout"]
 MOST_PARTS, LONGEST_NAME = 200, 100
 """Parts that a function may return for a sample, and characters of a part's name: each becomes a column and metrics."""
+LARGEST = 3.4028234663852886e38
+"""The largest number of float32, in which rewards are kept."""
 LONGEST_TEXT, SHOWN_VALUE, SHOWN_FRAMES = 2000, 200, 10
 """Characters of an error and of a value in a message, and frames from either end of a traceback."""
 
@@ -294,6 +296,6 @@ def _number(of: str, name: str, value: object) -> float:
     if not isinstance(value, (float, int)) and not isinstance(value, SupportsFloat):
         raise TypeError(f"{of} {name} = {shortened(repr(value), SHOWN_VALUE)}; expected a number")
     number = float(value)
-    if not isfinite(number):
-        raise ValueError(f"{of} {name} = {number}; expected a finite number")
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"{of} {name} = {number}; expected a finite number, of at most {LARGEST:.3g}")
     return number

@@ -26,6 +26,9 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Lease, LeasePrompt, PromptAt
 from distflow.types import Scores, Uid, Version
 
+_TOLD = 4
+"""Reasons for which groups were dropped, in the error: the most frequent ones."""
+
 
 class RefillsExhausted(WorkerFailed):
     """A ledger dropped so many groups for one training step that continuing makes no sense."""
@@ -261,11 +264,12 @@ class Ledger:
         count, limit = self.refills.total(), settings.refill_limit * open_steps
         if count <= limit:
             return None
-        reasons = ", ".join(f"{reason}: {n}" for reason, n in self.refills.most_common())
+        told = self.refills.most_common(_TOLD)
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in told) + (", …" if len(self.refills) > _TOLD else "")
         return RefillsExhausted(
             f"training step {self.version} (step {self.version + 1} in files), ledger {self.index}: {count} groups "
-            f"were dropped ({reasons}) while {self._b} are wanted; at most {limit} may be replaced. Look at the "
-            "rewards of the samples in the run folder, or raise batch.max_refills"
+            f"were dropped ({reasons}) while {self._b} are wanted; at most {limit} may be replaced. Look at "
+            "rewards and finish reasons in rollouts/ of the run folder, or raise batch.max_refills"
         )
 
     # -- checkpoint

@@ -84,8 +84,7 @@ class LearningSignal:
         if steps >= self._bad_steps:
             self.reason = (
                 f"model {model!r} has stayed as it was for {steps} training steps in a row, up to step {step} "
-                f"(limits.bad_steps): {why}. The logs of the training workers name the samples — look for infinite "
-                "rewards, advantages or losses, lower models.<name>.optimizer.lr or raise limits.bad_steps"
+                f"(limits.bad_steps): {why}"
             )
 
     def _judge_kept(self, prefix: str, share: float, step: int) -> None:

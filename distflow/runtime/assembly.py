@@ -334,6 +334,7 @@ def build_contexts(
             state=states.get(step.name, {}),
             models=models,
             model=step.model,
+            prefix=step.prefix,
             reads=step.own(step.reads),
             engine=engines.get(str(step.model if step.role == "generate" else setting.plan.primary)),
             tokenizer=tokenizer,

@@ -78,7 +78,7 @@ def complaint(token_ids: Sequence[int], logprobs: Sequence[float] | None) -> str
 
 def sound(output: SampleOutput) -> SampleOutput:
     """An output that nothing is wrong with, with 0 for what rounding has made larger."""
-    if not output.logprobs or max(output.logprobs) <= 0.0:
+    if max(output.logprobs, default=0.0) <= 0.0:
         return output
     return replace(output, logprobs=tuple(min(value, 0.0) for value in output.logprobs))
 

@@ -18,6 +18,7 @@ Around training step t:
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
@@ -178,11 +179,13 @@ def _dropped(groups: Batch) -> dict[int, str]:
 
 def _too_few_left(groups: Batch, baseline: bool) -> dict[int, str]:
     """Groups of which so many samples are left out that the others have nothing to be compared with."""
-    samples, left, out = by_sample(groups), compared(groups, baseline=baseline), left_out(by_sample(groups))
+    samples, left = by_sample(groups), compared(groups, baseline=baseline)
+    reasons = samples.texts(LEFT_OUT) if LEFT_OUT in samples else []
     found, positions = {}, samples.dense("group").tolist()
-    for first, end in pairwise(samples.group_bounds()) if bool(out.any()) else ():
-        if end - first > 1 and bool(out[first:end].any()) and int(left[first:end].sum()) < 2:
-            found[positions[first]] = f"{int(out[first:end].sum())} of {end - first} samples left out"
+    for first, end in pairwise(samples.group_bounds()) if any(reasons) else ():
+        here = Counter(filter(None, reasons[first:end]))
+        if here and end - first > 1 and int(left[first:end].sum()) < 2:
+            found[positions[first]] = f"samples left out, {here.most_common(1)[0][0]}"
     return found
 
 

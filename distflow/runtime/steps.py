@@ -94,6 +94,8 @@ class StepContext:
     models: Mapping[str, Backend] = field(default_factory=dict)
     model: str | None = None
     """The step's `model:` key."""
+    prefix: str = ""
+    """What the names of the fields that it sees begin with in the whole batch: those of a further model's samples."""
     reads: tuple[str, ...] = ()
     """The fields that the step reads, with those that functions chosen by its settings read."""
     engine: Engine | None = None

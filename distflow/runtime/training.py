@@ -416,7 +416,9 @@ class Training:
         if self._parts.rows:
             self._close("end")
         self._saving.end(Version(self._term, t + 1))
-        raise WorkerFailed(f"{reason}. Everything is saved behind training step {t + 1}: --resume goes on there")
+        more = t + 1 < self._limits.run.training_steps
+        cure = "from where --resume goes on" if more else "the last one: raise run.training_steps to go on"
+        raise WorkerFailed(f"{reason}. Everything is saved behind training step {t + 1}, {cure}")
 
     def _end_term(self) -> None:
         """Save, and leave to begin again as other workers may; if nothing can be saved, go on as before."""

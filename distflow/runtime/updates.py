@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from distflow.comm.fact_exchange import Fact
 from distflow.config.schema import StopConfig
 from distflow.data.batch import Batch
-from distflow.data.samples import FINISHED, MASK, out_of_loss
+from distflow.data.prefixes import own_fields
+from distflow.data.samples import FINISHED, MASK, OUT_OF_LOSS, out_of_loss
 from distflow.errors import NoProgressError, ReplicaLost, UserError, WorkerFailed
 from distflow.flow.plan import BatchPlan
 from distflow.log import logger
@@ -57,8 +58,8 @@ class Updates:
         self._leads = leads
         self._step = 0
         self._totals: dict[str, float] = {}
-        self._trained_on = True
-        """Whether a replica had a token to train on."""
+        self._trains: set[str] = set()
+        """Models for which a replica had a token to train on."""
         self._done: dict[str, int] = {}
         """Updates of each model in this training step, skipped ones too, and below the norms of the others."""
         self._norms: dict[str, list[float]] = {}
@@ -119,7 +120,7 @@ class Updates:
         for policy in self._policies:
             found = [context.moved for context in self._contexts.values() if context.model == policy]
             moved[policy] = [sum(column) for column in zip(*found, strict=True)]
-        return {"sums": sums, "fixed": fixed, "moved": moved, "trains": any(map(self._trains, self._here))}
+        return {"sums": sums, "fixed": fixed, "moved": moved, "trains": list(filter(self._has_tokens, self._trained))}
 
     def resting(self, model: str) -> bool:
         """Whether a model is left as it is now; raises UserError if a step accumulated a loss for it."""
@@ -141,11 +142,11 @@ class Updates:
         """
         if not self._totals:
             facts = agree()
-            self._totals, self._trained_on = self._add_up(facts), any(fact["trains"] for fact in facts)
+            self._totals = self._add_up(facts)
+            self._trains = {model for fact in facts for model in fact["trains"]}
         denominator = self._totals.pop(model, 0.0)
-        if denominator <= 0 and not self._trained_on:
+        if denominator <= 0 and model not in self._trains:
             self._done[model] += 1
-            self._unmoved[model] = "no sample had a token to train on"
             self._tell_empty(model)
             return
         if denominator <= 0:
@@ -167,7 +168,6 @@ class Updates:
             self._count(model, "empty_updates", int(norm == 0))
         else:
             self._skipped[model] |= positions
-            self._unmoved[model] = "no norm of its gradients was finite"
             self._tell_skipped(model, norm)
         norms = self._norms[model]
         metrics.set(f"{prefix}/grad_norm", sum(norms) / len(norms) if norms else norm)
@@ -191,27 +191,30 @@ class Updates:
         if self._leads and updates:
             self._metrics.add(f"{self._trained[model]}/{name}", updates)
 
-    def _trains(self, batch: Batch) -> bool:
-        """Whether a token is trained on, of any model."""
-        if self._batch.mask_truncated == "loss" and FINISHED in batch:
-            batch = out_of_loss(batch)
-        masks = [name for name in batch.columns if name.rpartition("/")[2] == MASK]
-        return not masks or any(bool(batch.ragged(name).values.any()) for name in masks)
+    def _rows_of(self, model: str) -> Iterator[Batch]:
+        """Yield what its steps see of the batches here, as far as tokens are trained on."""
+        prefixes = {context.prefix for context in self._contexts.values() if context.model == model}
+        for batch in (own_fields(batch, prefix) for prefix in prefixes for batch in self._here):
+            yield out_of_loss(batch) if self._batch.mask_truncated == "loss" and FINISHED in batch else batch
+
+    def _has_tokens(self, model: str) -> bool:
+        return any(MASK not in batch or bool(batch.ragged(MASK).values.any()) for batch in self._rows_of(model))
 
     def _tell_empty(self, model: str) -> None:
         self._count(model, "empty_updates")
-        reasons = {text for batch in self._here if LEFT_OUT in batch for text in batch.texts(LEFT_OUT) if text}
-        if self._batch.mask_truncated is not None:
-            reasons.add(f"responses that were cut off, batch.mask_truncated: {self._batch.mask_truncated}")
-        log.warning(
-            "training step %d: model %r is not updated, since no sample has a token to train on (%s)",
-            self._step + 1,
-            model,
-            "; ".join(sorted(reasons)) or "response_mask is empty everywhere",
-        )
+        rows = list(self._rows_of(model))
+        reasons = {text for batch in rows if LEFT_OUT in batch for text in batch.texts(LEFT_OUT) if text}
+        if any(OUT_OF_LOSS in batch and bool(batch.dense(OUT_OF_LOSS).any()) for batch in rows):
+            reasons.add("responses that were cut off, with batch.mask_truncated: loss")
+        self._unmoved[model] = f"no sample had a token to train on ({'; '.join(sorted(reasons)) or MASK})"
+        log.warning("training step %d: %r is not updated: %s", self._step + 1, model, self._unmoved[model])
 
     def _tell_skipped(self, model: str, norm: float) -> None:
         self._count(model, "skipped_updates")
+        self._unmoved[model] = (
+            "no norm of its gradients was finite; the logs of the training workers name the samples — look for "
+            "infinite rewards, advantages or losses, or lower models.<name>.optimizer.lr"
+        )
         log.warning(
             "training step %d: an update of model %r is skipped, since the norm of its gradient is %s; this worker "
             "computed it from %s, which count as consumed. If that goes on, look for infinite rewards, advantages or "
@@ -240,7 +243,7 @@ class Updates:
             moved, tokens = (sum(column) for column in zip(*(fact["moved"][policy] for fact in facts), strict=True))
             if tokens:
                 self._moved[policy] = moved / tokens
-        totals: dict[str, float] = {}
+        totals = {model: 0.0 for model in self._trained if model not in self._resting}
         for fact in facts:
             for model, value in fact["sums"].items():
                 totals[model] = totals.get(model, 0.0) + float(value)

@@ -141,6 +141,10 @@ def helper(text):
 def nan(sample):
     return float("nan")
 
+
+def huge(sample):
+    return {"reward": 0.5, "style": -(10**39)}
+
 def text(sample):
     return "good"
 
@@ -298,6 +302,7 @@ def test_too_many_errors_stop_the_run(plugins: str) -> None:
     ("name", "message"),
     [
         ("nan", "returned reward = nan; expected a finite number"),
+        ("huge", r"returned style = -1e\+39; expected a finite number, of at most 3.4e\+38"),
         ("several", r"returned reward = \[1\.0, 0\.0\]; expected a number"),
         ("nothing", "returned reward = None; expected a number"),
         ("text", "returned reward = 'good'; expected a number"),

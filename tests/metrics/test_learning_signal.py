@@ -109,5 +109,5 @@ def test_a_model_that_stays_as_it_is_ends_the_run_after_so_many_steps_in_a_row(
         found.append(bool(signal.reason))
     assert found == ends
     if ends[-1]:
-        told = f"model 'policy' has stayed as it was for 3 training steps in a row, up to step {len(ends)} .*: bad. "
+        told = f"model 'policy' has stayed as it was for 3 training steps in a row, up to step {len(ends)} .*: bad$"
         assert re.match(told, signal.reason)

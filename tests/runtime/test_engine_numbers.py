@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,6 +60,11 @@ def test_rounding_may_exceed_certainty_a_little(logprobs: tuple[float, ...]) -> 
     assert not why
     assert judged.logprobs == tuple(min(value, 0.0) for value in logprobs)
     assert metrics.counts() == {}
+
+
+def test_arrays_are_log_probs_too() -> None:
+    judged, why = EngineNumbers("mine", MetricStore()).judge(output(np.array([-0.5, 5e-5])), UID, None)
+    assert (judged.logprobs, why) == ((-0.5, 0.0), "")
 
 
 def test_no_tokens_have_no_log_probs() -> None:

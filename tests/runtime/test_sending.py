@@ -78,8 +78,8 @@ def test_a_worker_with_the_step_sends_what_it_wrote() -> None:
     ("how", "replaced"),
     [
         ({}, {}),
-        ({"compares": True}, {3: "1 of 2 samples left out", 6: "1 of 3 samples left out"}),
-        ({"compares": True, "baseline": True}, {3: "1 of 2 samples left out"}),
+        ({"compares": True}, {3: "samples left out, reward error", 6: "samples left out, away"}),
+        ({"compares": True, "baseline": True}, {3: "samples left out, reward error"}),
     ],
 )
 def test_a_group_with_fewer_than_two_samples_left_is_replaced_where_they_are_compared(

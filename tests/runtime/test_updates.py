@@ -127,47 +127,53 @@ def test_one_replica_counts_for_all() -> None:
 def test_what_has_moved_a_model_is_known_at_the_end_of_a_step() -> None:
     """Of two mini-batches one finite norm is enough."""
     norms = [NAN, NAN, NAN, 1.0, float("inf"), NAN]
-    found = [ended["policy"] for _, _, ended in updated(norms, 3, minibatches=2)]
+    found = [ended["policy"].partition(";")[0] for _, _, ended in updated(norms, 3, minibatches=2)]
     assert found == ["no norm of its gradients was finite", "", "no norm of its gradients was finite"]
 
 
 @pytest.mark.parametrize("how", ["left out", "cut off"])
-def test_a_mini_batch_without_a_token_to_train_on_is_left_out(how: str) -> None:
-    """Of two; and a step that has not accumulated, although there were tokens, is an error."""
-    backend, metrics = FakeBackend(), MetricStore()
-    context = StepContext("update", model="policy", models={"policy": backend}, metrics=metrics)
-    masked = "loss" if how == "cut off" else None
-    plan = dataclasses.replace(BATCH, minibatches=2, mask_truncated=masked)
-    updates = Updates(
-        {"policy": backend}, {"policy": "actor"}, ["policy"], {"update": context}, metrics, plan, leads=True
-    )
+def test_a_model_without_a_token_to_train_on_is_left_out(how: str) -> None:
+    """In one of two mini-batches, beside one that has some. A step that accumulates nothing is an error all the same."""
+    models, metrics = {"policy": FakeBackend(), "solver": FakeBackend()}, MetricStore()
+    contexts = {
+        model: StepContext("update", model=model, models=models, metrics=metrics, prefix=prefix)
+        for model, prefix in (("policy", ""), ("solver", "solver"))
+    }
+    plan = dataclasses.replace(BATCH, minibatches=2, mask_truncated="loss" if how == "cut off" else None)
+    trained = {"policy": "actor", "solver": "solver"}
+    updates = Updates(models, trained, [*models], contexts, metrics, plan, leads=True)
     updates.begin(0, 0)
-    empty = how == "cut off"
-    batches = [
-        Batch(
-            {
-                "group": torch.tensor([position]),
-                "response_ids": Ragged.from_rows([[5]], torch.int64),
-                "response_mask": Ragged.from_rows([[trained or empty]], torch.bool),
-                "left_out": Ragged.from_texts(["" if trained or empty else "reward error"]),
-                "finish_reason": torch.tensor([FINISH_REASONS.index("stop" if trained else "length")]),
-            }
-        )
-        for position, trained in enumerate([False, True])
-    ]
+    reason, stop, length = "reward error", FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
+    empty = _row("", how == "cut off", "" if how == "cut off" else reason, length)
+    batches = [Batch(policy | _row("solver/", True, "", stop)) for policy in (empty, _row("", True, "", stop))]
     for part, accumulated in zip(updates.epochs(batches), [0.0, 1.0], strict=True):
         assert part is not None
-        context.denominators["policy"] = accumulated
-        account = updates.account()
-        updates.apply("policy", lambda account=account: [account], lambda: None)  # type: ignore[misc]
-    assert backend.steps == 1
-    assert metrics.drain()["actor/empty_updates"] == 1
-    assert updates.end() == {"policy": ""}
+        contexts["policy"].denominators["policy"] = accumulated
+        contexts["solver"].denominators["solver"] = 1.0
+        accounts = [updates.account()]
+        for model in models:
+            updates.apply(model, lambda accounts=accounts: [accounts.pop()], lambda: None)  # type: ignore[misc]
+    assert (models["policy"].steps, models["solver"].steps) == (1, 2)
+    assert updates.end() == {"policy": "", "solver": ""}
+    counted = metrics.drain()
+    assert counted["actor/empty_updates"] == 1
+    assert "solver/empty_updates" not in counted
     updates.begin(1, 1)
     for _ in updates.epochs(batches[1:]):
         account = updates.account()
         with pytest.raises(WorkerFailed, match=r"training step 2: nothing to train 'policy' on — no step accumulated"):
             updates.apply("policy", lambda account=account: [account], lambda: None)  # type: ignore[misc]
+
+
+def _row(lead: str, trained: bool, reason: str, finished: int) -> dict[str, Any]:
+    """One sample of one token, as the model whose fields begin with `lead` has it."""
+    return {
+        "group": torch.tensor([0]),
+        f"{lead}response_ids": Ragged.from_rows([[5]], torch.int64),
+        f"{lead}response_mask": Ragged.from_rows([[trained]], torch.bool),
+        f"{lead}left_out": Ragged.from_texts([reason]),
+        f"{lead}finish_reason": torch.tensor([finished]),
+    }
 
 
 @pytest.mark.parametrize(("divergence", "steps"), [(0.3, 1), (0.1, 3), (None, 3)])
