@@ -93,11 +93,12 @@ def math(sample: Completion) -> float:
     """1 if the response's final answer, outside its thinking, is a gold answer, by math-verify or as text; else 0.
 
     The answer is what stands in <answer>…</answer>, in there in \\boxed{…} or behind ####, or else what math-verify
-    finds. It may take forever on some responses, so it always runs in processes that can be killed. Raises UserError if
-    the package is missing.
+    finds; a response that was cut off must say which its answer is. It may take forever on some responses, so it always
+    runs in processes that can be killed. Raises UserError if the package is missing.
     """
     package = _package("math_verify", "math-verify", "math")
-    return float(any(is_answer(sample.response, as_written(answer), package) for answer in _answers(sample)))
+    given, cut_off = sample.response, sample.finish_reason != "stop"
+    return float(any(is_answer(given, as_written(gold), package, cut_off=cut_off) for gold in _answers(sample)))
 
 
 def _answers(sample: Completion) -> tuple[GoldAnswer, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.types import Completion
+from distflow.types import Completion, FinishReason
 from distflow.workers.reward_functions import REWARDS
 
 pytest.importorskip("math_verify")
@@ -111,6 +111,45 @@ RIGHT: list[tuple[object, str]] = [
     ("B", "The answer is (B)."),
     ("True", "**true**"),
     ("No solution", "\\boxed{\\text{no solution}}"),
+    # Text, lists and several boxes.
+    ("a, b, c", "\\boxed{a,b,c}"),
+    ("14", "\\boxed{\\text{14 ways}}"),
+    ("12 apples", "<answer>\\text{12 apples}</answer>"),
+    ("3, 4", "$x=\\boxed{3}$ and $y=\\boxed{4}$"),
+    ("3, 4", "\\boxed{3},\\quad\\boxed{4}"),
+    ("6", "\\boxed{5}\n\n\\boxed{6}"),
+    ("6", "\\boxed{5}. So \\boxed{6}"),
+    ("1 hour 30 minutes", "\\boxed{1 \\text{ hour } 30 \\text{ minutes}}"),
+    ("1 hour 30 minutes", "It takes 1 hr 30 min."),
+    ("5 ft 3 in", "5 feet 3 inches"),
+    ("14", "It's 14, not 15."),
+    ("14", "It is 14 rather than 15."),
+    # Options.
+    ("\\textbf{(B)}\\ 12", "\\boxed{12}"),
+    ("\\textbf{(B)}\\ 12", "\\boxed{B}"),
+    ("\\textbf{(E)}~\\frac{1}{2}", "The answer is 0.5"),
+    ("\\text{(B) }12", "\\boxed{\\textbf{(B)}\\ 12}"),
+    ("12", "\\boxed{\\textbf{(B)}\\ 12}"),
+    ("B", "\\boxed{\\mathrm{(B)}\\ 12}"),
+    ("C", "<answer>C. Paris</answer>"),
+    ("C", "The answer is C) Paris"),
+    ("C", "\\boxed{\\text{(C) Paris}}"),
+    ("Paris", "C: Paris"),
+    ("(D) -5", "\\boxed{-5}"),
+    # Intervals, bases, other scripts.
+    ("(2,\\infty)", "\\boxed{x>2}"),
+    ("x>2", "\\boxed{(2,\\infty)}"),
+    ("(2,3)", "\\boxed{2<x<3}"),
+    ("[2,3]", "\\boxed{2\\le x\\le 3}"),
+    ("(2,5)", "]2,5["),
+    ("[2,5)", "\\boxed{\\left[2,5\\right[}"),
+    ("2516_8", "\\boxed{2516_{8}}"),
+    ("2516_8", "\\boxed{2516}"),
+    ("5", "答案：5"),
+    ("5", "所以答案是５。"),
+    ("5", "\\boxed{５}"),
+    ("3.5", "٣.٥"),
+    ("(3, 4)", "（3，4）"),
 ]
 WRONG: list[tuple[object, str]] = [
     ("11", "<think>11</think><answer>12</answer>"),
@@ -179,11 +218,51 @@ WRONG: list[tuple[object, str]] = [
     ("5 cents", "$5"),
     ("10 km/h", "10 m/s"),
     ("72", "She has 72.\n#### 73"),
+    ("2516_8", "\\boxed{2516_7}"),
+    ("101_3", "\\boxed{101_2}"),
+    ("101_{\\text{two}}", "\\boxed{101_{\\text{three}}}"),
+    ("a, b, c", "\\boxed{a,b,d}"),
+    ("3, 4", "x=\\boxed{3} and y=\\boxed{5}"),
+    ("5", "\\boxed{5}\n\n\\boxed{6}"),
+    ("5, 6", "\\boxed{5}\n\n\\boxed{6}"),
+    ("1 hour 30 minutes", "1 hour 20 minutes"),
+    ("1 hour 30 minutes", "2 hours 30 minutes"),
+    ("1 hour 30 minutes", "30 minutes"),
+    ("15", "It's 14, not 15."),
+    ("5 ft 3 in", "4 feet 3 inches"),
+    ("14", "\\boxed{\\text{15 ways}}"),
+    ("\\textbf{(B)}\\ 12", "\\boxed{\\textbf{(B)}\\ 13}"),
+    ("\\textbf{(B)}\\ 12", "\\boxed{\\textbf{(C)}\\ 12}"),
+    ("\\textbf{(B)}\\ 12", "\\boxed{C}"),
+    ("\\textbf{(B)}\\ 12", "\\boxed{13}"),
+    ("C", "<answer>B. C</answer>"),
+    ("C", "<answer>A. Rome B. Oslo C. Paris</answer>"),
+    ("A", "A. We begin with 5. Then 6."),
+    ("B", "\\boxed{(A) + B}"),
+    ("C", "<answer>D. Paris</answer>"),
+    ("(2,\\infty)", "\\boxed{x\\ge 2}"),
+    ("(2,\\infty)", "\\boxed{x<2}"),
+    ("(2,3)", "\\boxed{2<x\\le 3}"),
+    ("[2,5]", "]2,5["),
+    ("(2,5)", "]2,6["),
+    ("5", "答案：6"),
+    ("5", "\\boxed{５０}"),
+]
+CUT_OFF: list[tuple[str, str, float]] = [
+    ("14", "First we need 14 apples and then", 0.0),
+    ("15", "5 + 9 = 14, so with one more it is 15", 0.0),
+    ("14", "<answer>First 14 apples", 0.0),
+    ("14", "so it is \\boxed{14", 0.0),
+    ("14", "so it is \\boxed{14}. To check it, 5 +", 1.0),
+    ("14", "<answer>14</answer> Or", 1.0),
+    ("14", "The answer is 14.\nLet me check that 20", 1.0),
+    ("14", "The answer is 15.\nLet me check: 14", 0.0),
+    ("72", "#### 72\nShe", 1.0),
 ]
 
 
-def score(answer: object, response: str) -> object:
-    return REWARDS["math"](Completion("", response, {"answer": answer}, "stop", (1,)))
+def score(answer: object, response: str, finish_reason: FinishReason = "stop") -> object:
+    return REWARDS["math"](Completion("", response, {"answer": answer}, finish_reason, (1,)))
 
 
 @pytest.mark.parametrize(("answer", "response"), RIGHT)
@@ -194,3 +273,8 @@ def test_right_answers(answer: object, response: str) -> None:
 @pytest.mark.parametrize(("answer", "response"), WRONG)
 def test_wrong_answers(answer: object, response: str) -> None:
     assert score(answer, response) == 0.0
+
+
+@pytest.mark.parametrize(("answer", "response", "reward"), CUT_OFF)
+def test_what_was_cut_off_has_the_answer_that_it_names(answer: str, response: str, reward: float) -> None:
+    assert score(answer, response, "length") == reward
