@@ -16,8 +16,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.data.order import DATA_SOURCE
 from distflow.data.samples import failed, left_out
 from distflow.errors import StepError, UserError
-from distflow.exchange.tally import error_limit
-from distflow.flow.step import step
+from distflow.flow.step import error_cure, error_limit, step
 from distflow.log import logger
 from distflow.runtime.steps import StepContext
 from distflow.types import DROP_REASON, FINISH_REASONS, LEFT_OUT, REWARD_PARTS, UNJUDGED, Completion
@@ -36,8 +35,6 @@ from distflow.workers.reward_watch import LATE_S, RewardWatch
 log = logger(__name__)
 
 ON_ERROR = ("drop", "leave_out", "zero", "stop")
-FIRST = 16
-"""If this worker's first so many samples all fail, the function cannot work."""
 SOME = 64
 """Samples that are judged in this process between two checks for failures."""
 LOGGED_FAILURES = 3
@@ -104,7 +101,8 @@ def verify(
     spec = spec_of(function)
     rows = (~(left_out(batch) | failed(batch))).nonzero().flatten()
     there = batch if len(rows) == batch.rows else batch.select(rows)
-    tally = _Tally(there, ctx, shown(spec), error_limit(on_error) if max_error_rate is None else max_error_rate)
+    rate = error_limit(on_error) if max_error_rate is None else max_error_rate
+    tally = _Tally(there, ctx, shown(spec), rate, error_cure(ctx.step_name, on_error, " and ".join(_COUNTERS.values())))
     judge = _judge_of(spec, timeout_s, processes)
     with _WATCH.over(tally.late) if judge.here else nullcontext():
         for judged in judge.judge(completions(there)):
@@ -203,6 +201,7 @@ class _Tally:
     ctx: StepContext
     function: str
     max_error_rate: float
+    cure: str
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)
     """Rows, in the order in which they failed."""
@@ -234,17 +233,11 @@ class _Tally:
 
     def check(self) -> None:
         """Raises StepError if the function fails too often for training to make sense."""
-        own, recent = self.ctx.tally.own, self.ctx.tally.recent()
-        if not self.failed:
-            return
-        if own.judged >= FIRST and own.failed == own.judged and self.max_error_rate < 1.0:
+        many = self.ctx.tally.too_many(self.max_error_rate)
+        if many and self.failed:
             raise StepError(
-                f"{self.report(self.failed[0])}: all of the first {own.judged} samples failed; one is shown"
-            )
-        if recent.exceed(self.max_error_rate):
-            raise StepError(
-                f"{self.report(self.failed[-1])}: {recent.failed} of {recent.judged} samples failed, more than "
-                f"max_error_rate={self.max_error_rate:g} allows; the latest failure is shown"
+                f"{self.report(self.failed[-1])}: {many} failed, more than max_error_rate={self.max_error_rate:g} "
+                f"allows; one failure is shown — {self.cure}"
             )
 
     def report(self, row: int) -> str:

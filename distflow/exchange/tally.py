@@ -21,14 +21,8 @@ RECENT = 1000
 """Samples by which the share of failures is judged."""
 LEAST = 100
 """Samples before it is judged."""
-_ERROR_LIMITS = {"leave_out": 0.25, "retry": 0.25}
-_ERROR_LIMIT = 0.05
-
-
-def error_limit(on_error: str) -> float:
-    """The default of `max_error_rate`, by what becomes of a sample that fails: without those that are left out, the
-    others teach as before, and one group in four is not replaced."""
-    return _ERROR_LIMITS.get(on_error, _ERROR_LIMIT)
+FIRST = 16
+"""If a worker's first so many samples all fail, the step cannot work."""
 
 
 class Counts(NamedTuple):
@@ -49,7 +43,7 @@ class Tally:
         self.own = Counts()
         """Of this worker since it started."""
         self._by_all = by_all
-        self._before = deque([Counts()])
+        self._before: deque[Counts] = deque()
         """What was known earlier: the newest that is older than `RECENT` samples, and all since."""
 
     def add(self, judged: int, failed: int) -> None:
@@ -62,8 +56,14 @@ class Tally:
 
     def recent(self) -> Counts:
         """Count over all workers the last `RECENT` samples, or a few more: as many as were told of together. To be
-        called whenever samples have been judged, since it is then that it learns where they end."""
+        called whenever samples have been judged, since it is then that it learns where they end. What others had judged
+        before this worker began does not count."""
         now, before = self.by_all(), self._before
+        if not before:
+            if not now.judged:
+                return Counts()
+            earlier = max(0, now.judged - self.own.judged)
+            before.append(Counts(earlier, min(earlier, max(0, now.failed - self.own.failed))))
         if now.judged < before[-1].judged:
             before.clear()  # An owner was restarted, and lacks what had died before.
             before.append(Counts(now.judged, now.failed))
@@ -72,6 +72,14 @@ class Tally:
         while len(before) > 1 and before[1].judged <= now.judged - RECENT:
             before.popleft()
         return Counts(now.judged - before[0].judged, now.failed - before[0].failed)
+
+    def too_many(self, rate: float) -> str:
+        """Say of how many samples too many failed for the step to be of use: more than `rate` of the last ones, or all
+        of this worker's first ones; "" if it is not so."""
+        own, recent = self.own, self.recent()
+        if FIRST <= own.judged == own.failed and rate < 1.0:
+            return f"all of the first {own.judged} samples"
+        return f"{recent.failed} of {recent.judged} samples" if recent.exceed(rate) else ""
 
 
 class Tallies:

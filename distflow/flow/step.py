@@ -53,6 +53,7 @@ ROOM = ("max_tokens", "max_new_tokens", "max_response_tokens")
 ERROR_SETTINGS: Mapping[str, Any] = MappingProxyType({"on_error": "retry", "max_attempts": 3, "max_error_rate": None})
 """Settings that every generate step has beside those of its function, with their defaults: what becomes of a sample on
 which it fails (`runtime/episode_errors.py`)."""
+_ERROR_LIMITS = {"leave_out": 0.25, "retry": 0.25}
 SAMPLE_TOKENS = 22
 """How many tokens have as many bytes as what a sample has besides (`flow/memory.py`)."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -175,6 +176,22 @@ def _of_some(given: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in given.items() if value is not None}
     lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list | tuple)}
     return found | lists | {name: dict(value) for name, value in found.items() if isinstance(value, Mapping)}
+
+
+def error_limit(on_error: str) -> float:
+    """The default of `max_error_rate`, by what becomes of a sample that fails: without those that are left out, the
+    others teach as before, and one group in four is not replaced."""
+    return _ERROR_LIMITS.get(on_error, 0.05)
+
+
+def error_cure(step: str, on_error: str, counter: str) -> str:
+    """What to do where more samples of a step fail than its settings allow. `counter`: the metric that counts them."""
+    key = f"flow.steps.{step}.with"
+    gentler = "" if on_error in _ERROR_LIMITS else f"{key}.on_error=leave_out goes on without up to a quarter of them, "
+    return (
+        f"{counter} has their number, and the log of each worker names its first ones: mend what raises them; or "
+        f"{gentler}{key}.max_error_rate allows more"
+    )
 
 
 def response_tokens(settings: Mapping[str, Any]) -> Any:

@@ -8,12 +8,12 @@ gives too many of them ends the run.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 
 from distflow.errors import WorkerFailed
+from distflow.exchange.tally import Tally
 from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.types import SampleOutput, Uid, Version
@@ -22,8 +22,8 @@ BAD_LOGPROBS = "unusable log-probs"
 """Why a sample is left out."""
 ROUNDING = 1e-4
 """Nats by which an engine's arithmetic may exceed a probability of 1."""
-MOST, AMONG, LOOKED_AT = 0.05, 100, 1000
-"""Of the last so many samples of an engine, at least AMONG, this share may be without usable log-probs."""
+MOST = 0.05
+"""Of the last samples of an engine, this share may be without usable log-probs."""
 log = logger(__name__)
 
 
@@ -33,7 +33,7 @@ class EngineNumbers:
     def __init__(self, engine: str, metrics: MetricStore) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._spoilt: deque[bool] = deque(maxlen=LOOKED_AT)
+        self._tally = Tally()
 
     def judge(self, output: SampleOutput, uid: Uid, version: Version | None) -> tuple[SampleOutput, str]:
         """The output, and "" if it is sound; else with zeros for its log-probs, and what is wrong with them.
@@ -41,7 +41,8 @@ class EngineNumbers:
         `version`: what the engine has loaded. Raises WorkerFailed if too many have been wrong.
         """
         wrong = complaint(output.token_ids, output.logprobs)
-        self._spoilt.append(bool(wrong))
+        self._tally.add(1, bool(wrong))
+        recent = self._tally.recent()
         if not wrong:
             return sound(output), ""
         self._metrics.add("engine/bad_logprobs", 1)
@@ -53,11 +54,10 @@ class EngineNumbers:
             output.sample,
             tuple(uid),
         )
-        bad, seen = sum(self._spoilt), len(self._spoilt)
-        if seen >= AMONG and bad > MOST * seen:
+        if recent.exceed(MOST):
             raise WorkerFailed(
-                f"{self._engine}, version {_shown(version)}: {bad} of its last {seen} samples came with log-probs that "
-                f"cannot be used, the last one with {wrong}. Look at the weights of this version "
+                f"{self._engine}, version {_shown(version)}: {recent.failed} of its last {recent.judged} samples came "
+                f"with log-probs that cannot be used, the last one with {wrong}. Look at the weights of this version "
                 "(models.<name>.optimizer.lr, dtype) and at the engine's own precision and quantisation"
             )
         return replace(output, logprobs=(0.0,) * len(output.token_ids)), wrong

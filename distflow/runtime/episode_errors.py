@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from distflow.errors import StepError
-from distflow.exchange.tally import Tally, error_limit
-from distflow.flow.step import ERROR_SETTINGS
+from distflow.exchange.tally import Tally
+from distflow.flow.step import ERROR_SETTINGS, error_cure, error_limit
 from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.types import Episode, LeaseKind, lease_kind
 
-FIRST = 16
-"""If this worker's first so many samples all fail, the step cannot work."""
 ERRORS = "rollout/errors"
 _REASON = 120
 """Most characters of the reason that a sample carries."""
@@ -102,7 +100,7 @@ class EpisodeErrors:
         if attempt < policy.max_attempts:
             return "again"
         self._tally().add(1, 1)
-        self._check(failed, policy.max_error_rate)
+        self._check(failed, policy)
         return "leave_out" if kind == "val" else policy.fate
 
     def note(self, failed: EpisodeFailed, episode: Episode, attempt: int) -> None:
@@ -132,14 +130,10 @@ class EpisodeErrors:
         tally.add(1, 0)
         tally.recent()
 
-    def _check(self, failed: EpisodeFailed, most: float) -> None:
-        own, recent = self._tally().own, self._tally().recent()
-        if own.judged >= FIRST and own.failed == own.judged and most < 1.0:
+    def _check(self, failed: EpisodeFailed, policy: ErrorPolicy) -> None:
+        many = self._tally().too_many(policy.max_error_rate)
+        if many:
             raise StepError(
-                f"{failed}: step {self._step!r} failed on all of the first {own.judged} samples; one is shown"
-            ) from failed
-        if recent.exceed(most):
-            raise StepError(
-                f"{failed}: step {self._step!r} failed on {recent.failed} of {recent.judged} samples, more than "
-                f"max_error_rate={most:g} allows; the latest failure is shown"
+                f"{failed}: step {self._step!r} failed on {many}, more than max_error_rate={policy.max_error_rate:g} "
+                f"allows; one failure is shown — {error_cure(self._step, policy.on_error, ERRORS)}"
             ) from failed

@@ -85,7 +85,35 @@ def test_the_newest_samples_of_all_workers_are_told_apart() -> None:
 def test_an_owner_that_was_restarted_counts_anew() -> None:
     counts = [Counts(5000, 40), Counts(5100, 45), Counts(200, 10), Counts(300, 10)]
     tally = Tally(lambda: counts.pop(0))
-    assert [tally.recent() for _ in range(4)] == [(5000, 40), (5100, 45), (0, 0), (100, 0)]
+    assert [tally.recent() for _ in range(4)] == [(0, 0), (100, 5), (0, 0), (100, 0)]
+
+
+@pytest.mark.parametrize(("earlier", "failed"), [(50_000, 100), (1200, 900), (0, 0)])
+def test_a_worker_that_starts_late_judges_by_what_it_has_seen(earlier: int, failed: int) -> None:
+    workers = Workers(2, 1)
+    workers.judge("reward/0", earlier, failed)
+    workers.settle()
+    workers.restart("reward/1")
+    tally = workers.all["reward/1"].of("reward")
+    workers.judge("reward/1", 20, 18)
+    assert not tally.too_many(0.5), "it has not heard of anyone"
+    for _ in range(25):
+        workers.settle()
+        tally.recent()
+        workers.judge("reward/1", 20, 18)
+    workers.settle()
+    assert tally.recent() == (520, 468)
+    assert tally.too_many(0.5) == "468 of 520 samples"
+    assert tally.too_many(0.95) == ""
+
+
+def test_all_of_the_first_samples_are_too_many() -> None:
+    tally = Tally()
+    tally.add(15, 15)
+    assert tally.too_many(0.9) == ""
+    tally.add(1, 1)
+    assert tally.too_many(0.9) == "all of the first 16 samples"
+    assert tally.too_many(1.0) == ""
 
 
 def test_steps_are_counted_apart() -> None:

@@ -228,8 +228,13 @@ def test_the_share_of_failures_that_ends_a_run(plugins: str, on_error: str, allo
     function = f"{plugins}:picky"
     verify(_batch(*["good"] * (100 - allowed), *["bad"] * allowed), _ctx(), function=function, on_error=on_error)
     many = _batch(*["good"] * (100 - too_many), *["bad"] * too_many)
-    with pytest.raises(StepError, match=rf"{too_many} of 100 samples failed, more than max_error_rate=0\.\d+ allows"):
+    with pytest.raises(
+        StepError, match=rf"{too_many} of 100 samples failed, more than max_error_rate=0\.\d+ allows"
+    ) as caught:
         verify(many, _ctx(), function=function, on_error=on_error)
+    told = str(caught.value)
+    assert "flow.steps.reward.with.max_error_rate allows more" in told
+    assert ("flow.steps.reward.with.on_error=leave_out" in told) == (on_error != "leave_out")
 
 
 def test_failures_are_judged_by_the_last_thousand_samples(plugins: str) -> None:
