@@ -39,7 +39,7 @@ PARTS_KEPT = 2
 """Versions of which a trainer keeps its own part, where it sends that itself; who gets them keeps one, whole."""
 GATED = ("llama", "mistral", "qwen2", "qwen3")
 """Families with gated feed-forward layers, without experts."""
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 """Families with experts. The parameters of both kinds can be counted from the configuration (embeddings are untied
 unless it says otherwise); other families need their files."""
 _SCALES = re.compile(r"\.(weight_scale|weight_scale_inv|input_scale|activation_scale)$")
@@ -129,7 +129,10 @@ def model_size(model: ModelConfig) -> ModelSize:
     config = model_config(model)
     family = str(config.get("model_type", "unknown"))
     width, layers, heads = (_number(config, names) for names in (_WIDTH, _LAYERS, _HEADS))
+    latent = config.get("kv_lora_rank")
     head = _number(config, ("head_dim",), max(1, width // heads))
+    if latent:
+        head = _number(config, ("qk_nope_head_dim",)) + _number(config, ("qk_rope_head_dim",))
     vocabulary = _number(config, ("vocab_size",))
     size = ModelSize(
         parameters=_in_files(Path(model.path)) if model.path is not None else 0,
@@ -138,7 +141,10 @@ def model_size(model: ModelConfig) -> ModelSize:
         layers=layers,
         width=width,
         query=heads * head,
-        key_value=_number(config, ("num_key_value_heads",), heads) * head,
+        # Engines keep the latent vector and the rotary key for keys and values alike.
+        key_value=(latent + _number(config, ("qk_rope_head_dim",))) // 2
+        if latent
+        else _number(config, ("num_key_value_heads",), heads) * head,
         feed_forward=_number(config, ("intermediate_size", "n_inner"), 4 * width),
         active=_active(config) or _number(config, ("intermediate_size", "n_inner"), 4 * width),
         dtype_bytes=DTYPE_BYTES[model.dtype],
@@ -154,6 +160,8 @@ def model_size(model: ModelConfig) -> ModelSize:
         return _with_adapters(size, model, matrices)
     if family not in GATED + EXPERTS:
         raise UserError(f"the number of parameters of model_type {family!r} is not known without its safetensors")
+    if latent and (model.lora or model.quantize):
+        raise UserError(f"adapters and 4 bits of model_type {family!r} are not counted without its safetensors")
     size = replace(size, parameters=_gated_parameters(config, family, size, head))
     # Adapters are on linear layers alone, which experts are not.
     matrices = gated_matrices(size) if family in GATED else [m for m in gated_matrices(size) if m[0] in _ATTENTION]
@@ -255,15 +263,22 @@ def _active(config: Mapping[str, Any]) -> int:
         int(config[name]) if type(config.get(name)) is int else 0
         for name in ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     )
+    if config.get("model_type") == "gpt_oss":
+        width = _number(config, ("intermediate_size",), 1)
+    shared += width * int(config.get("n_shared_experts") or 0)
     return chosen * width + shared if chosen * width else 0
 
 
 def _gated_parameters(config: Mapping[str, Any], family: str, size: ModelSize, head: int) -> int:
     """Parameters of attention layers, with the biases of the family or the configuration, and gated feed-forward."""
     width, projected = size.width, size.query + 2 * size.key_value
-    attention = width * (projected + size.query)
+    attention = width * (projected + size.query) if not config.get("kv_lora_rank") else _latent(config, width)
     if family == "qwen2" or (family == "qwen2_moe" and config.get("qkv_bias", True)):
         attention += projected
+    elif family == "gpt_oss":
+        attention += projected + width + size.query // head  # and a sink for each head
+    elif family == "glm4_moe":
+        attention += (projected if config.get("attention_bias") else 0) + 2 * head * bool(config.get("use_qk_norm"))
     elif config.get("attention_bias") and family not in ("mistral", "mixtral", "qwen2_moe"):
         attention += projected + width
     attention += 2 * head if family in ("qwen3", "qwen3_moe") else 0
@@ -274,6 +289,16 @@ def _gated_parameters(config: Mapping[str, Any], family: str, size: ModelSize, h
     return size.layers * (attention + forward + 2 * width) + _ends(config, size)
 
 
+def _latent(config: Mapping[str, Any], width: int) -> int:
+    """Parameters of multi-head latent attention (arXiv 2405.04434), with the norms of the latent vectors."""
+    heads, latent = _number(config, _HEADS), _number(config, ("kv_lora_rank",))
+    rotary, plain, value = (_number(config, (f"{name}_head_dim",)) for name in ("qk_rope", "qk_nope", "v"))
+    query = heads * (rotary + plain)
+    rank = int(config.get("q_lora_rank") or 0)
+    queries = rank * (width + 1 + query) if rank else width * query
+    return queries + width * (latent + rotary) + latent * (1 + heads * (plain + value)) + heads * value * width
+
+
 def _ends(config: Mapping[str, Any], size: ModelSize) -> int:
     """Parameters of embeddings, last norm and output layer."""
     tied = config.get("tie_word_embeddings") and size.outputs == size.vocabulary
@@ -282,13 +307,18 @@ def _ends(config: Mapping[str, Any], size: ModelSize) -> int:
 
 def _forward_with_experts(config: Mapping[str, Any], family: str, size: ModelSize) -> int:
     """Parameters of the feed-forward layers of all layers: experts with their router, or dense ones."""
-    wide = size.feed_forward if family == "mixtral" else _number(config, ("moe_intermediate_size",))
-    experts = _number(config, ("num_local_experts", "num_experts"))
+    alike = family in ("mixtral", "gpt_oss")
+    wide = size.feed_forward if alike else _number(config, ("moe_intermediate_size",))
+    experts = _number(config, ("num_local_experts", "num_experts", "n_routed_experts"))
     sparse = experts * (3 * wide + 1) * size.width
     if family == "qwen2_moe":
         sparse += (3 * _number(config, ("shared_expert_intermediate_size",)) + 1) * size.width
+    if family == "gpt_oss":
+        sparse += experts * (2 * wide + size.width + 1)  # biases, of the router too
+    sparse += 3 * int(config.get("n_shared_experts") or 0) * wide * size.width
     every, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
-    with_experts = sum((layer + 1) % every == 0 and layer not in dense for layer in range(size.layers))
+    first = int(config.get("first_k_dense_replace") or 0)
+    with_experts = sum((layer + 1) % every == 0 and layer not in dense for layer in range(first, size.layers))
     return with_experts * sparse + (size.layers - with_experts) * 3 * size.width * size.feed_forward
 
 

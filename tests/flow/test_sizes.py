@@ -76,3 +76,92 @@ def test_files_are_counted_by_their_headers(tmp_path: Path) -> None:
 def test_what_cannot_be_known_is_said(model: ModelConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
         model_size(model)
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+PUBLISHED = {
+    "DeepSeek-V3": (
+        671.0,
+        576,
+        {
+            "model_type": "deepseek_v3",
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "n_shared_experts": 1,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "q_lora_rank": 1536,
+            "first_k_dense_replace": 3,
+            "vocab_size": 129280,
+            **LATENT,
+        },
+    ),
+    "DeepSeek-V2-Lite": (
+        15.7,
+        576,
+        {
+            "model_type": "deepseek_v2",
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "n_shared_experts": 2,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "vocab_size": 102400,
+            **LATENT,
+        },
+    ),
+    "GLM-4.5-Air": (
+        106.9,
+        2048,
+        {
+            "model_type": "glm4_moe",
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 1,
+            "vocab_size": 151552,
+            "attention_bias": True,
+        },
+    ),
+    "gpt-oss-20b": (
+        20.9,
+        1024,
+        {
+            "model_type": "gpt_oss",
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "vocab_size": 201088,
+            "attention_bias": True,
+        },
+    ),
+}
+"""Billions of parameters, numbers that are cached of a token in a layer, and what the published configuration says."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_with_experts_are_as_large_as_they_are_said_to_be(name: str) -> None:
+    billions, cached, config = PUBLISHED[name]
+    size = model_size(ModelConfig(init=config, tokenizer="some/tokenizer", dtype="bfloat16"))
+    assert size.parameters / 1e9 == pytest.approx(billions, abs=0.05)
+    assert size.kv_bytes == size.layers * cached * 2
