@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distflow.config.schema import Recipe
 from distflow.config.yamlfile import shown
-from distflow.errors import UserError
-from distflow.flow.estimate import LIBRARY_BYTES, Estimate, divides, estimate
+from distflow.flow.estimate import GPU_PROCESS, LIBRARY_BYTES, Estimate, estimate
 from distflow.flow.gpus import first_gpus, width
-from distflow.flow.memory import ASSUMED_GPU, consumer_bytes, gpu_share
+from distflow.flow.memory import ASSUMED_GPU, consumer_bytes
+from distflow.flow.memory_cures import FITS, Cures
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import DTYPE_BYTES, stored_dtype
 from distflow.flow.slots_fit import slots_fit
@@ -104,6 +103,8 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
             f"there would need: layout.pools.{next(iter(unsure))}.device=cuda"
         )
     if len(rows) > 1:
+        fitting = (use for use in _uses(placed(plan, capacity), capacity) if use.needed <= usable(use.there))
+        notes += [f"{use.workers}: {_verdict(use.needed, use.there)}" for use in fitting if use.needed]
         notes += [*_together(plan, capacity), *_narrower(plan)]
     if len(rows) > 1 and plan.owners:
         most = (
@@ -151,11 +152,18 @@ def _slot_warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
     for pool in dict.fromkeys(worker.name.pool for worker in plan.workers):
         fits = [slots_fit(plan, worker, seen) for worker in plan.workers if worker.name.pool == pool]
         few = [fit for fit in fits if fit is not None and fit.slots > fit.samples(fit.longest)]
-        if few:
+        if few and not few[0].samples(few[0].longest):
+            wider = "a pool of its own for generation (layout=split) with " if plan.pool(pool).homes else ""
+            yield (
+                f"an engine of {pool} has no room for a single sample of {few[0].longest:,} tokens on a GPU of "
+                f"{_gib(seen)} GiB: beside its weights there is room for {few[0].tokens:,} tokens — shorter samples, a "
+                f"larger GPU, or {wider}engines over several GPUs (engine_options)"
+            )
+        elif few:
             yield (
                 f"the {few[0].slots} slots of an engine of {pool} are more than its {few[0].of_longest}, on a "
                 f"GPU of {_gib(seen)} GiB: where samples get that long, some wait or are computed again — "
-                f"layout.pools.{pool}.slots={max(1, few[0].samples(few[0].longest))}, or leave it if most are shorter"
+                f"layout.pools.{pool}.slots={few[0].samples(few[0].longest)}, or leave it if most are shorter"
             )
 
 
@@ -178,28 +186,58 @@ def memory_data(plan: Plan, capacity: Capacity) -> dict[str, Any]:
 def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
     """Yield what would not fit if all workers ran on this host, and slots for which engines have no memory."""
     all_placed = placed(plan, capacity)
-    for number, there in enumerate(capacity.gpus):
-        here = [one for one in all_placed if number in one.gpus]
-        needed = sum(one.estimate.device for one in here)
-        if needed > usable(there):
-            names = ", ".join(one.estimate.worker for one in here)
-            few = _shared(plan, len(capacity.gpus)) if len(here) > 1 else ""
-            found = f"cuda:{number} has {_gib(there)} GiB, and {names} may need {_gib(needed)}{few}"
-            yield f"{found}: {_verdict(needed, there)} — {_hint(plan, here)}"
+    for use in _uses(all_placed, capacity):
+        if use.needed > usable(use.there):
+            names = f"{use.gpus} {_gib(use.there)} GiB, and {use.workers} may need {_gib(use.needed)}"
+            few = _too_few(plan, len(capacity.gpus)) if len(use.here) > 1 else ""
+            yield f"{names}{few}: {_verdict(use.needed, use.there)}{_cures(plan, use.here, use.there)}"
     for names, one in _alike(all_placed) if not capacity.gpus else ():
         if one.place != HOST and one.estimate.device > usable(ASSUMED_GPU):
             yield (
                 f"{names} may need {_gib(one.estimate.device)} GiB of a GPU; none is seen here, and common ones have "
                 f"up to {_gib(ASSUMED_GPU)} GiB (--gpu-gib says otherwise): "
-                f"{_verdict(one.estimate.device, ASSUMED_GPU)} — {_hint(plan, [one])}"
+                f"{_verdict(one.estimate.device, ASSUMED_GPU)}{_cures(plan, [one], ASSUMED_GPU)}"
             )
     needed, _ = host_sum(plan, all_placed)
     if capacity.host is not None and needed > capacity.host:
         yield (
             f"this host has {_gib(capacity.host)} GiB of memory, and {len(all_placed)} worker(s) here may need "
-            f"{_gib(needed)} — {_host_hint(plan, all_placed)}"
+            f"{_gib(needed)}{_host_cures(plan, all_placed, capacity)}"
         )
     yield from _slot_warnings(plan, capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """GPUs of one size that workers take in the same way."""
+
+    gpus: str
+    workers: str
+    here: Sequence[Placed]
+    """The workers on the first of them."""
+    there: int
+    """Bytes that each has."""
+
+    @property
+    def needed(self) -> int:
+        return sum(one.estimate.device for one in self.here)
+
+
+def _uses(all_placed: Sequence[Placed], capacity: Capacity) -> Iterator[_Use]:
+    groups: dict[object, list[tuple[int, list[Placed]]]] = {}
+    for number, there in enumerate(capacity.gpus):
+        here = [one for one in all_placed if number in one.gpus]
+        kinds = tuple((one.estimate.worker.rpartition("/")[0], one.estimate.device, one.width) for one in here)
+        groups.setdefault((there, kinds), []).append((number, here))
+    for alike in (group for group in groups.values() if group[0][1]):
+        names = [", ".join(one.estimate.worker for one in here) for _, here in alike]
+        numbers = [f"cuda:{number}" for number, _ in alike]
+        has = "has" if len(numbers) == 1 else "have"
+        yield _Use(f"{_range(numbers)} {has}", _range(names), alike[0][1], capacity.gpus[alike[0][0]])
+
+
+def _range(names: Sequence[str]) -> str:
+    return names[0] if names[0] == names[-1] else f"{names[0]} … {names[-1]}"
 
 
 def usable(gpu: int) -> int:
@@ -208,8 +246,10 @@ def usable(gpu: int) -> int:
 
 
 def _verdict(needed: int, there: int) -> str:
-    kept = f"{RESERVE:.0%} of it are left free"
-    return f"does not fit {there / GIB:.0f} GB by {(needed - usable(there)) / GIB:.1f} GiB ({kept})"
+    """Say by how much a GPU is too small, or larger than needed."""
+    spare = (usable(there) - needed) / GIB
+    found = f"fits {there / GIB:.0f} GB with" if spare >= 0 else f"does not fit {there / GIB:.0f} GB by"
+    return f"{found} {abs(spare):.1f} GiB{' to spare' if spare >= 0 else ''} ({RESERVE:.0%} of it are left free)"
 
 
 def counted_twice(workers: Iterable[WorkerPlan]) -> int:
@@ -218,70 +258,44 @@ def counted_twice(workers: Iterable[WorkerPlan]) -> int:
     return LIBRARY_BYTES * max(0, forked - 1)
 
 
-def _shared(plan: Plan, gpus: int) -> str:
+def _too_few(plan: Plan, gpus: int) -> str:
     """Why workers that name no GPU lie on one together, if there are too few."""
     asked = sum(width(worker) for worker in plan.workers if worker.device in ("auto", "cuda"))
     return f"; each on GPUs of its own, the workers would take {asked}, and there are {gpus}" if asked > gpus else ""
 
 
-def _hint(plan: Plan, here: Sequence[Placed]) -> str:
-    """The settings that would save most, the largest saving first."""
-    workers = [plan.worker(WorkerName.parse(one.estimate.worker)) for one in here]
-    caches = [one.estimate.kv + one.estimate.drawing for one in here]
-    parts = {
-        "lower batch.tokens_per_microbatch": sum(one.estimate.activations + one.estimate.logits for one in here),
-        "fewer slots": sum(cache for cache, worker in zip(caches, workers, strict=True) if gpu_share(worker) is None),
-        "a smaller share of the GPU for the engine (engine_options)": sum(
-            cache for cache, worker in zip(caches, workers, strict=True) if gpu_share(worker) is not None
-        ),
-        "a backend that divides the model": sum(
-            one.estimate.optimizer + one.estimate.gradients
-            for one, worker in zip(here, workers, strict=True)
-            if not divides(worker)
-        ),
-    }
-    saved = {hint: _saved(plan, here, recipe) for hint, recipe in _changes(plan, workers)}
-    words = {hint: f"{hint} (of {_gib(size)} GiB)" for hint, size in parts.items()}
-    words |= {hint: f"{hint} gives {size / GIB:.1f} GiB" for hint, size in saved.items()}
-    parts |= saved
-    return ", or ".join(words[hint] for hint in sorted(parts, key=lambda hint: -parts[hint])[:2] if parts[hint])
+def _cures(plan: Plan, here: Sequence[Placed], there: int) -> str:
+    """What lets the workers on a GPU of `there` bytes fit it."""
+    workers = [(WorkerName.parse(one.estimate.worker), one.place != HOST) for one in here]
+
+    def needed(other: Plan) -> int:
+        return sum(
+            estimate(other, other.worker(name), on_gpu=on_gpu, gpu_bytes=there).device for name, on_gpu in workers
+        )
+
+    cures = Cures(plan, [plan.worker(name) for name, _ in workers], needed, usable(there), there)
+    words = cures.words()
+    apart = "" if words.startswith(FITS) else _apart(here, there)
+    return "".join(f" — {text}" for text in (words, apart) if text)
 
 
-def _host_hint(plan: Plan, here: Sequence[Placed]) -> str:
+def _apart(here: Sequence[Placed], there: int) -> str:
+    """What pools of their own would take, for training and for generation, if either would fit."""
+    one = here[0].estimate
+    models = one.weights + one.gradients + one.optimizer + one.activations + one.logits + GPU_PROCESS
+    engine = one.engine + one.kv + one.drawing + GPU_PROCESS
+    if len(here) > 1 or not (one.engine and one.weights) or max(models, engine) > usable(there):
+        return ""
+    return f"on GPUs of their own (layout=split), training would take {_gib(models)} GiB and generation {_gib(engine)}"
+
+
+def _host_cures(plan: Plan, here: Sequence[Placed], capacity: Capacity) -> str:
     """What saves the host's memory: beside models on GPUs that is little, so fewer workers, on more hosts."""
     spread = "fewer workers, or several hosts (--hosts)"
-    hints = _hint(plan, [one for one in here if one.place == HOST])
-    return f"{hints}, or {spread}" if hints else spread
-
-
-def _changes(plan: Plan, workers: Sequence[WorkerPlan]) -> Iterator[tuple[str, Recipe]]:
-    """Recipes that may need less of a GPU, and what is changed in them."""
-    recipe = plan.recipe
-    for name in dict.fromkeys(name for worker in workers for name in worker.models if name in plan.trained_models):
-        model = recipe.models[name].model_copy(update={"gradient_checkpointing": True})
-        hint = f"models.{name}.gradient_checkpointing: true"
-        yield hint, recipe.model_copy(update={"models": {**recipe.models, name: model}})
-    for name in dict.fromkeys(worker.name.pool for worker in workers if not worker.offload):
-        pool = recipe.layout.pools[name].model_copy(update={"offload": True})
-        layout = recipe.layout.model_copy(update={"pools": {**recipe.layout.pools, name: pool}})
-        yield f"layout.pools.{name}.offload: true", recipe.model_copy(update={"layout": layout})
-
-
-def _saved(plan: Plan, here: Sequence[Placed], recipe: Recipe) -> int:
-    """What the workers here need less with another recipe; 0 if that is refused."""
-    # Imported late: the planner is not needed to show a plan that fits.
-    from distflow.flow.planner import make_plan
-
-    try:
-        other = make_plan(recipe, lambda key: "recipe")
-    except UserError:
-        return 0
-    placed_workers = [(WorkerName.parse(one.estimate.worker), one.place != HOST) for one in here]
-    before, after = (
-        sum(estimate(which, which.worker(name), on_gpu=on_gpu).device for name, on_gpu in placed_workers)
-        for which in (plan, other)
-    )
-    return max(0, before - after)
+    workers = [plan.worker(WorkerName.parse(one.estimate.worker)) for one in here if one.place == HOST]
+    bound, gpu = capacity.host or 0, gpu_bytes(capacity)
+    cures = Cures(plan, workers, lambda other: host_sum(other, placed(other, capacity))[0], bound, gpu)
+    return "".join(f" — {words}" for words in (cures.words(), spread) if words)
 
 
 def _place(worker: WorkerPlan, gpus: int, firsts: Mapping[str, int]) -> str:
@@ -301,10 +315,8 @@ def _alike(all_placed: Sequence[Placed]) -> Iterator[tuple[str, Placed]]:
         place = one.place.partition(":")[0]
         groups.setdefault((pool, dataclasses.replace(one.estimate, worker=""), place), []).append(one)
     for same in groups.values():
-        first, last = same[0], same[-1]
-        many = len(same) > 1
-        names = f"{first.estimate.worker} … {last.estimate.worker}" if many else first.estimate.worker
-        yield names, dataclasses.replace(first, place=first.place.partition(":")[0]) if many else first
+        first, names = same[0], _range([one.estimate.worker for one in same])
+        yield names, dataclasses.replace(first, place=first.place.partition(":")[0]) if len(same) > 1 else first
 
 
 def _gib(size: int) -> str:
