@@ -133,7 +133,7 @@ def test_what_has_moved_a_model_is_known_at_the_end_of_a_step() -> None:
 
 @pytest.mark.parametrize("how", ["left out", "cut off"])
 def test_a_model_without_a_token_to_train_on_is_left_out(how: str) -> None:
-    """In one of two mini-batches, beside one that has some. A step that accumulates nothing is an error all the same."""
+    """In one of two mini-batches, beside one that has some. A step that accumulates nothing is an error still."""
     models, metrics = {"policy": FakeBackend(), "solver": FakeBackend()}, MetricStore()
     contexts = {
         model: StepContext("update", model=model, models=models, metrics=metrics, prefix=prefix)
