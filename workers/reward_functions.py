@@ -12,10 +12,11 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
+from distflow.data.answers_in_text import find_answer
 from distflow.data.gold import ANSWER, GoldAnswer, as_written, gives, gold_answers, needs
 from distflow.errors import UserError
 from distflow.types import Completion
-from distflow.workers.final_answers import find_answer, is_answer
+from distflow.workers.final_answers import is_answer
 
 Reward = float | Mapping[str, float]
 RewardFunction = Callable[..., Reward | Awaitable[Reward]]

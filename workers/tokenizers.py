@@ -89,7 +89,7 @@ class CharTokenizer:
         """Whether a turn may end with this token."""
         return token <= EOS_ID or token in self.end_tokens
 
-    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+    def encode(self, text: str, *, begins: bool = False, behind: int | None = None) -> list[int]:
         """Encode a text, the same where it begins a sequence; raises ValueError naming an unknown character."""
         try:
             return [self._ids[char] for char in text]
@@ -144,6 +144,7 @@ class PretrainedTokenizer:
         added = self.pretrained.added_tokens_decoder
         self._special = {*self.pretrained.all_special_ids, *(n for n, token in added.items() if token.special)}
         self._begin = _begin_tokens(self.pretrained)
+        self._added = {number: str(token.content) for number, token in added.items()}
         self._inner = _inner_encoder(self.pretrained)
 
     @property
@@ -155,16 +156,21 @@ class PretrainedTokenizer:
         """Whether a turn may end with this token: a special one, or one that ends responses."""
         return token in self._special or token in self.end_tokens
 
-    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+    def encode(self, text: str, *, begins: bool = False, behind: int | None = None) -> list[int]:
         """Encode a text that goes on a sequence: no special tokens, and no space that is not there.
 
         With `begins` it is the beginning of a sequence: what the tokenizer puts there comes before it, once, also where
-        the text, as of some chat templates, has it already.
+        the text, as of some chat templates, has it already. `behind`: the token before it. Behind an added token a text
+        is written as the tokenizer does within a text that has both: some put a space there, and some take one away.
         """
-        if not begins:
-            return self._inner(text)
-        ids = list(self.pretrained.encode(text, add_special_tokens=False))
-        return ids if not ids or ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
+        if begins:
+            ids = list(self.pretrained.encode(text, add_special_tokens=False))
+            return ids if not ids or ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
+        if behind is not None and behind in self._added:
+            whole = list(self.pretrained.encode(self._added[behind] + text, add_special_tokens=False))
+            if whole[:1] == [behind]:
+                return whole[1:]
+        return self._inner(text)
 
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
         """Texts, one per row."""
@@ -223,7 +229,7 @@ def _begin_tokens(pretrained: Any) -> list[int]:
 
 def _inner_encoder(pretrained: Any) -> Callable[[str], list[int]]:
     """Tell how a text is encoded that goes on another one: without the space that some tokenizers put before every
-    text."""
+    text, up to the first added token in it, from which on it is as in any text."""
     core = getattr(pretrained, "backend_tokenizer", None)
     if core is None:
         return partial(_encoded_behind, pretrained)
@@ -235,8 +241,17 @@ def _inner_encoder(pretrained: Any) -> Callable[[str], list[int]]:
     }
     if plain == described:
         return lambda text: list(pretrained.encode(text, add_special_tokens=False))
-    inner = type(core).from_str(json.dumps(plain))
-    return lambda text: list(inner.encode(text, add_special_tokens=False).ids)
+    inner, added = type(core).from_str(json.dumps(plain)), pretrained.added_tokens_decoder
+
+    def encode(text: str) -> list[int]:
+        found = inner.encode(text, add_special_tokens=False)
+        first = next((place for place, token in enumerate(found.ids) if token in added), None)
+        if first is None:
+            return list(found.ids)
+        rest = text[found.offsets[first][0] :]
+        return [*found.ids[:first], *pretrained.encode(rest, add_special_tokens=False)]
+
+    return encode
 
 
 def _without_prefix(part: Any) -> Any:

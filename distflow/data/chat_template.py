@@ -10,9 +10,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from distflow.data.messages import ASSISTANT, TRAINS, Message, calls_of, content_text, with_arguments
+from distflow.data.tokenizer import Tokenizer
 from distflow.errors import UserError
 from distflow.log import logger
 
@@ -22,40 +23,12 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message for what a model thought before it answered."""
 _PROBE = "aprobe"
 _ASKS = {"role": "user", "content": "0"}
+_ANSWERS = {"role": ASSISTANT, "content": _PROBE}
 _THOUGHT_END = "</think>"
+_OPEN = re.compile(r"(?:<(think|thinking|thought|reasoning)>|\[(THINK)\])\s*\Z")
+"""The beginning of a thought at the end of a generation prompt."""
 _SHOWN = 60
 _NOTHING_TO_ESCAPE = re.compile(r"""[^\\"'<>&\x00-\x1f\x7f-\U0010ffff]*""")
-
-
-class TemplateTokenizer(Protocol):
-    """The part of a tokenizer that writes conversations."""
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The end token; None if there is none."""
-        ...
-
-    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
-        """The texts of rows of token ids."""
-        ...
-
-    def chat_text(
-        self,
-        turns: str | Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        asks: bool = True,
-        continues: bool = False,
-    ) -> str:
-        """Write the turns, or a text as a user's, in the model's chat template.
-
-        Raises UserError without one, ValueError where it fails.
-
-        `arguments`: further ones of the template; `asks`: the generation prompt follows; `continues`: the last turn is
-        left open, to be gone on with.
-        """
-        ...
 
 
 class Given(NamedTuple):
@@ -76,29 +49,33 @@ class Given(NamedTuple):
 class ChatTemplate:
     """Writes conversations, and tells once of each key of messages that the template leaves out."""
 
-    def __init__(self, tokenizer: TemplateTokenizer, arguments: Mapping[str, Any], *, strict: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, Any], *, strict: bool = False) -> None:
         """`strict`: what is left out is an error."""
         self._tokenizer = tokenizer
         self._arguments = arguments
         self._strict = strict
         self._told: set[str] = set()
 
-    def write(
-        self,
-        turns: str | Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        asks: bool = False,
-        continues: bool = False,
-    ) -> str:
-        """Write a conversation, or a text as a user's turn; see the tokenizer's `chat_text`."""
-        if isinstance(turns, str) and not self._wants_parts:
-            return self._tokenizer.chat_text(turns, tools, self._arguments, asks=asks)
-        messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
-        written = [self._turn(turn) for turn in messages]
-        if continues:
-            return self._tokenizer.chat_text(written, tools, self._arguments, asks=False, continues=True)
-        return self._tokenizer.chat_text(written, tools, self._arguments, asks=asks)
+    def write(self, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, asks: bool = False) -> str:
+        """Write a conversation; `asks`: the generation prompt follows. Raises what the tokenizer's `chat_text` does."""
+        return self._tokenizer.chat_text(list(map(self._turn, turns)), tools, self._arguments, asks=asks)
+
+    def begin(self, turns: Sequence[Message], opening: Message, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Write a conversation and the beginning of an answer: behind the generation prompt, as the answer would be.
+
+        Where the template has none, and only parts the two by white space, it is written as the template parts them.
+        """
+        asked, text = self.write(turns, tools, asks=True), content_text(opening)
+        opened = open_thought(asked)
+        if opened is not None and text.lstrip().startswith(opened.tag):
+            return asked + opened.within(text)
+        written = [*map(self._turn, turns), self._turn(opening)]
+        try:
+            going_on = self._tokenizer.chat_text(written, tools, self._arguments, asks=False, continues=True)
+        except ValueError:  # the template leaves out a part of what it was given
+            return asked + text
+        as_given = going_on.startswith(asked) and going_on[len(asked) :].strip() == text.strip()
+        return going_on if as_given else asked + text
 
     def check(self, written: str, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]], label: str) -> None:
         """Compare what was given with what was written, and warn of what is missing, once for each key.
@@ -112,16 +89,22 @@ class ChatTemplate:
                     self._told.add("by design")
                     log.info("data: the chat template leaves out the reasoning of turns before the last user's")
                 continue
-            message = (
+            self.tell(
+                lost.key,
+                label,
                 f"the chat template leaves out {lost.key!r} of {lost.place}: {_cut(lost.forms[0])!r} — rename "
                 "it as the template reads it, take a template that writes it (chat_template.jinja in the tokenizer's "
-                "folder), or remove it from the data"
+                "folder), or remove it from the data",
             )
-            if self._strict:
-                raise UserError(f"{message} (data.strict)")
-            if lost.key not in self._told:
-                self._told.add(lost.key)
-                log.warning("data: %s: %s; told once (data.strict=true makes it an error)", label, message)
+
+    def tell(self, key: str, label: str, message: str) -> None:
+        """Warn of something in a row that does not reach the model as it should, once for each key; raises UserError
+        instead where `strict` holds."""
+        if self._strict:
+            raise UserError(f"{message} (data.strict)")
+        if key not in self._told:
+            self._told.add(key)
+            log.warning("data: %s: %s; told once (data.strict=true makes it an error)", label, message)
 
     def _turn(self, message: Message) -> dict[str, Any]:
         """A message as the template reads it: its content as parts or as text, nothing that concerns training alone."""
@@ -131,7 +114,11 @@ class ChatTemplate:
             turn["content"] = content_text(message)
         elif isinstance(content, str) and self._wants_parts:
             turn["content"] = [{"type": "text", "text": content}]
-        return with_arguments(turn, as_text=self._wants_text_arguments) if calls_of(turn) else turn
+        if not calls_of(turn):
+            return turn
+        forms, says = self._forms_of_calls, bool(content_text(message).strip())
+        content, as_text = next((form for form in forms if says or form[0] == turn.get("content")), forms[0])
+        return with_arguments(turn if says else {**turn, "content": content}, as_text=as_text)
 
     @cached_property
     def _wants_parts(self) -> bool:
@@ -144,23 +131,39 @@ class ChatTemplate:
         return self._probe([{"type": "text", "text": _PROBE}])
 
     @cached_property
-    def _wants_text_arguments(self) -> bool:
-        """Tell whether the arguments of calls have to be JSON text: the template cannot write objects, or not as
-        JSON."""
+    def _forms_of_calls(self) -> list[tuple[str | None, bool]]:
+        """Find the forms of a turn that only calls which the template can write, at least one: its content, null or
+        blank, and whether the arguments are JSON text, since it cannot write objects, or not as JSON."""
 
-        def probe(arguments: object) -> str:
+        def probe(content: str | None, arguments: object) -> str:
             call = {"type": "function", "id": "000000000", "function": {"name": "f", "arguments": arguments}}
-            return self._tried([_ASKS, {"role": "assistant", "content": "", "tool_calls": [call]}])
+            return self._tried([_ASKS, {"role": ASSISTANT, "content": content, "tool_calls": [call]}])
 
-        written = probe({_PROBE: _PROBE})
-        return (_PROBE not in written or f"'{_PROBE}'" in written) and _PROBE in probe(json.dumps({_PROBE: _PROBE}))
+        written = {
+            (content, as_text): probe(content, json.dumps({_PROBE: _PROBE}) if as_text else {_PROBE: _PROBE})
+            for as_text in (False, True)
+            for content in (None, "")
+        }
+        fair = {form: text for form, text in written.items() if text and "None" not in text}
+        whole = [form for form, text in fair.items() if _PROBE in text and f"'{_PROBE}'" not in text]
+        return whole or list(fair) or [("", False)]
+
+    @cached_property
+    def blank(self) -> str:
+        """What the template writes behind its generation prompt for an answer that says nothing."""
+        return self._tried([_ASKS, {"role": ASSISTANT, "content": ""}]).removeprefix(self._tried([_ASKS], asks=True))
+
+    @cached_property
+    def ending(self) -> str:
+        """What the template ends an answer with, as far as it ends those within a conversation with that too."""
+        ended = self._tried([_ASKS, _ANSWERS]).rpartition(_PROBE)[2].rstrip()
+        return ended.removesuffix(self.closing).rstrip() if self.closing else ended
 
     @cached_property
     def closing(self) -> str:
         """A token that the template writes behind a conversation that ends, and not behind the turns within one."""
-        turns = [_ASKS, {"role": "assistant", "content": _PROBE}]
-        ended = self._tried(turns).rpartition(_PROBE)[2].rstrip()
-        goes_on = self._tried([*turns, _ASKS]).rpartition(_PROBE)[2]
+        ended = self._tried([_ASKS, _ANSWERS]).rpartition(_PROBE)[2].rstrip()
+        goes_on = self._tried([_ASKS, _ANSWERS, _ASKS]).rpartition(_PROBE)[2]
         token = self._tokenizer.eos_token_id
         end = "" if token is None else self._tokenizer.decode_batch([[token]], skip_special=False)[0]
         within = ended.removesuffix(end).rstrip()
@@ -169,8 +172,7 @@ class ChatTemplate:
     @cached_property
     def behind(self) -> str:
         """Text between an answer and the content of a user's turn; empty if the template takes none."""
-        turns = [_ASKS, {"role": "assistant", "content": _PROBE}, _ASKS]
-        return self._tried(turns).rpartition(_PROBE)[2].partition(_ASKS["content"])[0]
+        return self._tried([_ASKS, _ANSWERS, _ASKS]).rpartition(_PROBE)[2].partition(_ASKS["content"])[0]
 
     def _probe(self, content: object) -> bool:
         written = self._tried([{"role": "user", "content": content}], asks=True)
@@ -182,6 +184,37 @@ class ChatTemplate:
             return self._tokenizer.chat_text(turns, (), self._arguments, asks=asks)
         except ValueError:
             return ""
+
+
+class OpenThought(NamedTuple):
+    """A thought that the generation prompt begins."""
+
+    tag: str
+    """<think> or the like."""
+    end: str
+    """The tag that ends it."""
+
+    def within(self, text: str) -> str:
+        """A text that begins with the tag, as it goes on behind the generation prompt."""
+        rest = text.lstrip().removeprefix(self.tag)
+        return rest.removeprefix("\n")
+
+    def answer(self, turn: Message) -> str | None:
+        """An answer as it goes on behind the generation prompt: a thought, its end, and what was answered; None if
+        the answer has no thought that ends."""
+        content = content_text(turn)
+        thought = next((turn[key] for key in REASONING if isinstance(turn.get(key), str)), None)
+        if self.end in content:
+            return self.within(content) if content.lstrip().startswith(self.tag) else content
+        return None if thought is None else f"{thought.strip()}\n{self.end}\n\n{content}"
+
+
+def open_thought(asked: str) -> OpenThought | None:
+    """Find the thought that a generation prompt begins; None if it begins none."""
+    found = _OPEN.search(asked)
+    if found is None:
+        return None
+    return OpenThought(f"<{found[1]}>", f"</{found[1]}>") if found[1] else OpenThought("[THINK]", "[/THINK]")
 
 
 def left_out(written: str, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Given]:
@@ -223,8 +256,8 @@ def _of_turn(turn: Message, place: str, earlier: bool) -> Iterator[Given]:
         if isinstance(turn.get(key), str):
             yield Given(key, place, _forms(turn[key]), by_design=earlier)
     for call in calls_of(with_arguments(dict(turn), as_text=False)):
-        for value in (call.get("name"), call.get("arguments")):
-            yield from (Given("tool_calls", place, *leaf) for leaf in _leaves(value))
+        for key in ("name", "arguments"):
+            yield from (Given("tool_calls", place, *leaf) for leaf in (_leaves(call[key]) if key in call else ()))
     if isinstance(turn.get("name"), str):
         yield Given("name", place, _forms(turn["name"]), shared=True)
 

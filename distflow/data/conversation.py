@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distflow.data.chat_template import ChatTemplate, left_out, pieces
-from distflow.data.messages import ASSISTANT, Message, as_text, content_text, trains
+from distflow.data.chat_template import ChatTemplate, left_out, open_thought, pieces
+from distflow.data.messages import ASSISTANT, Message, calls_of, content_text, trains
 from distflow.data.sources import PromptText
 from distflow.errors import UserError
 from distflow.log import logger
@@ -53,7 +53,7 @@ class Conversation:
         opening = given.opening
         whole = turn if opening is None else {**turn, "content": content_text(opening) + content_text(turn)}
         self._turns = [*given.spoken, whole]
-        self._said: list[Message] = list(given.messages) or [{"role": "user", "content": given.text}]
+        self._said: list[Message] = list(given.messages)
         self._ended = ""
 
     def parts(self) -> list[ResponsePart]:
@@ -81,9 +81,10 @@ class Conversation:
                     stripped = stripped.removesuffix(self._template.closing).rstrip()
                 self._ended = stripped if len(stripped) > len(asked) else written
                 part = ResponsePart(self._ended[len(asked) :], answers=True, trains=trains(turn))
-                _check_written(number, turn, part, opened=opened)
+                self._check_written(number, turn, part, opened=opened)
             elif len(self._turns) == 1:
-                part = _alone(turn, self._given.opening, asked, written)
+                part = self._alone(turn, asked, written)
+                written = asked + part.text
             else:
                 raise UserError(_rewritten(number))
             parts.append(part)
@@ -111,49 +112,65 @@ class Conversation:
     def _asked(self, opened: bool) -> str:
         if not opened or self._given.opening is None:
             return self._template.write(self._said, self._given.tools, asks=True)
-        return self._template.write([*self._said, self._given.opening], self._given.tools, continues=True)
+        return self._template.begin(self._said, self._given.opening, self._given.tools)
+
+    def _check_written(self, number: int, turn: Message, part: ResponsePart, *, opened: bool) -> None:
+        """Raise UserError if a turn is trained on of which there is nothing besides its end."""
+        if not part.trains:
+            return
+        given = list(pieces([turn], ()))
+        if not given:
+            raise UserError(
+                f"message {number}, an assistant's turn, is empty; expected an answer — give it weight: 0, or leave "
+                "the row out of the source"
+            )
+        # A key of a call may stand in the end itself, as `end` does in <|im_end|>.
+        said = part.text.removesuffix(self._template.ending)
+        nothing = part.text.strip() == self._template.blank.strip() or len(left_out(said, [turn], ())) == len(given)
+        if nothing and not opened:
+            keys = ", ".join(dict.fromkeys(piece.key for piece in given))
+            raise UserError(
+                f"the chat template leaves out {keys} of message {number}, so that its end alone would be trained on — "
+                "a template that writes it, or weight: 0"
+            )
+
+    def _alone(self, turn: Message, asked: str, written: str) -> ResponsePart:
+        """Put an answer behind the generation prompt, whose end the template writes in another way before answers."""
+        if calls_of(turn):
+            raise UserError(
+                f"the answer calls tools, and the chat template writes it in another way than the generation prompt, "
+                f"which ends with {asked[-40:]!r}, begins it — other data.chat_template_args, or another template"
+            )
+        opening, content = self._given.opening, content_text(turn)
+        thought = open_thought(asked) if opening is None else None
+        if opening is not None:
+            answer: str | None = content[len(content_text(opening)) :]
+        elif thought is not None:
+            answer = thought.answer(turn)
+        else:
+            same = next(end for end in range(len(asked), -1, -1) if written.startswith(asked[:end]))
+            answer = content.removeprefix(asked[same:])
+        if thought is not None and answer is None:
+            self._template.tell(
+                "thought",
+                self._label,
+                f"the generation prompt opens {thought.tag}, and the answer has no {thought.end}, so that it would be "
+                f"trained as a thought that does not end: {content[:60]!r} — give it its reasoning_content, put "
+                f"{thought.tag}…{thought.end} before it, or take other data.chat_template_args",
+            )
+        elif thought is None and asked[-40:] not in _told:
+            _told.add(asked[-40:])
+            log.warning(
+                "data: the chat template writes answers in another way than its generation prompt, which ends with %r, "
+                "begins them: their contents are put behind that",
+                asked[-40:],
+            )
+        text = content if answer is None else answer
+        return ResponsePart(text.rstrip() + self._template.ending, answers=True, trains=trains(turn))
 
 
 _NEXT = "0"
 """Content of a turn that is written to see what comes before it."""
-
-
-def _check_written(number: int, turn: Message, part: ResponsePart, *, opened: bool) -> None:
-    """Raise UserError if a turn is trained on of which there is nothing besides its end."""
-    if not part.trains:
-        return
-    given = list(pieces([turn], ()))
-    if not given:
-        raise UserError(
-            f"message {number}, an assistant's turn, is empty; expected an answer — give it weight: 0, or leave the "
-            "row out of the source"
-        )
-    if not opened and len(left_out(part.text, [turn], ())) == len(given):
-        keys = ", ".join(dict.fromkeys(piece.key for piece in given))
-        raise UserError(
-            f"the chat template leaves out {keys} of message {number}, so that its end alone would be trained on — a "
-            "template that writes it, or weight: 0"
-        )
-
-
-def _alone(turn: Message, opening: Message | None, asked: str, written: str) -> ResponsePart:
-    """The content of an answer whose beginning the template writes in another way than the generation prompt."""
-    if turn.get("tool_calls"):
-        raise UserError(
-            f"the answer calls tools, and the chat template writes it in another way than the generation prompt, which "
-            f"ends with {asked[-40:]!r}, begins it — other data.chat_template_args, or another template"
-        )
-    if asked[-40:] not in _told:
-        _told.add(asked[-40:])
-        log.warning(
-            "data: the chat template writes answers in another way than its generation prompt, which ends with %r, "
-            "begins them: their contents are put behind that",
-            asked[-40:],
-        )
-    content = as_text([turn])
-    _, found, behind = written.rstrip().rpartition(content.rstrip())
-    rest = content if opening is None else content[len(content_text(opening)) :]
-    return ResponsePart(rest + (behind if found else ""), answers=True, trains=trains(turn))
 
 
 def _rewritten(number: int) -> str:

@@ -5,6 +5,7 @@
 | ShareGPT | `conversations`, turns with `from` and `value`; `system`, `tools` | `messages`, `tools` |
 | Alpaca | `instruction`, and `input` or `output`; `history`, `system` | `prompt`, `response` |
 | TRL | `prompt` and `completion`, texts or messages | `prompt`, `response` |
+| OpenAI's older one | `functions` | `tools` |
 | verl | `reward_model.ground_truth` | `answer` |
 
 A column that is there already under the name that is read here is never replaced: then the row is not in that layout.
@@ -12,17 +13,17 @@ A column that is there already under the name that is read here is never replace
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from distflow.data.gold import ANSWER
-from distflow.data.messages import TRAINING_KEYS
+from distflow.data.messages import TRAINING_KEYS, from_json
 from distflow.errors import UserError, did_you_mean
 
 CONVERSATIONS, SYSTEM, COMPLETION = "conversations", "system", "completion"
 INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
 PROMPT, MESSAGES, RESPONSE, TOOLS = "prompt", "messages", "response", "tools"
+FUNCTIONS = "functions"
 _PROMPTS = (PROMPT, MESSAGES, "chosen", "rejected", RESPONSE, COMPLETION)
 """Columns that may be chats."""
 _ROLES = {
@@ -53,6 +54,8 @@ def in_columns(row: Mapping[str, Any]) -> Row:
         found = _of_alpaca(found)
     if RESPONSE not in found and PROMPT in found and COMPLETION in found:
         found = _of_completion(found)
+    if TOOLS not in found and _are_functions(found.get(FUNCTIONS)):
+        found[TOOLS] = found.pop(FUNCTIONS)
     found = _with_system(found)
     return _with_ground_truth(found)
 
@@ -62,31 +65,21 @@ def _is_alpaca(columns: Collection[str]) -> bool:
     return INSTRUCTION in columns and (INPUT in columns or OUTPUT in columns)
 
 
-def _decoded(value: Any, column: str) -> Any:
-    """A value that CSV, or a column of one type, holds as JSON text; None for a blank one."""
-    if not isinstance(value, str):
-        return value
+def _are_functions(given: Any) -> bool:
+    """Tell whether a column has the schemas of functions."""
     try:
-        return json.loads(value) if value.strip() else None
-    except ValueError as error:
-        raise UserError(f"the column {column!r} is text, but no JSON: {error}") from error
+        found = from_json(given, FUNCTIONS)
+    except UserError:  # a column of the task
+        return False
+    return bool(found) and _is_list(found) and all(isinstance(one, Mapping) and "name" in one for one in found)
 
 
 def _of_sharegpt(row: Row) -> Row:
-    given = _decoded(row.pop(CONVERSATIONS), CONVERSATIONS)
+    given = from_json(row.pop(CONVERSATIONS), CONVERSATIONS)
     if not _is_list(given) or not given:
         raise UserError(f"the column {CONVERSATIONS!r} is {str(given)[:60]!r}; expected a list of turns")
     row[MESSAGES] = _turns(given, CONVERSATIONS)
-    if TOOLS in row:
-        tools = _decoded(row[TOOLS], TOOLS)
-        row[TOOLS] = list(map(_tool, tools)) if _is_list(tools) else tools
     return row
-
-
-def _tool(tool: Any) -> Any:
-    """A schema in OpenAI's form, which chat templates expect."""
-    bare = isinstance(tool, Mapping) and "name" in tool and "function" not in tool and "type" not in tool
-    return {"type": "function", "function": tool} if bare else tool
 
 
 def _turns(given: Any, column: str) -> Any:
@@ -124,9 +117,9 @@ def _message(turn: Mapping[str, Any], where: str) -> Turn:
 def _calls(value: Any, where: str) -> list[Turn]:
     """The calls of a function_call turn: a JSON object with name and arguments, or a list of them, mostly as text."""
     try:
-        given = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise UserError(f"{where} calls a function, and its value is no JSON: {error}") from error
+        given = from_json(value, CONVERSATIONS)
+    except UserError as error:
+        raise UserError(f"{where} calls a function, and its value is no JSON: {str(value)[:60]!r}") from error
     calls = given if _is_list(given) else [given]
     if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
         raise UserError(f"{where} calls a function: {str(value)[:60]!r}; expected {{name: …, arguments: …}}")
@@ -215,7 +208,7 @@ def _with_ground_truth(row: Row) -> Row:
     if row.get(ANSWER) is not None or truth is None:
         return row
     if isinstance(truth, str) and truth.lstrip().startswith("{"):
-        truth = _decoded(truth, "reward_model")
+        truth = from_json(truth, "reward_model")
     if isinstance(truth, Mapping) and "ground_truth" in truth:
         row[ANSWER] = truth["ground_truth"]
     return row

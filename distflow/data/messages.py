@@ -7,6 +7,7 @@ tools in them, the tools themselves, and which turns are trained on. Imports no 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
@@ -23,47 +24,68 @@ TRAINING_KEYS = ("weight", "train", "trainable", "training", "loss", "loss_scale
 _TRAINED_IN_PART = ("train_detail", "training_detail")
 """Names under which formats say which characters of a turn are trained on."""
 _CALLS, _FUNCTION_CALL, _ARGUMENTS = "tool_calls", "function_call", "arguments"
+_REPR = re.compile(r"\[\s*\{\s*'(?:role|content|from|value)'\s*:")
+"""How Python writes a list of turns, and pandas a column of such lists in a CSV."""
 
 
 class TableRow(dict[str, Any]):
     """A row of a table whose structs have the keys of all rows: a null in one may stand for a key that it lacks."""
 
 
-def conversation(value: object, *, nulls: bool = True) -> list[dict[str, Any]] | None:
+def without_nulls(value: Any) -> Any:
+    """Leave out the keys of objects whose values are null, at every depth; items of lists stay, and so does text."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(inner) for inner in value]
+    return value
+
+
+def from_json(value: Any, column: str) -> Any:
+    """The value of a column that may be JSON text; None for a blank one. Raises UserError for text that is no JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"the column {column!r} is text, but no JSON: {error} — json.dumps(…) writes lists as JSON"
+        ) from error
+
+
+def conversation(value: object) -> list[dict[str, Any]] | None:
     """The messages of a value that is a conversation, as a list or as JSON text; None for any other value.
 
-    `nulls`: they are what was written; False: they stand for keys that a message lacks, as in tables (`TableRow`).
     Raises UserError for a conversation with something that is no message.
     """
     if isinstance(value, str):
         value = _json_chat(value)
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
+    if not isinstance(value, Sequence) or isinstance(value, bytes) or not value:
         return None
-    return [_message(number, message, nulls=nulls) for number, message in enumerate(value)]
+    return [_message(number, message) for number, message in enumerate(value)]
 
 
-def is_conversation(value: object) -> bool:
-    """Tell whether `conversation` takes a value for messages, right or wrong ones."""
-    return _json_chat(value) is not None if isinstance(value, str) else isinstance(value, Sequence) and bool(value)
+def tools_of(given: object) -> Sequence[Mapping[str, Any]]:
+    """The schemas of functions in a column, which may be JSON text, in the form of OpenAI that chat templates expect.
 
-
-def tools_of(given: object, *, nulls: bool = True) -> Sequence[Mapping[str, Any]]:
-    """The schemas of functions in a column, which may be JSON text; `nulls` as of `conversation`. Raises UserError."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise UserError(f"the column 'tools' is text, but no JSON: {error}") from error
-    if given is None:
+    Raises UserError for anything else.
+    """
+    found = from_json(given, "tools")
+    if found is None:
         return ()
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, Mapping) for one in given):
+    if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(one, Mapping) for one in found):
         raise UserError(f"the column 'tools' is {str(given)[:60]!r}; expected a list of function schemas")
-    return given if nulls else _without_nulls(given)
+    return [_schema(one) for one in found]
 
 
-def last_turn(value: object, name: str, *, nulls: bool = True) -> dict[str, Any]:
+def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    bare = "name" in tool and "function" not in tool and tool.get("type", "function") == "function"
+    return {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}} if bare else tool
+
+
+def last_turn(value: object, name: str) -> dict[str, Any]:
     """A response in a column as a message: a text, or the last turn of some, an assistant's. Raises UserError."""
-    found = conversation(value, nulls=nulls)
+    found = conversation(value)
     if found is not None and found[-1]["role"] == ASSISTANT:
         return found[-1]
     if isinstance(value, (str, int)) or (isinstance(value, float) and isfinite(value)):
@@ -123,6 +145,11 @@ def _json_chat(text: str) -> list[Any] | None:
     """The conversation that a text is in JSON; None for any other text."""
     if not text.lstrip().startswith("["):
         return None
+    if _REPR.match(text.lstrip()):
+        raise UserError(
+            f"it has messages as Python writes them, which is no JSON: {text[:60]!r} — json.dumps(messages) before the "
+            "file is written"
+        )
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -132,15 +159,17 @@ def _json_chat(text: str) -> list[Any] | None:
     return turns if turns and written else None
 
 
-def _message(number: int, given: object, *, nulls: bool) -> dict[str, Any]:
+def _message(number: int, given: object) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise UserError(f"message {number} is {str(given)[:60]!r}; expected {{role: user, content: …}}")
     _check_content(number, given.get("content"))
     # Templates ask whether a key is there; a null says that it is not.
-    message = {key: value if nulls else _without_nulls(value) for key, value in given.items() if value is not None}
+    message = {key: value for key, value in given.items() if value is not None}
     for key in (_CALLS, _FUNCTION_CALL):
         if key in message:
             message[key] = _calls(number, key, message[key])
+            if message[key]:
+                message.setdefault("content", None)
     if not _lets_train(number, message) and message["role"] == ASSISTANT:
         message[TRAINS] = False
     return message
@@ -153,7 +182,7 @@ def _check_content(number: int, content: object) -> None:
     ):
         raise UserError(
             f"message {number} has content that is no text: {str(content)[:60]!r}; expected a text, or "
-            "a list of parts {type: text, text: …}"
+            "a list of parts {type: text, text: …}; images, sound and video are not supported"
         )
 
 
@@ -195,12 +224,3 @@ def _lets_train(number: int, message: dict[str, Any]) -> bool:
     if len({bool(value) for value in said.values()}) > 1:
         raise UserError(f"message {number} says {said}, which contradict each other; expected one of them")
     return all(said.values())
-
-
-def _without_nulls(value: Any) -> Any:
-    """The same without the keys of objects whose values are null, at every depth; items of lists stay."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, (list, tuple)):
-        return [_without_nulls(inner) for inner in value]
-    return value

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
-from distflow.data.chat_template import ChatTemplate, TemplateTokenizer
+from distflow.data.chat_template import ChatTemplate
 from distflow.data.conversation import first_answer
 from distflow.data.fed import FedRows
 from distflow.data.gold import ANSWER, has
 from distflow.data.messages import ASSISTANT, as_text, conversation, tools_of
 from distflow.data.mixing import Mixture, Visits, pass_order
-from distflow.data.responses import DataRow, Reading, ResponseTokenizer, in_tokens
+from distflow.data.responses import DataRow, Reading, in_tokens
 from distflow.data.rows import prompt_of, with_answer
 from distflow.data.sources import PromptSource, PromptText, ReasoningGymSource
+from distflow.data.tokenizer import Tokenizer
 from distflow.errors import PluginError, UserError
 from distflow.log import logger
 from distflow.types import GivenResponse, Prompt, Uid
@@ -29,12 +31,10 @@ TOKEN_IDS = 1 << 31
 """Upper bound of token ids, which are sent as 4-byte integers."""
 DATA_SOURCE = "data_source"
 """Where a task says which source it is from: the key of data sets in verl's layout."""
+_MODEL = "model"
+"""A role by which others call the assistant."""
 LONG = "long"
 """The reason for which overlong prompts are left out; others are the keys that their tasks lack."""
-
-
-class PromptTokenizer(ResponseTokenizer, TemplateTokenizer, Protocol):
-    """The part of a tokenizer that encodes prompts and given responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class PromptOrder:
     def __init__(
         self,
         sources: Sequence[SourceUse],
-        tokenizer: PromptTokenizer,
+        tokenizer: Tokenizer,
         settings: PromptSettings,
         reading: Reading | None = None,
         needs: Mapping[str, str] | None = None,
@@ -95,6 +95,8 @@ class PromptOrder:
         self._settings = settings
         self._reading = reading
         self._needs = needs or {}
+        self._began = False
+        """A prompt that begins the response has been told of."""
         self._without = ""
         """The first prompt that was left out for what its task lacks, which has been told."""
         self._looked_at: tuple[SourceUse, int, PromptText] | None = None
@@ -152,7 +154,7 @@ class PromptOrder:
                 "are sent with every lease — put large values into a file and its name into the task"
             )
         ids = self._encode(source.label, index, given)
-        responses = self._responses(source, index, given, lambda: self._row(position + 1))
+        responses = self._made(source, index, given, ids, self._data_row(source, index, given, position))
         return source.label(index), Prompt(self._first[number] + index, ids, given.text, task, responses)
 
     def __len__(self) -> int:
@@ -264,37 +266,47 @@ class PromptOrder:
             log.warning("data: %s %s: it is left out, as all such prompts are", self._without, self._lacking(lacking))
 
     def _is_long(self, source: SourceUse, index: int, given: PromptText) -> bool:
-        if len(self._encode(source.label, index, given)) > self._settings.max_prompt_tokens:
+        ids = self._encode(source.label, index, given)
+        if len(ids) > self._settings.max_prompt_tokens:
             return True
         if self._reading is None:
             return False
         # A response of another prompt is not this prompt's: nothing is left out for it.
-        own = DataRow(given.task, lambda: own, source.label(index), given.reply)
+        own = self._data_row(source, index, given, None)
         limit = self._reading.max_response_tokens
-        return any(len(one.token_ids) > limit for one in self._made(source, index, given, own) if one.trains)
+        return any(len(one.token_ids) > limit for one in self._made(source, index, given, ids, own) if one.trains)
 
     def _row(self, position: int) -> DataRow:
         number, _, index = self._at(position)
         source = self._sources[number]
-        given = self.given(source, index)
-        return DataRow(given.task, lambda: self._row(position + 1), source.label(index), given.reply)
+        return self._data_row(source, index, self.given(source, index), position)
 
-    def _responses(
-        self, source: SourceUse, index: int, given: PromptText, following: Callable[[], DataRow]
+    def _data_row(self, source: SourceUse, index: int, given: PromptText, position: int | None) -> DataRow:
+        """A row as read steps get it; without a position it is its own next one."""
+        turns = [] if given.reply is not None else [*given.messages, *given.spoken]
+        ends = turns[-1]["role"] if turns else ""
+        row = DataRow(
+            given.task,
+            lambda: row if position is None else self._row(position + 1),
+            source.label(index),
+            given.reply,
+            ends,
+        )
+        return row
+
+    def _made(
+        self, source: SourceUse, index: int, given: PromptText, prompt: Sequence[int], row: DataRow
     ) -> tuple[GivenResponse, ...]:
-        row = DataRow(given.task, following, source.label(index), given.reply)
-        return () if self._reading is None else self._made(source, index, given, row)
-
-    def _made(self, source: SourceUse, index: int, given: PromptText, row: DataRow) -> tuple[GivenResponse, ...]:
-        """The responses that the data gives for a row, in tokens."""
-        assert self._reading is not None, "only flows that read their samples from the data ask for responses"
+        """The responses that the data gives for a row, in tokens; none in flows that read none."""
+        if self._reading is None:
+            return ()
+        label = source.label(index)
         try:
-            template = self._template if given.messages or self._settings.chat else None
             return tuple(
-                in_tokens(one, given, self._tokenizer, template, source.label(index)) for one in self._reading.of(row)
+                in_tokens(one, given, prompt, self._tokenizer, self._template, label) for one in self._reading.of(row)
             )
         except ValueError as error:  # UserError is one, and so is what a tokenizer raises for a strange character
-            raise UserError(f"data: a response of {source.label(index)}: {error}") from error
+            raise UserError(f"data: a response of {label}: {error}") from error
 
     def given(self, source: SourceUse, index: int) -> PromptText:
         """What a source gives for an index, as text and task, whatever the form."""
@@ -321,32 +333,35 @@ class PromptOrder:
             if source.fields:
                 raise UserError(_FIELDS_OF.format(type(found).__name__))
             found = replace(found, messages=conversation(found.messages) or (), tools=tools_of(found.tools))
-        if not isinstance(found, PromptText) or not found.messages:
+        if not isinstance(found, PromptText):
             return found
+        if not found.messages:
+            return replace(found, messages=[{"role": "user", "content": found.text}]) if self._settings.chat else found
         if found.messages[-1]["role"] == ASSISTANT and found.reply is None:
             found = with_answer(found, reads=self._reading is not None)
-        if self._reading is None or not self._reading.all_turns:
+        return found if self._reading is None else self._to_be_trained(found, self._reading)
+
+    @staticmethod
+    def _to_be_trained(found: PromptText, reading: Reading) -> PromptText:
+        """A conversation as far as it is the prompt of the turns that are trained on; raises UserError."""
+        if any(turn["role"] == _MODEL for turn in found.messages):
+            raise UserError(f"a turn has the role {_MODEL!r}; expected {ASSISTANT!r}, whose turns are trained on")
+        if not reading.all_turns:
             return found
         first = first_answer(found.messages)
         prompt, spoken = found.messages[:first], found.messages[first:]
         return replace(found, messages=prompt, spoken=spoken, text=as_text(prompt)) if spoken else found
 
     def _encode(self, label: Callable[[int], str], index: int, given: PromptText) -> tuple[int, ...]:
-        settings = self._settings
         try:
-            if given.messages or settings.chat:
-                ids = tuple(self._tokenizer.encode(self._written(label, index, given), begins=True))
-            else:
-                ids = tuple(self._tokenizer.encode(given.text, begins=True))
+            text = self._written(label(index), given) if given.messages else given.text
+            ids = tuple(self._tokenizer.encode(text, begins=True))
         except UserError:
             raise
         except ValueError as error:
             raise UserError(f"data: {label(index)} cannot be written in this model's tokens: {error}") from error
-        if settings.chat_template_args and not (given.messages or settings.chat):
-            raise UserError(
-                f"data: {label(index)} is a text, which no chat template writes, but data.chat_template_args are given "
-                "— data.chat=true, or remove them"
-            )
+        if not given.messages:
+            self._check_text(label(index), given)
         if ids and not 0 <= min(ids) <= max(ids) < TOKEN_IDS:
             raise UserError(
                 f"data: {label(index)} has token ids from {min(ids)} to {max(ids)}, expected 0 to {TOKEN_IDS - 1}: "
@@ -354,22 +369,48 @@ class PromptOrder:
             )
         return ids
 
-    def _written(self, label: Callable[[int], str], index: int, given: PromptText) -> str:
+    def _check_text(self, label: str, given: PromptText) -> None:
+        """Raise UserError for what a prompt that is a text cannot do without a chat template."""
+        if self._settings.chat_template_args:
+            raise UserError(
+                f"data: {label} is a text, which no chat template writes, but data.chat_template_args are given — "
+                "data.chat=true, or remove them"
+            )
+        if given.tools:
+            with _of_row(label):
+                self._template.tell(
+                    "tools",
+                    label,
+                    "the prompt is a text, which no chat template writes, so its 'tools' do not reach the model — "
+                    "data.chat=true, or remove them from the data",
+                )
+
+    def _written(self, label: str, given: PromptText) -> str:
         """The conversation of a prompt, up to where the response begins."""
         turns = given.messages
-        if not turns:
-            return self._template.write(given.text, asks=True)
         if given.opening is not None and not given.spoken:
+            text = self._template.begin(turns, given.opening, given.tools)
             turns = [*turns, given.opening]
-            text = self._template.write(turns, given.tools, continues=True)
+            if self._reading is None and not self._began:
+                self._began = True
+                log.info(
+                    "data: %s: the last assistant's turn stays in the prompt, as the beginning of the response", label
+                )
         else:
             text = self._template.write(turns, given.tools, asks=True)
         if self._reading is None:  # else the whole conversation is looked at
-            try:
-                self._template.check(text, turns, given.tools, label(index))
-            except UserError as error:
-                raise UserError(f"data: {label(index)}: {error}") from error
+            with _of_row(label):
+                self._template.check(text, turns, given.tools, label)
         return text
+
+
+@contextmanager
+def _of_row(label: str) -> Iterator[None]:
+    """Name the row in users' errors."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"data: {label}: {error}") from error
 
 
 _FIELDS_OF = "data.fields names columns, but the data source gives {}: remove it"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from distflow.data.chat_template import ChatTemplate
 from distflow.data.conversation import Conversation, ResponsePart
 from distflow.data.gold import ANSWER
-from distflow.data.messages import as_text, last_turn, trains
+from distflow.data.messages import as_text, calls_of, last_turn, trains
 from distflow.data.sources import PromptText
+from distflow.data.tokenizer import Tokenizer
 from distflow.errors import PluginError, UserError
 from distflow.log import logger
 from distflow.types import GivenResponse
@@ -29,6 +30,8 @@ class DataRow:
     """Where it stands, for messages."""
     reply: Mapping[str, Any] | None = None
     """The assistant's turn with which the conversation of the prompt ends in the data, if it does."""
+    ends: str = ""
+    """The role of the turn with which it ends else; empty where it is no conversation."""
 
     def response(self, *names: str) -> str:
         """The text in the first of these columns that the row has; of chat messages, the assistant's last turn.
@@ -48,9 +51,11 @@ class DataRow:
         if name is None:
             there = ", ".join(self.task) or "none besides the prompt"
             wanted = " or ".join(map(repr, names))
-            raise UserError(f"there is no column {wanted}; there are {there} — data.fields.{names[0]}=COLUMN")
+            spoken = ANSWER in names and self.ends
+            also = f", and the conversation ends with the turn of {self.ends!r}, not of 'assistant'" if spoken else ""
+            raise UserError(f"there is no column {wanted}; there are {there}{also} — data.fields.{names[0]}=COLUMN")
         found = self.reply if name == ANSWER and self.reply is not None else last_turn(self.task[name], name)
-        if not as_text([found]).strip() and not found.get("tool_calls"):
+        if not as_text([found]).strip() and not calls_of(found):
             raise UserError(f"the column {name!r} is empty; expected a response — leave the row out of the source")
         return found
 
@@ -106,51 +111,30 @@ class RowResponse:
         return cls(as_text([turn]), fields or {}, trains, turn)
 
 
-class ResponseTokenizer(Protocol):
-    """The part of a tokenizer that encodes responses."""
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The end token; None if there is none."""
-        ...
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """The tokens of which each ends a response that is sampled."""
-        ...
-
-    def encode(self, text: str, *, begins: bool = False) -> list[int]:
-        """Encode a text that goes on a sequence, as it would be encoded within it; with `begins` one that begins it,
-        which gets what the tokenizer puts there, such as a token for the beginning, once."""
-        ...
-
-    def closes(self, token: int) -> bool:
-        """Tell whether a turn may end with this token: it is a special one, or ends responses."""
-        ...
-
-    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
-        """The texts of rows of token ids."""
-        ...
-
-
 def in_tokens(
-    response: RowResponse, given: PromptText, tokenizer: ResponseTokenizer, template: ChatTemplate | None, label: str
+    response: RowResponse,
+    given: PromptText,
+    prompt: Sequence[int],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    label: str,
 ) -> GivenResponse:
     """Encode the response to a prompt, with what a model ends it with: the last token of its turn in the chat template,
-    or of what the template writes next, or the tokenizer's end token. `template`: None where none writes the prompt.
+    or of what the template writes next, or the tokenizer's end token. `prompt`: its tokens.
 
     Raises UserError without an end token, and for what cannot be written, or has nothing to be trained on.
     """
     turn = response.turn or {"role": "assistant", "content": response.text}
-    if template is None:
-        if turn.get("tool_calls"):
+    before = prompt[-1] if prompt else None
+    if not given.messages:
+        if calls_of(turn):
             raise UserError("it calls tools, and the prompt is a text, which no chat template writes — data.chat=true")
         text, parts = response.text, [ResponsePart(response.text, answers=True, trains=trains(turn))]
-        ids, trained = _joined(parts, str, tokenizer)
+        ids, trained = _joined(parts, str, before, tokenizer)
     else:
         written = Conversation(template, given, turn, label)
         text = as_text([*given.spoken, turn])
-        ids, trained = _joined(written.parts(), written.behind, tokenizer)
+        ids, trained = _joined(written.parts(), written.behind, before, tokenizer)
     _check_end(ids[-1], tokenizer)
     if response.trains and not any(trained):
         raise UserError("nothing of it is trained on: its turns have weight: 0 — leave the row out of the source")
@@ -162,7 +146,7 @@ _told_ends: set[int] = set()
 """End tokens that were warned of."""
 
 
-def _check_end(token: int, tokenizer: ResponseTokenizer) -> None:
+def _check_end(token: int, tokenizer: Tokenizer) -> None:
     """Warn once if a model would learn to end its responses with a token at which none of them ends."""
     if token in tokenizer.end_tokens or token in _told_ends:
         return
@@ -177,31 +161,34 @@ def _check_end(token: int, tokenizer: ResponseTokenizer) -> None:
 
 
 def _joined(
-    parts: Sequence[ResponsePart], behind: Callable[[], str], tokenizer: ResponseTokenizer
+    parts: Sequence[ResponsePart], behind: Callable[[], str], before: int | None, tokenizer: Tokenizer
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of the parts, and which of them are trained on. `behind`: what would follow the last one."""
-    encoded = [tokenizer.encode(part.text) for part in parts]
+    """The tokens of the parts, and which of them are trained on. `behind`: what would follow the last one; `before`:
+    the last token of the prompt."""
     ids: list[int] = []
     trained: list[bool] = []
+    following: list[int] | None = None
+    """The next part, less the marker in it that ends the one before."""
     for number, part in enumerate(parts):
-        own = encoded[number]
+        own = tokenizer.encode(part.text, behind=ids[-1] if ids else before) if following is None else following
+        following = None
         ids += own
         trained += [part.trains] * len(own)
         if not part.answers or (own and tokenizer.closes(own[-1])):
             continue
         # The template writes no end of its own: what a model stops with is the marker of whoever speaks next.
         last = number == len(parts) - 1
-        follows = tokenizer.encode(behind()) if last else encoded[number + 1]
+        follows = tokenizer.encode(behind() if last else parts[number + 1].text, behind=ids[-1] if ids else before)
         end = _marker(follows, tokenizer)
         if end and not last:
-            encoded[number + 1] = follows[len(end) :]
+            following = follows[len(end) :]
         end = end or [_end_token(tokenizer)]
         ids += end
         trained += [part.trains] * len(end)
     return ids, trained
 
 
-def _marker(follows: Sequence[int], tokenizer: ResponseTokenizer) -> list[int]:
+def _marker(follows: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """The tokens up to the first that may end a turn, if white space alone is before it; else none."""
     place = next((place for place, token in enumerate(follows) if tokenizer.closes(token)), None)
     if place is None or tokenizer.decode_batch([follows[:place]], skip_special=False)[0].strip():
@@ -209,7 +196,7 @@ def _marker(follows: Sequence[int], tokenizer: ResponseTokenizer) -> list[int]:
     return list(follows[: place + 1])
 
 
-def _end_token(tokenizer: ResponseTokenizer) -> int:
+def _end_token(tokenizer: Tokenizer) -> int:
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token, by which a model could learn to stop — one that has")
     return tokenizer.eos_token_id

@@ -6,23 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from distflow.data.answers_in_text import is_whole_answer
 from distflow.data.formats import MESSAGES, PROMPT, RESPONSE, TOOLS, in_columns, with_prompt
 from distflow.data.gold import ANSWER, as_written
-from distflow.data.messages import (
-    TableRow,
-    as_text,
-    content_text,
-    conversation,
-    is_conversation,
-    last_turn,
-    tools_of,
-)
+from distflow.data.messages import TableRow, as_text, content_text, conversation, last_turn, tools_of, without_nulls
 from distflow.data.sources import PromptText
 from distflow.errors import UserError, nearest
 
 CHOSEN, REJECTED = "chosen", "rejected"
 RESPONSES = (CHOSEN, REJECTED, RESPONSE)
 """Responses; as conversations they have the prompt before their last turns."""
+_SPOKEN = (PROMPT, MESSAGES, TOOLS, ANSWER, *RESPONSES)
+"""Columns that may hold messages or tools."""
+_SEEN_OR_HEARD = ("images", "videos", "audios")
+"""Columns of what no text says."""
 
 
 def check_columns(columns: Sequence[str], fields: Mapping[str, str]) -> None:
@@ -44,15 +41,21 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     prompt, and responses. Raises UserError.
     """
     check_columns(list(row), fields)
-    nulls = not isinstance(row, TableRow)
     named = {name: _column(row, column, name) for name, column in fields.items()}
     rest = {key: value for key, value in row.items() if key not in fields.values()}
     task = in_columns({**rest, **named})
+    if isinstance(row, TableRow):
+        task |= {name: without_nulls(task[name]) for name in _SPOKEN if name in task}
+    for name in _SEEN_OR_HEARD:
+        if task.get(name) and not (isinstance(task[name], str) and task[name].strip() in ("", "[]")):
+            raise UserError(
+                f"the column {name!r} is {str(task[name])[:60]!r}; images, sound and video are not supported — leave "
+                "such rows, or the column, out of the source"
+            )
     for name in RESPONSES:
-        if (chat := conversation(task.get(name), nulls=nulls)) is not None:
-            task[name] = chat
-    prompt = _prompt(task, row, named=PROMPT in fields, nulls=nulls)
-    tools = tools_of(task.get(TOOLS), nulls=nulls)
+        task |= {name: _chat(task[name])} if name in task else {}
+    prompt = _prompt(task, row, named=PROMPT in fields)
+    tools = tools_of(task.get(TOOLS))
     if isinstance(prompt, str):
         return PromptText(prompt, task, (), tools)
     if not isinstance(prompt, list) or not prompt:
@@ -64,8 +67,8 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
 def with_answer(given: PromptText, *, reads: bool) -> PromptText:
     """Tell what the assistant's turn is with which a conversation ends: its answer, or the beginning of the response.
 
-    It is the answer (`reply`) unless another one stands beside it: the column `answer`, or where the data give the
-    responses (`reads`) a response of them. Raises UserError if there is nothing before it.
+    It is the answer (`reply`) if it is a whole one, or none stands beside it: in the column `answer`, or where the data
+    give the responses (`reads`) a response of them. Raises UserError if there is nothing before it.
     """
     *messages, last = given.messages
     said = content_text(last)
@@ -80,19 +83,21 @@ def with_answer(given: PromptText, *, reads: bool) -> PromptText:
         others = [
             as_written(one) if isinstance(one, (str, int, float)) else str(one) for one in entries if one is not None
         ]
-    if others and said.strip() and said.strip() not in map(str.strip, others):
+    same = said.strip() in map(str.strip, others) or is_whole_answer(said, () if reads else others)
+    if others and said.strip() and not same:
         return replace(given, messages=messages, opening=last)
     task = given.task if given.task.get(ANSWER) is not None else {**given.task, ANSWER: said}
     return replace(given, messages=messages, text=as_text(messages), task=task, reply=last)
 
 
-def _prompt(task: dict[str, Any], row: Mapping[str, Any], *, named: bool, nulls: bool) -> Any:
+def _prompt(task: dict[str, Any], row: Mapping[str, Any], *, named: bool) -> Any:
     """Take the prompt out of the task: a text, messages, or something else that is refused. `named`: by data.fields."""
-    prompt = task.pop(PROMPT, None)
-    if not named and is_conversation(task.get(MESSAGES)) and not is_conversation(prompt):
-        return _chat(task.pop(MESSAGES), nulls)
+    prompt = _chat(task.pop(PROMPT, None))
+    if not named and not isinstance(prompt, list) and (chat := conversation(task.get(MESSAGES))) is not None:
+        del task[MESSAGES]
+        return chat
     before = _before_responses(task)
-    if before and is_conversation(prompt) and conversation(prompt, nulls=nulls) != before:
+    if before and isinstance(prompt, list) and prompt not in ([], before):
         raise UserError("the turns before the response are not those of the prompt; expected the same conversation")
     if before:
         return before
@@ -100,14 +105,12 @@ def _prompt(task: dict[str, Any], row: Mapping[str, Any], *, named: bool, nulls:
         prompt = task.pop(MESSAGES, None)
     if prompt is None:
         raise UserError(_missing(PROMPT, list(row), ""))
-    if isinstance(prompt, str) and not is_conversation(prompt) and _response_chats(task):
-        return [{"role": "user", "content": prompt}]
-    return _chat(prompt, nulls)
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and _response_chats(task) else prompt
 
 
-def _chat(value: Any, nulls: bool) -> Any:
+def _chat(value: Any) -> Any:
     """A conversation as messages, any other value as it is."""
-    found = conversation(value, nulls=nulls)
+    found = conversation(value)
     return value if found is None else found
 
 

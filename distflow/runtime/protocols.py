@@ -13,23 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.order import PromptTokenizer
+from distflow.data.tokenizer import Tokenizer as Tokenizer
 from distflow.runtime.checkpoint.format import Shard
 from distflow.types import SampleOutput, SampleRequest, Version
-
-
-@runtime_checkable
-class Tokenizer(PromptTokenizer, Protocol):
-    """The part of a Hugging Face tokenizer that distflow uses."""
-
-    eos_token_id: int | None
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """The tokens of which each ends a response; the tokenizer's own end token is the first, if it has one."""
-
-    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
-        """The texts of rows of token ids."""
 
 
 def _go_on() -> None:

@@ -291,7 +291,7 @@ def test_conversations(tmp_path: Path, chat: Callable[[str], PretrainedTokenizer
     tokenizer = chat(
         "{% for m in messages %}{{ m.role | length }}"
         "{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
-        "{% for t in tools or [] %}+{{ t.name }}{% endfor %}{% if thinking %}={% endif %}"
+        "{% for t in tools or [] %}+{{ t.function.name }}{% endfor %}{% if thinking %}={% endif %}"
     )
     prompts = order(opened(path), tokenizer, chat_template_args={"thinking": True})
     first, second = prompts.prompt(0), prompts.prompt(1)

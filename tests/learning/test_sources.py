@@ -102,7 +102,7 @@ def test_bad_prompts(source: Any, settings: dict[str, Any], error: type[Exceptio
 
 def test_token_ids_that_no_message_can_hold_are_refused() -> None:
     class Broken(CharTokenizer):
-        def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        def encode(self, text: str, *, begins: bool = False, behind: int | None = None) -> list[int]:
             return [3, 1 << 31]
 
     settings = PromptSettings(seed=5, shuffle=True, chat=False, max_prompt_tokens=16)

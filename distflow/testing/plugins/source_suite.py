@@ -26,7 +26,7 @@ class AnyTokenizer:
     eos_token_id = 0
     end_tokens = (0,)
 
-    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+    def encode(self, text: str, *, begins: bool = False, behind: int | None = None) -> list[int]:
         """Its bytes."""
         return list(text.encode())
 
