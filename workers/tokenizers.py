@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,8 +144,10 @@ class PretrainedTokenizer:
         added = self.pretrained.added_tokens_decoder
         self._special = {*self.pretrained.all_special_ids, *(n for n, token in added.items() if token.special)}
         self._begin = _begin_tokens(self.pretrained)
-        self._added = {number: str(token.content) for number, token in added.items()}
-        self._inner = _inner_encoder(self.pretrained)
+        # Any character may become the unknown token.
+        unknown = self.pretrained.unk_token_id
+        self._added = {number: str(token.content) for number, token in added.items() if number != unknown}
+        self._inner = _inner_encoder(self.pretrained, self._added)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -227,7 +229,7 @@ def _begin_tokens(pretrained: Any) -> list[int]:
     return whole[: next(starts, 0)]
 
 
-def _inner_encoder(pretrained: Any) -> Callable[[str], list[int]]:
+def _inner_encoder(pretrained: Any, added: Collection[int]) -> Callable[[str], list[int]]:
     """Tell how a text is encoded that goes on another one: without the space that some tokenizers put before every
     text, up to the first added token in it, from which on it is as in any text."""
     core = getattr(pretrained, "backend_tokenizer", None)
@@ -241,7 +243,7 @@ def _inner_encoder(pretrained: Any) -> Callable[[str], list[int]]:
     }
     if plain == described:
         return lambda text: list(pretrained.encode(text, add_special_tokens=False))
-    inner, added = type(core).from_str(json.dumps(plain)), pretrained.added_tokens_decoder
+    inner = type(core).from_str(json.dumps(plain))
 
     def encode(text: str) -> list[int]:
         found = inner.encode(text, add_special_tokens=False)

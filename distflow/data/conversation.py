@@ -75,7 +75,8 @@ class Conversation:
                 parts.append(ResponsePart(asked[len(self._ended) :], answers=False, trains=False))
             self._said.append(turn)
             written = self._write()
-            if written.startswith(asked):
+            rest = self._rest(turn) if opened else ""
+            if written.startswith(asked) and written[len(asked) :].lstrip().startswith(rest.lstrip()):
                 stripped = written.rstrip()
                 if self._template.closing:
                     stripped = stripped.removesuffix(self._template.closing).rstrip()
@@ -114,6 +115,10 @@ class Conversation:
             return self._template.write(self._said, self._given.tools, asks=True)
         return self._template.begin(self._said, self._given.opening, self._given.tools)
 
+    def _rest(self, turn: Message) -> str:
+        """Return what a turn says behind the beginning that is given."""
+        return content_text(turn)[len(content_text(self._given.opening or {})) :]
+
     def _check_written(self, number: int, turn: Message, part: ResponsePart, *, opened: bool) -> None:
         """Raise UserError if a turn is trained on of which there is nothing besides its end."""
         if not part.trains:
@@ -144,7 +149,7 @@ class Conversation:
         opening, content = self._given.opening, content_text(turn)
         thought = open_thought(asked) if opening is None else None
         if opening is not None:
-            answer: str | None = content[len(content_text(opening)) :]
+            answer: str | None = self._rest(turn)
         elif thought is not None:
             answer = thought.answer(turn)
         else:

@@ -393,8 +393,10 @@ class PromptOrder:
             turns = [*turns, given.opening]
             if self._reading is None and not self._began:
                 self._began = True
-                log.info(
-                    "data: %s: the last assistant's turn stays in the prompt, as the beginning of the response", label
+                log.warning(
+                    "data: %s: the last assistant's turn is kept as the beginning of the response, since it does not "
+                    "give the answer beside it — if it is a whole answer, remove it from the messages; told once",
+                    label,
                 )
         else:
             text = self._template.write(turns, given.tools, asks=True)

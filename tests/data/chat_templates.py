@@ -93,6 +93,28 @@ FAMILIES = {"qwen": QWEN, "llama2": LLAMA2, "glm": GLM, "plain": PLAIN, "mistral
 FAMILIES |= {"phi": PHI, "deepseek": DEEPSEEK}
 
 
+R1 = """\
+{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}\
+{% elif m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}\
+{{ '<|assistant|><call>' + c.function.name + '\\n' + c.function.arguments + '</call>' + eos_token }}{% endfor %}\
+{% elif m.role == 'assistant' %}{{ '<|assistant|>' + m.content.split('</think>')[-1] + eos_token }}\
+{% else %}{{ '<|observation|>' + m.content }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"""
+"""DeepSeek R1's way: an answer is asked for as a thought, and written without it; a turn that calls has no content."""
+
+QWEN3 = """\
+{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}\
+{% set c = m.content or '' %}{% set r = m.reasoning_content or '' %}\
+{% if '</think>' in c %}{% set r = c.split('</think>')[0].split('<think>')[-1] %}\
+{% set c = c.split('</think>')[-1] %}{% endif %}\
+{% if loop.last %}{{ '<think>\\n' + r.strip() + '\\n</think>\\n\\n' }}{% endif %}{{ c.strip() }}\
+{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""Qwen 3's way: the last answer has a thought, an empty one if none is given."""
+
+THINKING = {"r1": R1, "qwen3": QWEN3}
+
+
 def byte_tokenizer(folder: Path, template: str | None = None, *, bos: bool = False) -> PretrainedTokenizer:
     """A tokenizer of bytes, saved in a folder and read from there; `bos`: it puts `<s>` before texts by itself."""
     core = Tokenizer(models.BPE())
