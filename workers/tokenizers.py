@@ -115,7 +115,7 @@ class CharTokenizer:
         continues: bool = False,
     ) -> str:
         """Raises UserError: there is no chat template."""
-        raise UserError(_no_template(self.spec, turns))
+        raise UserError(_no_template(self.spec))
 
     def save(self, folder: Path) -> None:
         """Write it in Hugging Face format."""
@@ -202,7 +202,7 @@ class PretrainedTokenizer:
         Raises UserError without a chat template, ValueError with the template's own error if it fails.
         """
         if self.pretrained.chat_template is None:
-            raise UserError(_no_template(self.name, turns))
+            raise UserError(_no_template(self.name))
         messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else [dict(turn) for turn in turns]
         further = {"add_generation_prompt": True, **(arguments or {})}
         further["add_generation_prompt"] &= asks and not continues
@@ -279,14 +279,10 @@ def _encoded_behind(pretrained: Any, text: str) -> list[int]:
     return list(pretrained.encode(text, add_special_tokens=False))
 
 
-def _no_template(name: str, turns: object) -> str:
-    if isinstance(turns, str):
-        return (
-            f"data.chat is true, but tokenizer {name!r} has no chat template — data.chat=false, or a tokenizer with one"
-        )
+def _no_template(name: str) -> str:
     return (
-        f"the prompt is a list of chat messages, but tokenizer {name!r} has no chat template — a model with one, a "
-        "chat_template.jinja in the tokenizer's folder, or prompts that are text"
+        f"chat messages, and texts where data.chat is true, are written by a chat template, but tokenizer {name!r} has "
+        "none — a model with one, a chat_template.jinja in the tokenizer's folder, or texts with data.chat=false"
     )
 
 

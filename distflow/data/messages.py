@@ -150,10 +150,7 @@ def _json_chat(text: str) -> list[Any] | None:
             f"it has messages as Python writes them, which is no JSON: {text[:60]!r} — json.dumps(messages) before the "
             "file is written"
         )
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    found = _decoded(text, list)
     turns = found if isinstance(found, list) else []
     written = all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in turns)
     return turns if turns and written else None

@@ -83,6 +83,8 @@ def test_tools_that_a_text_cannot_have_are_told_once(tokenizers: Tokenizers, cap
         ("So:\n**4**", ["3", "4"]),
         ("2 + 2 = $1,234$", "48/2 = 24\n#### 1234"),
         ("The capital is paris", "Paris"),
+        # As long as responses are: 200,000 characters without a tag took minutes.
+        ("Well, it is so. " * 12_500 + "\nIt is 4.", "4"),
     ],
 )
 def test_a_whole_answer_is_not_the_beginning_of_one(tokenizers: Tokenizers, said_last: str, gold: Any) -> None:

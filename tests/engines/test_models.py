@@ -88,7 +88,8 @@ def test_saved_model_and_tokenizer_come_back(tmp_path):
     assert loaded.decode_batch([], skip_special=True) == []
     for plain in (loaded, tokenizer):
         with pytest.raises(
-            UserError, match=r"^data\.chat is true, but tokenizer '.*' has no chat template — data\.chat="
+            UserError,
+            match=r"texts where data\.chat is true.*, but tokenizer '.*' has none — a model .*data\.chat=false",
         ):
             plain.chat_text("12")
 
