@@ -81,8 +81,8 @@ class DataConfig(Section):
     overlong: Literal["error", "drop"] = "error"
     """What becomes of a prompt longer than max_prompt_tokens: an error that names it, or it is left out (drop)."""
     strict: bool = False
-    """Whether it is an error, and not a warning, that the chat template leaves out a part of a conversation, such as
-    tools, calls or reasoning."""
+    """Whether it is an error, and not a warning, that a part of a conversation, such as tools, calls or reasoning, does
+    not reach the model as it was given."""
     difficulty: DifficultyConfig | None = None
     """Draw prompts by how many of their samples were solved; null: each pass over the data visits all of them."""
 

@@ -185,7 +185,12 @@ def test_a_template_that_reads_no_null_gets_a_blank_content(tokenizers: Tokenize
 
 @pytest.mark.parametrize(
     ("family", "name", "arguments"),
-    [("phi", "end", {"im": "end"}), ("phi", "get_events", {"end": "2024"}), ("llama2", "s", {"/s": "s"})],
+    [
+        ("phi", "end", {"im": "end"}),
+        ("phi", "get_events", {"end": "2024"}),
+        ("llama2", "s", {"/s": "s"}),
+        ("qwen3", "think", {"im": "end"}),
+    ],
 )
 def test_a_key_that_stands_in_the_end_token_is_not_written(
     tokenizers: Tokenizers, family: str, name: str, arguments: Any
