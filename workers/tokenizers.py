@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,7 @@ def _begin_tokens(pretrained: Any) -> list[int]:
     return whole[: next(starts, 0)]
 
 
-def _inner_encoder(pretrained: Any, added: Collection[int]) -> Callable[[str], list[int]]:
+def _inner_encoder(pretrained: Any, added: Mapping[int, str]) -> Callable[[str], list[int]]:
     """Tell how a text is encoded that goes on another one: without the space that some tokenizers put before every
     text, up to the first added token in it, from which on it is as in any text."""
     core = getattr(pretrained, "backend_tokenizer", None)
@@ -244,10 +244,12 @@ def _inner_encoder(pretrained: Any, added: Collection[int]) -> Callable[[str], l
     if plain == described:
         return lambda text: list(pretrained.encode(text, add_special_tokens=False))
     inner = type(core).from_str(json.dumps(plain))
+    # Others are found in what a text has become already: nothing is put behind them.
+    part = {token for token, text in added.items() if pretrained.encode(text, add_special_tokens=False) == [token]}
 
     def encode(text: str) -> list[int]:
         found = inner.encode(text, add_special_tokens=False)
-        first = next((place for place, token in enumerate(found.ids) if token in added), None)
+        first = next((place for place, token in enumerate(found.ids) if token in part), None)
         if first is None:
             return list(found.ids)
         rest = text[found.offsets[first][0] :]

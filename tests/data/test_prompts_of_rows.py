@@ -286,6 +286,7 @@ def legacy(folder: Path, template: str) -> PretrainedTokenizer:
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
     core.train_from_iterator(["Hi Yo Hm Ok 0 1 2 3 4 [INST] [/INST]\n"], trainer)
     core.add_special_tokens([AddedToken("<|im_end|>", rstrip=True)])
+    core.add_tokens([AddedToken("<b>", normalized=False), AddedToken("<i>", normalized=True)])
     pretrained = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     pretrained.chat_template = template
     pretrained.save_pretrained(folder)
@@ -296,7 +297,7 @@ def legacy(folder: Path, template: str) -> PretrainedTokenizer:
 @pytest.mark.parametrize("make", [legacy, byte_tokenizer])
 def test_parts_are_encoded_as_the_whole_conversation(tmp_path: Path, template: str, make: Any) -> None:
     tokenizer = make(tmp_path, template)
-    turns = [user("Hi 1"), said("Yo 2"), user("Hm é"), said("é Ok 4"), user("Hi"), said("Yo")]
+    turns = [user("Hi 1"), said("Yo 2"), user("Hm é"), said("é Ok 4"), user("Hi <b>Hm <i>Ok<i>"), said("<b>Yo<i>Ok")]
     whole = tokenizer.pretrained.apply_chat_template(turns, tokenize=True, return_dict=False)
     for mode in ("all", "last"):
         prompt = read({"messages": turns}, tokenizer, turns=mode)
