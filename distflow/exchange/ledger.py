@@ -26,6 +26,13 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Lease, LeasePrompt, PromptAt
 from distflow.types import Scores, Uid, Version
 
+SAMPLES_LEFT_OUT = "samples left out"
+"""How reasons begin of groups of which too few samples are left; behind it is why most of the others were left out."""
+_WHERE_DROPPED = "Look at the rewards of the samples, in rollouts/ of the run folder once there are some"
+_WHERE_LEFT_OUT = (
+    "The logs of the workers that generate and judge show what failed: mend it, or see on_error and max_error_rate of "
+    "that step; responses that are cut off need a higher max_new_tokens"
+)
 _TOLD = 4
 """Reasons for which groups were dropped, in the error: the most frequent ones."""
 
@@ -264,12 +271,14 @@ class Ledger:
         count, limit = self.refills.total(), settings.refill_limit * open_steps
         if count <= limit:
             return None
+        left_out = any(reason.startswith(SAMPLES_LEFT_OUT) for reason in self.refills)
+        cure = _WHERE_LEFT_OUT if left_out else _WHERE_DROPPED
         told = self.refills.most_common(_TOLD)
         reasons = ", ".join(f"{reason}: {n}" for reason, n in told) + (", …" if len(self.refills) > _TOLD else "")
         return RefillsExhausted(
             f"training step {self.version} (step {self.version + 1} in files), ledger {self.index}: {count} groups "
-            f"were dropped ({reasons}) while {self._b} are wanted; at most {limit} may be replaced. Look at "
-            "rewards and finish reasons in rollouts/ of the run folder, or raise batch.max_refills"
+            f"were dropped ({reasons}) while {self._b} are wanted; at most {limit} may be replaced. {cure}"
+            ", or raise batch.max_refills"
         )
 
     # -- checkpoint

@@ -7,7 +7,6 @@ ladders of settings, the cheapest first ─▶ each alone: its mildest step that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel
@@ -46,12 +45,15 @@ class Cures:
 
     def words(self) -> str:
         """What to set, behind `FITS`, with the GiB needed then; else the best that can be had; "" if nothing helps."""
-        enough = (found for ladder in self._ladders if (found := self._first({}, ladder, self._bound)))
-        if named := [self._told(one) for one in islice(enough, MOST_NAMED)]:
-            return f"{FITS} {', or with '.join(named)}"
+        enough = [found for ladder in self._ladders if (found := self._first({}, ladder, self._bound))]
+        here = [one for one in enough if self._gpus(one) == self._gpus({})]
+        if here:
+            return f"{FITS} {', or with '.join(map(self._told, here[:MOST_NAMED]))}"
         together = self._together()
-        if self._fits(together):
-            return f"{FITS} {self._told(together)}"
+        enough += [together] if self._fits(together) else []
+        if enough:
+            # More GPUs cost the most.
+            return f"{FITS} {self._told(min(enough, key=self._gpus))}"
         return f"not even with {self._told(together)}" if together else ""
 
     def _first(self, others: Changes, ladder: Sequence[Changes], bound: float) -> Changes | None:
@@ -78,6 +80,11 @@ class Cures:
     def _fits(self, changes: Changes) -> bool:
         return self._bytes(changes) <= self._bound
 
+    def _gpus(self, changes: Changes) -> int:
+        plan = self._changed(changes)
+        assert plan is not None, "what was refused is not told"
+        return sum(map(width, plan.workers))
+
     def _bytes(self, changes: Changes) -> float:
         """What is needed then; infinite if that is refused, or an engine has no room for a single sample."""
         plan = self._changed(changes)
@@ -100,11 +107,9 @@ class Cures:
             return None
 
     def _told(self, changes: Changes) -> str:
-        plan = self._changed(changes)
-        assert plan is not None, "what was refused is not told"
         settings = [f"{key}: {str(value).lower() if value is True else value}" for key, value in changes.items()]
-        gpus = sum(map(width, plan.workers))
-        on = f" on each of {gpus} GPUs" if gpus != sum(map(width, self._plan.workers)) else ""
+        gpus = self._gpus(changes)
+        on = f" on each of {gpus} GPUs" if gpus != self._gpus({}) else ""
         return f"{' and '.join(settings)} ({self._bytes(changes) / GIB:.2f} GiB{on})"
 
 

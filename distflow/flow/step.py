@@ -185,11 +185,11 @@ def error_limit(on_error: str) -> float:
 
 
 def error_cure(step: str, on_error: str, counter: str) -> str:
-    """What to do where more samples of a step fail than its settings allow. `counter`: the metric that counts them."""
+    """What to do where more samples of a step fail than its settings allow. `counter`: the metrics that count them."""
     key = f"flow.steps.{step}.with"
     gentler = "" if on_error in _ERROR_LIMITS else f"{key}.on_error=leave_out goes on without up to a quarter of them, "
     return (
-        f"{counter} has their number, and the log of each worker names its first ones: mend what raises them; or "
+        f"{counter} count them, and the log of each worker names its first ones: mend what raises them; or "
         f"{gentler}{key}.max_error_rate allows more"
     )
 

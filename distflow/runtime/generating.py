@@ -34,6 +34,7 @@ from distflow.exchange.facts import BEGINS, OWNERS, TERM
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_lanes import Lanes
 from distflow.exchange.lease_settings import LeaseSettings
+from distflow.exchange.ledger import SAMPLES_LEFT_OUT
 from distflow.exchange.owner_links import Held, Home
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.flow.edges import Edge
@@ -183,9 +184,10 @@ def _too_few_left(groups: Batch, baseline: bool) -> dict[int, str]:
     reasons = samples.texts(LEFT_OUT) if LEFT_OUT in samples else []
     found, positions = {}, samples.dense("group").tolist()
     for first, end in pairwise(samples.group_bounds()) if any(reasons) else ():
-        here = Counter(filter(None, reasons[first:end]))
+        # Of an error its type: what follows may be another one for each sample.
+        here = Counter(reason.partition(":")[0] for reason in reasons[first:end] if reason)
         if here and end - first > 1 and int(left[first:end].sum()) < 2:
-            found[positions[first]] = f"samples left out, {here.most_common(1)[0][0]}"
+            found[positions[first]] = f"{SAMPLES_LEFT_OUT}, {here.most_common(1)[0][0]}"
     return found
 
 

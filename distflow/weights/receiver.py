@@ -188,8 +188,10 @@ class WeightInbox:
         )
         if self._suspected is not None:
             raise WorkerFailed(
-                f"{what}, even after the weights were fetched again — the engine does not compute the trained model: "
-                "its model class may load other tensors than the trainer publishes; try engine torch"
+                f"{what}, even after the weights were fetched again — either the last updates have made the weights so "
+                "large that rounding tells (look at actor/grad_norm, lower models.<name>.optimizer.lr), or the engine "
+                "does not compute the trained model: another engine's model class may load other tensors than the "
+                "trainer publishes, which engine torch does not"
             )
         log.warning("%s; fetching the weights again", what)
         self._suspected = manifest.version

@@ -22,6 +22,7 @@ from distflow.runtime.disk import DROPPED, REFUSED
 
 FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
 """Counters of the workers, and what the reward function did."""
+TIMEOUTS, ERRORS = FAILURES
 SKIPPED, BAD_LOGPROBS, HALVED, EPISODES, LEFT_OUT = (
     "skipped_updates",
     "engine/bad_logprobs",
@@ -33,6 +34,8 @@ TROUBLES = {
     SKIPPED: "updates were skipped, since their gradients were not finite",
     BAD_LOGPROBS: "samples came from an engine with log-probs that cannot be used",
     HALVED: "micro-batches were halved, since the memory of a GPU did not hold them",
+    ERRORS: "samples made the reward function raise an error",
+    TIMEOUTS: "samples made the reward function time out",
     EPISODES: "attempts at a sample failed in the generate step",
     LEFT_OUT: "samples were left out, and trained nothing",
 }
@@ -323,7 +326,9 @@ def _unmoved(metrics: Mapping[str, float]) -> str:
 def _why(metrics: Mapping[str, float]) -> str:
     if metrics.get(EQUAL) == 1.0:
         return f" — the samples of each prompt all get the same reward ({EQUAL} is 1), so their advantages are 0"
-    return " — look at the rewards: `distflow rollouts`"
+    if EQUAL in metrics:
+        return " — look at the rewards: `distflow rollouts`"
+    return " — a lower models.NAME.optimizer.lr may help, if the model once learned: it may have blown up"
 
 
 def where_time_went(reader: MetricsReader, last: int, steps: int) -> str:

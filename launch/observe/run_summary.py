@@ -106,7 +106,7 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     yield f"results: {record.run_dir}"
     where = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
     yield "try next:"
-    if record.state == "stopped":
+    if record.state == "stopped" and progress.step:
         yield f"  {me} launch --resume --run {record.name}{where}"
     if progress.step:
         yield f"  {me} metrics {record.name} --last 10{where}"

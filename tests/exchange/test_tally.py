@@ -55,6 +55,14 @@ def test_a_step_by_hand_counts_alone() -> None:
     assert tally.own == tally.by_all() == (15, 2)
 
 
+def test_a_worker_judges_by_its_own_samples_before_it_hears_of_all() -> None:
+    tally = Tally(lambda: Counts(40, 0))
+    tally.add(90, 30)
+    assert tally.too_many(0.05) == ""
+    tally.add(30, 10)
+    assert tally.too_many(0.05) == "40 of 120 samples"
+
+
 def test_all_workers_see_what_all_have_judged() -> None:
     workers = Workers(2, 2)
     workers.judge("reward/0", 90, 9)

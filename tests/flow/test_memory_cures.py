@@ -38,7 +38,10 @@ def test_it_warns_where_a_gpu_or_the_host_is_too_small() -> None:
     assert not any("warning" in line for line in memory_lines(plan, enough))
     (warning,) = memory_data(plan, Capacity(64 * GIB, (24 * GIB,)))["warnings"]
     assert warning.startswith("cuda:0 has 24.00 GiB, and worker/0 may need ")
-    assert "with layout.pools.worker.backend: fsdp and layout.pools.worker.count: 4 (18.74 GiB on each of 4" in warning
+    assert (
+        "with layout.pools.worker.backend: fsdp and layout.pools.worker.count: 2 and layout.pools.worker.offload: true "
+        "(20.16 GiB on each of 2 GPUs)" in warning
+    ), "more GPUs alone would be four"
     (warning,) = memory_data(plan, Capacity(16 * GIB))["warnings"]
     assert warning.startswith("this host has 16.00 GiB of memory, and 1 worker(s) here may need ")
 

@@ -73,6 +73,14 @@ REASONS = {
         [f"layout.pools.GENERATES.engine={HERE}:NoLogprobs", "batch.prompts=16", "batch.max_refills=99"],
         r"WorkerFailed: .*NoLogprobs on .*, version 0 of term 0: 100 of its last 100 samples came with log-probs that",
     ),
+    "groups without two samples": (
+        [
+            f"flow.steps.sample.call={HERE}:half_away",
+            "flow.steps.sample.with={on_error: leave_out, max_error_rate: 1.0}",
+            "batch.max_refills=0",
+        ],
+        r"RefillsExhausted: .*dropped \(samples left out, ConnectionError: \d+\) .*on_error and max_error_rate of that",
+    ),
     "episodes that fail": (
         [
             f"flow.steps.sample.call={HERE}:half_away",
