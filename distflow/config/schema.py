@@ -360,8 +360,9 @@ class LimitsConfig(Section):
     restart_window_s: float = Field(default=3600.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Older restarts of a worker do not count: a worker that is killed once a day never ends a run."""
     bad_steps: int = Field(default=20, ge=1, json_schema_extra={"unit": "training steps"})
-    """Training steps in a row that may leave a model as it was, because the norms of its gradients were not finite.
-    After so many, training workers save and the run ends; `--resume` goes on with the samples behind them."""
+    """Training steps in a row that may leave a model as it was, because the norms of its gradients were not finite, or
+    no sample had a token to train on. After so many, training workers save and the run ends; `--resume` goes on with
+    the samples behind them."""
     host_silence_s: float = Field(default=60.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds without a message from a host's agent before the end of the run no longer waits for that host, and before
     training workers that are cut off from most of the others end (docs/checkpoints.md). A generating worker that is
