@@ -169,12 +169,20 @@ def test_a_rollout_that_is_not_heard_of_loses_its_leases_without_hedging_too(lau
 
 
 DRAINED = """
-import threading
+import threading, time
+from pathlib import Path
 
 def script(w):
     leases = w.leases()
-    # One second of its three for the first samples.
-    threading.Timer(1.0, leases.drain).start()
+
+    def drain():
+        for _ in range(1200):
+            if any({told!r} in log.read_text() for log in Path({runs!r}).glob("*/logs/rollout-1.log")):
+                break
+            time.sleep(0.05)
+        leases.drain()
+
+    threading.Thread(target=drain, daemon=True).start()
     for group in w.generate("sample", leases):
         group = w.call("reward", group)
         w.send("samples", group)
@@ -183,7 +191,7 @@ def script(w):
 
 def test_a_drained_rollout_leaves_in_order_and_its_samples_go_on(launch: Launch, tmp_path: Path) -> None:
     script = tmp_path / "drained.py"
-    script.write_text(DRAINED)
+    script.write_text(DRAINED.format(told=told(50), runs=str(tmp_path / "runs")))
     run = slow_run(launch, 2, "layout.hedging=false", f"layout.pools.rollout.each.1.script={script}")
     assert run.wait() == 0, run.output
     check(run, 2)
