@@ -297,5 +297,6 @@ def _number(of: str, name: str, value: object) -> float:
         raise TypeError(f"{of} {name} = {shortened(repr(value), SHOWN_VALUE)}; expected a number")
     number = float(value)
     if not abs(number) <= LARGEST:
-        raise ValueError(f"{of} {name} = {number}; expected a finite number, of at most {LARGEST:.3g}")
+        most = f", of at most {LARGEST:.3g}" if isfinite(number) else ""
+        raise ValueError(f"{of} {name} = {number}; expected a finite number{most}")
     return number
