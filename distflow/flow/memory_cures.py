@@ -39,6 +39,7 @@ class Cures:
         self, plan: Plan, workers: Sequence[WorkerPlan], needed: Callable[[Plan], int], bound: int, gpu: int
     ) -> None:
         self._plan, self._needed, self._bound, self._gpu = plan, needed, bound, gpu
+        self._plans: dict[frozenset[tuple[str, Any]], Plan | None] = {}
         self._pools = {worker.name.pool for worker in workers}
         self._ladders = [ladder for ladder in (*_of_training(plan, workers), *_of_engines(workers)) if ladder]
         self._ladders += [ladder for ladder in _of_gpus(plan, workers) if ladder]
@@ -95,6 +96,13 @@ class Cures:
         return float("inf") if starved else self._needed(plan)
 
     def _changed(self, changes: Changes) -> Plan | None:
+        """The plan with changes; None if it is refused."""
+        key = frozenset(changes.items())
+        if key not in self._plans:
+            self._plans[key] = self._made(changes)
+        return self._plans[key]
+
+    def _made(self, changes: Changes) -> Plan | None:
         # Imported late: the planner is not needed to show a plan that fits.
         from distflow.flow.planner import make_plan
 
