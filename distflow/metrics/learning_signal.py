@@ -1,9 +1,9 @@
 """Whether a training step has anything to learn from, judged from the sums of all replicas of a home.
 
-Three ways in which a run goes on and learns nothing: no update moves a model, since no norm of its gradients is finite;
-corrections for the policy that sampled leave out nearly all tokens; and the samples of each group all get the same
-reward, so that comparing them gives no advantage. Single steps of any kind are usual; what lasts is told by the
-launching command (`launch/observe/alerts.py`), and ends the run in the end.
+Three ways in which a run goes on and learns nothing: no update moves a model, since no norm of its gradients is finite
+or no sample has a token to train on; corrections for the policy that sampled leave out nearly all tokens; and the
+samples of each group all get the same reward, so that comparing them gives no advantage. Single steps of any kind are
+usual; what lasts is told by the launching command (`launch/observe/alerts.py`), and ends the run in the end.
 """
 
 from __future__ import annotations

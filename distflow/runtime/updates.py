@@ -27,6 +27,7 @@ from distflow.runtime.steps import StepContext, shown_uids
 from distflow.types import LEFT_OUT, is_validated
 
 log = logger(__name__)
+_BAD_NORMS = "look for infinite rewards, advantages or losses, or lower models.<name>.optimizer.lr"
 SHOWN_GROUPS = 64
 """Of a batch, in the warning of an update that is skipped."""
 
@@ -212,17 +213,16 @@ class Updates:
     def _tell_skipped(self, model: str, norm: float) -> None:
         self._count(model, "skipped_updates")
         self._unmoved[model] = (
-            "no norm of its gradients was finite; the logs of the training workers name the samples — look for "
-            "infinite rewards, advantages or losses, or lower models.<name>.optimizer.lr"
+            f"no norm of its gradients was finite; the logs of the training workers name the samples — {_BAD_NORMS}"
         )
         log.warning(
             "training step %d: an update of model %r is skipped, since the norm of its gradient is %s; this worker "
-            "computed it from %s, which count as consumed. If that goes on, look for infinite rewards, advantages or "
-            "losses, or lower models.<name>.optimizer.lr",
+            "computed it from %s, which count as consumed. If that goes on, %s",
             self._step + 1,
             model,
             norm,
             " and ".join(shown_uids(batch, SHOWN_GROUPS) for batch in self._here) or "no samples",
+            _BAD_NORMS,
         )
 
     def _applied(self, model: str, denominator: float) -> float:

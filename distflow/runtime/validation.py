@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from statistics import fmean
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from distflow.algorithms.evaluation import Graded, summary
 from distflow.config.data_schema import DataConfig
-from distflow.config.plugins import FIND_ANSWER
 from distflow.config.schema import RunConfig
+from distflow.data.answers_in_text import find_answer
 from distflow.data.batch import Batch
 from distflow.data.order import DATA_SOURCE, PromptOrder
 from distflow.data.samples import last_rows, left_out
@@ -35,7 +35,6 @@ from distflow.exchange.owner import OwnerCore
 from distflow.exchange.prompt_reader import PromptReader
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.memory import group_bytes
-from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.dumps import DumpWriter, dumped
@@ -124,7 +123,6 @@ class Validation:
         """Of the open round, for the dumps: groups, with the worker that generated each row."""
         self._lengths: list[int] = []
         self._cut = self._newer = self._failed = 0
-        self._find_answer: Callable[[str], str] = resolve(FIND_ANSWER)
         settings = val_settings(setting, self._prompts)
         assert settings is not None, "there is a plan for it"
         first = bisect_left(plan.versions, setting.start.number)
@@ -221,7 +219,7 @@ class Validation:
         given, failed = rows.dense("score" if "score" in rows else "reward"), left_out(rows)
         scores = given.masked_fill(failed, 0.0).tolist()
         self._failed += int(failed.sum())
-        answers = [self._find_answer(text) for text in rows.texts("response_text")]
+        answers = [find_answer(text) for text in rows.texts("response_text")]
         uid = Uid(*rows.dense("uid")[0].tolist())
         self._graded[uid.prompt] = Graded(scores, answers, self._sources[uid.prompt])
         self._lengths += rows.ragged("response_ids").lengths.tolist()

@@ -47,15 +47,6 @@ async def trains_nothing(
     await generate(episode.prompt_ids, SamplingParams(temperature, max_new_tokens=max_new_tokens), train=False)
 
 
-@step(role="generate", reads=[], writes=[])
-async def half_away(
-    episode: Episode, generate: Generate, ctx: StepContext, *, temperature: float = 1.0, max_new_tokens: int = 3
-) -> None:
-    await generate(episode.prompt_ids, SamplingParams(temperature, max_new_tokens=max_new_tokens))
-    if episode.sample % 2:
-        raise ConnectionError("the sandbox is away")
-
-
 class NoLogprobs(TorchEngine):
     """Gives none."""
 

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
+from tests.e2e import failing_episodes
 from tests.runtime import stop_reasons
 from tests.runtime.whole_runs import WholeRun, in_memory
 
 HERE, BAD = stop_reasons.__file__, stop_reasons.BAD_ROW
+FAILING = failing_episodes.__file__
 SMALL = ("batch.prompts=4", "batch.ledgers=2", "batch.max_refills=3", "run.training_steps=500", "run.save_every=0")
 LAYOUTS = {
     "colocated": ["layout=colocated"],
@@ -75,7 +77,7 @@ REASONS = {
     ),
     "groups without two samples": (
         [
-            f"flow.steps.sample.call={HERE}:half_away",
+            f"flow.steps.sample.call={FAILING}:half",
             "flow.steps.sample.with={on_error: leave_out, max_error_rate: 1.0}",
             "batch.max_refills=0",
         ],
@@ -83,7 +85,7 @@ REASONS = {
     ),
     "episodes that fail": (
         [
-            f"flow.steps.sample.call={HERE}:half_away",
+            f"flow.steps.sample.call={FAILING}:half",
             "flow.steps.sample.with.on_error=leave_out",
             "batch.max_refills=99",
         ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -280,9 +280,9 @@ def total_norm(squares: Sequence[float]) -> float:
     return math.sqrt(math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares))
 
 
-def not_finite(names: Iterable[str], squares: Sequence[float]) -> list[str]:
-    """The names whose squared norms are not finite."""
-    return [name for name, square in zip(names, squares, strict=True) if not math.isfinite(square)]
+def not_finite(names: Iterable[str], squares: Sequence[float]) -> Iterator[str]:
+    """Yield the names whose squared norms are not finite."""
+    return (name for name, square in zip(names, squares, strict=True) if not math.isfinite(square))
 
 
 def check_same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
