@@ -77,8 +77,6 @@ class Tally:
         """Say of how many samples too many failed for the step to be of use: more than `rate` of the last ones, or all
         of this worker's first ones; "" if it is not so."""
         own, recent = self.own, self.recent()
-        # What this worker has judged itself, it knows before it hears of all.
-        recent = own if recent.judged < own.judged <= RECENT else recent
         if FIRST <= own.judged == own.failed and rate < 1.0:
             return f"all of the first {own.judged} samples"
         return f"{recent.failed} of {recent.judged} samples" if recent.exceed(rate) else ""
