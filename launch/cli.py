@@ -21,33 +21,50 @@ from distflow import __version__
 from distflow.errors import DistflowError, did_you_mean
 
 INTERRUPTED = 130
-COMMANDS = {
-    "launch": "Start a run and watch it.",
-    "init": "Write a folder with a recipe, code and data to start from.",
-    "plan": "Show what each worker will do; write one recipe and script for each.",
-    "simulate": "Predict step time and idle time of a recipe on given devices; search for faults.",
-    "validate": "Check a recipe and report all errors at once.",
-    "test-plugin": "Test steps, rewards, losses, data sources … of your own on synthetic batches.",
-    "data": "Show prompts as the model sees them, and the reward of their gold answers.",
-    "config": "Show the resolved recipe, its JSON Schema, or one key explained.",
-    "worker": "Run one worker from its own per-worker recipe.",
-    "watch": "Show the live page of a running run until it ends.",
-    "status": "Show what each worker is doing and what it waits for.",
-    "logs": "Print or follow the workers' logs.",
-    "metrics": "Show metrics per training step, merged over the workers; compare runs.",
-    "plot": "Draw the curves of runs.",
-    "rollouts": "Show samples with text and rewards.",
-    "stacks": "Show where each worker is in its code, even if it is stuck.",
-    "trace": "Write a timeline of all workers as one file for Perfetto.",
-    "scale": "Add or remove workers of a pool while the run continues.",
-    "evaluate": "Validate a checkpoint, or a Hugging Face folder, alone.",
-    "export": "Export a checkpoint as a Hugging Face folder, verified by loading it.",
-    "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
-    "stop": "Stop a run and verify that nothing is left of it.",
-    "doctor": "Check this machine, and look for leftovers of dead runs.",
-    "profile": "Measure a recipe's engine and backend, and write a latency model of them.",
-    "bench": "Measure the data plane on this machine, beside its limits and other systems.",
+GROUPS = {
+    "Prepare": {
+        "init": "Write a folder with a recipe, code and data to start from.",
+        "validate": "Check a recipe and report all errors at once.",
+        "plan": "Show what each worker will do; write one recipe and script for each.",
+        "config": "Show the resolved recipe, its JSON Schema, or one key explained.",
+        "data": "Show prompts as the model sees them, and the reward of their gold answers.",
+        "test-plugin": "Test steps, rewards, losses, data sources … of your own on synthetic batches.",
+        "": "distflow validate quickstart flow=dapo",
+    },
+    "Run": {
+        "launch": "Start a run and watch it.",
+        "watch": "Show the live page of a running run until it ends.",
+        "stop": "Stop a run and verify that nothing is left of it.",
+        "scale": "Add or remove workers of a pool while the run continues.",
+        "worker": "Run one worker from its own per-worker recipe.",
+        "": "distflow launch quickstart run.training_steps=50",
+    },
+    "Look": {
+        "status": "Show what each worker is doing and what it waits for.",
+        "metrics": "Show metrics per training step, merged over the workers; compare runs.",
+        "plot": "Draw the curves of runs.",
+        "rollouts": "Show samples with text and rewards.",
+        "logs": "Print or follow the workers' logs.",
+        "stacks": "Show where each worker is in its code, even if it is stuck.",
+        "trace": "Write a timeline of all workers as one file for Perfetto.",
+        "": "distflow rollouts --last 1",
+    },
+    "Take away": {
+        "export": "Export a checkpoint as a Hugging Face folder, verified by loading it.",
+        "evaluate": "Validate a checkpoint, or a Hugging Face folder, alone.",
+        "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
+        "": "distflow export --best my-model",
+    },
+    "Measure": {
+        "simulate": "Predict step time and idle time of a recipe on given devices; search for faults.",
+        "profile": "Measure a recipe's engine and backend, and write a latency model of them.",
+        "bench": "Measure the data plane on this machine, beside its limits and other systems.",
+        "doctor": "Check this machine, and look for leftovers of dead runs.",
+        "": "distflow simulate quickstart",
+    },
 }
+"""The commands as `--help` lists them; below "" stands an example of a group."""
+COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items() if name}
 
 BESIDE = {
     "watch": ("status", "watch"),
@@ -85,9 +102,11 @@ class LazyGroup(click.Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The command list of `--help`."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        """Write the command list of `--help`."""
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, about) for name, about in group.items() if name])
+                formatter.write_text(f"for example: {group['']}")
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

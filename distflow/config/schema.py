@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from distflow.config.data_schema import DataConfig, ValConfig, inherited
@@ -32,6 +32,12 @@ Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 def _unbuilt(value: object) -> object:
     if value is not None:
         raise PydanticCustomError("distflow", "not built yet; remove it: one worker holds the whole model")
+    return value
+
+
+def _host_from_0(value: str | int) -> str | int:
+    if isinstance(value, int) and value < 0:
+        raise PydanticCustomError("distflow", "numbers of hosts count from 0")
     return value
 
 
@@ -249,8 +255,9 @@ class PoolConfig(Section):
     offload: bool = False
     """For a pool that generates and trains: the engine leaves the device while the worker trains, and the models while
     it generates. The result is the same."""
-    hosts: list[str] = Field(default=[])
-    """Hosts that its workers run on, by name or pattern (`gpu-*`); none: any. Ignored in a run on one host."""
+    hosts: list[Annotated[str | int, AfterValidator(_host_from_0)]] = Field(default=[])
+    """Hosts that its workers run on, by name or pattern (`gpu-*`), or by number: the place in the hosts file, or of the
+    node in its job, from 0; none: any. Ignored in a run on one host."""
     each: dict[str, WorkerSettings] = Field(default={})
     """Workers that differ, by index: `each: {"1": {threads: 2}}`."""
     script: str | None = None

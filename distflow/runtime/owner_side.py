@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distflow.comm.message import Message
 from distflow.config.data_schema import DataConfig, DifficultyConfig
@@ -392,6 +392,15 @@ def connect_owner(node: Node, lanes: Lanes, inbound: InboundSamples, reader: Pro
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
     node.on_tick(lambda now: look(inbound, node.board, now))
     node.count_work(lambda: core.progress_count)
+    node.status_rows["arriving"].append(partial(_arriving, core, node.board))
+
+
+def _arriving(core: OwnerCore, board: WaitBoard) -> list[dict[str, Any]]:
+    """How far the open step of an owner has come, for its row of `status`; nothing while nothing is begun."""
+    with board.condition:
+        step, (here, of, tokens) = core.version + 1, core.ledgers.so_far()
+    told = {"kind": core.settings.kind, "step": step, "groups": here, "of": of, "tokens": tokens}
+    return [told] if here or tokens else []
 
 
 def look(inbound: InboundSamples, board: WaitBoard, now: float) -> None:
