@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.errors import KeyedError, UserError, did_you_mean
@@ -164,6 +164,8 @@ class PluginUse:
     """Whether the run is to repeat to the last bit (`run.deterministic`)."""
     heads: int = 0
     """Attention heads of the model; 0: unknown."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The model's configuration in transformers; empty: unknown."""
 
 
 def refuse_float16(use: PluginUse) -> None:

@@ -1,0 +1,71 @@
+"""The table of model families: what it refuses, where, and what it only warns of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import RecipeError
+from distflow.flow.families import FAMILIES
+from distflow.flow.model_roles import model_types
+from distflow.flow.recipe_check import plan_recipe
+from tests.families import FAMILIES as INITS
+
+TYPE = "models.policy.init.model_type"
+
+
+def problems(*overrides: str) -> list[str]:
+    try:
+        plan_recipe("quickstart", overrides)
+    except RecipeError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(
+    "family, reason",
+    [
+        ("minimax", "(lightning attention, and attention; experts): its layers need a cache of their own"),
+        ("deepseek_v32", "(latent attention (MLA) to tokens that an indexer chooses; experts): its cache has no place"),
+    ],
+)
+def test_what_an_engine_cannot_keep_is_refused_with_the_cure(family: str, reason: str) -> None:
+    (told,) = problems(f"{TYPE}={family}")
+    assert told.startswith(f"command line: {TYPE} — engine torch does not take model_type '{family}' {reason}")
+    assert told.endswith("; engine sglang or vllm, or a model of another family")
+
+
+def test_a_folder_is_refused_by_its_text_model(tmp_path: Path) -> None:
+    """As of a multimodal model, whose config.json has the text model in a section of its own."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "wrapper", "text_config": {"model_type": "minimax"}})
+    )
+    told = problems(f"models.policy.path={tmp_path}", "models.policy.init=null")
+    assert any(line.startswith("command line: models.policy.path — engine torch does not take") for line in told), told
+
+
+def test_only_the_engine_that_cannot_keep_it_refuses_it() -> None:
+    other = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.count=2"]
+    assert problems(f"{TYPE}=minimax", *other) == []
+    each = "layout.pools.rollout.each.1.engine=torch"
+    assert ["engine torch does not take" in line for line in problems(f"{TYPE}=minimax", *other, each)] == [True]
+
+
+def test_a_family_that_nobody_tried_is_a_warning() -> None:
+    _, plan = plan_recipe("quickstart", [f"{TYPE}=granite"])
+    (warning,) = [note for note in plan.warnings if "table of families" in note]
+    assert warning.startswith("warning: models.policy — model_type 'granite' is not in the table of families")
+
+
+def test_the_table_has_a_tiny_model_of_each_family_that_transformers_knows() -> None:
+    assert FAMILIES.keys() == INITS.keys()
+    assert FAMILIES.keys() <= model_types("tokens")
+
+
+def test_a_head_that_transformers_lacks_is_told() -> None:
+    assert "lfm2" in model_types("tokens") - model_types("value")
+    chars = "models.critic.tokenizer='chars:0123456789='"
+    told = problems("flow=ppo", "models.critic.init={model_type: lfm2}", chars, "models.critic.head=value")
+    assert any("has no token classifier of model_type 'lfm2'" in line for line in told), told
