@@ -13,7 +13,7 @@ from distflow.runtime.protocols import Engine, EngineSpec
 from distflow.testing.engine_harness import FIRST, by_sample, reference_model, run_until_done
 from distflow.types import BegunSample, SampleOutput, SampleRequest, SamplingParams
 from distflow.workers.engines.torch_engine import TorchEngine
-from distflow.workers.parameters import stored_form
+from distflow.workers.parameters import constants_of, stored_form
 from tests.families import FAMILIES, VOCABULARY
 
 SAMPLES = 24
@@ -30,7 +30,7 @@ def engine_of(family: str, slots: int) -> Engine:
     model = reference_model(section, 0)
     engine = TorchEngine(EngineSpec(section, "cpu", slots, 64, 0, {}))
     engine.begin_update(FIRST)
-    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    named = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *constants_of(model).items())}
     stored = stored_form(model)
     engine.update(item for name in stored.tensors for item in stored.cut(name, named[name]))
     engine.end_update()

@@ -25,7 +25,7 @@ from distflow.workers.backends.optimizer import ScheduledOptimizer, check_same
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.heads import SCORE, head_of
 from distflow.workers.models import build_model
-from distflow.workers.parameters import stored_model
+from distflow.workers.parameters import constants_of, stored_model
 from distflow.workers.quantized import narrow_layers
 
 _ONE_TOKEN = Ragged.from_rows([[0]], torch.int64)
@@ -66,6 +66,8 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         for parameter in self._learned.values():
             parameter.requires_grad_(spec.trainable)
         self._stored = None if adapters else stored_model(spec.model)
+        stored = () if self._stored is None else self._stored.tensors
+        self._constants = [name for name in constants_of(self._model) if name in stored]
         if spec.trainable and bool(spec.model["gradient_checkpointing"]):
             _recompute_activations(self._model)
         self.packs = False
@@ -127,6 +129,11 @@ class ModelBackend(ABC, Generic[OptimizerT]):
     def _cut(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What a whole parameter is published as: views of it."""
         return iter([(name, tensor)]) if self._stored is None else self._stored.cut(name, tensor)
+
+    def _constant_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint has besides parameters, for engines that load none."""
+        for name in self._constants:
+            yield from self._cut(name, self._model.get_buffer(name).to(self._device))
 
     def accumulate(self, loss_sum: Tensor) -> None:
         """Backward pass of a summed loss; gradients add up until `apply`."""

@@ -31,7 +31,7 @@ from distflow.workers.engines.torch_options import TorchEngineOptions
 from distflow.workers.merging import AdapterTable, adapted_weights
 from distflow.workers.models import build_model
 from distflow.workers.offload import Offloader, bytes_on
-from distflow.workers.parameters import ParameterTable, stored_model
+from distflow.workers.parameters import ParameterTable, constants_of, stored_model
 
 
 class TorchEngine:
@@ -50,7 +50,7 @@ class TorchEngine:
         text = self.model.config.get_text_config()
         refuse_family(PluginUse(spec.model, spec.device, config=text.to_dict()), ENGINES["torch"])
         self.limits = RequestLimits.of(self.model.config, spec.max_tokens)
-        parameters = dict(self.model.named_parameters())
+        parameters = {**dict(self.model.named_parameters()), **constants_of(self.model)}
         self.weights: ParameterTable
         if adapts:
             self.weights = AdapterTable(adapted_weights(parameters, spec.model), spec.model["lora"])
