@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.config.plugins import BACKENDS, ENGINES, PluginUse
+from distflow.config.schema import ATTENTION
 from distflow.errors import KeyedError
 
+HALF = ("bfloat16", "float16")
+"""What kernels that need a GPU compute in."""
 _SHORT = {full: f"backend {short}" for short, full in BACKENDS.items()}
 _SHORT |= {full: f"engine {short}" for short, full in ENGINES.items()}
 
@@ -23,12 +26,13 @@ class Family:
 
     layers: str
     """What its layers do with past tokens."""
-    attention: str = "sdpa"
-    """How attention is computed unless a recipe says it: transformers has no sdpa for some."""
+    attention: tuple[str, ...] = ATTENTION
+    """What transformers has for it as `attn_implementation`; the first is taken unless a recipe names another."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Why an engine or a backend does not take it, by kind and name, as in `engine torch`."""
 
 
+_NO_FLEX = ATTENTION[:-1]
 _PLAIN = "attention"
 _WINDOWS = "attention, in windows too"
 _LATENT = "latent attention (MLA)"
@@ -40,18 +44,19 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("mistral", "olmo3", "gemma2", "gemma3_text"), Family(_WINDOWS)),
     "gemma4_text": Family("attention, in windows of narrower heads too; layers share keys"),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"), Family(f"{_PLAIN}; experts")),
-    "gpt_oss": Family("attention with sinks, in windows too; experts", attention="eager"),
+    "gpt_oss": Family("attention with sinks, in windows too; experts", attention=ATTENTION[1:]),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), Family(f"{_LATENT}; experts")),
     "lfm2": Family(_CONVOLUTION),
     "lfm2_moe": Family(f"{_CONVOLUTION}; experts"),
-    "qwen3_5_text": Family(_DELTA),
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), Family(f"{_DELTA}; experts")),
+    "qwen3_5_text": Family(_DELTA, attention=_NO_FLEX),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), Family(f"{_DELTA}; experts", attention=_NO_FLEX)),
     "minimax": Family(
         "lightning attention, and attention; experts",
         refused={"engine torch": "its layers need a cache of their own, which has no slots"},
     ),
     "deepseek_v32": Family(
         f"{_LATENT} to tokens that an indexer chooses; experts",
+        attention=ATTENTION[:2],
         refused={"engine torch": "its cache has no place for what the indexer keeps"},
     ),
 }
@@ -61,7 +66,34 @@ FAMILIES: Mapping[str, Family] = {
 def usual_attention(config: Mapping[str, Any]) -> str:
     """How attention of a model with this configuration is computed unless its section says it."""
     family = FAMILIES.get(str(config.get("model_type")))
-    return "sdpa" if family is None else family.attention
+    return ATTENTION[0] if family is None else family.attention[0]
+
+
+def needs_gpu(chosen: str) -> bool:
+    """Tell whether an `attn_implementation` needs a GPU: on a CPU, flex has no backward pass, and NaN in short rows."""
+    return chosen not in ("auto", "sdpa", "eager")
+
+
+def refuse_attention(use: PluginUse) -> None:
+    """Raise KeyedError for an `attn_implementation` that the family, the device or the dtype of a model rules out.
+
+    `use`: that of a backend; engines have attention of their own.
+    """
+    chosen = str(use.model.get("attn_implementation") or "auto")
+    if chosen == "auto":
+        return
+    family = FAMILIES.get(str(use.config.get("model_type")))
+    rest, wrong = "sdpa, eager or auto", ""
+    if family is not None and chosen in ATTENTION and chosen not in family.attention:
+        wrong = f"transformers has it not for model_type {use.config['model_type']!r}"
+        rest = f"{', '.join(family.attention)} or auto"
+    elif needs_gpu(chosen) and use.device == "cpu":
+        wrong = "it needs a GPU, and the device is cpu"
+    elif needs_gpu(chosen) and chosen != "flex_attention" and use.model["dtype"] not in HALF:
+        wrong = f"it computes in {' and '.join(HALF)}, and models.{use.model_name}.dtype is {use.model['dtype']}"
+        rest = f"{rest}; or dtype bfloat16"
+    if wrong:
+        raise KeyedError(f"models.{use.model_name}.attn_implementation", f"{chosen}: {wrong}; {rest}")
 
 
 def refuse_family(use: PluginUse, plugin: str) -> None:

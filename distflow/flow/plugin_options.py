@@ -9,7 +9,7 @@ from typing import Any
 from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS, PluginUse, full_name, refuse_float16
 from distflow.config.schema import PoolConfig, Recipe, WorkerSettings
 from distflow.errors import KeyedError, Problems, UserError
-from distflow.flow.families import refuse_family
+from distflow.flow.families import refuse_attention, refuse_family
 from distflow.flow.plan import Plan, PoolPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.sizes import attention_heads, configuration
@@ -52,11 +52,14 @@ def check_options(recipe: Recipe, structure: Structure, problems: Problems) -> N
 
     Options that do not go with another key of the recipe are reported by that key.
     """
-    for used in (*_engines(recipe, structure), *_backends(recipe, structure)):
+    backends = list(_backends(recipe, structure))
+    for used in (*_engines(recipe, structure), *backends):
         try:
             for use in used.uses:
                 refuse_float16(use)
                 refuse_family(use, used.plugin)
+            for use in used.uses if used in backends else ():
+                refuse_attention(use)
             if used.plugin not in OPTIONS:
                 continue
             options = resolve(OPTIONS[used.plugin]).parse(used.options)

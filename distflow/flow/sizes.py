@@ -149,7 +149,10 @@ def model_size(model: ModelConfig) -> ModelSize:
         active=_active(config) or _number(config, ("intermediate_size", "n_inner"), 4 * width),
         dtype_bytes=DTYPE_BYTES[model.dtype],
         gated=family in GATED,
-        packs=family in GATED and model.head != "score" and _attends_everywhere(config),
+        packs=family in GATED
+        and model.head != "score"
+        and model.attn_implementation == "auto"
+        and _attends_everywhere(config),
         optimizer=model.optimizer.name,
     )
     if size.parameters:

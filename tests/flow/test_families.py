@@ -11,6 +11,7 @@ from distflow.errors import RecipeError
 from distflow.flow.families import FAMILIES
 from distflow.flow.model_roles import model_types
 from distflow.flow.recipe_check import plan_recipe
+from distflow.launch.deploy.host_checks import needs_of_workers
 from tests.families import FAMILIES as INITS
 
 TYPE = "models.policy.init.model_type"
@@ -69,3 +70,52 @@ def test_a_head_that_transformers_lacks_is_told() -> None:
     chars = "models.critic.tokenizer='chars:0123456789='"
     told = problems("flow=ppo", "models.critic.init={model_type: lfm2}", chars, "models.critic.head=value")
     assert any("has no token classifier of model_type 'lfm2'" in line for line in told), told
+
+
+KEY = "models.policy.attn_implementation"
+PINNED = f"some/kernel@{'0a' * 20}"
+HALF = "models.policy.dtype=bfloat16"
+CPU = "layout.pools.trainer.device=cpu"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ([f"{KEY}=flash2"], "'flash2' is not allowed — allowed: auto, sdpa, eager, flash_attention_2"),
+        ([f"{KEY}=some/kernel"], "'some/kernel' names code that may change — allowed: "),
+        ([f"{KEY}=some/kernel@main"], "'some/kernel@main' names code that may change — allowed: "),
+        ([f"{KEY}=flash_attention_2"], "flash_attention_2: it computes in bfloat16 and float16, and models.policy.dt"),
+        (
+            [f"{KEY}=flash_attention_3", HALF, CPU],
+            "flash_attention_3: it needs a GPU, and the device is cpu; sdpa, eag",
+        ),
+        ([f"{KEY}={PINNED}", HALF, CPU], f"{PINNED}: it needs a GPU, and the device is cpu; sdpa, eager or auto"),
+        ([f"{KEY}=flex_attention", CPU], "flex_attention: it needs a GPU, and the device is cpu; sdpa, eager or auto"),
+        ([f"{KEY}=sdpa", f"{TYPE}=gpt_oss"], "sdpa: transformers has it not for model_type 'gpt_oss'; eager, flash_at"),
+        (
+            [f"{KEY}=flex_attention", f"{TYPE}=qwen3_next"],
+            "flex_attention: transformers has it not for model_type 'qwen",
+        ),
+    ],
+)
+def test_attention_that_cannot_be_is_refused(overrides: list[str], message: str) -> None:
+    assert problems(*overrides)[0].startswith(f"command line: {KEY} — {message}")
+
+
+def test_attention_of_ones_own_choice_is_not_batch_invariant() -> None:
+    (told,) = problems(f"{KEY}=eager", "run.deterministic=true")
+    assert "attn_implementation eager is not batch-invariant, only auto is" in told
+
+
+@pytest.mark.parametrize("chosen", ["flash_attention_2", PINNED, "flex_attention"])
+def test_a_host_without_gpus_is_told_before_the_launch(chosen: str) -> None:
+    _, plan = plan_recipe("quickstart", [f"{KEY}={chosen}", HALF])
+    assert (KEY, "cuda") in needs_of_workers(plan).devices
+    _, plain = plan_recipe("quickstart", [f"{KEY}=eager", HALF])
+    assert needs_of_workers(plain).devices == ()
+
+
+def test_a_copy_computes_attention_as_the_policy_does() -> None:
+    _, plan = plan_recipe("quickstart", ["flow=grpo_kl", f"{KEY}=eager"])
+    assert {model.attn_implementation for model in plan.recipe.models.values()} == {"eager"}
+    assert len(plan.recipe.models) > 1

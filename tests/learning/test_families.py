@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from distflow.config.schema import ATTENTION
 from distflow.errors import RecipeError, UserError
 from distflow.flow.families import FAMILIES
 from distflow.flow.recipe_check import plan_recipe
@@ -24,7 +25,7 @@ from distflow.workers.backends.fsdp_backend import FsdpBackend
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.engines.torch_engine import TorchEngine
 from distflow.workers.exporting import export_model
-from distflow.workers.models import build_model
+from distflow.workers.models import build_model, outline
 from tests.families import FAMILIES as INITS
 from tests.learning.processes import group_of_one
 
@@ -108,6 +109,34 @@ def test_a_family_trains_generates_and_is_exported_as_its_row_says(family: str, 
     assert said == engine or engine.removeprefix("no: ") in said
     row = f"| `{family}` | {FAMILIES[family].layers} | yes | {engine} |"
     assert row in PAGE.read_text(), f"{PAGE.name} needs the row\n{row}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_of_the_table_is_what_transformers_has(family: str) -> None:
+    kind = type(outline(section(family)))
+    flash = [name for name in ATTENTION if name.startswith("flash_") and kind._supports_flash_attn]
+    others = {"sdpa": kind._supports_sdpa, "eager": True, "flex_attention": kind._supports_flex_attn}
+    has = {*flash, *(name for name, there in others.items() if there)}
+    assert set(FAMILIES[family].attention) == has
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize("chosen", ["sdpa", "eager"])
+def test_attention_as_chosen_gives_the_same_log_probs(family: str, chosen: str) -> None:
+    usual, frozen = (
+        TorchBackend(BackendSpec({**section(family), **changes}, "cpu", False, 0, 4, {}))
+        for changes in ({}, {"attn_implementation": chosen})
+    )
+    assert usual.packs == (family == "qwen3")
+    assert not frozen.packs
+    found, expected = (one.score(ragged_batch(), temperature=1.0, grad=False, entropy=False) for one in (frozen, usual))
+    torch.testing.assert_close(found.logprobs_BT, expected.logprobs_BT, rtol=0, atol=1e-4)
+
+
+def test_attention_that_needs_a_gpu_is_refused_where_there_is_none() -> None:
+    model = {**section("qwen3"), "attn_implementation": "flex_attention"}
+    with pytest.raises(UserError, match="flex_attention: it needs a GPU, and the device is cpu"):
+        TorchBackend(BackendSpec(model, "cpu", True, 0, 4, {}))
 
 
 def test_the_page_has_no_other_rows() -> None:
