@@ -30,9 +30,12 @@ class Family:
     """What transformers has for it as `attn_implementation`; the first is taken unless a recipe names another."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Why an engine or a backend does not take it, by kind and name, as in `engine torch`."""
+    on_gpus: Mapping[str, str] = field(default_factory=dict)
+    """Why they take it on GPUs only."""
 
 
 _NO_FLEX = ATTENTION[:-1]
+_STATES = {"engine sglang": "SGLang keeps the states of linear attention on GPUs only"}
 _PLAIN = "attention"
 _WINDOWS = "attention, in windows too"
 _LATENT = "latent attention (MLA)"
@@ -42,22 +45,35 @@ _CONVOLUTION = "convolutions, and attention"
 FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "smollm3", "olmo2", "phi3"), Family(_PLAIN)),
     **dict.fromkeys(("mistral", "olmo3", "gemma2", "gemma3_text"), Family(_WINDOWS)),
-    "gemma4_text": Family("attention, in windows of narrower heads too; layers share keys"),
+    "gemma4_text": Family(
+        "attention, in windows of narrower heads too; layers share keys",
+        refused={"engine sglang": "SGLang 0.5 cannot read its configuration, in which layers differ"},
+    ),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"), Family(f"{_PLAIN}; experts")),
-    "gpt_oss": Family("attention with sinks, in windows too; experts", attention=ATTENTION[1:]),
+    "gpt_oss": Family(
+        "attention with sinks, in windows too; experts",
+        attention=ATTENTION[1:],
+        on_gpus={"engine sglang": "SGLang has no attention with sinks on CPUs"},
+    ),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), Family(f"{_LATENT}; experts")),
     "lfm2": Family(_CONVOLUTION),
     "lfm2_moe": Family(f"{_CONVOLUTION}; experts"),
-    "qwen3_5_text": Family(_DELTA, attention=_NO_FLEX),
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), Family(f"{_DELTA}; experts", attention=_NO_FLEX)),
+    "qwen3_5_text": Family(_DELTA, attention=_NO_FLEX, on_gpus=_STATES),
+    **dict.fromkeys(
+        ("qwen3_5_moe_text", "qwen3_next"), Family(f"{_DELTA}; experts", attention=_NO_FLEX, on_gpus=_STATES)
+    ),
     "minimax": Family(
         "lightning attention, and attention; experts",
-        refused={"engine torch": "its layers need a cache of their own, which has no slots"},
+        refused={
+            "engine torch": "its layers need a cache of their own, which has no slots",
+            "engine sglang": "SGLang has no model for it, and cannot load its experts through transformers",
+        },
     ),
     "deepseek_v32": Family(
         f"{_LATENT} to tokens that an indexer chooses; experts",
         attention=ATTENTION[:2],
         refused={"engine torch": "its cache has no place for what the indexer keeps"},
+        on_gpus={"engine sglang": "SGLang has no kernels for the indexer on CPUs"},
     ),
 }
 """By `model_type`."""
@@ -102,15 +118,27 @@ def refuse_family(use: PluginUse, plugin: str) -> None:
     `plugin`: its full name; what is not distflow's own is not in the table.
     """
     name, family = _SHORT.get(plugin, ""), FAMILIES.get(str(use.config.get("model_type")))
-    if family is None or name not in family.refused:
+    if family is None:
         return
-    kind, _, short = name.partition(" ")
+    here = {**family.on_gpus, **family.refused} if use.device == "cpu" else family.refused
+    if name not in here:
+        return
+    kind = name.partition(" ")[0]
     table = ENGINES if kind == "engine" else BACKENDS
-    others = [other for other in table if other != short and f"{kind} {other}" not in family.refused]
-    cure = f"{kind} {' or '.join(others)}, or a model of another family" if others else "use a model of another family"
+    others = [short for short in table if f"{kind} {short}" not in here]
+    cures = [f"{kind} {' or '.join(others)}"] if others else []
+    cures += ["a GPU"] if name not in family.refused else []
     key = "path" if use.model.get("path") is not None else "init.model_type"
-    message = f"{name} does not take model_type {use.config['model_type']!r} ({family.layers}): {family.refused[name]}"
-    raise KeyedError(f"models.{use.model_name}.{key}", f"{message}; {cure}")
+    message = f"{name} does not take model_type {use.config['model_type']!r} ({family.layers}): {here[name]}"
+    raise KeyedError(
+        f"models.{use.model_name}.{key}", f"{message}; {', '.join([*cures, 'or a model of another family'])}"
+    )
+
+
+def only_on_gpus(config: Mapping[str, Any], plugin: str) -> bool:
+    """Tell whether an engine or a backend takes a model with this configuration on GPUs only."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and _SHORT.get(plugin) in family.on_gpus
 
 
 def untried(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -35,7 +35,8 @@ def problems(*overrides: str) -> list[str]:
 def test_what_an_engine_cannot_keep_is_refused_with_the_cure(family: str, reason: str) -> None:
     (told,) = problems(f"{TYPE}={family}")
     assert told.startswith(f"command line: {TYPE} — engine torch does not take model_type '{family}' {reason}")
-    assert told.endswith("; engine sglang or vllm, or a model of another family")
+    others = [name for name in ("sglang", "vllm") if f"engine {name}" not in FAMILIES[family].refused]
+    assert told.endswith(f"; engine {' or '.join(others)}, or a model of another family")
 
 
 def test_a_folder_is_refused_by_its_text_model(tmp_path: Path) -> None:
@@ -49,9 +50,27 @@ def test_a_folder_is_refused_by_its_text_model(tmp_path: Path) -> None:
 
 def test_only_the_engine_that_cannot_keep_it_refuses_it() -> None:
     other = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.count=2"]
-    assert problems(f"{TYPE}=minimax", *other) == []
+    assert problems(f"{TYPE}=deepseek_v32", *other) == []
     each = "layout.pools.rollout.each.1.engine=torch"
-    assert ["engine torch does not take" in line for line in problems(f"{TYPE}=minimax", *other, each)] == [True]
+    assert ["engine torch does not take" in line for line in problems(f"{TYPE}=deepseek_v32", *other, each)] == [True]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_text", "deepseek_v32"])
+def test_what_sglang_has_for_gpus_only_is_refused_on_cpus(family: str) -> None:
+    sglang = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.count=1", f"{TYPE}={family}"]
+    (told,) = problems(*sglang, "layout.pools.rollout.device=cpu")
+    assert told.startswith(f"command line: {TYPE} — engine sglang does not take model_type '{family}' (")
+    assert ", a GPU, or a model of another family" in told
+    _, plan = plan_recipe("quickstart", sglang)
+    assert needs_of_workers(plan).devices == (("layout.pools.rollout.engine", "cuda"),)
+
+
+@pytest.mark.parametrize("family", ["minimax", "gemma4_text"])
+def test_what_sglang_cannot_load_is_refused_everywhere(family: str) -> None:
+    sglang = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.count=1", f"{TYPE}={family}"]
+    (told,) = problems(*sglang, "layout.pools.rollout.device=cuda")
+    assert told.startswith(f"command line: {TYPE} — engine sglang does not take model_type '{family}' (")
+    assert "a GPU" not in told
 
 
 def test_a_family_that_nobody_tried_is_a_warning() -> None:

@@ -30,6 +30,7 @@ from tests.families import FAMILIES as INITS
 from tests.learning.processes import group_of_one
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+SGLANG = "engine sglang"
 CHARS = "chars:abcdefghijklmnopqrstu"
 DIVIDED = ("gemma4_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_next")
 """One family of each kind, for the backends that divide models."""
@@ -107,7 +108,10 @@ def test_a_family_trains_generates_and_is_exported_as_its_row_says(family: str, 
     engine = generated(family, backend, trained)
     said = validated(family)
     assert said == engine or engine.removeprefix("no: ") in said
-    row = f"| `{family}` | {FAMILIES[family].layers} | yes | {engine} |"
+    table = FAMILIES[family]
+    elsewhere = f"no: {table.refused[SGLANG]}" if SGLANG in table.refused else ""
+    elsewhere = f"on GPUs only: {table.on_gpus[SGLANG]}" if SGLANG in table.on_gpus else elsewhere
+    row = f"| `{family}` | {table.layers} | yes | {engine} | {elsewhere} |".replace("|  |", "| |")
     assert row in PAGE.read_text(), f"{PAGE.name} needs the row\n{row}"
 
 
