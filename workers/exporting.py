@@ -258,7 +258,7 @@ def _generation(model: Mapping[str, Any], config: PretrainedConfig) -> Any:
 
 def _some_tokens(config: PretrainedConfig) -> list[int]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(int(config.vocab_size), (32,), generator=generator).tolist()
+    return torch.randint(int(config.get_text_config().vocab_size), (32,), generator=generator).tolist()
 
 
 def compare_adapters(
