@@ -51,6 +51,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {
         **{**_MANY, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     },
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 8, "intermediate_size_mlp": 48},
     "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "deepseek_v32": {
         **{**_ROUTED, **_LATENT, "n_group": 2, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},

@@ -34,6 +34,8 @@ class Family:
     """Why they take it on GPUs only."""
 
 
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv"})
+"""What the torch engine keeps the past of, by the names of transformers."""
 _NO_FLEX = ATTENTION[:-1]
 _STATES = {"engine sglang": "SGLang keeps the states of linear attention on GPUs only"}
 _PLAIN = "attention"
@@ -61,6 +63,11 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_text": Family(_DELTA, attention=_NO_FLEX, on_gpus=_STATES),
     **dict.fromkeys(
         ("qwen3_5_moe_text", "qwen3_next"), Family(f"{_DELTA}; experts", attention=_NO_FLEX, on_gpus=_STATES)
+    ),
+    "llama4_text": Family(
+        "attention, within chunks too; experts",
+        attention=("sdpa", "eager", "flex_attention"),
+        refused={"engine torch": "it has no masks of chunks"},
     ),
     "minimax": Family(
         "lightning attention, and attention; experts",
@@ -118,7 +125,13 @@ def refuse_family(use: PluginUse, plugin: str) -> None:
     `plugin`: its full name; what is not distflow's own is not in the table.
     """
     name, family = _SHORT.get(plugin, ""), FAMILIES.get(str(use.config.get("model_type")))
+    key = f"models.{use.model_name}.{'path' if use.model.get('path') is not None else 'init.model_type'}"
     if family is None:
+        others = sorted({*(use.config.get("layer_types") or ())} - LAYER_TYPES)
+        if others and name == "engine torch":
+            message = f"{name} does not take model_type {use.config.get('model_type')!r}: it has layers of type "
+            kept = f"{', '.join(others)}, and only {', '.join(sorted(LAYER_TYPES))} are supported"
+            raise KeyedError(key, f"{message}{kept}; engine sglang or vllm, or a model of another family")
         return
     here = {**family.on_gpus, **family.refused} if use.device == "cpu" else family.refused
     if name not in here:
@@ -128,11 +141,8 @@ def refuse_family(use: PluginUse, plugin: str) -> None:
     others = [short for short in table if f"{kind} {short}" not in here]
     cures = [f"{kind} {' or '.join(others)}"] if others else []
     cures += ["a GPU"] if name not in family.refused else []
-    key = "path" if use.model.get("path") is not None else "init.model_type"
     message = f"{name} does not take model_type {use.config['model_type']!r} ({family.layers}): {here[name]}"
-    raise KeyedError(
-        f"models.{use.model_name}.{key}", f"{message}; {', '.join([*cures, 'or a model of another family'])}"
-    )
+    raise KeyedError(key, f"{message}; {', '.join([*cures, 'or a model of another family'])}")
 
 
 def only_on_gpus(config: Mapping[str, Any], plugin: str) -> bool:

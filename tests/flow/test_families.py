@@ -73,6 +73,16 @@ def test_what_sglang_cannot_load_is_refused_everywhere(family: str) -> None:
     assert "a GPU" not in told
 
 
+def test_layers_that_no_cache_has_are_refused_in_any_family(tmp_path: Path) -> None:
+    config = {"model_type": "unheard_of", "layer_types": ["chunked_attention", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = problems(f"models.policy.path={tmp_path}", "models.policy.init=null")
+    wanted = (
+        "models.policy.path — engine torch does not take model_type 'unheard_of': it has layers of type chunked_att"
+    )
+    assert any(line.startswith(f"command line: {wanted}") for line in told), told
+
+
 def test_a_family_that_nobody_tried_is_a_warning() -> None:
     _, plan = plan_recipe("quickstart", [f"{TYPE}=granite"])
     (warning,) = [note for note in plan.warnings if "table of families" in note]

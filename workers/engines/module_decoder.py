@@ -29,8 +29,6 @@ from distflow.workers.engines.decoder import (
     unslotted,
 )
 
-_ATTENTION = frozenset({"full_attention", "sliding_attention"})
-_RECURRENT = frozenset({"linear_attention", "conv"})
 CONV, RECURRENT = "conv", "recurrent"
 
 
@@ -84,12 +82,6 @@ class _Forward:
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
         self.types = set(config.layer_types or ()) if hasattr(config, "layer_types") else set()
-        others = self.types - _ATTENTION - _RECURRENT
-        if others:
-            raise UserError(
-                f"engine torch: model_type {config.model_type!r} has layers of type {', '.join(sorted(others))}; only "
-                f"{', '.join(sorted(_ATTENTION | _RECURRENT))} are supported"
-            )
         self.model = model
         self.by_type = bool(self.types - {"full_attention"})
         # Where the config lists layer types, a window that no layer uses may have any value: for Qwen2-MoE it is 0.
