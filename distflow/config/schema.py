@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -29,6 +30,11 @@ HEADS: tuple[str, ...] = get_args(Head)
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 
+ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Implementations that transformers has by name."""
+_PINNED = re.compile(r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$")
+
+
 def _unbuilt(value: object) -> object:
     if value is not None:
         raise PydanticCustomError("distflow", "not built yet; remove it: one worker holds the whole model")
@@ -48,6 +54,16 @@ def _tracker(value: object) -> object:
     raise PydanticCustomError(
         "distflow", "expected a mapping of its options, or true, got {given}", {"given": repr(value)}
     )
+
+
+def _attention(value: object) -> object:
+    """Take the names of transformers, and of the hub's kernels only what is pinned."""
+    if value == "auto" or value in ATTENTION or (isinstance(value, str) and _PINNED.match(value)):
+        return value
+    named = isinstance(value, str) and "/" in value
+    wrong = f"{value!r} names code that may change" if named else f"{value!r} is not allowed"
+    allowed = f"auto, {', '.join(ATTENTION)}, or a kernel of the hub as org/name@commit, with the 40 digits of a commit"
+    raise PydanticCustomError("distflow", "{wrong}; allowed: {allowed}", {"wrong": wrong, "allowed": allowed})
 
 
 def _staleness(value: object) -> object:
@@ -335,6 +351,10 @@ class ModelConfig(Section):
     2305.14314). A trained model needs `lora`. Null: weights keep `dtype`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    attn_implementation: Annotated[str, BeforeValidator(_attention)] = "auto"
+    """How backends compute attention, by the names of transformers: sdpa, eager, flash_attention_2, flash_attention_3,
+    flex_attention, or a kernel of the hub as `org/name@commit`. auto: packed, by torch's scaled dot product, where the
+    model's layers allow that; else sdpa, or eager for families that have none. Engines have attention of their own."""
     head: Head = "tokens"
     """What the last layer gives: logits of the next tokens; values of the states before them, as a critic does (value);
     or one number for a whole text, as a reward model does (score; a sequence classifier)."""
@@ -345,7 +365,7 @@ class ModelConfig(Section):
         if self.path is not None or self.init is not None:
             return ()
         own = self.model_fields_set
-        kept = (key for key in ("dtype", "quantize", "gradient_checkpointing") if key not in own)
+        kept = (key for key in ("dtype", "quantize", "gradient_checkpointing", "attn_implementation") if key not in own)
         return ("path", "init", "tokenizer", *kept)
 
 
