@@ -66,6 +66,8 @@ class StepContext:
     worker: str = "worker/0"
     training_step: int = 0
     """Counted from 0, as everywhere in scripts; files say step = training_step + 1."""
+    training_steps: int = 0
+    """How many the run has."""
     policy_version: int = 0
     update_epoch: int = 0
     """How often this training step's samples have been trained on before (with batch.epochs)."""
