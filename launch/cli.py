@@ -23,6 +23,7 @@ from distflow.errors import DistflowError, did_you_mean
 INTERRUPTED = 130
 COMMANDS = {
     "launch": "Start a run and watch it.",
+    "convert": "Print a recipe made of a TRL script or of verl's overrides.",
     "init": "Write a folder with a recipe, code and data to start from.",
     "plan": "Show what each worker will do; write one recipe and script for each.",
     "simulate": "Predict step time and idle time of a recipe on given devices; search for faults.",
