@@ -18,6 +18,7 @@ from typing import NoReturn
 import click
 
 from distflow import __version__
+from distflow.config.other_tools import meant
 from distflow.errors import DistflowError, did_you_mean
 
 INTERRUPTED = 130
@@ -104,7 +105,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Abort:
         return INTERRUPTED
     except click.ClickException as error:
-        error.show()
+        shown = error
+        if isinstance(error, click.NoSuchOption):
+            told = _as_override(error.option_name, sys.argv[1:] if arguments is None else arguments)
+            shown = click.UsageError(f"{error.format_message()}{told}", error.ctx)
+        shown.show()
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -116,6 +121,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _as_override(option: str, arguments: Sequence[str]) -> str:
+    """Say how a key of a recipe, or another tool's option, is written that was given as an option."""
+    name = option.lstrip("-")
+    given = next((one for one in arguments if one.lstrip("-").partition("=")[0] == name), name)
+    if "." in name:
+        _, equals, value = given.partition("=")
+        following = list(arguments[list(arguments).index(given) + 1 :][:1]) if given in arguments else []
+        return f" Keys of a recipe have no dashes: {name}={value if equals else (following or ['VALUE'])[0]}"
+    told = meant(name.replace("-", "_"))
+    return f" Keys of a recipe are given as KEY=VALUE, without dashes — {told}" if told else ""
 
 
 def _report(error: DistflowError) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, Literal, Self, SupportsFloat
 
-from distflow.errors import PluginError, UserError
+from distflow.errors import PluginError, UserError, loop_cure
 from distflow.flow.file_import import without_import
 from distflow.flow.resolve import named_function
 from distflow.flow.reward_form import Signature, check_reward, find_signature
@@ -369,7 +369,8 @@ def _failure(error: BaseException) -> Verdict:
     frames = traceback.format_list([frame for frame in found if frame.filename not in _OURS])
     if len(frames) > 2 * SHOWN_FRAMES:
         frames[SHOWN_FRAMES:-SHOWN_FRAMES] = [f"  … {len(frames) - 2 * SHOWN_FRAMES} more …\n"]
-    return Verdict({}, "error", "".join(frames) + _described(error))
+    cure = loop_cure(error)
+    return Verdict({}, "error", "".join(frames) + _described(error) + (f" — {cure}" if cure else ""))
 
 
 def _described(error: BaseException) -> str:

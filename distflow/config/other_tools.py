@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 _EVALUATION = "val.every (docs/validation.md)"
-_ADAPTERS = "models.policy.lora, as {rank: 16, alpha: 32}"
+_ADAPTERS = "models.policy.lora.rank=16, with models.policy.lora.alpha=32"
+_RANK, _ALPHA = "models.policy.lora.rank", "models.policy.lora.alpha"
+_TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
+_LOGGERS = ("logger", "report_to")
+_TURNS = (
+    "a generate step of your own, which calls tools or an environment and generates turn by turn: "
+    "flow.steps.sample.call=./file.py:NAME (docs/generate-steps.md)"
+)
+_STOP = "flow.steps.sample.with.stop_token_ids, as [151643]; the model's own end tokens always end a response"
+_ENGINE = "layout.pools.rollout.engine={0}, or with layout=colocated layout.pools.worker.engine={0}"
 _FOUR_BITS = "models.policy.quantize=nf4, with models.policy.lora, as {rank: 16, alpha: 32}"
 _EPOCHS = "batch.epochs (passes over the samples of a training step)"
 _UPDATES = "batch.minibatches (their number: a pass over the samples of a training step has as many optimizer steps)"
@@ -33,15 +42,17 @@ _DTYPE = "models.policy.dtype"
 _CRITIC = "choose flow=ppo, which trains a critic as model `critic`; gamma and lam are settings of its step `gae`"
 
 WORDS: Mapping[str, str] = {
-    **{name: f"run.trackers={{{name}: true}}" for name in ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")},
-    **dict.fromkeys(("logger", "report_to"), "run.trackers={tensorboard: true}"),
+    **{name: f"run.trackers.{name}=true" for name in _TRACKERS},
+    **dict.fromkeys(_LOGGERS, "run.trackers.NAME=true, NAME being wandb, tensorboard, mlflow, swanlab or trackio"),
     **dict.fromkeys(("project_name", "experiment_name", "run_name"), "run.name, or --run NAME"),
     **dict.fromkeys(
         ("eval", "evaluation", "validation", "test_freq", "eval_freq", "eval_steps", "eval_interval"), _EVALUATION
     ),
     **dict.fromkeys(("val_before_train", "eval_on_start"), "val.at_start"),
     **dict.fromkeys(("val_files", "eval_dataset", "test_files"), "val.data.source"),
-    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "peft", "peft_config"), _ADAPTERS),
+    **dict.fromkeys(("lora", "peft", "peft_config", "use_peft"), _ADAPTERS),
+    **dict.fromkeys(("r", "lora_r", "lora_rank"), _RANK),
+    "lora_alpha": _ALPHA,
     **dict.fromkeys(("qlora", "load_in_4bit", "bnb_4bit"), _FOUR_BITS),
     **dict.fromkeys(("lora_target_modules", "target_modules"), "models.policy.lora.targets"),
     "lora_dropout": "adapters have no dropout: log-probs of a batch would differ from call to call",
@@ -85,8 +96,26 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(("warmup_ratio", "lr_warmup_steps"), "models.policy.optimizer.warmup_steps"),
     **dict.fromkeys(("entropy_coeff", "entropy_coef", "ent_coef"), "flow.steps.update.with.entropy_coef"),
     **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "models.policy.optimizer.max_grad_norm"),
-    **dict.fromkeys(("use_vllm", "vllm"), "layout.pools.rollout.engine=vllm"),
-    "sglang": "layout.pools.rollout.engine=sglang",
+    **dict.fromkeys(("use_vllm", "vllm"), _ENGINE.format("vllm")),
+    "sglang": _ENGINE.format("sglang"),
+    **dict.fromkeys(("stop", "stop_strings", "stop_sequences", "stop_words", "stop_token", "eos_token_id"), _STOP),
+    **dict.fromkeys(
+        (
+            *(
+                "tools",
+                "tool",
+                "tool_config_path",
+                "max_tool_calling_iterations",
+                "mcp",
+                "agent",
+                "agents",
+                "agent_loop",
+            ),
+            *("default_agent_loop", "agent_func_path", "multi_turn", "max_turns", "max_assistant_turns"),
+            *("max_user_turns", "environment_factory", "environment", "env", "rollout_func"),
+        ),
+        _TURNS,
+    ),
     **dict.fromkeys(
         ("deepspeed", "zero_stage", "ds_config"), "layout.pools.trainer.backend=deepspeed and zero: 0 to 3"
     ),
@@ -112,9 +141,12 @@ WORDS: Mapping[str, str] = {
 """By the last part of a key, in lower case: a key here, or a sentence."""
 
 
-def meant(word: str) -> str:
-    """What a word of another tool is here; empty for a word that is not known."""
+def meant(word: str, value: object = None) -> str:
+    """Say what a word of another tool is here; empty for a word that is not known. `value`: what it is given."""
     text = WORDS.get(word.lower(), "")
+    if word.lower() in _LOGGERS:
+        named = [name for name in _TRACKERS if name in (value if isinstance(value, list | tuple) else [value])]
+        text = " and ".join(WORDS[name] for name in named) or text
     if not text:
         return ""
     is_key = " " not in text or text.startswith(("run.", "batch.", "flow", "models.", "layout.", "data."))
@@ -163,7 +195,7 @@ def _filter(value: Any) -> Any:
 
 def _trackers(value: Any) -> Any:
     names = [value] if isinstance(value, str) else list(value or ())
-    known = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")]
+    known = [name for name in names if name in _TRACKERS]
     if not known:
         raise Unneeded("none of them is a tracker here; metrics are always in the run's folder")
     return dict.fromkeys(known, True)
@@ -281,8 +313,9 @@ TRL: Mapping[str, Meaning] = {
     "deepspeed": Meaning(text="layout.pools.NAME.backend=deepspeed and zero: 0 to 3"),
     "fsdp": Meaning(text="layout.pools.NAME.backend=fsdp"),
     "push_to_hub": Meaning(text="after the run: distflow export"),
-    "tools": Meaning(text="a generate step of your own, which calls them (docs/generate-steps.md)"),
-    "environment_factory": Meaning(text="a generate step of your own (docs/generate-steps.md)"),
+    **dict.fromkeys(
+        ("tools", "environment_factory", "rollout_func", "max_tool_calling_iterations"), Meaning(text=_TURNS)
+    ),
     "callbacks": Meaning(text="run.trackers, run.stop_when, or a client of the run (docs/python.md)"),
 }
 """Arguments of TRL's GRPOTrainer and GRPOConfig, 1.16."""
@@ -415,7 +448,16 @@ VERL: Mapping[str, Meaning] = {
     _ROLLOUT + "val_kwargs.top_k": Meaning("val.sampling.top_k", make=_filter),
     _ROLLOUT + "val_kwargs.n": Meaning("val.samples_per_prompt"),
     _ROLLOUT + "val_kwargs.do_sample": Meaning(text="val.sampling.temperature=0 is greedy"),
-    _ROLLOUT + "multi_turn.enable": Meaning(text="a generate step of your own (docs/generate-steps.md)"),
+    **dict.fromkeys(
+        (
+            _ROLLOUT + name
+            for name in (
+                *("multi_turn.enable", "multi_turn.max_assistant_turns", "multi_turn.max_user_turns"),
+                *("multi_turn.tool_config_path", "multi_turn.format", "agent.default_agent_loop", "agent.num_workers"),
+            )
+        ),
+        Meaning(text=_TURNS),
+    ),
     **dict.fromkeys(
         ("custom_reward_function.path", "reward.custom_reward_function.path"),
         Meaning("flow.steps.reward.with.function", "./FILE.py:NAME", together=True),

@@ -164,7 +164,7 @@ def _called(body: Sequence[ast.stmt]) -> Signature | None:
 def check_reward(call: str, function: object, own: Collection[str]) -> Signature:
     """Return the signature of an imported reward function with these settings; raises PluginError if it is none."""
     if not callable(function):
-        raise PluginError(f"{call} is a {type(function).__name__}; expected a reward function")
+        raise PluginError(f"{call!r} is a {type(function).__name__}; expected a function")
     try:
         found = signature(function)
     except (TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from distflow.config.check import quoted
 from distflow.config.other_tools import meant
-from distflow.errors import PluginError, did_you_mean, nearest
+from distflow.errors import PluginError, did_you_mean
 from distflow.flow.resolve import Source, find_named, find_source
 from distflow.flow.reward_form import REWARD, find_signature, form_complaint
 from distflow.flow.step import within
@@ -91,8 +91,8 @@ def _example(default: Any) -> str:
 
 
 def _known_setting(name: str, known: Mapping[str, Any]) -> str:
-    """Suggest what was meant: a typo is likelier than another tool's word."""
-    return did_you_mean(name, known) if nearest(name, known) is not None else meant(name) or did_you_mean(name, known)
+    """Suggest what was meant: a word of another tool, which is no typo of a setting here, or such a typo."""
+    return meant(name) or did_you_mean(name, known)
 
 
 def is_plugin(value: object) -> bool:

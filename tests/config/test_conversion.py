@@ -198,11 +198,11 @@ def test_the_dictionary_names_keys_that_there_are() -> None:
             assert path[-1] in {key_of(section, name) for name in section.model_fields}, key
 
 
-def table(meanings: dict[str, str], cut: str = "") -> list[str]:
-    """Rows of words that mean the same, in one."""
+def table(meanings: dict[str, str]) -> list[str]:
+    """Rows of words that mean the same, in one; NAME stands for the word itself."""
     by_text: dict[str, list[str]] = {}
     for word, text in meanings.items():
-        by_text.setdefault(text, []).append(f"`{word.removeprefix(cut)}`")
+        by_text.setdefault(re.sub(rf"\b{re.escape(word)}\b", "NAME", text), []).append(f"`{word}`")
     return [f"| {', '.join(words)} | {text} |" for text, words in by_text.items()]
 
 

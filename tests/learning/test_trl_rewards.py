@@ -102,6 +102,12 @@ def misspelt(completions, trainer_state, **kwargs):
 def own(sample):
     return float(sample.response)
 
+def no_loop(sample):
+    return asyncio.get_running_loop()
+
+async def two_loops(completions, **kwargs):
+    return asyncio.run(later(completions))
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     return {"score": float(solution_str == ground_truth) + bonus, "source": data_source, "pred": solution_str}
 '''
@@ -253,6 +259,19 @@ def test_more_samples_than_are_checked_at_once_are_one_list(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("no_loop", r"no running event loop — asyncio\.run\(…\) around it gives a plain function an event loop"),
+        ("two_loops", "from a running event loop — await it instead"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_errors_of_the_event_loop_name_the_cure(file: Path, name: str, cure: str) -> None:
+    with pytest.raises(StepError, match=cure):
+        verify(batch(["1"]), context(), function=f"{file}:{name}", on_error="stop")
+
+
+@pytest.mark.parametrize(
     ("name", "form"),
     [
         *(
@@ -275,5 +294,5 @@ def test_what_cannot_be_called_by_keyword_is_refused(tmp_path: Path) -> None:
     path.write_text("def only(completions, /, **kwargs):\n    return []\nlist_of = [1]\n")
     with pytest.raises(PluginError, match="it takes completions by position alone"):
         reward_function(f"{path}:only")
-    with pytest.raises(PluginError, match="list_of is a list; expected a reward function"):
+    with pytest.raises(PluginError, match="list_of' is a list; expected a function"):
         reward_function(spec_of(f"{path}:list_of"))
