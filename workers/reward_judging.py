@@ -110,7 +110,7 @@ def time_limit(spec: str) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class JudgingPart:
     """One component, ready to be called."""
 
     name: str
@@ -130,7 +130,7 @@ class Part:
 class Rewards:
     """The functions of a spec."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[JudgingPart, ...]
 
 
 def takes_lists(spec: str) -> bool:
@@ -151,12 +151,12 @@ def reward_function(spec: str) -> Rewards:
     return Rewards(tuple(_part(one) for one in components(spec)))
 
 
-def _part(one: Component) -> Part:
+def _part(one: Component) -> JudgingPart:
     function = named_function("function", one.function, REWARDS)
     found = None if one.function in REWARDS else check_reward(one.function, function, one.settings)
     call = functools.partial(function, **one.settings) if one.settings else function
     keyword = None if found is None or found.form == "sample" else found
-    return Part(one.name, one.weight, call, keyword, is_async(function))
+    return JudgingPart(one.name, one.weight, call, keyword, is_async(function))
 
 
 def is_async(function: Callable[..., object]) -> bool:
@@ -231,7 +231,7 @@ def _jobs(rewards: Rewards, samples: Sequence[Completion], state: TrainerState) 
                 yield _sample_job(number, part, row, sample)
 
 
-def _list_job(number: int, part: Part, samples: Sequence[Completion], state: TrainerState) -> _Job:
+def _list_job(number: int, part: JudgingPart, samples: Sequence[Completion], state: TrainerState) -> _Job:
     signature, logged = part.signature, Logged(len(samples))
     assert signature is not None, "one that takes lists has a signature"
 
@@ -261,7 +261,7 @@ def _listed(name: str, value: object) -> Verdict:
         return _failure(error)
 
 
-def _sample_job(number: int, part: Part, row: int, sample: Completion) -> _Job:
+def _sample_job(number: int, part: JudgingPart, row: int, sample: Completion) -> _Job:
     signature = part.signature
     if signature is None:
         return _Job(number, (row,), lambda: part.call(sample), lambda given: [Verdict(_read(part.name, given))])
@@ -391,7 +391,7 @@ def shortened(text: str, most: int = LONGEST_TEXT) -> str:
     return begin.encode(errors="backslashreplace").decode()
 
 
-def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict]) -> Verdict:
+def _sum(parts: Sequence[JudgingPart], verdicts: Sequence[Verdict]) -> Verdict:
     """The verdict of all components: the weighted sum as reward, the score of the first that judged the sample, and
     what each gave: `NAME`, and `NAME/PART` of its parts. The first failure is that of the sample."""
     failed = next((verdict for verdict in verdicts if verdict.failure is not None), None)

@@ -16,7 +16,7 @@ from distflow.workers.reward_judging import (
     LONGEST_NAME,
     LONGEST_TEXT,
     MOST_PARTS,
-    Part,
+    JudgingPart,
     Rewards,
     Verdict,
     is_name,
@@ -160,7 +160,7 @@ def test_closing_the_standard_streams_costs_no_sample(pool: RewardPool, word: st
 
 def _giving(values: dict[Any, float]) -> Rewards:
     """A function that returns these parts besides a reward."""
-    return Rewards((Part("", 1.0, lambda sample: {"reward": 1.0, **values}, None, awaited=False),))
+    return Rewards((JudgingPart("", 1.0, lambda sample: {"reward": 1.0, **values}, None, awaited=False),))
 
 
 @pytest.mark.parametrize("name", ["a", "Länge", "format/has tags", "x" * LONGEST_NAME])
