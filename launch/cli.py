@@ -18,12 +18,14 @@ from typing import NoReturn
 import click
 
 from distflow import __version__
+from distflow.config.other_tools import meant
 from distflow.errors import DistflowError, did_you_mean
 
 INTERRUPTED = 130
 GROUPS = {
     "Prepare": {
         "init": "Write a folder with a recipe, code and data to start from.",
+        "convert": "Print a recipe made of a TRL script or of verl's overrides.",
         "validate": "Check a recipe and report all errors at once.",
         "plan": "Show what each worker will do; write one recipe and script for each.",
         "config": "Show the resolved recipe, its JSON Schema, or one key explained.",
@@ -47,13 +49,13 @@ GROUPS = {
         "logs": "Print or follow the workers' logs.",
         "stacks": "Show where each worker is in its code, even if it is stuck.",
         "trace": "Write a timeline of all workers as one file for Perfetto.",
-        "": "distflow rollouts --last 1",
+        "": "distflow rollouts --limit 2",
     },
     "Take away": {
         "export": "Export a checkpoint as a Hugging Face folder, verified by loading it.",
         "evaluate": "Validate a checkpoint, or a Hugging Face folder, alone.",
         "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
-        "": "distflow export --best my-model",
+        "": "distflow export --to my-model",
     },
     "Measure": {
         "simulate": "Predict step time and idle time of a recipe on given devices; search for faults.",
@@ -122,7 +124,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Abort:
         return INTERRUPTED
     except click.ClickException as error:
-        error.show()
+        shown = error
+        if isinstance(error, click.NoSuchOption):
+            told = _as_override(error.option_name, sys.argv[1:] if arguments is None else arguments)
+            shown = click.UsageError(f"{error.format_message()}{told}", error.ctx)
+        shown.show()
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -134,6 +140,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _as_override(option: str, arguments: Sequence[str]) -> str:
+    """Say how a key of a recipe, or another tool's option, is written that was given as an option."""
+    name = option.lstrip("-")
+    given = next((one for one in arguments if one.lstrip("-").partition("=")[0] == name), name)
+    if "." in name:
+        _, equals, value = given.partition("=")
+        following = list(arguments[list(arguments).index(given) + 1 :][:1]) if given in arguments else []
+        return f" Keys of a recipe have no dashes: {name}={value if equals else (following or ['VALUE'])[0]}"
+    told = meant(name.replace("-", "_"))
+    return f" Keys of a recipe are given as KEY=VALUE, without dashes — {told}" if told else ""
 
 
 def _report(error: DistflowError) -> int:
