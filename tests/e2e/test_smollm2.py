@@ -41,7 +41,7 @@ def test_it_trains_on_questions_as_gsm8k_has_them(launch: Launch, model: Path, t
         file = tmp_path / f"{key}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         sources += [f"{key}.source={file}", f"{key}.fields.prompt=question"]
-    small = ["run.training_steps=1", "val.every=1", "run.save_every=1", "val.prompts=4", "models.policy.dtype=float32"]
+    small = ["run.training_steps=2", "val.every=1", "run.save_every=1", "val.prompts=4", "models.policy.dtype=float32"]
     small += ["batch.prompts=8", "batch.samples_per_prompt=2", "flow.steps.sample.with.max_new_tokens=16"]
     run = launch("gsm8k", f"models.policy.path={model}", *small, *sources)
     assert run.wait(500) == 0, run.output
