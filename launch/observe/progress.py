@@ -217,7 +217,10 @@ class LiveDisplay:
             self._workers = worker_page(status.rows, max(1, self._live.console.height - OTHER_LINES))
         stage = Text(f"{status.stage} …", no_wrap=True, overflow="ellipsis")
         self._update_bar(status)
-        more = [*([] if status.step else [stage]), *([] if self._workers is None else [self._workers])]
+        more: list[RenderableType] = [
+            *([] if status.step else [stage]),
+            *([] if self._workers is None else [self._workers]),
+        ]
         self._live.update(self._page(status, *more))
 
     def say(self, text: str) -> None:
