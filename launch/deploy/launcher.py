@@ -31,7 +31,14 @@ from distflow.launch.deploy.job_environment import JobRefused, forwarded, render
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
 from distflow.launch.deploy.monitor import Interrupts, Monitor
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
-from distflow.launch.deploy.placement import WorkerPlacement, begin_with, needs_here, pin_problems, place_workers
+from distflow.launch.deploy.placement import (
+    WorkerPlacement,
+    begin_with,
+    check_numbers,
+    needs_here,
+    pin_problems,
+    place_workers,
+)
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import Display, make_display
 from distflow.launch.observe.run_summary import reached, tell_end
@@ -160,6 +167,7 @@ def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tup
     ways = SshWays(dict(enumerate(hosts)), transport)
     if ways.here:
         # Host 0 collects what the others wrote when the run is over; the user looks for it here.
+        check_numbers(plan, hosts[ways.here].name)
         placement = begin_with(placement, ways.here)
         ways = SshWays(dict(enumerate(placement.hosts)), transport)
     return launch_on(options, loaded, plan, placement, ways)

@@ -106,6 +106,16 @@ def pin_problems(plan: Plan, nodes: int, origin: Callable[[str], str]) -> list[P
     return problems
 
 
+def check_numbers(plan: Plan, here: str) -> None:
+    """Raise HostsError for pins by number where this machine stands in the file, but not first, and so gets number 0
+    in the run."""
+    for name, pool in plan.recipe.layout.pools.items():
+        if any(isinstance(pin, int) for pin in pool.hosts):
+            hint = f"move the line of {here} to the top of the hosts file, or pin by name"
+            what = "hosts are pinned by number, and this machine, which is number 0 of a run, is not the first one"
+            raise HostsError([Problem("recipe", f"layout.pools.{name}.hosts", what, hint)])
+
+
 def likely_slots(new: Sequence[str], hosts: Mapping[int, Host]) -> dict[str, WorkerSlot]:
     """Where new workers are likely to go, by number of the hosts that may take them.
 
