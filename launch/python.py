@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,7 +99,7 @@ def launch(
     overrides: Sequence[str] = (),
     *,
     model: str | os.PathLike[str] | None = None,
-    data: str | os.PathLike[str] | Sequence[Mapping[str, Any]] | None = None,
+    data: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
     reward: object = None,
     flow: str | None = None,
     **options: object,
@@ -123,8 +123,8 @@ def launch(
         if recipe is not None or model is None or data is None:
             raise UserError("launch: expected a recipe, or both of model and data")
         settings = {name: options.pop(name) for name in [*options] if isinstance(options[name], Mapping)}
-        folder = new_folder(Path(os.fspath(str(options.get("runs_dir") or RUNS_DIR))) / LAUNCHED)
-        source = data if isinstance(data, list | tuple) else os.fspath(data)  # type: ignore[arg-type]
+        folder = new_folder(Path(str(options.get("runs_dir") or RUNS_DIR)) / LAUNCHED)
+        source = os.fspath(data) if isinstance(data, str | os.PathLike) else data
         recipe = write_recipe(folder, model=os.fspath(model), data=source, reward=reward, flow=flow, settings=settings)
     elif reward is not None or flow is not None:
         raise UserError("launch: reward and flow go with model and data; of a recipe they are overrides")

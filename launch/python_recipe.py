@@ -14,7 +14,7 @@ import linecache
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +37,7 @@ def write_recipe(
     folder: Path,
     *,
     model: str,
-    data: str | Sequence[Mapping[str, Any]],
+    data: str | Iterable[Mapping[str, Any]],
     reward: object,
     flow: str | None,
     settings: Mapping[str, Any],
@@ -57,9 +57,8 @@ def write_recipe(
         sections["models"] = {"policy": {"path": _path(model)}}
     if reward is not None:
         sections["flow"] = {"steps": {"reward": {"with": {"function": _rewards(reward, functions)}}}}
-    lines = [] if isinstance(data, str) else list(_lines(data))
-    if lines:
-        (folder / ROWS).write_text("".join(lines), encoding="utf-8")
+    if not isinstance(data, str):
+        (folder / ROWS).write_text("".join(_lines(data)), encoding="utf-8")
     functions.write()
     text = yaml.safe_dump(
         {"defaults": [*defaults, "_self_"], **_merged(sections, settings)}, sort_keys=False, allow_unicode=True
@@ -78,7 +77,7 @@ def new_folder(within: Path) -> Path:
 
 
 def _path(text: str) -> str:
-    """A file or folder that is here, by its whole path; anything else, such as a hub's id, as it is."""
+    """Give a file or folder that is here its whole path, and leave anything else, such as a hub's id, as it is."""
     there = Path(text).expanduser()
     return str(there.resolve()) if there.exists() else text
 
@@ -97,13 +96,12 @@ def _merged(sections: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, 
     """Put settings over sections, mapping by mapping."""
     for key, value in settings.items():
         below = sections.get(key)
-        over = isinstance(value, Mapping) and isinstance(below, dict)
-        sections[key] = _merged(below, value) if over and isinstance(below, dict) else value
+        sections[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
     return sections
 
 
 def _rewards(reward: object, functions: Functions) -> object:
-    """What stands for these rewards in a recipe."""
+    """Return what stands for these rewards in a recipe."""
     if isinstance(reward, Mapping):
         return {str(name): {"function": functions.place_of(one)} for name, one in reward.items()}
     if isinstance(reward, list | tuple):
@@ -188,13 +186,13 @@ def _place(text: str) -> str:
 
 
 def _file_of(module: ModuleType | None) -> str | None:
-    """The file of a module; None for the cells of a notebook, and for what is typed."""
+    """Find the file of a module; None for the cells of a notebook, and for what is typed."""
     file = getattr(module, "__file__", None)
     return str(Path(file).resolve()) if file is not None and Path(file).is_file() else None
 
 
 def _imported(name: str, what: object) -> str:
-    """The statement that imports what comes from a module; empty for what the cells themselves define."""
+    """Write the statement that imports what comes from a module; empty for what the cells themselves define."""
     if isinstance(what, ModuleType):
         return f"import {what.__name__} as {name}"
     module, own = getattr(what, "__module__", None), getattr(what, "__qualname__", "")
@@ -216,7 +214,7 @@ def _source_of(name: str, what: Any) -> str:
 
 
 def _class_in_cell(what: type) -> str:
-    """The source of a class of a notebook, which `inspect` looks for in a file: by the cell of one of its methods."""
+    """Find the source of a class of a notebook, by the cell of a method: `inspect` looks for classes in files alone."""
     cells = [one.__code__.co_filename for one in vars(what).values() if inspect.isfunction(one)]
     for text in ("".join(linecache.getlines(cell)) for cell in cells if not Path(cell).is_file()):
         for node in ast.parse(text).body:
@@ -226,6 +224,6 @@ def _class_in_cell(what: type) -> str:
 
 
 def _names_in(source: str) -> list[str]:
-    """All names that a definition reads, in their order."""
+    """List all names that a definition reads, in their order."""
     read = [node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
     return [name for name in dict.fromkeys(read) if not hasattr(builtins, name)]

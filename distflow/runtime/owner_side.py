@@ -425,7 +425,7 @@ def connect_owner(node: Node, lanes: Lanes, inbound: InboundSamples, reader: Pro
 
 
 def _arriving(core: OwnerCore, board: WaitBoard) -> list[dict[str, Any]]:
-    """How far the open step of an owner has come, for its row of `status`; nothing while nothing is begun."""
+    """Tell how far the open step of an owner has come, for its row of `status`; nothing while nothing is begun."""
     with board.condition:
         step, (here, of, tokens) = core.version + 1, core.ledgers.so_far()
     told = {"kind": core.settings.kind, "step": step, "groups": here, "of": of, "tokens": tokens}

@@ -114,7 +114,7 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
 
 
 def _placed(plan: Plan, file: Path) -> list[str]:
-    """Which worker runs on which host of this file; raises HostsError where they find no places."""
+    """Say which worker runs on which host of this file; raises HostsError where they find no places."""
     from distflow.launch.deploy.hostfile import read_hosts
     from distflow.launch.deploy.placement import place_workers, placement_lines
 

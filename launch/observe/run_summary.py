@@ -184,7 +184,7 @@ def _memory(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
 
 
 def _on_disk(run_dir: Path) -> Iterator[str]:
-    """What the checkpoints take, as far as they lie on this machine."""
+    """Say what the checkpoints take, as far as they lie on this machine."""
     root = checkpoints_of(run_dir)
     kept = [folder for folder in root.glob("step_*") if folder.is_dir()]
     if kept:
