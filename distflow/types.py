@@ -226,6 +226,12 @@ class Prompt:
 
 SampleKey = tuple[int, int]
 """A sample: prompt position, and number in the group."""
+CallNumber = tuple[int, ...]
+"""A call of `generate` within an episode: its number among what the step has begun so far, calls and tasks; within a
+task, behind the number of that task. Never by the clock."""
+FIRST_CALL: CallNumber = (0,)
+RequestKey = tuple[int, int, CallNumber]
+"""A request: prompt position, sample and call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,11 +277,19 @@ class SampleRequest:
     counted from there."""
     ordinal: int = 0
     """How many earlier requests of this sample had the same `prompt_ids`: each draws other random numbers."""
+    call: CallNumber = FIRST_CALL
+    """Which of the sample's requests it is: an engine may have several of them at a time."""
+
+    @property
+    def key(self) -> RequestKey:
+        """Prompt position, sample and call: no engine has two requests of the same."""
+        return self.position, self.sample, self.call
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """One finished or aborted sample: `token_ids` and `logprobs` have equal length; `spans` cover them in order.
+    """What a request has got, finished or aborted: `token_ids` and `logprobs` have equal length; `spans` cover them in
+    order. `call`: of the request.
 
     `logprobs` are natural-log probabilities over the whole vocabulary, after temperature and before top-k and top-p, as
     the trainer computes them. `filtered_logprobs` are those of what top-k and top-p have left, which the tokens were
@@ -294,6 +308,12 @@ class SampleOutput:
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     filtered_logprobs: tuple[float, ...] = ()
+    call: CallNumber = FIRST_CALL
+
+    @property
+    def key(self) -> RequestKey:
+        """Of the request."""
+        return self.position, self.sample, self.call
 
 
 def joined_filtered(parts: Iterable[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, ...]:

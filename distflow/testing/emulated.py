@@ -22,7 +22,7 @@ from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores, TokenValues
 from distflow.sim.emulation import DrawnLengths, EmulatedBackendOptions, EmulatedEngineOptions
 from distflow.testing.fakes import candidates_of
-from distflow.types import SampleOutput, SampleRequest, Span, Version
+from distflow.types import CallNumber, SampleOutput, SampleRequest, Span, Version
 
 TOKEN, LOGPROB = 1, -1.0
 WEIGHT = "weight"
@@ -57,6 +57,7 @@ class _Sample:
     longest: int
     prompt: int
     spans: list[Span]
+    call: CallNumber
     done: int = 0
 
     @property
@@ -82,6 +83,7 @@ class _Sample:
             logprobs=(LOGPROB,) * self.done,
             spans=tuple(self.spans),
             finish_reason="abort" if aborted else "length" if self.length == self.longest else "stop",
+            call=self.call,
         )
 
 
@@ -121,7 +123,8 @@ class EmulatedEngine:
             begun = request.begun
             spans, done = ([], 0) if begun is None else (list(begun.spans), len(begun.token_ids))
             prompt = len(request.prompt_ids)
-            self._queued.append(_Sample(request.position, request.sample, length, longest, prompt, spans, done))
+            about = (request.position, request.sample, length, longest, prompt, spans, request.call, done)
+            self._queued.append(_Sample(*about))
 
     def poll(self) -> list[SampleOutput]:
         """Decode until a sample is finished, for at most `poll_s`, with the time that it takes."""

@@ -346,6 +346,22 @@ class EngineContract(OffloadContract):
             assert drawn[0] == drawn[1]
             assert drawn[0] != drawn[2]
 
+    def test_a_sample_may_have_several_calls_at_a_time(self) -> None:
+        """As branches of an episode: each has an output of its own, and the group is aborted as one."""
+        engine = self.ready()
+        (first,) = self.request(7, samples=1, max_new_tokens=6).requests()
+        later = replace(first, prompt_ids=(*first.prompt_ids, 3), call=(1, 0), ordinal=1)
+        engine.submit([first, later])
+        outputs = {output.call: output for output in run_until_done(engine)}
+        assert {call: output.key for call, output in outputs.items()} == {(0,): first.key, (1, 0): later.key}
+        for request in (first, later):
+            self.check_request(request, outputs[request.call])
+        engine.submit([first, later])
+        engine.poll()
+        assert {partial.key for partial in engine.partials()} <= {first.key, later.key}
+        engine.abort([7])
+        assert engine.progress() == {}
+
     @pytest.mark.parametrize(
         "change, message",
         [

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from distflow.types import FinishReason, Version
+from distflow.types import FinishReason, RequestKey, Version
 from distflow.workers.engines.samples import EngineSamples, Sample
 
 Part = list[Sample]
@@ -99,7 +99,7 @@ class Scheduler(EngineSamples):
         return (sample.input_length + len(sample.tokens) for sample in self.running)
 
     def _queue(self, samples: list[Sample]) -> None:
-        alike: dict[tuple[int, int, tuple[int, ...]], Part] = {}
+        alike: dict[tuple[int, RequestKey | None, tuple[int, ...]], Part] = {}
         for sample in samples:
             alike.setdefault(_read_together(sample), []).append(sample)
         for part in alike.values():
@@ -109,7 +109,7 @@ class Scheduler(EngineSamples):
         return (*self.running, *(sample for part in self.waiting for sample in part))
 
 
-def _read_together(sample: Sample) -> tuple[int, int, tuple[int, ...]]:
+def _read_together(sample: Sample) -> tuple[int, RequestKey | None, tuple[int, ...]]:
     """Equal for samples whose tokens are read once for all of them."""
-    alone = sample.request.sample if sample.before.token_ids else -1
+    alone = sample.key if sample.before.token_ids else None
     return sample.request.position, alone, sample.request.prompt_ids
