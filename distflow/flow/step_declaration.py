@@ -186,7 +186,7 @@ def _check_form(source: Source, spec: StepSpec, parameters: Parameters) -> None:
         if awaits:
             raise PluginError(f"{source.where}: {name!r} is an async function; a step is a plain function")
         _check_parameters(source, parameters, spec)
-    elif not awaits or parameters.open_ended or len(parameters.positional) != 3:
+    elif parameters.open_ended or len(parameters.positional) != 3:
         raise PluginError(f"{source.where}: {name!r} {not_a_generate_step(name)}")
 
 

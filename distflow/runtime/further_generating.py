@@ -66,6 +66,7 @@ class FurtherGenerating:
         self._metrics = metrics
         self._seed = seed
         self._core = core
+        samples.on_news = self._board.wake
         self._rows: dict[Hashable, Batch] = {}
         """What the open groups are made from."""
         self._position: dict[Hashable, int] = {}
@@ -104,13 +105,13 @@ class FurtherGenerating:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine has samples to decode."""
-        return bool(self._core.running) and self._inbox.loaded is not None
+        """Whether the engine has something to decode."""
+        return self._samples.asks and self._inbox.loaded is not None
 
     @property
     def something(self) -> bool:
         """Whether an idle worker has something to do here."""
-        return self.busy or self._core.something(self._inbox.loaded, self._inbox.waiting)
+        return self.busy or self._samples.news or self._core.something(self._inbox.loaded, self._inbox.waiting)
 
     def has_room(self, samples: int) -> bool:
         """Whether so many samples could start now."""
@@ -121,7 +122,7 @@ class FurtherGenerating:
         """What the next group waits for, and from whom; None: nothing."""
         awaited = self._core.awaited(self._inbox.loaded)
         if awaited is None:
-            return None
+            return ("environments", ()) if self._core.running and not self._samples.asks else None
         return f"weights of version {awaited.number} of {self.plan.model!r} or newer", self.publishers
 
     @property

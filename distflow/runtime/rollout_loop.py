@@ -84,6 +84,7 @@ class RolloutLoop:
         # With validation only, weights are taken for a round, and none within it.
         refresh = "at_bound" if channel.core.settings.kind == "val" else recipe.layout.refresh
         self._core = RolloutCore(channel.core, refresh, core)
+        samples.on_news = self._board.wake
         self._on_version: Callable[[Version], None] = lambda version: None
         self._meanwhile: Meanwhile | None = None
         self.others_sample = False
@@ -191,7 +192,7 @@ class RolloutLoop:
             core.report(progress, partials, self._inbox.loaded)
             if finished:
                 self._send(core.ask(self._engine.free_slots, now))
-        if core.running:
+        if outputs or progress:
             self._node.work_done()
         return finished
 
@@ -212,8 +213,8 @@ class RolloutLoop:
         return [output for output in judged if output.position not in declined]
 
     def wait_if_idle(self) -> None:
-        """Wait until there is something to do; return at once if the engine has samples to decode."""
-        if self._core.running and self._inbox.loaded is not None:
+        """Wait until there is something to do; return at once if the engine has something to decode."""
+        if self._samples.asks and self._inbox.loaded is not None:
             return
         with self._board.condition:
             if self._meanwhile is not None and self._meanwhile.something:
@@ -285,7 +286,7 @@ class RolloutLoop:
             self._metrics.add("rollout/continued_tokens", sum(len(sample.token_ids) for sample in lease.begun))
 
     def _something(self) -> bool | None:
-        if self._core.something(self._inbox.loaded, self._inbox.waiting) or self._stops():
+        if self._core.something(self._inbox.loaded, self._inbox.waiting) or self._stops() or self._samples.news:
             return True
         return self._news() or (self._meanwhile is not None and self._meanwhile.something) or None
 
@@ -294,6 +295,8 @@ class RolloutLoop:
 
     def _reason(self) -> tuple[str, str, tuple[str, ...]]:
         """What an idle worker waits for: its kind, its name, and from whom."""
+        if self._core.running and not self._samples.asks:
+            return "environments", "environments", ()
         answers = None if self._meanwhile is None else self._meanwhile.waiting()
         if answers is not None:
             return "answers", *answers

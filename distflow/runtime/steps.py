@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import iscoroutinefunction
 from types import TracebackType
 from typing import Any
 
@@ -37,8 +38,10 @@ from distflow.flow.imported_step import check_step
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import resolve
 from distflow.log import logger
+from distflow.runtime.attempt import RequestRefused
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy, own_settings
-from distflow.runtime.generate_step import Call, GenerateStep, Wanted
+from distflow.runtime.episode_loop import EpisodeLoop
+from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
 from distflow.runtime.trace_writer import spanned
@@ -201,12 +204,15 @@ class StepRunner:
         steps: Sequence[StepPlan],
         contexts: Mapping[str, StepContext],
         of_validation: MetricStore | None = None,
+        loop: EpisodeLoop | None = None,
     ) -> None:
         self._worker = worker
         self._plans = {step.name: step.as_it_sees() for step in steps}
         """With their fields by the names that they know them by."""
         self._contexts = contexts
         self._functions: dict[str, Callable[..., Any]] = {}
+        self._loop = EpisodeLoop() if loop is None else loop
+        """Where generate steps run."""
         self._of_validation = MetricStore() if of_validation is None else of_validation
         """Gets what steps measure on samples of validation; those that are generated have metrics of their owner's."""
         self._told: set[tuple[str, str]] = set()
@@ -262,6 +268,8 @@ class StepRunner:
         errors = EpisodeErrors(plan.name, policies, lambda: context.tally, context.metrics)
 
         def failed(error: BaseException, episode: Episode) -> Exception:
+            if isinstance(error, RequestRefused):
+                return EpisodeFailed(f"{self._where(plan)} {error}", error.did, error.did.split()[0], _place(error))
             found = self._raised(plan, error, f", with {_shown([tuple(episode.uid)], 1)} in hand")
             # Mistakes of settings and declarations, and what is wrong with the worker or its GPU, are no accidents.
             if not isinstance(found, StepError) or device_fault(error):
@@ -269,7 +277,9 @@ class StepRunner:
             name = type(error).__name__
             return EpisodeFailed(str(found), f"{name}: {error}", name, _place(error))
 
-        return GenerateStep(plan, partial(_begin, function, context, own), self._where(plan), failed, errors)
+        begin = partial(_begin, function, context, own)
+        blocking = not iscoroutinefunction(function)
+        return GenerateStep(plan, begin, self._where(plan), failed, errors, self._loop, blocking=blocking)
 
     def check_keeps(self, name: str, before: Batch, after: Batch) -> None:
         """Raises StepError if the step gave a row a `drop_reason`, or a reason to be left out."""
@@ -354,12 +364,13 @@ class StepRunner:
 
 
 def _begin(
-    function: Callable[..., Call],
+    function: Callable[..., Any],
     context: StepContext,
     settings: Mapping[LeaseKind, Mapping[str, Any]],
     episode: Episode,
-) -> Call:
-    return function(episode, Wanted, context, **settings[lease_kind(episode.uid.position)])
+    generate: Any,
+) -> Any:
+    return function(episode, generate, context, **settings[lease_kind(episode.uid.position)])
 
 
 def by_kind(batch: Batch) -> dict[LeaseKind, list[int]]:

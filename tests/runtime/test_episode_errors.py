@@ -118,7 +118,7 @@ KINDS = {
     "silent": "returned before it awaited tokens of the sample",
     "endless": "asks for more after 41 tokens behind the prompt",
     "foreign": "asks for what the engine cannot do",
-    "awaits": "awaited a str",
+    "awaits": "RuntimeError: Task got bad yield",
     "nan": "returned {'reward': nan}",
     "missing": "returned ['reward']",
     "text": "returned {'reward': 'one'}",

@@ -21,6 +21,8 @@ from distflow.types import BegunSample, SampleKey, SampleOutput, SampleRequest, 
 
 SAMPLES, GROUPS = 4, 5
 POLLS = 10_000
+TOOL_S = 60.0
+"""So long a step may await something else than tokens, where it awaits nothing else."""
 CUT_AFTER = (1, 2, 3, 5, 8)
 """Decode steps after which the samples of a lost worker go on elsewhere."""
 
@@ -120,12 +122,14 @@ def _drive(
     samples.submit(engine, wanted)
     done = {(output.position, output.sample): output for output in finished}
     for _ in range(steps):
-        if not engine.progress():
+        if not samples.left:
             return done
+        if not samples.asks and not samples.wait(TOOL_S):
+            raise _Endless
         wanted, finished = samples.take(engine.poll())
         done |= {(output.position, output.sample): output for output in finished}
         samples.submit(engine, wanted)
-    if steps == POLLS and engine.progress():
+    if steps == POLLS and samples.left:
         raise _Endless
     running = {(output.position, output.sample): output for output in samples.partials(engine.partials())}
     return {**done, **running}

@@ -1,0 +1,259 @@
+"""Generate steps as asyncio: they await tools and each other's tasks, ask for several things at a time, or block."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch
+from distflow.errors import StepError
+from distflow.flow.plan import StepPlan
+from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
+from distflow.runtime.steps import StepContext, StepRunner
+from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.testing.fakes import FakeEngine
+from distflow.types import SampleRequest
+from tests.runtime.kit import TOKENIZER, EndlessTokenizer
+from tests.runtime.test_trajectories import engine, lease
+
+SOURCE = """
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from distflow import step
+from distflow.types import SamplingParams
+
+ENVIRONMENT = dict(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+TWO, FOUR = SamplingParams(max_new_tokens=2), SamplingParams(max_new_tokens=4)
+
+
+async def two_turns(prefix, generate, word):
+    first = await generate(prefix, TWO)
+    second = await generate((*prefix, *first.response_ids, word), TWO)
+    return (*prefix, *first.response_ids, word, *second.response_ids)
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def tool(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40, sleep_s=0.3):
+    first = await generate(episode.prompt_ids, FOUR)
+    await asyncio.sleep(sleep_s)
+    await generate((*episode.prompt_ids, *first.response_ids, 10), FOUR)
+    return {"rewards/told": 1}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def in_thread(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40, sleep_s=0.3):
+    first = await generate(episode.prompt_ids, FOUR)
+    await asyncio.to_thread(time.sleep, sleep_s)
+    await generate((*episode.prompt_ids, *first.response_ids, 10), FOUR)
+    return {"rewards/told": 1}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+def plain(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40, sleep_s=0.3):
+    first = generate(episode.prompt_ids, FOUR)
+    time.sleep(sleep_s)
+    generate((*episode.prompt_ids, *first.response_ids, 10), FOUR)
+    return {"rewards/told": threading.current_thread() is not threading.main_thread()}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def branches(episode, generate, ctx, *, max_new_tokens=4, max_tokens=120, late=()):
+    async def branch(number):
+        await asyncio.sleep(0.02 if number in late else 0)
+        return await two_turns((*episode.prompt_ids, 2, number), generate, number)
+
+    found = await asyncio.gather(*(branch(number) for number in range(4)))
+    await generate((5, *found[-1]), TWO)
+    return {"rewards/told": len(set(found))}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def at_once(episode, generate, ctx, *, max_new_tokens=4, max_tokens=120):
+    asked = [generate(episode.prompt_ids, FOUR) for _ in range(2)]
+    asked.append(asyncio.create_task(generate(episode.prompt_ids, FOUR)))
+    async with asyncio.TaskGroup() as group:
+        asked.append(group.create_task(two_turns(episode.prompt_ids, generate, 7)))
+    return {"rewards/told": len({found.response_ids for found in await asyncio.gather(*asked[:3])})}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def impatient(episode, generate, ctx, *, max_new_tokens=4, max_tokens=120):
+    try:
+        await asyncio.wait_for(generate(episode.prompt_ids, SamplingParams(max_new_tokens=60)), 0.05)
+    except TimeoutError:
+        await generate(episode.prompt_ids, FOUR)
+        return {"rewards/told": 1}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def careful(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
+    try:
+        await generate((*episode.prompt_ids, 999), FOUR)
+    except ValueError as error:
+        await generate(episode.prompt_ids, FOUR)
+        return {"rewards/told": "token ids outside" in str(error)}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"])
+def pooled(episode, generate, ctx, *, max_new_tokens=4):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(generate, episode.prompt_ids, FOUR).result()
+
+
+@step(role="generate", reads=[], writes=["rewards/told"])
+def raising(episode, generate, ctx, *, max_new_tokens=4):
+    generate(episode.prompt_ids, FOUR)
+    raise ConnectionError("sandbox away")
+
+
+@step(role="generate", reads=[], writes=["rewards/told"])
+def leaving(episode, generate, ctx, *, max_new_tokens=4):
+    generate(episode.prompt_ids, FOUR)
+    raise SystemExit(3)
+"""
+
+
+def trajectories(folder: Path, name: str, samples: int = 4, **settings: Any) -> Trajectories:
+    (folder / "asking.py").write_text(SOURCE)
+    environment = None if name in ("pooled", "raising", "leaving") else ENVIRONMENT
+    writes = (*GENERATED, *(() if environment is None else SEQUENCES), "rewards/told")
+    call = f"{folder}/asking.py:{name}"
+    plan = StepPlan("sample", call, "generate", "sample", None, settings, (), writes, (), environment)
+    context = StepContext("sample", tokenizer=EndlessTokenizer())
+    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
+    return Trajectories(step, {"train": SampleLimits(samples, 120)}, TOKENIZER, torch.float32)
+
+
+def until_done(samples: Trajectories, made: FakeEngine, positions: list[int]) -> list[SampleRequest]:
+    """Decode until all groups are whole; returns what was asked for, in that order."""
+    asked = samples.begin([lease(position) for position in positions])
+    samples.submit(made, asked)
+    deadline = time.monotonic() + 30
+    while samples.left:
+        assert time.monotonic() < deadline
+        assert samples.asks or samples.wait(10.0)
+        more, _ = samples.take(made.poll())
+        samples.submit(made, more)
+        asked += more
+    return asked
+
+
+def whole(folder: Path, name: str, samples: int = 4, **settings: Any) -> tuple[Batch, list[SampleRequest], float]:
+    made = trajectories(folder, name, samples, **settings)
+    began = time.monotonic()
+    asked = until_done(made, engine(slots=64, max_tokens=160), [5])
+    return made.batch([5]), asked, time.monotonic() - began
+
+
+@pytest.mark.parametrize("name", ["tool", "in_thread", "plain"])
+def test_what_sixteen_samples_wait_for_they_wait_for_side_by_side(tmp_path: Path, name: str) -> None:
+    batch, _, seconds = whole(tmp_path, name, 16)
+    assert batch.dense("rewards/told").tolist() == [1.0] * 16
+    assert 0.3 <= seconds < 16 * 0.3 / 2
+    assert batch.ragged("response_ids").lengths.tolist() == [9] * 16
+
+
+def test_all_three_make_the_same_samples(tmp_path: Path) -> None:
+    found = [whole(tmp_path, name)[0] for name in ("tool", "in_thread", "plain")]
+    tokens = [batch.ragged("response_ids").values for batch in found]
+    assert torch.equal(tokens[0], tokens[1])
+    assert torch.equal(tokens[0], tokens[2])
+
+
+def test_a_waiting_sample_does_not_stop_the_engine(tmp_path: Path) -> None:
+    """Another group is made while the first one waits for its tools."""
+    samples, made = trajectories(tmp_path, "tool", 2, sleep_s=30.0), engine()
+    samples.submit(made, samples.begin([lease(5)]))
+    while made.progress():
+        samples.submit(made, samples.take(made.poll())[0])
+    assert (samples.asks, samples.left) == (False, 2)
+    assert samples.progress({}) == {5: 8}
+    assert [len(output.token_ids) for output in samples.partials([])] == [4, 4]
+    samples.submit(made, samples.begin([lease(6)]))
+    assert made.progress() == {6: 0}
+    samples.forget([5, 6])
+    assert samples.left == 0
+
+
+def test_branches_are_sequences_in_the_order_of_their_calls(tmp_path: Path) -> None:
+    """Whichever of them comes first."""
+    found = [whole(tmp_path, "branches", 2, late=late)[0] for late in ((), (0, 2), (1, 3))]
+    turns = [True, True, False, True, True]
+    for batch in found:
+        assert batch.dense("sample").tolist() == [0] * 5 + [1] * 5
+        prompts = [row.tolist() for row in batch.ragged("prompt_ids").rows()]
+        assert prompts[:4] == [[2, 3], *([2, 3, 2, number] for number in (1, 2, 3))]
+        assert prompts[4][:6] == [5, 2, 3, 2, 3, *batch.ragged("response_ids").row(3)[:1].tolist()]
+        assert batch.dense("rewards/told").tolist() == [4.0] * 10
+        masks = [row.tolist() for row in batch.ragged("response_mask").rows()]
+        assert masks[:4] == [[False, False, *turns], turns, turns, turns]
+
+
+def test_calls_are_numbered_by_the_code(tmp_path: Path) -> None:
+    _, asked, _ = whole(tmp_path, "branches", 1, late=(1,))
+    calls = {request.call: request.prompt_ids for request in asked}
+    assert sorted(calls) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1), (4,)]
+    assert all(calls[number, 0][-1] == number for number in range(4))
+    _, asked, _ = whole(tmp_path, "at_once", 1)
+    assert [request.call for request in asked] == [(0,), (1,), (2,), (4, 0), (4, 1)]
+
+
+def test_requests_of_several_samples_enter_in_the_order_of_samples_and_calls(tmp_path: Path) -> None:
+    samples, made = trajectories(tmp_path, "branches", 3), engine(slots=64)
+    first = samples.begin([lease(6), lease(5)])
+    assert [request.key for request in first] == sorted(request.key for request in first)
+    samples.submit(made, first)
+    asked = list[SampleRequest]()
+    for _ in range(2):
+        asked, _ = samples.take(made.poll())
+    assert len(asked) == 2 * 3 * 4
+    assert [request.key for request in asked] == sorted(request.key for request in asked)
+
+
+@pytest.mark.parametrize("name, told", [("impatient", 1.0), ("careful", 1.0)])
+def test_a_request_that_is_given_up_or_refused_leaves_nothing(tmp_path: Path, name: str, told: float) -> None:
+    samples, made = trajectories(tmp_path, name, 1), engine(slots=1 if name == "careful" else 4)
+    samples.submit(made, samples.begin([lease()]))
+    while samples.left:
+        time.sleep(0.01)
+        samples.submit(made, samples.take(made.poll() if samples.asks else [])[0])
+    batch = samples.batch([5])
+    assert batch.dense("rewards/told").tolist() == [told]
+    assert batch.ragged("response_ids").lengths.tolist() == [4]
+    assert bool(batch.ragged("response_mask").values.all())
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "pooled",
+            r"RuntimeError: generate\(…\) was called in another thread than the step's own.*asyncio\.gather",
+        ),
+        ("raising", r"(?s)in raising\n.*ConnectionError: sandbox away\nstep 'sample' .* raised ConnectionError"),
+        ("leaving", r"(?s)in leaving\n.*SystemExit: 3\nstep 'sample' .* raised SystemExit on rollout/0"),
+    ],
+)
+def test_a_plain_function_fails_as_others_do(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(StepError, match=message):
+        whole(tmp_path, name, 2, on_error="stop")
+
+
+def test_a_closed_loop_leaves_no_thread_but_those_that_are_busy(tmp_path: Path) -> None:
+    before = threading.active_count()
+    samples, made = trajectories(tmp_path, "plain", 3, sleep_s=0.0), engine()
+    until_done(samples, made, [5])
+    assert threading.active_count() > before
+    samples.step.loop.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
