@@ -272,13 +272,9 @@ class SampleRequest:
     seed: int
     params: SamplingParams = field(default_factory=SamplingParams)
     begun: BegunSample | None = None
-    offset: int = 0
-    """How many tokens the sample has behind the data's prompt, whoever wrote them: the random numbers of the tokens are
-    counted from there."""
-    ordinal: int = 0
-    """How many earlier requests of this sample had the same `prompt_ids`: each draws other random numbers."""
     call: CallNumber = FIRST_CALL
-    """Which of the sample's requests it is: an engine may have several of them at a time."""
+    """Which of the sample's requests it is: each draws random numbers of its own, counted from its first token, and an
+    engine may have several of them at a time."""
 
     @property
     def key(self) -> RequestKey:

@@ -208,8 +208,6 @@ class Trajectory:
     """Of the tokens that another worker had, how many have answered requests of the step."""
     answered: dict[CallNumber, AnsweredCall] = field(default_factory=dict)
     """In the order of the answers."""
-    asked: list[tuple[int, ...]] = field(default_factory=list)
-    """The prefixes of all requests."""
     finish_reason: FinishReason = "stop"
     fields: Mapping[str, float] = field(default_factory=dict)
     """What the step returned."""
@@ -217,8 +215,6 @@ class Trajectory:
     """Why it is left out of training."""
     dropped: str = ""
     """Why its group is dropped."""
-    drawn: int = 0
-    """Requests of earlier attempts: those of this one draw other random numbers."""
 
     @property
     def tokens(self) -> int:

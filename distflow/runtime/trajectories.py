@@ -392,8 +392,7 @@ class Trajectories:
         origin = sample.origin
         # The task anew, too: the step may have changed it.
         episode = replace(sample.episode, task=json.loads(origin.task))
-        anew = self._begun(origin, episode, None, after=sample.attempt)
-        anew.drawn = sample.drawn + len(sample.asked)
+        self._begun(origin, episode, None, after=sample.attempt)
 
     def _close(self, sample: Trajectory) -> None:
         self._post(sample.attempt, sample.attempt.close)
@@ -478,9 +477,8 @@ class Trajectories:
         """What to ask the engine for; notes what the sample has before that. Raises RequestRefused."""
         origin, prefix = sample.origin, asked.prompt_ids
         sequence = self._continued(sample, asked)
-        behind, params = sample.tokens, asked.params
-        if asked.aside:
-            behind = max(0, len(prefix) - len(origin.prompt_ids))
+        params = asked.params
+        behind = max(0, len(prefix) - len(origin.prompt_ids)) if asked.aside else sample.tokens
         most = self._limits_of(origin.uid.position).tokens
         others = [call.request.params.max_new_tokens for call in sample.open.values() if call.sequence is not None]
         room = most - behind - (0 if asked.aside else sum(others))
@@ -492,10 +490,8 @@ class Trajectories:
             raise RequestRefused(what, f", and its longest sample has {most}: {cure}")
         if params.max_new_tokens > room:
             params = replace(params, max_new_tokens=room)
-        again = sample.drawn + sample.asked.count(prefix)
-        sample.asked.append(prefix)
         sample.branched = sample.branched or bool(sample.open)
-        request = SampleRequest(*sample.key, prefix, origin.seed, params, None, behind, again, asked.call)
+        request = SampleRequest(*sample.key, prefix, origin.seed, params, None, asked.call)
         sample.open[asked.call] = OpenCall(request, sequence, asked.train)
         return request
 

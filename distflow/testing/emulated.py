@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged, row_lengths
+from distflow.data.randomness import length_seed
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores, TokenValues
 from distflow.sim.emulation import DrawnLengths, EmulatedBackendOptions, EmulatedEngineOptions
@@ -114,10 +115,11 @@ class EmulatedEngine:
         """Queue samples."""
         limits = [request.params.max_new_tokens for request in requests]
         lengths: list[int] = [0] * len(requests)
-        for seed in {request.seed for request in requests}:
-            rows = [row for row, request in enumerate(requests) if request.seed == seed]
-            names = [(requests[row].position, requests[row].sample, limits[row], requests[row].offset) for row in rows]
-            for row, length in zip(rows, self._lengths.draw(seed, *zip(*names, strict=True)), strict=True):
+        for seed, call in {(request.seed, request.call) for request in requests}:
+            rows = [row for row, request in enumerate(requests) if (request.seed, request.call) == (seed, call)]
+            names = [(requests[row].position, requests[row].sample, limits[row]) for row in rows]
+            drawn = self._lengths.draw(length_seed(seed, call), *zip(*names, strict=True))
+            for row, length in zip(rows, drawn, strict=True):
                 lengths[row] = length
         for request, length, longest in zip(requests, lengths, limits, strict=True):
             begun = request.begun

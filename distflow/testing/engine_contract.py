@@ -327,20 +327,18 @@ class EngineContract(OffloadContract):
             assert len(outputs[4, number].token_ids) == 6
 
     def test_a_later_request_of_a_sample_reads_what_it_had(self) -> None:
-        """As a turn behind an environment's tokens: random numbers are counted from the prompt's end, and a request
-        that is repeated draws others.
-        """
+        """As a turn behind an environment's tokens: random numbers belong to the call."""
         engine = self.ready()
         first = self.request(5, samples=2, max_new_tokens=4)
         submit(engine, [first])
         had = by_sample(run_until_done(engine))[5, 1]
         prefix = (*first.prompt_ids, *had.token_ids, 3, 4, 5)
-        later = SampleRequest(5, 1, prefix, first.seed, SamplingParams(max_new_tokens=24), offset=4 + 3)
+        later = SampleRequest(5, 1, prefix, first.seed, SamplingParams(max_new_tokens=24), call=(1,))
         drawn = []
-        for ordinal in (0, 0, 1):
-            engine.submit([replace(later, ordinal=ordinal)])
+        for call in ((1,), (1,), (2, 0)):
+            engine.submit([replace(later, call=call)])
             (output,) = run_until_done(engine)
-            self.check_request(replace(later, ordinal=ordinal), output)
+            self.check_request(replace(later, call=call), output)
             drawn.append(output.token_ids)
         if self.exact:
             assert drawn[0] == drawn[1]
@@ -350,12 +348,14 @@ class EngineContract(OffloadContract):
         """As branches of an episode: each has an output of its own, and the group is aborted as one."""
         engine = self.ready()
         (first,) = self.request(7, samples=1, max_new_tokens=6).requests()
-        later = replace(first, prompt_ids=(*first.prompt_ids, 3), call=(1, 0), ordinal=1)
+        later = replace(first, call=(1, 0))
         engine.submit([first, later])
         outputs = {output.call: output for output in run_until_done(engine)}
         assert {call: output.key for call, output in outputs.items()} == {(0,): first.key, (1, 0): later.key}
         for request in (first, later):
             self.check_request(request, outputs[request.call])
+        if self.exact:
+            assert outputs[first.call].token_ids != outputs[later.call].token_ids
         engine.submit([first, later])
         engine.poll()
         assert {partial.key for partial in engine.partials()} <= {first.key, later.key}

@@ -197,6 +197,19 @@ def test_branches_are_sequences_in_the_order_of_their_calls(tmp_path: Path) -> N
         assert masks[:4] == [[False, False, *turns], turns, turns, turns]
 
 
+def test_branches_draw_other_tokens_than_each_other_and_the_same_ones_again(tmp_path: Path) -> None:
+    """Before, those of equal length drew the same numbers. The fake engine draws by these alone."""
+    found = []
+    for late in ((), (0, 2)):
+        batch, _, _ = whole(tmp_path, "branches", 3, late=late)
+        masks = batch.ragged("response_mask").rows()
+        found.append([row[mask].tolist() for row, mask in zip(batch.ragged("response_ids").rows(), masks, strict=True)])
+    assert found[0] == found[1]
+    assert len(set(map(tuple, found[0]))) == 3 * 5
+    batch, _, _ = whole(tmp_path, "at_once", 2)
+    assert set(batch.dense("rewards/told").tolist()) == {3.0}, "asked three times for the same"
+
+
 def test_calls_are_numbered_by_the_code(tmp_path: Path) -> None:
     _, asked, _ = whole(tmp_path, "branches", 1, late=(1,))
     calls = {request.call: request.prompt_ids for request in asked}

@@ -288,11 +288,8 @@ def test_other_workers_are_told_no_tokens_of_a_sample_that_was_begun_anew(tmp_pa
     server = engine(3)
     server.submit(samples.begin([lease()]))
     requests, _ = samples.take(run_until_done(server))
-    assert [(request.sample, request.ordinal, request.offset) for request in requests] == [
-        (0, 0, 5),
-        (1, 1, 0),
-        (2, 0, 5),
-    ]
+    assert [(request.sample, request.call) for request in requests] == [(0, (1,)), (1, (1,)), (2, (1,))]
+    assert [len(request.prompt_ids) for request in requests] == [2 + 5, 2, 2 + 5]
     server.submit(requests)
     server.poll()
     told = {output.sample: output for output in samples.partials(server.partials())}
@@ -308,7 +305,7 @@ def test_a_replay_that_fails_is_begun_anew_without_the_record(tmp_path: Path) ->
     begun = BegunSample(1, (1, 2, 3, 4, 5), (-1.0,) * 5, (Span(0, 2, 0, 5),), "")
     requests = {request.sample: request for request in samples.begin([lease(begun=(begun,))])}
     assert context.metrics.counts()["rollout/errors"] == 1
-    assert (requests[1].begun, requests[1].ordinal, requests[1].offset) == (None, 1, 0)
+    assert (requests[1].begun, requests[1].call) == (None, (1,))
 
 
 EPISODE = Episode(Uid(0, 1, 5), 1, (4,), "2=", {})

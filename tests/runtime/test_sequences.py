@@ -187,15 +187,15 @@ def test_the_first_sequence_may_have_another_prompt_than_the_data_gives(file: Pa
     assert [row.tolist() for row in batch.ragged("prompt_ids").rows()] == [[7, 7, 7]]
 
 
-def test_random_numbers_and_room_count_the_tokens_of_all_sequences(file: Path) -> None:
+def test_the_room_counts_the_tokens_of_all_sequences_and_each_request_is_a_call(file: Path) -> None:
     samples = trajectories(file, "stripped", samples=1)
-    made, requests, offsets, rooms = engine(), samples.begin([lease()]), [], []
+    made, requests, calls, rooms = engine(), samples.begin([lease()]), [], []
     while requests:
-        offsets += [request.offset for request in requests]
+        calls += [request.call for request in requests]
         rooms += [request.params.max_new_tokens for request in requests]
         made.submit(requests)
         requests, _ = samples.take(run_until_done(made))
-    assert offsets == [0, 3 + 4, 3 + 4 + 3 + 2]
+    assert calls == [(0,), (1,), (2,)]
     assert rooms == [3, 3, 3]
     small, made = trajectories(file, "stripped", samples=1, most=3 + 4 + 2), engine()
     made.submit(small.begin([lease()]))
