@@ -236,10 +236,10 @@ RequestKey = tuple[int, int, CallNumber]
 
 @dataclass(frozen=True, slots=True)
 class BegunSample:
-    """One sample of a group that another worker began: to be continued, or finished already.
+    """One request of a sample that another worker began: to be continued, or answered already.
 
-    `token_ids` and `logprobs` have equal length; `spans` cover them in order. `finish_reason` is "" while the sample
-    is not finished. `filtered_logprobs` as in `SampleOutput`.
+    `token_ids` and `logprobs` have equal length; `spans` cover them in order. `finish_reason` is "" while the request
+    is not answered. `filtered_logprobs` as in `SampleOutput`. `call` and `digest` say which request it was.
 
     Example:
 
@@ -252,6 +252,8 @@ class BegunSample:
     spans: tuple[Span, ...]
     finish_reason: str = ""
     filtered_logprobs: tuple[float, ...] = ()
+    call: CallNumber = FIRST_CALL
+    digest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +287,7 @@ class SampleRequest:
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
     """What a request has got, finished or aborted: `token_ids` and `logprobs` have equal length; `spans` cover them in
-    order. `call`: of the request.
+    order. `call`: of the request; `digest`: of what was asked for, in records alone.
 
     `logprobs` are natural-log probabilities over the whole vocabulary, after temperature and before top-k and top-p, as
     the trainer computes them. `filtered_logprobs` are those of what top-k and top-p have left, which the tokens were
@@ -305,11 +307,32 @@ class SampleOutput:
     finish_reason: FinishReason
     filtered_logprobs: tuple[float, ...] = ()
     call: CallNumber = FIRST_CALL
+    digest: int = 0
 
     @property
     def key(self) -> RequestKey:
         """Of the request."""
         return self.position, self.sample, self.call
+
+    @property
+    def calls(self) -> tuple[SampleOutput, ...]:
+        """The record of a sample that has this request alone."""
+        return (self,)
+
+    @property
+    def begun(self) -> BegunSample:
+        """The same for the next worker."""
+        reason = "" if self.finish_reason == "abort" else self.finish_reason
+        about = (self.token_ids, self.logprobs, self.spans, reason, self.filtered_logprobs)
+        return BegunSample(self.sample, *about, self.call, self.digest)
+
+
+class FinishedSample(NamedTuple):
+    """A sample that has come to its end: all that the model has written for it, call by call."""
+
+    position: int
+    sample: int
+    calls: tuple[SampleOutput, ...]
 
 
 def joined_filtered(parts: Iterable[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, ...]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from distflow.config.schema import Refresh
-from distflow.types import SampleOutput, Version
+from distflow.types import FinishedSample, SampleOutput, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class FurtherCore:
         return FurtherTurn(start=[wanted.key for wanted in self._start(free_slots, running_on)])
 
     # -- after a decode step
-    def collect(self, outputs: Iterable[SampleOutput]) -> list[Hashable]:
+    def collect(self, outputs: Iterable[SampleOutput | FinishedSample]) -> list[Hashable]:
         """Count finished samples; return the groups that are now whole. Samples of aborted groups count for nothing."""
         whole: list[Hashable] = []
         for out in outputs:

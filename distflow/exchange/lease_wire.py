@@ -43,12 +43,14 @@ from distflow.exchange.messages import (
     Running,
 )
 from distflow.exchange.partials import LOGPROB, LOGPROB_BYTES, TOKEN, TOKEN_BYTES
-from distflow.types import BegunSample, LeaseKind, Span, Uid
+from distflow.types import FIRST_CALL, BegunSample, LeaseKind, Span, Uid
 
 M = TypeVar("M", bound=Message)
 EndOfSample = Annotated[str, msgspec.Meta(pattern=r"\A(stop|length|)\Z")]
 Spans = tuple[Whole, ...]
 """Term, version, start and end of each span, one after the other."""
+Call = Annotated[tuple[Whole, ...], msgspec.Meta(min_length=1, max_length=32)]
+"""A call of an episode: tasks within tasks, so many at most."""
 
 
 INLINE_BYTES = 4 << 10
@@ -68,6 +70,8 @@ class _BegunHead(Row, frozen=True):
     spans: Spans
     finish_reason: EndOfSample
     filtered: bool = False
+    call: Call = FIRST_CALL
+    digest: Whole = 0
 
     def __post_init__(self) -> None:
         _check_cover(self.spans, 0, self.tokens)
@@ -81,6 +85,8 @@ class _PieceHead(Row, frozen=True):
     spans: Spans
     finish_reason: EndOfSample
     filtered: bool = False
+    call: Call = FIRST_CALL
+    digest: Whole = 0
 
     def __post_init__(self) -> None:
         _check_cover(self.spans, self.start, self.tokens)
@@ -309,14 +315,16 @@ def _begun_head(sample: BegunSample, bulk: bytearray) -> _BegunHead:
     bulk += array(TOKEN, sample.token_ids).tobytes()
     bulk += array(LOGPROB, (*sample.logprobs, *sample.filtered_logprobs)).tobytes()
     tokens, filtered = len(sample.token_ids), bool(sample.filtered_logprobs)
-    return _BegunHead(sample.sample, tokens, _flat(sample.spans), sample.finish_reason, filtered)
+    about = (_flat(sample.spans), sample.finish_reason, filtered, sample.call, sample.digest)
+    return _BegunHead(sample.sample, tokens, *about)
 
 
 def _begun(head: _BegunHead, bulk: _Bulk) -> BegunSample:
     tokens = tuple(array(TOKEN, bulk.tokens(head.tokens)))
     logprobs = tuple(array(LOGPROB, bulk.logprobs(head.tokens)))
     filtered = tuple(array(LOGPROB, bulk.logprobs(head.tokens if head.filtered else 0)))
-    return BegunSample(head.sample, tokens, logprobs, _spans(head.spans), head.finish_reason, filtered)
+    about = (_spans(head.spans), head.finish_reason, filtered, head.call, head.digest)
+    return BegunSample(head.sample, tokens, logprobs, *about)
 
 
 def _piece_head(piece: Piece, bulk: bytearray) -> _PieceHead:
@@ -325,14 +333,14 @@ def _piece_head(piece: Piece, bulk: bytearray) -> _PieceHead:
     bulk += piece.filtered_logprobs
     tokens, filtered = len(piece.token_ids) // TOKEN_BYTES, bool(piece.filtered_logprobs)
     about = (piece.position, piece.sample, piece.start)
-    return _PieceHead(*about, tokens, _flat(piece.spans), piece.finish_reason, filtered)
+    return _PieceHead(*about, tokens, _flat(piece.spans), piece.finish_reason, filtered, piece.call, piece.digest)
 
 
 def _piece(head: _PieceHead, bulk: _Bulk) -> Piece:
     about = (head.position, head.sample, head.start)
     tokens, logprobs = bulk.tokens(head.tokens), bulk.logprobs(head.tokens)
     filtered = bulk.logprobs(head.tokens if head.filtered else 0)
-    return Piece(*about, tokens, logprobs, _spans(head.spans), head.finish_reason, filtered)
+    return Piece(*about, tokens, logprobs, _spans(head.spans), head.finish_reason, filtered, head.call, head.digest)
 
 
 def _size(head: _BegunHead | _PieceHead) -> int:

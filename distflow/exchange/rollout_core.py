@@ -22,7 +22,7 @@ from typing import NamedTuple
 from distflow.config.schema import Refresh
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Outgoing
-from distflow.types import SampleOutput, Version, lease_kind
+from distflow.types import FinishedSample, SampleOutput, Version, lease_kind
 
 DECLINE_EVERY_S = 30.0
 """So often a worker may leave groups to others, for which it asks for nothing for a moment."""
@@ -33,7 +33,7 @@ class FinishedGroup:
     """All samples of one lease, ordered by sample number."""
 
     lease: Lease
-    samples: tuple[SampleOutput, ...]
+    samples: tuple[SampleOutput | FinishedSample, ...]
 
 
 class Messages(NamedTuple):
@@ -55,7 +55,7 @@ class Turn(NamedTuple):
 @dataclass(slots=True)
 class _Running:
     lease: Lease
-    done: dict[int, SampleOutput] = field(default_factory=dict)
+    done: dict[int, SampleOutput | FinishedSample] = field(default_factory=dict)
     tokens: int = 0
     """Of those that are done."""
 
@@ -173,13 +173,13 @@ class RolloutCore:
         return self._running.keys()
 
     # -- after a decode step
-    def collect(self, outputs: Iterable[SampleOutput]) -> list[FinishedGroup]:
+    def collect(self, outputs: Iterable[SampleOutput | FinishedSample]) -> list[FinishedGroup]:
         """Add finished samples; return the groups that are now whole."""
         finished = []
         for out in outputs:
             group = self._running[out.position]
             group.done[out.sample] = out
-            group.tokens += len(out.token_ids)
+            group.tokens += sum(len(call.token_ids) for call in out.calls)
             size = self._samples([group.lease])
             if len(group.done) == size:
                 del self._running[out.position]
@@ -351,9 +351,10 @@ class RolloutCore:
         return asking is None or not asking.parked
 
     def _done(self) -> list[SampleOutput]:
-        """Finished samples of groups that are not sent yet."""
+        """What finished samples have, of groups that are not sent yet."""
+        running = [out for group in self._running.values() for out in group.done.values()]
         whole = [out for group in self._whole.values() for out in group.samples]
-        return [*(out for group in self._running.values() for out in group.done.values()), *whole]
+        return [call for out in (*running, *whole) for call in out.calls]
 
     def _takes_weights(self, loaded: Version | None, newer: bool) -> bool:
         """Whether there are newer weights that the refresh policy takes now."""

@@ -12,11 +12,13 @@ segments, from the model and in between. Of finished samples `assemble` makes a 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.samples import PROMPT_TEXT, untrained_where_left_out
@@ -25,11 +27,11 @@ from distflow.flow.step import FILTERED, GENERATED, ROLLOUT, SEQUENCES
 from distflow.runtime.attempt import Attempt
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed
 from distflow.runtime.episode_loop import EpisodeLoop
+from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Tokenizer
 from distflow.types import (
     DROP_REASON,
     FINISH_REASONS,
-    FIRST_CALL,
     LEFT_OUT,
     SEQUENCE,
     BegunSample,
@@ -44,7 +46,6 @@ from distflow.types import (
     Span,
     Uid,
     Version,
-    joined_filtered,
 )
 
 
@@ -84,6 +85,7 @@ class GenerateStep:
         where: str,
         failed: Callable[[BaseException, Episode], Exception],
         errors: EpisodeErrors,
+        metrics: MetricStore,
         loop: EpisodeLoop,
         *,
         blocking: bool = False,
@@ -95,6 +97,7 @@ class GenerateStep:
         """The fields that it returns a number for, for each sample."""
         self.begin = begin
         self.errors = errors
+        self.metrics = metrics
         self.failed = failed
         self.loop = loop
         self.blocking = blocking
@@ -187,6 +190,12 @@ class AnsweredCall:
     segment: Segment
     finish_reason: FinishReason
     aside: bool
+    digest: int
+
+    def record(self, key: SampleKey, call: CallNumber) -> SampleOutput:
+        """The form in which it is replayed."""
+        part, reason = self.segment, self.finish_reason
+        return SampleOutput(*key, part.token_ids, part.logprobs, part.spans, reason, part.filtered, call, self.digest)
 
 
 @dataclass(slots=True)
@@ -197,15 +206,13 @@ class Trajectory:
     origin: SampleOrigin
     episode: Episode
     attempt: Attempt
-    begun: BegunSample | None
-    """What another worker had of it."""
+    begun: dict[CallNumber, BegunSample]
+    """What another worker had of it, as far as it has not been replayed."""
     sequences: list[TokenSequence]
     """In the order in which the model has last been asked for more of each."""
     open: dict[CallNumber, OpenCall] = field(default_factory=dict)
     branched: bool = False
     """There have been several requests at a time."""
-    replayed: int = 0
-    """Of the tokens that another worker had, how many have answered requests of the step."""
     answered: dict[CallNumber, AnsweredCall] = field(default_factory=dict)
     """In the order of the answers."""
     finish_reason: FinishReason = "stop"
@@ -268,21 +275,22 @@ class Trajectory:
             self.sequences = [sequence for sequence in self.sequences if sequence.segments]
         self.finish_reason = self.sequences[-1].finish_reason
 
-    def recorded(self, more: Collection[SampleOutput], reason: FinishReason) -> SampleOutput:
-        """What the model has written, without gaps: the form in which it is replayed. `more`: of open requests."""
-        parts = self.written
-        if more:
-            if not parts and len(more) == 1:
-                return replace(next(iter(more)), call=FIRST_CALL)
-            parts = [*parts, *(Segment(o.token_ids, o.logprobs, o.spans, filtered=o.filtered_logprobs) for o in more)]
-        if len(parts) == 1:
-            (only,) = parts
-            return SampleOutput(*self.key, only.token_ids, only.logprobs, only.spans, reason, only.filtered)
-        tokens = tuple(token for part in parts for token in part.token_ids)
-        logprobs = tuple(logprob for part in parts for logprob in part.logprobs)
-        spans = joined((part.spans, len(part.token_ids)) for part in parts)
-        filtered = joined_filtered((part.logprobs, part.filtered) for part in parts)
-        return SampleOutput(*self.key, tokens, logprobs, spans, reason, filtered)
+    def recorded(self, more: Iterable[SampleOutput] = ()) -> tuple[SampleOutput, ...]:
+        """What the model has written, call by call: the form in which it is replayed. `more`: of open requests."""
+        calls = {number: answered.record(self.key, number) for number, answered in self.answered.items()}
+        calls |= {output.call: replace(output, digest=digest_of(self.open[output.call].request)) for output in more}
+        return tuple(output for _, output in sorted(calls.items()))
+
+    def versions(self, more: Iterable[SampleOutput] = ()) -> tuple[SampleOutput, ...]:
+        """The same without its tokens: from which versions they came."""
+        spans = joined((call.spans, len(call.token_ids)) for call in self.recorded(more))
+        return (SampleOutput(*self.key, (), (), spans, "abort"),)
+
+
+def digest_of(request: SampleRequest) -> int:
+    """Tell requests apart by what they ask for, tokens and parameters: 62 bits."""
+    asked = array("q", request.prompt_ids).tobytes() + repr(request.params).encode()
+    return xxh3_64_intdigest(asked) >> 2
 
 
 def joined(parts: Iterable[tuple[Sequence[Span], int]]) -> tuple[Span, ...]:

@@ -275,14 +275,14 @@ class RolloutLoop:
         lost = self._samples.partials(self._engine.abort(positions), positions)
         self._samples.forget(positions)
         if lost:
-            self._metrics.add("rollout/aborted_samples", len(lost))
+            self._metrics.add("rollout/aborted_samples", len({out.key[:2] for out in lost}))
             self._metrics.add("rollout/lost_tokens", sum(len(out.token_ids) for out in lost))
 
     def _count(self, lease: Lease) -> None:
         if lease.copy:
             self._metrics.add("rollout/hedged_groups", 1)
         if lease.begun:
-            self._metrics.add("rollout/continued_samples", len(lease.begun))
+            self._metrics.add("rollout/continued_samples", len({sample.sample for sample in lease.begun}))
             self._metrics.add("rollout/continued_tokens", sum(len(sample.token_ids) for sample in lease.begun))
 
     def _something(self) -> bool | None:

@@ -279,7 +279,8 @@ class StepRunner:
 
         begin = partial(_begin, function, context, own)
         blocking = not iscoroutinefunction(function)
-        return GenerateStep(plan, begin, self._where(plan), failed, errors, self._loop, blocking=blocking)
+        about = (self._where(plan), failed, errors, context.metrics, self._loop)
+        return GenerateStep(plan, begin, *about, blocking=blocking)
 
     def check_keeps(self, name: str, before: Batch, after: Batch) -> None:
         """Raises StepError if the step gave a row a `drop_reason`, or a reason to be left out."""

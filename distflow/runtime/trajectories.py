@@ -11,9 +11,9 @@ The life of a sample: begun (the step runs to its first `await`) → it asks for
 requests are answered (the step goes on) → … → the step returns: finished. Steps run on the worker's event loop
 (`episode_loop.py`), beside the thread that calls what is here: whatever is posted there has had its effect when a call
 returns, except where a step waits for something else, or computes. What comes of that is heard by the next `take`. The
-samples of a group become rows of a batch together. Samples that another worker began are replayed: the recorded tokens
-of the model answer the step's requests, as far as they go, and the engine continues the request in the middle of which
-they end. One that has asked for several things at a time is begun anew there.
+samples of a group become rows of a batch together. Samples that another worker began are replayed: what the model has
+written there answers the same calls, if they ask for the same, and the engine continues what was not answered. At the
+first call that asks for something else the rest is thrown away: the model has not seen what it would follow.
 
 Where the step fails on a sample, its settings say what becomes of it (`episode_errors.py`): it is begun anew, with
 other random numbers and without what it had, or it is finished as it is. What other workers are told of one that was
@@ -41,7 +41,6 @@ import torch
 from distflow.data.batch import Batch
 from distflow.errors import StepError
 from distflow.exchange.messages import Lease
-from distflow.exchange.partials import clipped
 from distflow.runtime.attempt import AskedTokens, Attempt, Event, Raised, RequestRefused, Returned, Withdrawn
 from distflow.runtime.engine_numbers import BAD_LOGPROBS, EngineNumbers, complaint, sound
 from distflow.runtime.episode_errors import EpisodeFailed, Fate
@@ -54,6 +53,7 @@ from distflow.runtime.generate_step import (
     TokenSequence,
     Trajectory,
     assemble,
+    digest_of,
 )
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Engine, Tokenizer
@@ -64,18 +64,20 @@ from distflow.types import (
     CallNumber,
     Completion,
     Episode,
+    FinishedSample,
     FinishReason,
     LeaseKind,
     RequestKey,
     SampleKey,
     SampleOutput,
     SampleRequest,
-    SamplingParams,
     Uid,
     Version,
     lease_kind,
 )
 
+REPLAY_DIFFERS = "rollout/replay_differs"
+"""Samples that another worker began, and in which the step has asked for something else here."""
 CUT_OFF = "cut off"
 """Why samples are left out under `batch.mask_truncated: all`."""
 
@@ -116,7 +118,7 @@ class Trajectories:
         self._dtype = dtype
         self._open: dict[SampleKey, Trajectory] = {}
         self._finished: dict[SampleKey, Trajectory] = {}
-        self._whole: list[SampleOutput] = []
+        self._whole: list[FinishedSample] = []
         """Finished without the engine, since the last `take`."""
         self._news: deque[tuple[Attempt, Event]] = deque()
         """What episodes have done since they were last heard."""
@@ -134,7 +136,9 @@ class Trajectories:
     def begin(self, leases: Iterable[Lease]) -> list[SampleRequest]:
         """Begin all samples of these leases; returns what the engine is to be asked for."""
         for lease in leases:
-            had = {sample.sample: sample for sample in lease.begun}
+            had: dict[int, dict[CallNumber, BegunSample]] = {}
+            for begun in lease.begun:
+                had.setdefault(begun.sample, {})[begun.call] = begun
             origin = SampleOrigin(lease.uid, lease.prompt_ids, lease.prompt_text, lease.task, lease.seed)
             self._begin([origin] * self._limits_of(lease.position).samples, had)
         return self._go_on()
@@ -151,16 +155,16 @@ class Trajectories:
         self._begin(origins, {})
         return self._go_on()
 
-    def _begin(self, origins: Sequence[SampleOrigin], had: Mapping[int, BegunSample]) -> None:
+    def _begin(self, origins: Sequence[SampleOrigin], had: Mapping[int, dict[CallNumber, BegunSample]]) -> None:
         """Begin all samples of a group."""
         tasks = {origin.task: json.loads(origin.task) for origin in origins}
         self._loop.count(len(origins))
         for number, origin in enumerate(origins):
             episode = Episode(origin.uid, number, origin.prompt_ids, origin.prompt_text, tasks[origin.task])
-            self._begun(origin, episode, had.get(number))
+            self._begun(origin, episode, had.get(number, {}))
 
     def _begun(
-        self, origin: SampleOrigin, episode: Episode, had: BegunSample | None, after: Attempt | None = None
+        self, origin: SampleOrigin, episode: Episode, had: dict[CallNumber, BegunSample], after: Attempt | None = None
     ) -> Trajectory:
         """A sample that the step is begun for, again `after` an attempt that has failed."""
         number, first = (1, 0) if after is None else (after.number + 1, after.calls)
@@ -230,10 +234,10 @@ class Trajectories:
             if lease_kind(key[0]) == "train":
                 self._open[key].left_out = BAD_LOGPROBS
 
-    def take(self, outputs: Sequence[SampleOutput]) -> tuple[list[SampleRequest], list[SampleOutput]]:
+    def take(self, outputs: Sequence[SampleOutput]) -> tuple[list[SampleRequest], list[FinishedSample]]:
         """Go on with the samples whose requests are answered; returns what to ask for next, and finished samples.
 
-        Of a finished sample, the output has all that the model has written in it.
+        A finished sample has all that the model has written for it.
         """
         expected = self._expected(outputs)
         texts = self._tokenizer.decode_batch([output.token_ids for output in expected], skip_special=True)
@@ -254,9 +258,10 @@ class Trajectories:
                 running.setdefault((output.position, output.sample), []).append(sound(output))
         wanted = self._open if self._later else running
         return [
-            self._told(sample, sample.recorded(running.get(key, ()), "abort"))
+            output
             for key, sample in ((key, self._open[key]) for key in wanted)
             if (positions is None or key[0] in positions) and (key in running or sample.answered)
+            for output in self._told(sample, running.get(key, ()))
         ]
 
     def progress(self, running: Mapping[int, int]) -> Mapping[int, int]:
@@ -276,7 +281,7 @@ class Trajectories:
                 self._later -= table is self._open and bool(sample.answered)
                 self._loop.count(-1)
                 self._close(sample)
-        self._whole = [output for output in self._whole if output.position not in positions]
+        self._whole = [sample for sample in self._whole if sample.position not in positions]
         # What others ask for meanwhile is left for `take`.
         self._wanted = self._go_on()
 
@@ -366,7 +371,6 @@ class Trajectories:
         if recorded is None:
             self._wanted.append(request)
             return
-        sample.replayed += len(recorded.token_ids)
         if not recorded.finish_reason:
             self._wanted.append(replace(request, begun=recorded))
             return
@@ -392,7 +396,7 @@ class Trajectories:
         origin = sample.origin
         # The task anew, too: the step may have changed it.
         episode = replace(sample.episode, task=json.loads(origin.task))
-        self._begun(origin, episode, None, after=sample.attempt)
+        self._begun(origin, episode, {}, after=sample.attempt)
 
     def _close(self, sample: Trajectory) -> None:
         self._post(sample.attempt, sample.attempt.close)
@@ -412,19 +416,21 @@ class Trajectories:
 
     def _finish(self, sample: Trajectory) -> None:
         self._finished[sample.key] = self._open.pop(sample.key)
-        self._whole.append(self._told(sample, sample.recorded((), sample.finish_reason)))
+        self._whole.append(FinishedSample(*sample.key, self._told(sample)))
 
-    def _told(self, sample: Trajectory, output: SampleOutput) -> SampleOutput:
-        """What other workers are told of a sample: no tokens of one that was begun anew, has failed or has branches."""
-        if sample.attempt.number == 1 and sample.finish_reason != "error" and not sample.branched:
-            return output
-        return SampleOutput(*sample.key, (), (), output.spans, "abort")
+    def _told(self, sample: Trajectory, more: Sequence[SampleOutput] = ()) -> tuple[SampleOutput, ...]:
+        """What other workers are told of a sample: of one that was begun anew, or has failed, no tokens."""
+        first = sample.attempt.number == 1 and sample.finish_reason != "error"
+        return sample.recorded(more) if first else sample.versions(more)
 
     def _recorded(self, sample: Trajectory, request: SampleRequest) -> BegunSample | None:
-        if sample.begun is None:
-            return None
-        several = self.step.plan.environment is not None
-        return _recorded(sample.begun, sample.replayed, request, several=several)
+        """What another worker had of this request, if it was the same; None: nothing."""
+        found = sample.begun.pop(request.call, None)
+        if found is None or found.digest == digest_of(request):
+            return found
+        sample.begun.clear()
+        self.step.metrics.add(REPLAY_DIFFERS, 1)
+        return None
 
     def _answer(self, sample: Trajectory, output: SampleOutput, text: str) -> None:
         """Note what the model has written, and let the step go on with it."""
@@ -432,7 +438,9 @@ class Trajectories:
         call = sample.open.pop(output.call)
         about = (output.token_ids, output.logprobs, output.spans, call.train, text, output.filtered_logprobs)
         aside = call.sequence is None
-        answered = AnsweredCall(call.request.prompt_ids, Segment(*about), output.finish_reason, aside)
+        answered = AnsweredCall(
+            call.request.prompt_ids, Segment(*about), output.finish_reason, aside, digest_of(call.request)
+        )
         sample.answered[output.call] = answered
         if call.sequence is not None:
             call.sequence.add(answered)
@@ -527,31 +535,3 @@ def _is_number(name: str, value: object) -> bool:
         return isfinite(value) or name != REWARD
     except OverflowError:
         return False
-
-
-def _recorded(begun: BegunSample, start: int, request: SampleRequest, *, several: bool) -> BegunSample | None:
-    """Of what another worker had, the part that answers this request, or begins to; None if nothing is left.
-
-    `start`: tokens that have answered earlier requests. `several`: others may follow; then this one ends where an
-    engine would have ended it. What answers it whole has a finish reason.
-    """
-    left, reason = begun.token_ids[start:], ""
-    if not left:
-        return None
-    if several:
-        left, reason = _turn(left, request.params)
-    end = start + len(left)
-    spans = [span._replace(start=span.start - start, end=span.end - start) for span in clipped(begun.spans, start, end)]
-    if not reason and end == len(begun.token_ids):
-        reason = begun.finish_reason
-    logprobs, filtered = begun.logprobs[start:end], begun.filtered_logprobs[start:end]
-    return BegunSample(request.sample, left, logprobs, tuple(spans), reason, filtered)
-
-
-def _turn(tokens: tuple[int, ...], params: SamplingParams) -> tuple[tuple[int, ...], str]:
-    """The first turn of these tokens, and why it ended; "" if they are its beginning only."""
-    most = params.max_new_tokens
-    stop = next((number for number, token in enumerate(tokens[:most], 1) if token in params.stop_token_ids), None)
-    if stop is not None:
-        return tokens[:stop], "stop"
-    return tokens[:most], "length" if len(tokens) >= most else ""

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import REPLAY_DIFFERS, SampleLimits, Trajectories
 from distflow.testing.fakes import FakeEngine
-from distflow.types import SampleRequest
+from distflow.types import BegunSample, SampleOutput, SampleRequest
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer
 from tests.runtime.test_trajectories import engine, lease
 
@@ -102,6 +102,15 @@ async def careful(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
         return {"rewards/told": "token ids outside" in str(error)}
 
 
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def asking(episode, generate, ctx, *, max_new_tokens=4, max_tokens=60, says=()):
+    prefix = episode.prompt_ids
+    for turn in range(3):
+        completion = await generate(prefix, FOUR)
+        prefix = (*prefix, *completion.response_ids, says[turn])
+    return {"rewards/told": 1}
+
+
 @step(role="generate", reads=[], writes=["rewards/told"])
 def pooled(episode, generate, ctx, *, max_new_tokens=4):
     with ThreadPoolExecutor(1) as pool:
@@ -132,9 +141,11 @@ def trajectories(folder: Path, name: str, samples: int = 4, **settings: Any) -> 
     return Trajectories(step, {"train": SampleLimits(samples, 120)}, TOKENIZER, torch.float32)
 
 
-def until_done(samples: Trajectories, made: FakeEngine, positions: list[int]) -> list[SampleRequest]:
+def until_done(
+    samples: Trajectories, made: FakeEngine, positions: list[int], begun: tuple[BegunSample, ...] = ()
+) -> list[SampleRequest]:
     """Decode until all groups are whole; returns what was asked for, in that order."""
-    asked = samples.begin([lease(position) for position in positions])
+    asked = samples.begin([lease(position, begun) for position in positions])
     samples.submit(made, asked)
     deadline = time.monotonic() + 30
     while samples.left:
@@ -242,6 +253,56 @@ def test_a_request_that_is_given_up_or_refused_leaves_nothing(tmp_path: Path, na
     assert batch.dense("rewards/told").tolist() == [told]
     assert batch.ragged("response_ids").lengths.tolist() == [4]
     assert bool(batch.ragged("response_mask").values.all())
+
+
+def left_after(folder: Path, name: str, polls: int, **settings: Any) -> tuple[BegunSample, ...]:
+    """What another worker has had of a group after so many decode steps."""
+    samples, made = trajectories(folder, name, 2, **settings), engine(slots=64)
+    samples.submit(made, samples.begin([lease()]))
+    done: list[SampleOutput] = []
+    for _ in range(polls):
+        if not samples.asks:
+            assert samples.wait(10.0) or not samples.left
+        more, finished = samples.take(made.poll())
+        samples.submit(made, more)
+        done += [call for sample in finished for call in sample.calls]
+    return tuple(output.begun for output in (*samples.partials(made.partials()), *done))
+
+
+def same(one: Batch, two: Batch) -> bool:
+    return all(
+        torch.equal(*(part.values if isinstance(part, Ragged) else part for part in (one[name], two[name])))
+        for name in one.columns
+    )
+
+
+@pytest.mark.parametrize("polls", range(8))
+@pytest.mark.parametrize("name", ["branches", "at_once", "tool"])
+def test_branches_are_replayed_wherever_they_were_left(tmp_path: Path, name: str, polls: int) -> None:
+    settings = {"sleep_s": 0.01} if name == "tool" else {}
+    expected, _, _ = whole(tmp_path, name, 2, **settings)
+    samples = trajectories(tmp_path, name, 2, **settings)
+    begun = left_after(tmp_path, name, polls, **settings)
+    asked = until_done(samples, engine(slots=64, max_tokens=160), [5], begun)
+    assert same(samples.batch([5]), expected)
+    answered = {(sample.sample, sample.call) for sample in begun if sample.finish_reason}
+    assert not answered & {(request.sample, request.call) for request in asked}
+    assert REPLAY_DIFFERS not in samples.step.metrics.counts()
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_what_follows_another_answer_of_a_tool_is_sampled_anew(tmp_path: Path, turn: int) -> None:
+    """The record is of what the model wrote behind the first answer, which it has not seen here."""
+    begun = left_after(tmp_path, "asking", 10, says=(10, 10, 10))
+    assert sorted({sample.call for sample in begun}) == [(0,), (1,), (2,)]
+    says = tuple(11 if number == turn else 10 for number in range(3))
+    samples = trajectories(tmp_path, "asking", 2, says=says)
+    asked = until_done(samples, engine(slots=64), [5], begun)
+    assert {request.call for request in asked} == {(number,) for number in range(turn + 1, 3)}
+    assert all(request.begun is None for request in asked)
+    expected, _, _ = whole(tmp_path, "asking", 2, says=says)
+    assert same(samples.batch([5]), expected)
+    assert samples.step.metrics.counts()[REPLAY_DIFFERS] == 2
 
 
 @pytest.mark.parametrize(

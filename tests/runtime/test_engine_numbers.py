@@ -14,7 +14,7 @@ from distflow.runtime.engine_numbers import EngineNumbers, complaint, sound
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.trajectories import SampleLimits, Trajectories
 from distflow.testing.fakes import FakeEngine
-from distflow.types import VALIDATION, LeaseKind, SampleOutput, Span, Uid, Version
+from distflow.types import VALIDATION, FinishedSample, LeaseKind, SampleOutput, Span, Uid, Version
 from tests.runtime.kit import generate_step
 from tests.runtime.test_trajectories import TOKENIZER
 
@@ -106,8 +106,8 @@ def test_a_sample_that_is_left_out_is_not_trained_on(position: int) -> None:
     engine.poll()
     running = engine.partials()
     spoilt = [SampleOutput(position, 0, running[0].token_ids, (NAN,), running[0].spans, "abort"), running[1]]
-    assert samples.partials(spoilt) == [running[1]]
-    done: list[SampleOutput] = []
+    assert [(out.key, out.token_ids) for out in samples.partials(spoilt)] == [(running[1].key, running[1].token_ids)]
+    done: list[FinishedSample] = []
     while len(done) < 2:
         found = [
             SampleOutput(position, 0, one.token_ids, (None,) * len(one.token_ids), one.spans, one.finish_reason)  # type: ignore[arg-type]

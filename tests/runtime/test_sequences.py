@@ -20,7 +20,7 @@ from distflow.flow.step import GENERATED, SEQUENCES
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.trajectories import SampleLimits, Trajectories
 from distflow.testing.engine_harness import run_until_done
-from distflow.types import BegunSample, SampleOutput, SampleRequest
+from distflow.types import FinishedSample, SampleOutput, SampleRequest
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer
 from tests.runtime.test_trajectories import PROMPT, drive, engine, lease
 
@@ -110,13 +110,13 @@ def wandering(file: Path, moves: Sequence[Any]) -> Trajectories:
     return trajectories(file, moves=json.dumps([FIRST, *moves]), on_error="stop")
 
 
-def whole(file: Path, name: str, samples: int = 2) -> tuple[Batch, list[SampleOutput]]:
+def whole(file: Path, name: str, samples: int = 2) -> tuple[Batch, list[FinishedSample]]:
     made = trajectories(file, name, samples)
     finished = drive(made, engine(), made.begin([lease()]))
     return made.batch([5]), sorted(finished, key=lambda out: out.sample)
 
 
-def until_the_end(samples: Trajectories, requests: Sequence[SampleRequest]) -> list[SampleOutput] | None:
+def until_the_end(samples: Trajectories, requests: Sequence[SampleRequest]) -> list[FinishedSample] | None:
     """None: the step asked for more than a sample may have."""
     try:
         return sorted(drive(samples, engine(slots=4), requests), key=lambda out: out.sample)
@@ -157,7 +157,7 @@ def test_another_prefix_begins_a_new_sequence_of_the_sample(file: Path) -> None:
     (decoded,) = TOKENIZER.decode_batch([prompts.row(1).tolist()], skip_special=False)
     assert batch.texts("sequence_prompt")[:2] == ["", decoded]
     assert batch.texts("prompt_text") == ["01", "", "01", ""], "the data's prompt is there once a sample"
-    assert len(record.token_ids) == 9
+    assert [len(call.token_ids) for call in record.calls] == [3, 3, 3]
 
 
 def test_a_sequence_goes_on_after_another_had_its_say(file: Path) -> None:
@@ -260,12 +260,9 @@ def check_replay(undisturbed: Trajectories, first: Trajectories, second: Traject
     for _ in range(polls):
         requests, finished = first.take(made.poll())
         made.submit(requests)
-        done += finished
+        done += [call for sample in finished for call in sample.calls]
     left = [*first.partials(made.partials()), *done]
-    begun = tuple(
-        BegunSample(o.sample, o.token_ids, o.logprobs, o.spans, "" if o.finish_reason == "abort" else o.finish_reason)
-        for o in left
-    )
+    begun = tuple(output.begun for output in left)
     assert until_the_end(second, second.begin([lease(begun=begun)])) == expected
     one, two = undisturbed.batch([5]), second.batch([5])
     for name in one.columns:

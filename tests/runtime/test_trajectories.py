@@ -22,6 +22,7 @@ from distflow.types import (
     FINISH_REASONS,
     VALIDATION,
     BegunSample,
+    FinishedSample,
     LeaseKind,
     SampleOutput,
     SampleRequest,
@@ -168,9 +169,9 @@ def load(made: FakeEngine, number: int) -> None:
     made.end_update()
 
 
-def drive(samples: Trajectories, made: FakeEngine, requests: Sequence[SampleRequest]) -> list[SampleOutput]:
+def drive(samples: Trajectories, made: FakeEngine, requests: Sequence[SampleRequest]) -> list[FinishedSample]:
     """Until every sample is finished."""
-    finished: list[SampleOutput] = []
+    finished: list[FinishedSample] = []
     outputs: list[SampleOutput] = []
     for _ in range(200):
         made.submit(requests)
@@ -184,7 +185,7 @@ def drive(samples: Trajectories, made: FakeEngine, requests: Sequence[SampleRequ
     pytest.fail("not done after 200 polls")
 
 
-def whole(folder: Path, name: str = "talk", **settings: Any) -> tuple[Batch, list[SampleOutput]]:
+def whole(folder: Path, name: str = "talk", **settings: Any) -> tuple[Batch, list[FinishedSample]]:
     samples = trajectories(folder, name, **settings)
     finished = drive(samples, engine(), samples.begin([lease()]))
     return samples.batch([5]), sorted(finished, key=lambda out: out.sample)
@@ -240,7 +241,7 @@ def test_new_weights_between_turns_show_in_the_spans_and_the_oldest_counts(tmp_p
     made.poll()
     load(made, 6)
     _, (finished,) = samples.take(run_until_done(made))
-    assert finished.spans == (Span(0, 3, 0, 4), Span(0, 4, 4, 5), Span(0, 6, 5, 8))
+    assert [call.spans for call in finished.calls] == [(Span(0, 3, 0, 4),), (Span(0, 4, 0, 1), Span(0, 6, 1, 4))]
     spans = samples.batch([5]).ragged("policy_versions").row(0).tolist()
     assert spans == [[0, 3, 0, 4], [0, 4, 6, 7], [0, 6, 7, 10]]
 
@@ -257,8 +258,8 @@ def test_what_is_asked_aside_is_no_part_of_the_sample(tmp_path: Path) -> None:
     masks = [row.tolist() for row in batch.ragged("response_mask").rows()]
     assert masks == [[True] * 3 + [False] * 3 + [True] * 3] * 2
     assert batch.dense("rewards/turns").tolist() == [0.0, 0.0], "asked again, the model answered something else"
-    assert record.token_ids[9:12] == tuple(batch.ragged("response_ids").row(0)[3:6].tolist())
-    assert len(record.token_ids) == 5 * 3
+    assert record.calls[3].token_ids == tuple(batch.ragged("response_ids").row(0)[3:6].tolist())
+    assert [(call.call, len(call.token_ids)) for call in record.calls] == [((number,), 3) for number in range(5)]
 
 
 @pytest.mark.parametrize("name, turn", [("talk", 4), ("thoughtful", 3)])
@@ -272,13 +273,10 @@ def test_a_sample_is_replayed_wherever_it_was_left(tmp_path: Path, polls: int, n
     for _ in range(polls):
         requests, finished = first.take(made.poll())
         made.submit(requests)
-        done += finished
+        done += [call for sample in finished for call in sample.calls]
     left = [*first.partials(made.partials()), *done]
     assert sum(len(out.token_ids) for out in left) == 2 * polls
-    begun = tuple(
-        BegunSample(o.sample, o.token_ids, o.logprobs, o.spans, "" if o.finish_reason == "abort" else o.finish_reason)
-        for o in left
-    )
+    begun = tuple(output.begun for output in left)
     second, other = trajectories(tmp_path, name), engine()
     requests = second.begin([lease(begun=begun)])
     asked = sum(len(request.begun.token_ids) for request in requests if request.begun is not None)
@@ -298,8 +296,8 @@ def test_progress_counts_earlier_turns_until_the_group_is_forgotten(tmp_path: Pa
         made.submit(requests)
     assert made.progress() == {5: 2}
     assert samples.progress(made.progress()) == {5: 10}
-    assert [len(out.token_ids) for out in samples.partials(made.partials())] == [5, 5]
-    assert [len(out.token_ids) for out in samples.partials(made.abort([5]), [5])] == [5, 5]
+    assert [len(out.token_ids) for out in samples.partials(made.partials())] == [4, 1, 4, 1]
+    assert [len(out.token_ids) for out in samples.partials(made.abort([5]), [5])] == [4, 1, 4, 1]
     samples.forget([5])
     assert samples.progress({}) == {}
     assert samples.partials([]) == []
@@ -312,7 +310,7 @@ def test_a_turn_that_waits_for_a_slot_loses_nothing_when_it_is_handed_back(tmp_p
     requests, _ = samples.take(outputs)
     made.submit(requests)
     (left,) = samples.partials(made.abort([5]))
-    assert (left.token_ids, left.finish_reason) == (outputs[0].token_ids, "abort")
+    assert (left.token_ids, left.finish_reason) == (outputs[0].token_ids, "length")
 
 
 def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from distflow.testing.fakes import SHAPES, FakeEngine
 from distflow.testing.plugins.batches import TOKENIZER, VOCABULARY, differing
 from distflow.testing.plugins.findings import IMPORTING, SuiteReport
 from distflow.testing.plugins.trial import NAME, WORKER, Trial, told
-from distflow.types import BegunSample, SampleKey, SampleOutput, SampleRequest, Uid, Version
+from distflow.types import BegunSample, SampleOutput, SampleRequest, Uid, Version
 
 SAMPLES, GROUPS = 4, 5
 POLLS = 10_000
@@ -96,10 +96,8 @@ class _Desk:
         lost, engine = self._make(range(GROUPS)), _engine()
         had = _drive(lost, engine, lost.begin([self._lease(position) for position in range(GROUPS)]), steps)
         begun: dict[int, list[BegunSample]] = {position: [] for position in range(GROUPS)}
-        for (position, number), output in had.items():
-            reason = "" if output.finish_reason == "abort" else output.finish_reason
-            about = (output.token_ids, output.logprobs, output.spans, reason, output.filtered_logprobs)
-            begun[position].append(BegunSample(number, *about))
+        for output in had:
+            begun[output.position].append(output.begun)
         samples = self._make(range(GROUPS))
         _drive(samples, _engine(), samples.begin([self._lease(position, of) for position, of in begun.items()]))
         return samples
@@ -115,24 +113,23 @@ def _engine() -> FakeEngine:
 
 def _drive(
     samples: Trajectories, engine: FakeEngine, requests: Sequence[SampleRequest], steps: int = POLLS
-) -> dict[SampleKey, SampleOutput]:
-    """Decode until every sample is finished, or for some steps; returns what all samples have then."""
+) -> list[SampleOutput]:
+    """Decode until every sample is finished, or for some steps; returns what all samples have then, by calls."""
     samples.submit(engine, requests)
     wanted, finished = samples.take([])
     samples.submit(engine, wanted)
-    done = {(output.position, output.sample): output for output in finished}
+    done = [call for sample in finished for call in sample.calls]
     for _ in range(steps):
         if not samples.left:
             return done
         if not samples.asks and not samples.wait(TOOL_S):
             raise _Endless
         wanted, finished = samples.take(engine.poll())
-        done |= {(output.position, output.sample): output for output in finished}
+        done += [call for sample in finished for call in sample.calls]
         samples.submit(engine, wanted)
     if steps == POLLS and samples.left:
         raise _Endless
-    running = {(output.position, output.sample): output for output in samples.partials(engine.partials())}
-    return {**done, **running}
+    return [*done, *samples.partials(engine.partials())]
 
 
 def _test_again(desk: _Desk, report: SuiteReport, first: Batch) -> None:
