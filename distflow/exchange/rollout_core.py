@@ -94,6 +94,7 @@ class RolloutCore:
         self._partials_due = 0.0
         self._declines_again = 0.0
         """When it may leave groups to others again."""
+        self._spare: int | None = None
         self._draining = False
         self._until: int | None = None
         self._only_validates = False
@@ -148,11 +149,19 @@ class RolloutCore:
 
     # -- before a decode step
     def turn(
-        self, free_slots: int, running_on: Version | None, loaded: Version | None, newer: bool, now: float
+        self,
+        free_slots: int,
+        running_on: Version | None,
+        loaded: Version | None,
+        newer: bool,
+        now: float,
+        spare: int | None = None,
     ) -> Turn:
-        """What to do next. `running_on`: the engine's version, None while it is torn; `loaded`: the one it was given;
-        `newer`: whether newer weights can be loaded.
+        """What to do next. `free_slots`: samples that may start; `running_on`: the engine's version, None while it is
+        torn; `loaded`: the one it was given; `newer`: whether newer weights can be loaded. `spare`: nothing is being
+        decoded, since all that run wait for something else, and so many may start, though there are fewer slots.
         """
+        self._spare = spare
         self._sync()
         if self._may_load and self._takes_weights(loaded, newer):
             self._may_load = False
@@ -235,10 +244,17 @@ class RolloutCore:
         return left, Messages(self._holder.decline(left, now))
 
     # -- when idle
-    def something(self, loaded: Version | None, newer: bool) -> bool:
-        """Whether an idle worker has something to do; to ask for leases, too, if no ask is in flight any more."""
+    def something(self, loaded: Version | None, newer: bool, room: int | None = None, spare: int | None = None) -> bool:
+        """Whether an idle worker has something to do; to ask for leases, too, if no ask is in flight any more.
+
+        `room`, of samples that may start (None: any), and `spare` as in `turn`, where groups wait for something else.
+        """
+        self._spare = spare
         self._sync()
-        startable = any(queue and _fresh_enough(queue[0], loaded) for queue in self._served)
+        startable = any(
+            queue and _fresh_enough(queue[0], loaded) and (room is None or self._fits(queue[0], room))
+            for queue in self._served
+        )
         to_ask = any(holder.to_ask for holder in self._holders[self._only_validates :])
         return startable or to_ask or self._takes_weights(loaded, newer) or bool(self._cancelled) or self.over
 
@@ -363,7 +379,7 @@ class RolloutCore:
         if loaded is None or self._refresh == "eager":
             return True
         if self._refresh == "when_idle":
-            return not self._running
+            return not self._running or self._spare is not None
         return any(queue and not _fresh_enough(queue[0], loaded) for queue in self._queues)
 
     def _startable(self, room: int, running_on: Version | None) -> list[Lease]:
@@ -371,12 +387,16 @@ class RolloutCore:
         taken: list[Lease] = []
         for queue in self._served:
             while queue and _fresh_enough(queue[0], running_on):
-                size = self._samples([queue[0]])
-                if room < size and (taken or self._running):
+                if not self._fits(queue[0], room, first=not taken):
                     return taken
                 taken.append(queue.popleft())
-                room -= size
+                room -= self._samples(taken[-1:])
         return taken
+
+    def _fits(self, lease: Lease, room: int, *, first: bool = True) -> bool:
+        """Whether there is room for a group or, for the first to start, an engine that has nothing to decode."""
+        size = self._samples([lease])
+        return size <= room or (first and (not self._running or size <= (self._spare or 0)))
 
 
 def _fresh_enough(lease: Lease, version: Version | None) -> bool:

@@ -134,6 +134,8 @@ class WorkerPlan:
     device: str
     threads: int
     slots: int
+    episodes: int
+    """Samples under way at most, decoding or not."""
     sample_memory_mb: int
     offload: bool
     """Generating and training take turns on the device."""

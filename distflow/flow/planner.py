@@ -167,6 +167,10 @@ def step_plan(node: StepNode) -> StepPlan:
     return StepPlan(*about, node.reads, node.writes, node.may_write, spec.environment, node.prefix, node.weighed)
 
 
+EPISODES_A_SLOT = 4
+"""So many samples a worker has under way where the recipe does not say: three of four may wait for their tools."""
+
+
 def _worker(
     pool: PoolConfig, name: WorkerName, structure: Structure, most_slots: int, sample_memory: int
 ) -> WorkerPlan:
@@ -177,6 +181,7 @@ def _worker(
     nodes = [*before, *private, *after]
     models = tuple(dict.fromkeys(n.model for n in nodes if n.role != "generate" and n.model is not None))
     generates = tuple(n.model for n in nodes if n.role == "generate" and n.model is not None)
+    slots = min(own.slots or pool.slots, most_slots)
     return WorkerPlan(
         name=name,
         roles=tuple(dict.fromkeys(n.declaration.spec.role for n in nodes)),
@@ -187,7 +192,8 @@ def _worker(
         backend_options=pool.backend_options_of(own),
         device=own.device or pool.device,
         threads=own.threads or pool.threads,
-        slots=min(own.slots or pool.slots, most_slots),
+        slots=slots,
+        episodes=own.episodes or pool.episodes or EPISODES_A_SLOT * slots,
         sample_memory_mb=own.sample_memory_mb or pool.sample_memory_mb or sample_memory,
         offload=pool.offload,
         script=own.script or pool.script,

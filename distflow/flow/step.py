@@ -50,9 +50,11 @@ CLIENT_KINDS = ("number", "text", "number_per_token")
 """What such a field may hold: one number or text for a sample, or a number for each of its response tokens."""
 ROOM = ("max_tokens", "max_new_tokens", "max_response_tokens")
 """Settings that say how long a sample may be: with an environment's tokens, of a generate step, of a read step."""
-ERROR_SETTINGS: Mapping[str, Any] = MappingProxyType({"on_error": "retry", "max_attempts": 3, "max_error_rate": None})
+ERROR_SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {"on_error": "retry", "max_attempts": 3, "max_error_rate": None, "timeout_s": 3600.0, "turn_timeout_s": 600.0}
+)
 """Settings that every generate step has beside those of its function, with their defaults: what becomes of a sample on
-which it fails (`runtime/episode_errors.py`)."""
+which it fails (`runtime/episode_errors.py`), and how long it may take, in seconds, in all and without tokens."""
 _ERROR_LIMITS = {"leave_out": 0.25, "retry": 0.25}
 SAMPLE_TOKENS = 22
 """How many tokens have as many bytes as what a sample has besides (`flow/memory.py`)."""

@@ -29,8 +29,14 @@ _POSITIONAL = {"read": "row", "client": "batch"}
 _ASKED_BY = {"score": "tokens", "values": "value", "score_texts": "score"}
 """By the methods of a backend, the head that its model needs."""
 _ON_ERROR = {"on_error": ("retry", "drop", "leave_out", "zero", "stop")}
-_ERROR_RANGES = {"max_attempts": ">= 1", "max_error_rate": ">= 0, <= 1"}
-_ERROR_TYPES = {"on_error": "str", "max_attempts": "int", "max_error_rate": "float | None"}
+_ERROR_RANGES = {"max_attempts": ">= 1", "max_error_rate": ">= 0, <= 1", "timeout_s": "> 0", "turn_timeout_s": "> 0"}
+_ERROR_TYPES = {
+    "on_error": "str",
+    "max_attempts": "int",
+    "max_error_rate": "float | None",
+    "timeout_s": "float",
+    "turn_timeout_s": "float",
+}
 
 
 class _Marker:

@@ -357,13 +357,14 @@ def build_trajectories(
     plan, recipe = setting.plan, setting.recipe
     model = str(step.plan.model)
     dtype = torch.float64 if recipe.models[model].dtype == "float64" else torch.float32
-    most = plan.longest_sample(model) - recipe.data.max_prompt_tokens
-    limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(recipe.batch.samples_per_prompt, most)}
+    longest = plan.longest_sample(model) - recipe.data.max_prompt_tokens
+    limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(recipe.batch.samples_per_prompt, longest)}
     if plan.val is not None and model == plan.primary:
         limits["val"] = SampleLimits(plan.val.samples_per_prompt, plan.val.response_tokens)
     numbers = EngineNumbers(f"engine {setting.me.engine} on {setting.me.name}", metrics)
     out = recipe.batch.mask_truncated == "all"
-    return Trajectories(step, limits, tokenizer, dtype, numbers, leaves_out_truncated=out)
+    most = setting.me.episodes
+    return Trajectories(step, limits, tokenizer, dtype, numbers, leaves_out_truncated=out, most=most)
 
 
 def _model(recipe: Recipe, name: str) -> Mapping[str, object]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextvars import copy_context
 from operator import index
+from types import CoroutineType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -97,6 +98,18 @@ class Attempt:
     def calls(self) -> int:
         """How many numbers it and earlier attempts have used."""
         return self._numbers.next
+
+    @property
+    def place(self) -> str:
+        """The line at which a task waits, in the innermost coroutine of the step's file; "" for what is in a thread."""
+        places = list[tuple[str, int]]()
+        waiting: object = None if self._task is None else self._task.get_coro()
+        while isinstance(waiting, CoroutineType) and waiting.cr_frame is not None:
+            places.append((waiting.cr_frame.f_code.co_filename, waiting.cr_frame.f_lineno))
+            waiting = waiting.cr_await
+        # The first is ours.
+        own = [f"{file}:{line}" for file, line in places[1:] if file == places[1][0]]
+        return own[-1] if own else ""
 
     def begin(self) -> None:
         """Begin the step."""

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -35,6 +36,8 @@ ALONE_S = 10.0
 THREADS = 32
 """So many threads there may be in any case."""
 CLOSE_S = 2.0
+IDLE_S = 10.0
+"""So long a thread waits for something to run before it ends."""
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logger(__name__)
@@ -107,11 +110,23 @@ class DaemonThreads(ThreadPoolExecutor):
             self._work.put(None)
 
     def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (work := self._next()) is not None:
             work()
             del work
             with self._mutex:
                 self._idle += 1
+
+    def _next(self) -> Callable[[], None] | None:
+        """What a thread is to run; None: it is to end."""
+        while True:
+            with suppress(queue.Empty):
+                return self._work.get(timeout=IDLE_S)
+            with self._mutex:
+                # What has been submitted meanwhile counts on it.
+                if self._idle > 0:
+                    self._idle -= 1
+                    self._running -= 1
+                    return None
 
 
 class _WatchedSelector(selectors.DefaultSelector):
@@ -242,6 +257,10 @@ class EpisodeLoop:
             task.cancel()
         # Twice: a task that is cancelled runs in the next round, and what it awaits there is left alone.
         loop.call_soon(lambda: loop.call_soon(loop.stop))
+
+
+ALONE = EpisodeLoop()
+"""The loop of a process that is no worker, such as one that tests a step."""
 
 
 def _make_task(

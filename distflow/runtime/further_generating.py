@@ -10,6 +10,7 @@ engine, the loop over requests, or a training worker that waits for rows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from distflow.data.batch import Batch
@@ -111,7 +112,9 @@ class FurtherGenerating:
     @property
     def something(self) -> bool:
         """Whether an idle worker has something to do here."""
-        return self.busy or self._samples.news or self._core.something(self._inbox.loaded, self._inbox.waiting)
+        room = self._samples.room(self._engine.free_slots)
+        idle = self._core.something(self._inbox.loaded, self._inbox.waiting, *room)
+        return self.busy or self._samples.news or idle
 
     def has_room(self, samples: int) -> bool:
         """Whether so many samples could start now."""
@@ -131,9 +134,9 @@ class FurtherGenerating:
         return self._inbox.loaded
 
     @property
-    def chunks(self) -> int:
-        """Chunks of weights received over the network so far."""
-        return self._inbox.chunks
+    def signs_of_life(self) -> float:
+        """A number that changes while weights arrive over the network, or episodes are within their own time-outs."""
+        return self._inbox.chunks + (time.monotonic() if self._core.running and not self._samples.asks else 0.0)
 
     def begin_term(self, term: int, begins: Mapping[int, int]) -> None:
         """Training has restarted (`begins`: training steps by term)."""
@@ -172,8 +175,9 @@ class FurtherGenerating:
 
     def _turn(self) -> FurtherTurn:
         engine, inbox = self._engine, self._inbox
+        room, spare = self._samples.room(engine.free_slots)
         with self._board.condition:
-            return self._core.turn(engine.free_slots, engine.version, inbox.loaded, inbox.waiting)
+            return self._core.turn(room, engine.version, inbox.loaded, inbox.waiting, spare)
 
     def _decode(self) -> None:
         with self._metrics.timed("timing_s/gen"):

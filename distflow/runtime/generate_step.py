@@ -102,9 +102,9 @@ class GenerateStep:
         self.loop = loop
         self.blocking = blocking
 
-    def failure(self, did: str, more: str) -> EpisodeFailed:
+    def failure(self, did: str, more: str, place: str = "") -> EpisodeFailed:
         """What to raise for what a step has done wrong on a sample; `more`: what the message adds to that."""
-        return EpisodeFailed(f"{self.where} {did}{more}", did, did.split()[0])
+        return EpisodeFailed(f"{self.where} {did}{more}", did, did.split()[0], place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +222,10 @@ class Trajectory:
     """Why it is left out of training."""
     dropped: str = ""
     """Why its group is dropped."""
+    since: float = 0.0
+    """The clock when it was begun."""
+    waits_since: float = 0.0
+    """The clock when it has last got tokens, or was begun."""
 
     @property
     def tokens(self) -> int:

@@ -17,7 +17,7 @@ from distflow.exchange.rollout_core import FinishedGroup, Messages, RolloutCore,
 from distflow.exchange.sample_channel import OutboundSamples
 from distflow.log import logger
 from distflow.metrics.batch_cost import BatchMeter
-from distflow.runtime.metrics import MetricStore
+from distflow.runtime.metrics import ENVIRONMENT, MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.trajectories import Trajectories
@@ -40,8 +40,8 @@ class Meanwhile(Protocol):
         """Whether a further engine has something to do."""
 
     @property
-    def chunks(self) -> int:
-        """Chunks of weights that further engines have received so far."""
+    def signs_of_life(self) -> float:
+        """A number that changes while further engines get weights, or their episodes wait for something else."""
 
     def advance(self) -> None:
         """Decode a token with the further engines."""
@@ -191,7 +191,7 @@ class RolloutLoop:
         with self._board.condition:
             core.report(progress, partials, self._inbox.loaded)
             if finished:
-                self._send(core.ask(self._engine.free_slots, now))
+                self._send(core.ask(self._samples.room(self._engine.free_slots)[0], now))
         if outputs or progress:
             self._node.work_done()
         return finished
@@ -220,7 +220,9 @@ class RolloutLoop:
             if self._meanwhile is not None and self._meanwhile.something:
                 return
             kind, _, _ = self._reason()
-        with self._metrics.timed(f"timing_s/wait_{kind}"):
+        waits = f"timing_s/wait_{kind}"
+        timed = (ENVIRONMENT, "environment") if kind == "environments" else (waits, "runtime")
+        with self._metrics.timed(*timed):
             self._board.until(
                 self._something,
                 name=lambda: self._reason()[1],
@@ -254,8 +256,10 @@ class RolloutLoop:
 
     def _turn(self) -> Turn:
         engine, inbox = self._engine, self._inbox
+        room, spare = self._samples.room(engine.free_slots)
         with self._board.condition:
-            turn = self._core.turn(engine.free_slots, engine.version, inbox.loaded, inbox.waiting, time.monotonic())
+            about = (engine.version, inbox.loaded, inbox.waiting, time.monotonic())
+            turn = self._core.turn(room, *about, spare)
             self._send(turn.messages)
             if self._meanwhile is not None:
                 self._meanwhile.cancel(self._core.take_given_up())
@@ -286,7 +290,8 @@ class RolloutLoop:
             self._metrics.add("rollout/continued_tokens", sum(len(sample.token_ids) for sample in lease.begun))
 
     def _something(self) -> bool | None:
-        if self._core.something(self._inbox.loaded, self._inbox.waiting) or self._stops() or self._samples.news:
+        room = self._samples.room(self._engine.free_slots)
+        if self._core.something(self._inbox.loaded, self._inbox.waiting, *room) or self._stops() or self._samples.news:
             return True
         return self._news() or (self._meanwhile is not None and self._meanwhile.something) or None
 
@@ -308,9 +313,12 @@ class RolloutLoop:
         return not self.endless and self._board.stopping is not None
 
     def _signs_of_life(self) -> object:
-        """A value that changes as long as peers, or ledgers here, make progress or weights arrive."""
-        chunks = self._inbox.chunks + (0 if self._meanwhile is None else self._meanwhile.chunks)
-        return chunks, self._node.progress, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
+        """A value that changes as long as peers, or ledgers here, make progress or weights arrive, or episodes are
+        within their own time-outs, which end them."""
+        if self._core.running and not self._samples.asks:
+            return time.monotonic()
+        signs = self._inbox.chunks + (0.0 if self._meanwhile is None else self._meanwhile.signs_of_life)
+        return signs, self._node.progress, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
 
 
 def load_weights(

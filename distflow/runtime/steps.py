@@ -40,7 +40,7 @@ from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.attempt import RequestRefused
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy, own_settings
-from distflow.runtime.episode_loop import EpisodeLoop
+from distflow.runtime.episode_loop import ALONE, EpisodeLoop
 from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
@@ -211,7 +211,7 @@ class StepRunner:
         """With their fields by the names that they know them by."""
         self._contexts = contexts
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._loop = EpisodeLoop() if loop is None else loop
+        self._loop = ALONE if loop is None else loop
         """Where generate steps run."""
         self._of_validation = MetricStore() if of_validation is None else of_validation
         """Gets what steps measure on samples of validation; those that are generated have metrics of their owner's."""

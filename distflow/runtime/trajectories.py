@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from asyncio import CancelledError
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -78,6 +79,10 @@ from distflow.types import (
 
 REPLAY_DIFFERS = "rollout/replay_differs"
 """Samples that another worker began, and in which the step has asked for something else here."""
+LOOK_EVERY_S = 0.25
+"""So often time-outs are looked at."""
+LONGEST_S = 1.0
+"""What lies between two looks is something else if it takes longer."""
 CUT_OFF = "cut off"
 """Why samples are left out under `batch.mask_truncated: all`."""
 
@@ -90,6 +95,23 @@ class SampleLimits(NamedTuple):
     tokens: int
     """That a sample may have behind the data's prompt, an environment's and the prompts of later sequences included: so
     much was reserved for it."""
+
+
+class ServingClock:
+    """A clock that runs while it is looked at: not while a worker trains, loads weights or offloads its engine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._last = time.monotonic()
+
+    def tick(self, every_s: float) -> bool:
+        """Let it go on; returns whether that was not done for so long."""
+        now = time.monotonic()
+        if now < self._last + every_s:
+            return False
+        self.now += min(now - self._last, LONGEST_S)
+        self._last = now
+        return True
 
 
 class Trajectories:
@@ -105,8 +127,9 @@ class Trajectories:
         numbers: EngineNumbers | None = None,
         *,
         leaves_out_truncated: bool = False,
+        most: int | None = None,
     ) -> None:
-        """`numbers`: judges what the engine gives."""
+        """`numbers`: judges what the engine gives; `most`: samples that may be under way, None: any number."""
         self.step = step
         self.on_news: Callable[[], None] = lambda: None
         """Called by any thread when an episode has come to something."""
@@ -114,6 +137,10 @@ class Trajectories:
         self._numbers = EngineNumbers("the engine", MetricStore()) if numbers is None else numbers
         self._leaves_out_truncated = leaves_out_truncated
         self._limits = limits
+        self._most = most
+        self.clock = ServingClock()
+        self._late: list[tuple[Attempt, str]] = []
+        """Attempts that are to be ended, and why."""
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._open: dict[SampleKey, Trajectory] = {}
@@ -176,6 +203,7 @@ class Trajectories:
         self._open[attempt.key] = Trajectory(
             attempt.key, origin, episode, attempt, had, [TokenSequence(origin.prompt_ids)]
         )
+        self._open[attempt.key].since = self._open[attempt.key].waits_since = self.clock.now
         self._post(attempt, attempt.begin)
         return self._open[attempt.key]
 
@@ -193,6 +221,12 @@ class Trajectories:
             self._refuse(request, RequestRefused("asks for what the engine cannot do", f": {error}"))
             self.submit(engine, self._go_on())
 
+    def room(self, free_slots: int) -> tuple[int, int | None]:
+        """How many samples may begin by the slots that are free; and how many may where the engine has nothing to
+        decode, however few slots there are, None where it has."""
+        left = max(0, free_slots) if self._most is None else self._most - len(self._open)
+        return min(free_slots, left), None if self.asks else left
+
     @property
     def asks(self) -> bool:
         """Tell whether a request is open."""
@@ -206,11 +240,19 @@ class Trajectories:
     @property
     def news(self) -> bool:
         """Tell whether there is something for `take` that needs no engine."""
-        return bool(self._news or self._whole or self._wanted)
+        self._look()
+        return bool(self._news or self._whole or self._wanted or self._late)
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until there are news, where no engine has anything to do meanwhile; returns whether there are any."""
-        return self.news or not self._open or self._heard.wait(limit_s)
+        """Wait until there are news, where no engine has anything to do meanwhile; returns whether there are any, or no
+        sample is left."""
+        until = time.monotonic() + limit_s
+        while not self.news and self._open:
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            self._heard.wait(min(left, LOOK_EVERY_S))
+        return True
 
     def judge(
         self, outputs: Sequence[SampleOutput], version: Version | None
@@ -243,6 +285,7 @@ class Trajectories:
         texts = self._tokenizer.decode_batch([output.token_ids for output in expected], skip_special=True)
         for output, text in zip(expected, texts, strict=True):
             self._answer(self._open[output.position, output.sample], output, text)
+        self._end_late()
         wanted = self._go_on()
         finished, self._whole = self._whole, []
         return wanted, finished
@@ -295,6 +338,24 @@ class Trajectories:
 
     def _limits_of(self, position: int) -> SampleLimits:
         return self._limits[lease_kind(position)]
+
+    def _look(self) -> None:
+        """Let the clock go on, and find the attempts that have taken too long."""
+        if not self.clock.tick(LOOK_EVERY_S):
+            return
+        for sample in self._open.values():
+            waiting = 0.0 if sample.open else self.clock.now - sample.waits_since
+            why = self.step.errors.late(sample.episode, self.clock.now - sample.since, waiting)
+            if why and sample.attempt not in [attempt for attempt, _ in self._late]:
+                self._late.append((sample.attempt, why))
+
+    def _end_late(self) -> None:
+        self._look()
+        late, self._late = self._late, []
+        for attempt, why in late:
+            sample = self._open.get(attempt.key)
+            if sample is not None and sample.attempt is attempt:
+                self._fail(sample, self.step.failure(why, "", attempt.place))
 
     # -- between the two threads
     def _hear(self, attempt: Attempt, event: Event) -> None:
@@ -399,7 +460,8 @@ class Trajectories:
         self._begun(origin, episode, {}, after=sample.attempt)
 
     def _close(self, sample: Trajectory) -> None:
-        self._post(sample.attempt, sample.attempt.close)
+        # A thread may be busy with whatever: it is not waited for.
+        self._posts.append(sample.attempt.close)
 
     def _give_up(self, sample: Trajectory, reason: str, fate: Fate) -> None:
         """Finish a sample with what the model has written, and the environment before that: what it has put behind it
@@ -442,6 +504,7 @@ class Trajectories:
             call.request.prompt_ids, Segment(*about), output.finish_reason, aside, digest_of(call.request)
         )
         sample.answered[output.call] = answered
+        sample.waits_since = self.clock.now
         if call.sequence is not None:
             call.sequence.add(answered)
         episode = sample.episode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from pathlib import Path
@@ -14,10 +15,11 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
+from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.trajectories import REPLAY_DIFFERS, SampleLimits, Trajectories
 from distflow.testing.fakes import FakeEngine
-from distflow.types import BegunSample, SampleOutput, SampleRequest
+from distflow.types import FINISH_REASONS, BegunSample, SampleOutput, SampleRequest
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer
 from tests.runtime.test_trajectories import engine, lease
 
@@ -130,15 +132,23 @@ def leaving(episode, generate, ctx, *, max_new_tokens=4):
 """
 
 
-def trajectories(folder: Path, name: str, samples: int = 4, **settings: Any) -> Trajectories:
+def trajectories(
+    folder: Path,
+    name: str,
+    samples: int = 4,
+    *,
+    most: int | None = None,
+    loop: EpisodeLoop | None = None,
+    **settings: Any,
+) -> Trajectories:
     (folder / "asking.py").write_text(SOURCE)
     environment = None if name in ("pooled", "raising", "leaving") else ENVIRONMENT
     writes = (*GENERATED, *(() if environment is None else SEQUENCES), "rewards/told")
     call = f"{folder}/asking.py:{name}"
     plan = StepPlan("sample", call, "generate", "sample", None, settings, (), writes, (), environment)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
-    step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    return Trajectories(step, {"train": SampleLimits(samples, 120)}, TOKENIZER, torch.float32)
+    step = StepRunner("rollout/0", [plan], {"sample": context}, loop=loop).generate_step("sample")
+    return Trajectories(step, {"train": SampleLimits(samples, 120)}, TOKENIZER, torch.float32, most=most)
 
 
 def until_done(
@@ -276,6 +286,55 @@ def same(one: Batch, two: Batch) -> bool:
     )
 
 
+@pytest.mark.parametrize(
+    "name, settings, reason",
+    [
+        ("tool", {"turn_timeout_s": 0.5}, "has asked for no tokens for 0.5 s (turn_timeout_s)"),
+        ("tool", {"timeout_s": 0.5}, "has taken 0.5 s (timeout_s)"),
+        ("plain", {"turn_timeout_s": 0.5}, "has asked for no tokens for 0.5 s (turn_timeout_s)"),
+        ("in_thread", {"timeout_s": 0.5}, "has taken 0.5 s (timeout_s)"),
+    ],
+)
+def test_an_episode_ends_by_its_time_out(
+    tmp_path: Path, name: str, settings: dict[str, float], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever its tool still does: nobody waits for it."""
+    with caplog.at_level(logging.WARNING):
+        loop = EpisodeLoop(SETTLE_S)
+        batch, _, seconds = whole(tmp_path, name, 2, loop=loop, sleep_s=20.0, on_error="leave_out", **settings)
+        loop.close()
+    assert 0.5 <= seconds < 10
+    assert batch.texts("left_out") == [reason] * 2
+    assert [FINISH_REASONS[int(number)] for number in batch.dense("finish_reason")] == ["error", "error"]
+    (told,) = [record.getMessage() for record in caplog.records if reason in record.getMessage()]
+    if name == "tool":
+        line = SOURCE.splitlines().index("    await asyncio.sleep(sleep_s)") + 1
+        assert f"asking.py:{line}, attempt 1 of 1" in told
+
+
+def test_time_in_which_nobody_looks_counts_for_little(tmp_path: Path) -> None:
+    """As while a worker trains, or its engine loads weights."""
+    samples, made = trajectories(tmp_path, "tool", 1, timeout_s=2.5, sleep_s=0.1), engine()
+    samples.submit(made, samples.begin([lease()]))
+    time.sleep(2.6)
+    while samples.left:
+        assert samples.asks or samples.wait(10.0)
+        samples.submit(made, samples.take(made.poll())[0])
+    assert samples.batch([5]).texts("left_out") == [""]
+
+
+def test_the_room_is_that_of_slots_and_of_episodes(tmp_path: Path) -> None:
+    samples, made = trajectories(tmp_path, "tool", 2, most=5, sleep_s=30.0), engine(slots=4)
+    assert samples.room(4) == (4, 5)
+    samples.submit(made, samples.begin([lease(5), lease(6)]))
+    assert samples.room(made.free_slots) == (0, None)
+    while made.progress():
+        samples.submit(made, samples.take(made.poll())[0])
+    assert samples.room(made.free_slots) == (1, 1)
+    samples.forget([5])
+    assert samples.room(made.free_slots) == (3, 3)
+
+
 @pytest.mark.parametrize("polls", range(8))
 @pytest.mark.parametrize("name", ["branches", "at_once", "tool"])
 def test_branches_are_replayed_wherever_they_were_left(tmp_path: Path, name: str, polls: int) -> None:
@@ -323,10 +382,11 @@ def test_a_plain_function_fails_as_others_do(tmp_path: Path, name: str, message:
 
 def test_a_closed_loop_leaves_no_thread_but_those_that_are_busy(tmp_path: Path) -> None:
     before = threading.active_count()
-    samples, made = trajectories(tmp_path, "plain", 3, sleep_s=0.0), engine()
+    loop = EpisodeLoop()
+    samples, made = trajectories(tmp_path, "plain", 3, loop=loop, sleep_s=0.0), engine()
     until_done(samples, made, [5])
     assert threading.active_count() > before
-    samples.step.loop.close()
+    loop.close()
     deadline = time.monotonic() + 10
     while threading.active_count() > before:
         assert time.monotonic() < deadline
