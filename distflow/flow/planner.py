@@ -212,6 +212,13 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
                 f"{structure.sites[node.name]!r}: a reason that it writes there ends the run — add it to the `steps` "
                 f"of {structure.rollout.name!r} or of a service if it drops samples, or leaves them out"
             )
+    for node in structure.steps:
+        if node.declaration.blocks and node.role == "generate":
+            yield (
+                f"warning: step {node.name!r} calls {', '.join(node.declaration.blocks)}, which holds up all other "
+                "samples of its worker, though not the engine — let the step be a plain def, which has a thread of its "
+                "own, or await asyncio.to_thread(…)"
+            )
     yield from import_warnings(recipe, structure.steps)
     yield from _untrained_samples(structure)
     yield from _two_divergences(structure)

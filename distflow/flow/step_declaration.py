@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -29,6 +29,16 @@ _POSITIONAL = {"read": "row", "client": "batch"}
 _ASKED_BY = {"score": "tokens", "values": "value", "score_texts": "score"}
 """By the methods of a backend, the head that its model needs."""
 _ON_ERROR = {"on_error": ("retry", "drop", "leave_out", "zero", "stop")}
+_BLOCKING = (
+    "time.sleep",
+    "requests.",
+    "subprocess.run",
+    "subprocess.call",
+    "subprocess.check_",
+    "os.system",
+    "urllib.request.urlopen",
+)
+"""How calls begin that hold up whoever makes them."""
 _ERROR_RANGES = {"max_attempts": ">= 1", "max_error_rate": ">= 0, <= 1", "timeout_s": "> 0", "turn_timeout_s": "> 0"}
 _ERROR_TYPES = {
     "on_error": "str",
@@ -86,6 +96,8 @@ class StepDeclaration:
     source names that, or writes `left_out`."""
     head: str | None
     """What its model has to give (`models.NAME.head`), as it declares or its own source tells; None: not known."""
+    blocks: tuple[str, ...] = ()
+    """Calls in its own coroutine that hold up the event loop, each with its place."""
 
 
 def read_declaration(call: str) -> StepDeclaration:
@@ -105,7 +117,8 @@ def read_declaration(call: str) -> StepDeclaration:
     keeps_state = _uses(node, context, "state")
     head = spec.head or _head(node, context)
     about = (call, source.file, node.lineno, source.text, spec, parameters)
-    return StepDeclaration(*about, keeps_state, _drops(node), head)
+    blocks = tuple(f"{call}(…) at {source.file}:{line}" for call, line in _blocking(node))
+    return StepDeclaration(*about, keeps_state, _drops(node), head, blocks)
 
 
 def _with_error_settings(source: Source, spec: StepSpec, parameters: Parameters) -> tuple[StepSpec, Parameters]:
@@ -119,6 +132,20 @@ def _with_error_settings(source: Source, spec: StepSpec, parameters: Parameters)
     settings, types = {**parameters.settings, **ERROR_SETTINGS}, {**parameters.annotations, **_ERROR_TYPES}
     choices, ranges = {**spec.choices, **_ON_ERROR}, {**spec.ranges, **_ERROR_RANGES}
     return replace(spec, choices=choices, ranges=ranges), replace(parameters, settings=settings, annotations=types)
+
+
+def _blocking(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """The calls in a coroutine that block, with their lines; those of functions within it may run in threads."""
+    if not isinstance(node, ast.AsyncFunctionDef):
+        return
+    todo: list[ast.AST] = [*node.body]
+    while todo:
+        part = todo.pop(0)
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(part, ast.Call) and (name := ast.unparse(part.func)).startswith(_BLOCKING):
+            yield name, part.lineno
+        todo += ast.iter_child_nodes(part)
 
 
 def _head(node: ast.AST, ctx: str) -> str | None:

@@ -121,6 +121,7 @@ class Attempt:
             self._loop.threads.submit(context.run, self._in_thread)
         else:
             self._task = asyncio.Task(self._on_loop(), loop=self._loop.asyncio_loop, context=context)
+            self._loop.keep(self._task)
 
     def answer(self, call: CallNumber, completion: Completion) -> None:
         """Go on with what the model has written."""

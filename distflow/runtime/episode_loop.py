@@ -16,13 +16,16 @@ from __future__ import annotations
 import asyncio
 import queue
 import selectors
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -35,6 +38,8 @@ ALONE_S = 10.0
 """So long it waits where no engine has anything better to do."""
 THREADS = 32
 """So many threads there may be in any case."""
+BLOCKED_S = 0.5
+"""A loop that has run nothing for so long is held up."""
 CLOSE_S = 2.0
 IDLE_S = 10.0
 """So long a thread waits for something to run before it ends."""
@@ -59,6 +64,8 @@ class Numbers:
         return (*self.path, self.next - 1)
 
 
+_OURS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent), str(Path(threading.__file__).parent))
+"""Folders of code that is no user's."""
 NUMBERS: ContextVar[Numbers] = ContextVar("numbers")
 """Of the task that runs."""
 
@@ -151,6 +158,9 @@ class EpisodeLoop:
         self._quiet = threading.Condition()
         self._posted = self._run = self._settled = 0
         """Numbers of posts: the newest one, the newest that has been run, and the newest that has had its effect."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waits_since = 0.0
+        """Since when something waits to be run."""
         self._moving: set[object] = set()
         """Episodes in threads of their own that have been posted to, and have not come to their next request."""
         self._episodes = 0
@@ -165,6 +175,8 @@ class EpisodeLoop:
         """Have the loop run these, in this order. `moving`: episodes in threads that go on by that."""
         loop = self._started()
         with self._quiet:
+            if self._run >= self._posted:
+                self._waits_since = time.monotonic()
             self._posted += 1
             self._moving.update(moving)
             number = self._posted
@@ -187,6 +199,21 @@ class EpisodeLoop:
                     self._moving.clear()
                     return
                 self._quiet.wait(left)
+
+    def blocked(self) -> str:
+        """Where a coroutine holds up all others now, `file:line`; "" where none does. To be called again and again."""
+        if self._loop is None:
+            return ""
+        if self._run >= self._posted:
+            self.post(())
+            return ""
+        frame = sys._current_frames().get(self._ident)
+        if time.monotonic() - self._waits_since < BLOCKED_S or frame is None:
+            return ""
+        frames = traceback.extract_stack(frame)
+        theirs = [one for one in frames if not one.filename.startswith(_OURS)]
+        own = [one for one in theirs if one.filename == theirs[0].filename]
+        return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
     def count(self, more: int) -> None:
         """So many more episodes are open: each may have a thread."""
@@ -214,6 +241,11 @@ class EpisodeLoop:
     def thread(self) -> int:
         """The number of its thread."""
         return self._ident
+
+    def keep(self, task: asyncio.Task[None]) -> None:
+        """Keep a task until it has ended: asyncio does not, and the sample may be forgotten before."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def arrived(self, episode: object) -> None:
         """An episode in a thread of its own has come to its next request, or to its end."""

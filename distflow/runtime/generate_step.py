@@ -102,6 +102,13 @@ class GenerateStep:
         self.loop = loop
         self.blocking = blocking
 
+    def blocks(self, place: str) -> str:
+        """Say that a coroutine holds up the others, and what to do."""
+        return (
+            f"{self.where} blocks the event loop at {place}: all other samples of this worker wait for it, though not "
+            "the engine — let the step be a plain def, which has a thread of its own, or await asyncio.to_thread(…)"
+        )
+
     def failure(self, did: str, more: str, place: str = "") -> EpisodeFailed:
         """What to raise for what a step has done wrong on a sample; `more`: what the message adds to that."""
         return EpisodeFailed(f"{self.where} {did}{more}", did, did.split()[0], place)

@@ -42,6 +42,7 @@ import torch
 from distflow.data.batch import Batch
 from distflow.errors import StepError
 from distflow.exchange.messages import Lease
+from distflow.log import logger
 from distflow.runtime.attempt import AskedTokens, Attempt, Event, Raised, RequestRefused, Returned, Withdrawn
 from distflow.runtime.engine_numbers import BAD_LOGPROBS, EngineNumbers, complaint, sound
 from distflow.runtime.episode_errors import EpisodeFailed, Fate
@@ -77,6 +78,7 @@ from distflow.types import (
     lease_kind,
 )
 
+log = logger(__name__)
 REPLAY_DIFFERS = "rollout/replay_differs"
 """Samples that another worker began, and in which the step has asked for something else here."""
 LOOK_EVERY_S = 0.25
@@ -139,6 +141,8 @@ class Trajectories:
         self._limits = limits
         self._most = most
         self.clock = ServingClock()
+        self._told_of: set[str] = set()
+        """Places that hold up the event loop, and that were told."""
         self._late: list[tuple[Attempt, str]] = []
         """Attempts that are to be ended, and why."""
         self._tokenizer = tokenizer
@@ -343,6 +347,10 @@ class Trajectories:
         """Let the clock go on, and find the attempts that have taken too long."""
         if not self.clock.tick(LOOK_EVERY_S):
             return
+        place = self._loop.blocked() if self._open else ""
+        if place and place not in self._told_of:
+            self._told_of.add(place)
+            log.warning("%s", self.step.blocks(place))
         for sample in self._open.values():
             waiting = 0.0 if sample.open else self.clock.now - sample.waits_since
             why = self.step.errors.late(sample.episode, self.clock.now - sample.since, waiting)

@@ -113,6 +113,18 @@ async def asking(episode, generate, ctx, *, max_new_tokens=4, max_tokens=60, say
     return {"rewards/told": 1}
 
 
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def blocking(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
+    first = await generate(episode.prompt_ids, FOUR)
+    if episode.sample == 0:
+        helper()
+    return {"rewards/told": 1}
+
+
+def helper():
+    time.sleep(1.5)
+
+
 @step(role="generate", reads=[], writes=["rewards/told"])
 def pooled(episode, generate, ctx, *, max_new_tokens=4):
     with ThreadPoolExecutor(1) as pool:
@@ -310,6 +322,27 @@ def test_an_episode_ends_by_its_time_out(
     if name == "tool":
         line = SOURCE.splitlines().index("    await asyncio.sleep(sleep_s)") + 1
         assert f"asking.py:{line}, attempt 1 of 1" in told
+
+
+def test_a_coroutine_that_blocks_is_named_and_the_engine_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = EpisodeLoop(SETTLE_S)
+    samples, made = trajectories(tmp_path, "blocking", 2, loop=loop), engine()
+    samples.submit(made, samples.begin([lease()]))
+    while made.progress():
+        made_at = time.monotonic()
+        samples.submit(made, samples.take(made.poll())[0])
+        assert time.monotonic() - made_at < 1.0
+    with caplog.at_level(logging.WARNING):
+        while samples.left:
+            samples.wait(10.0)
+            samples.take([])
+    loop.close()
+    line = SOURCE.splitlines().index("    time.sleep(1.5)") + 1
+    (told,) = [record.getMessage() for record in caplog.records if "blocks the event loop" in record.getMessage()]
+    assert f"asking.py:{line}: all other samples of this worker wait" in told
+    assert "asyncio.to_thread" in told
 
 
 def test_time_in_which_nobody_looks_counts_for_little(tmp_path: Path) -> None:
