@@ -194,7 +194,8 @@ class FurtherGenerating:
                 if self._rows.pop(key, None) is not None:
                     del self._position[key]
                     self._answers.append((key, answer))
-        self._node.work_done()
+        if outputs or self._samples.asks:
+            self._node.work_done()
 
     def _written(self, rows: Batch) -> Batch:
         """Of whole samples, what the step writes, by the names in the flow."""
