@@ -95,6 +95,8 @@ class StepSpec:
     own_model: bool = False
     samples: int = 1
     """Of a read step: most samples of a row of the data."""
+    setup: Callable[[Any], Any] | None = None
+    """Of a generate step: what its episodes share. None in a declaration that was read from source."""
 
 
 class SomeSteps(TypedDict, total=False):
@@ -109,6 +111,7 @@ class SomeSteps(TypedDict, total=False):
     widths: Mapping[str, str] | None
     own_model: bool
     samples: int
+    setup: Callable[[Any], Any] | None
 
 
 def step(
@@ -143,7 +146,8 @@ def step(
     is truthy, for example `{"kl": "kl_coef"}`. `samples`: of a read step, how many it makes of a row at most.
     `reads_if_there`: fields that the step reads if another one writes them. `widths`: fields with several values for
     each response token, and the setting that says how many, for example `{"candidate_ids": "top_k"}`. `own_model`:
-    whether the step's model must be another one than the policy.
+    whether the step's model must be another one than the policy. `setup`, no literal but a name: an async context
+    manager over ctx, entered before the first episode of a generate step; what it yields is `ctx.shared`.
     """
     named, functions = choices or {}, plugins or {}
     some = _of_some(of_some)

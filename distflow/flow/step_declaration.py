@@ -256,6 +256,7 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
     if decorator.args:
         raise PluginError(f"{source.where}: @step takes keywords only: role=, reads=, writes=, …")
     values: dict[str, Any] = {}
+    sets_up = False
     for keyword in decorator.keywords:
         if keyword.arg is None:
             raise PluginError(f"{source.where}: @step(**…) cannot be read without running it: write the arguments out")
@@ -263,6 +264,9 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
             raise PluginError(
                 f"{source.where}: @step has no argument {keyword.arg!r}; {did_you_mean(str(keyword.arg), _KNOWN)}"
             )
+        if keyword.arg == "setup" and isinstance(keyword.value, ast.Name):
+            sets_up = True  # the name of what is called in the worker alone
+            continue
         try:
             values[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError as error:
@@ -273,6 +277,10 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
     missing = [name for name in ("role", "reads", "writes") if name not in values]
     if missing:
         raise PluginError(f"{source.where}: @step lacks {', '.join(missing)}")
+    if sets_up and values["role"] != "generate":
+        raise PluginError(
+            f"{source.where}: @step(setup=…) is for the role generate, whose episodes share what it gives"
+        )
     return _typed(values, source)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextvars import copy_context
 from operator import index
+from pathlib import Path
 from types import CoroutineType
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -107,8 +108,8 @@ class Attempt:
         while isinstance(waiting, CoroutineType) and waiting.cr_frame is not None:
             places.append((waiting.cr_frame.f_code.co_filename, waiting.cr_frame.f_lineno))
             waiting = waiting.cr_await
-        # The first is ours.
-        own = [f"{file}:{line}" for file, line in places[1:] if file == places[1][0]]
+        places = [(file, line) for file, line in places if not file.startswith(_HERE)]
+        own = [f"{file}:{line}" for file, line in places if file == places[0][0]]
         return own[-1] if own else ""
 
     def begin(self) -> None:
@@ -218,6 +219,7 @@ class Attempt:
         return future.result()
 
 
+_HERE = str(Path(__file__).parent)
 _NOT_HERE = (
     "generate(…) was called in another thread than the step's own: in which order threads ask depends on the clock — "
     "let an async def step await it, several at a time by asyncio.gather"

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Coroutine, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
@@ -40,6 +40,8 @@ THREADS = 32
 """So many threads there may be in any case."""
 BLOCKED_S = 0.5
 """A loop that has run nothing for so long is held up."""
+CLEANUP_S = 5.0
+"""So long what was cancelled may take to end."""
 CLOSE_S = 2.0
 IDLE_S = 10.0
 """So long a thread waits for something to run before it ends."""
@@ -159,6 +161,8 @@ class EpisodeLoop:
         self._posted = self._run = self._settled = 0
         """Numbers of posts: the newest one, the newest that has been run, and the newest that has had its effect."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._leaves: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._ending: asyncio.Task[None] | None = None
         self._waits_since = 0.0
         """Since when something waits to be run."""
         self._moving: set[object] = set()
@@ -215,6 +219,10 @@ class EpisodeLoop:
         own = [one for one in theirs if one.filename == theirs[0].filename]
         return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
+    def at_end(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run this on the loop before it ends."""
+        self._leaves.append(leave)
+
     def count(self, more: int) -> None:
         """So many more episodes are open: each may have a thread."""
         self._episodes += more
@@ -225,7 +233,7 @@ class EpisodeLoop:
         if loop is None or thread is None:
             return
         loop.call_soon_threadsafe(self._end)
-        thread.join(CLOSE_S)
+        thread.join(CLEANUP_S + CLOSE_S)
         self.threads.shutdown(wait=False)
         self._loop = None
 
@@ -284,11 +292,20 @@ class EpisodeLoop:
                 self._quiet.notify_all()
 
     def _end(self) -> None:
-        loop = self.asyncio_loop
-        for task in asyncio.all_tasks(loop):
+        for task in asyncio.all_tasks(self.asyncio_loop):
             task.cancel()
-        # Twice: a task that is cancelled runs in the next round, and what it awaits there is left alone.
-        loop.call_soon(lambda: loop.call_soon(loop.stop))
+        self._ending = asyncio.Task(self._last(), loop=self.asyncio_loop)
+
+    async def _last(self) -> None:
+        """Wait for what was cancelled, and leave what was entered, for a moment."""
+        try:
+            async with asyncio.timeout(CLEANUP_S):
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                for leave in self._leaves:
+                    await leave()
+        except Exception as error:
+            log.warning("the episodes of this worker did not end in order: %r", error)
+        self.asyncio_loop.stop()
 
 
 ALONE = EpisodeLoop()

@@ -6,6 +6,7 @@ and a standard field of the wrong shape is reported by the step that wrote it, n
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from distflow.flow.file_import import without_import
 from distflow.flow.imported_step import check_step
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import resolve
+from distflow.flow.step import ATTRIBUTE
 from distflow.log import logger
 from distflow.runtime.attempt import RequestRefused
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy, own_settings
@@ -44,6 +46,7 @@ from distflow.runtime.episode_loop import ALONE, EpisodeLoop
 from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
+from distflow.runtime.step_setup import SetupFailed, StepSetup
 from distflow.runtime.trace_writer import spanned
 from distflow.types import (
     A_TOKEN,
@@ -92,6 +95,8 @@ class StepContext:
     metrics: MetricStore = field(default_factory=MetricStore)
     state: dict[str, Any] = field(default_factory=dict)
     """Plain values kept here are saved in checkpoints."""
+    shared: Any = None
+    """What the `setup` of a generate step has given to all its episodes of this worker."""
     tally: Tally = field(default_factory=Tally)
     """Samples that this step has judged, and on how many it failed, here and on all workers that run it."""
     models: Mapping[str, Backend] = field(default_factory=dict)
@@ -268,6 +273,8 @@ class StepRunner:
         errors = EpisodeErrors(plan.name, policies, lambda: context.tally, context.metrics)
 
         def failed(error: BaseException, episode: Episode) -> Exception:
+            if isinstance(error, SetupFailed):
+                return error
             if isinstance(error, RequestRefused):
                 return EpisodeFailed(f"{self._where(plan)} {error}", error.did, error.did.split()[0], _place(error))
             found = self._raised(plan, error, f", with {_shown([tuple(episode.uid)], 1)} in hand")
@@ -277,10 +284,31 @@ class StepRunner:
             name = type(error).__name__
             return EpisodeFailed(str(found), f"{name}: {error}", name, _place(error))
 
-        begin = partial(_begin, function, context, own)
+        begin = self._behind_setup(plan, partial(_begin, function, context, own))
         blocking = not iscoroutinefunction(function)
         about = (self._where(plan), failed, errors, context.metrics, self._loop)
         return GenerateStep(plan, begin, *about, blocking=blocking)
+
+    def _behind_setup(self, plan: StepPlan, begin: Callable[[Episode, Any], Any]) -> Callable[[Episode, Any], Any]:
+        """The call of a generate step for an episode, once what its episodes share is there."""
+        function, context, loop = self._functions[plan.name], self._contexts[plan.name], self._loop
+        make = getattr(function, ATTRIBUTE).setup
+        if make is None:
+            return begin
+        what = f"the setup of {self._where(plan)}"
+        failed = lambda error: str(step_error(error, f"{what} raised {type(error).__name__}"))  # noqa: E731
+        setup = StepSetup(make, context, partial(setattr, context, "shared"), failed)
+        loop.at_end(setup.leave)
+
+        async def begun(episode: Episode, generate: Any) -> Any:
+            await setup.ready()
+            return await begin(episode, generate)
+
+        def begun_in_thread(episode: Episode, generate: Any) -> Any:
+            asyncio.run_coroutine_threadsafe(setup.ready(), loop.asyncio_loop).result()
+            return begin(episode, generate)
+
+        return begun if iscoroutinefunction(function) else begun_in_thread
 
     def check_keeps(self, name: str, before: Batch, after: Batch) -> None:
         """Raises StepError if the step gave a row a `drop_reason`, or a reason to be left out."""
