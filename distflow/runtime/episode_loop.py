@@ -43,6 +43,8 @@ BLOCKED_S = 0.5
 CLEANUP_S = 5.0
 """So long what was cancelled may take to end."""
 CLOSE_S = 2.0
+LONGEST_S = 1.0
+"""What lies between two looks is something else if it takes longer."""
 IDLE_S = 10.0
 """So long a thread waits for something to run before it ends."""
 P = ParamSpec("P")
@@ -150,6 +152,23 @@ class _WatchedSelector(selectors.DefaultSelector):
         if timeout is None or timeout > 0:
             self._is_idle()
         return super().select(timeout)
+
+
+class ServingClock:
+    """A clock that runs while it is looked at: not while a worker trains, loads weights or offloads its engine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._last = time.monotonic()
+
+    def tick(self, every_s: float) -> bool:
+        """Let it go on; returns whether that was not done for so long."""
+        now = time.monotonic()
+        if now < self._last + every_s:
+            return False
+        self.now += min(now - self._last, LONGEST_S)
+        self._last = now
+        return True
 
 
 class EpisodeLoop:

@@ -46,6 +46,7 @@ from distflow.log import logger
 from distflow.runtime.attempt import AskedTokens, Attempt, Event, Raised, RequestRefused, Returned, Withdrawn
 from distflow.runtime.engine_numbers import BAD_LOGPROBS, EngineNumbers, complaint, sound
 from distflow.runtime.episode_errors import EpisodeFailed, Fate
+from distflow.runtime.episode_loop import ServingClock
 from distflow.runtime.generate_step import (
     AnsweredCall,
     GenerateStep,
@@ -83,8 +84,6 @@ REPLAY_DIFFERS = "rollout/replay_differs"
 """Samples that another worker began, and in which the step has asked for something else here."""
 LOOK_EVERY_S = 0.25
 """So often time-outs are looked at."""
-LONGEST_S = 1.0
-"""What lies between two looks is something else if it takes longer."""
 CUT_OFF = "cut off"
 """Why samples are left out under `batch.mask_truncated: all`."""
 
@@ -97,23 +96,6 @@ class SampleLimits(NamedTuple):
     tokens: int
     """That a sample may have behind the data's prompt, an environment's and the prompts of later sequences included: so
     much was reserved for it."""
-
-
-class ServingClock:
-    """A clock that runs while it is looked at: not while a worker trains, loads weights or offloads its engine."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._last = time.monotonic()
-
-    def tick(self, every_s: float) -> bool:
-        """Let it go on; returns whether that was not done for so long."""
-        now = time.monotonic()
-        if now < self._last + every_s:
-            return False
-        self.now += min(now - self._last, LONGEST_S)
-        self._last = now
-        return True
 
 
 class Trajectories:
