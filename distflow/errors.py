@@ -210,6 +210,16 @@ def device_fault(error: BaseException) -> str:
     return ""
 
 
+def loop_cure(error: BaseException) -> str:
+    """What to do about an error of asyncio's event loop; "" for any other error."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if text == "no running event loop":
+        return "asyncio.run(…) around it gives a plain function an event loop; an `async def` reward function has one"
+    if text == "asyncio.run() cannot be called from a running event loop":
+        return "await it instead: an `async def` function runs on an event loop already"
+    return ""
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name most similar to `name`, if one is similar enough: 1 is equal, 0 has nothing in common."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)

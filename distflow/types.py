@@ -25,6 +25,8 @@ REWARD_PARTS = "rewards/"
 SEQUENCE = "sequence"
 """Field with the number of each row's sequence within its sample; absent where every sample is one row."""
 TOKENS = "response_ids"
+LOGGED = "extra/"
+"""Fields `extra/<name>` hold what reward functions tell of a sample besides, as JSON text; "" where there is none."""
 A_TOKEN = (
     "response_mask",
     "rollout_logprobs",
@@ -90,6 +92,11 @@ def prefixed(field: str, prefix: str) -> str:
 def is_reward_part(field: str) -> bool:
     """Whether a field is a part of the reward, `rewards/<name>`, of any model's samples."""
     return field.startswith(REWARD_PARTS) or f"/{REWARD_PARTS}" in field
+
+
+def is_logged(field: str) -> bool:
+    """Tell whether a field, `extra/<name>`, is what reward functions told of any model's samples."""
+    return field.startswith(LOGGED) or f"/{LOGGED}" in field
 
 
 class Uid(NamedTuple):

@@ -18,36 +18,55 @@ from typing import NoReturn
 import click
 
 from distflow import __version__
+from distflow.config.other_tools import meant
 from distflow.errors import DistflowError, did_you_mean
 
 INTERRUPTED = 130
-COMMANDS = {
-    "launch": "Start a run and watch it.",
-    "init": "Write a folder with a recipe, code and data to start from.",
-    "plan": "Show what each worker will do; write one recipe and script for each.",
-    "simulate": "Predict step time and idle time of a recipe on given devices; search for faults.",
-    "validate": "Check a recipe and report all errors at once.",
-    "test-plugin": "Test steps, rewards, losses, data sources … of your own on synthetic batches.",
-    "data": "Show prompts as the model sees them, and the reward of their gold answers.",
-    "config": "Show the resolved recipe, its JSON Schema, or one key explained.",
-    "worker": "Run one worker from its own per-worker recipe.",
-    "watch": "Show the live page of a running run until it ends.",
-    "status": "Show what each worker is doing and what it waits for.",
-    "logs": "Print or follow the workers' logs.",
-    "metrics": "Show metrics per training step, merged over the workers; compare runs.",
-    "plot": "Draw the curves of runs.",
-    "rollouts": "Show samples with text and rewards.",
-    "stacks": "Show where each worker is in its code, even if it is stuck.",
-    "trace": "Write a timeline of all workers as one file for Perfetto.",
-    "scale": "Add or remove workers of a pool while the run continues.",
-    "evaluate": "Validate a checkpoint, or a Hugging Face folder, alone.",
-    "export": "Export a checkpoint as a Hugging Face folder, verified by loading it.",
-    "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
-    "stop": "Stop a run and verify that nothing is left of it.",
-    "doctor": "Check this machine, and look for leftovers of dead runs.",
-    "profile": "Measure a recipe's engine and backend, and write a latency model of them.",
-    "bench": "Measure the data plane on this machine, beside its limits and other systems.",
+GROUPS = {
+    "Prepare": {
+        "init": "Write a folder with a recipe, code and data to start from.",
+        "convert": "Print a recipe made of a TRL script or of verl's overrides.",
+        "validate": "Check a recipe and report all errors at once.",
+        "plan": "Show what each worker will do; write one recipe and script for each.",
+        "config": "Show the resolved recipe, its JSON Schema, or one key explained.",
+        "data": "Show prompts as the model sees them, and the reward of their gold answers.",
+        "test-plugin": "Test steps, rewards, losses, data sources … of your own on synthetic batches.",
+        "": "distflow validate quickstart flow=dapo",
+    },
+    "Run": {
+        "launch": "Start a run and watch it.",
+        "watch": "Show the live page of a running run until it ends.",
+        "stop": "Stop a run and verify that nothing is left of it.",
+        "scale": "Add or remove workers of a pool while the run continues.",
+        "worker": "Run one worker from its own per-worker recipe.",
+        "": "distflow launch quickstart run.training_steps=50",
+    },
+    "Look": {
+        "status": "Show what each worker is doing and what it waits for.",
+        "metrics": "Show metrics per training step, merged over the workers; compare runs.",
+        "plot": "Draw the curves of runs.",
+        "rollouts": "Show samples with text and rewards.",
+        "logs": "Print or follow the workers' logs.",
+        "stacks": "Show where each worker is in its code, even if it is stuck.",
+        "trace": "Write a timeline of all workers as one file for Perfetto.",
+        "": "distflow rollouts --limit 2",
+    },
+    "Take away": {
+        "export": "Export a checkpoint as a Hugging Face folder, verified by loading it.",
+        "evaluate": "Validate a checkpoint, or a Hugging Face folder, alone.",
+        "fetch": "Bring a run back from the second place that its checkpoints were copied to.",
+        "": "distflow export --to my-model",
+    },
+    "Measure": {
+        "simulate": "Predict step time and idle time of a recipe on given devices; search for faults.",
+        "profile": "Measure a recipe's engine and backend, and write a latency model of them.",
+        "bench": "Measure the data plane on this machine, beside its limits and other systems.",
+        "doctor": "Check this machine, and look for leftovers of dead runs.",
+        "": "distflow simulate quickstart",
+    },
 }
+"""The commands as `--help` lists them; below "" stands an example of a group."""
+COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items() if name}
 
 BESIDE = {
     "watch": ("status", "watch"),
@@ -85,9 +104,11 @@ class LazyGroup(click.Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The command list of `--help`."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        """Write the command list of `--help`."""
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, about) for name, about in group.items() if name])
+                formatter.write_text(f"for example: {group['']}")
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -103,7 +124,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Abort:
         return INTERRUPTED
     except click.ClickException as error:
-        error.show()
+        shown = error
+        if isinstance(error, click.NoSuchOption):
+            told = _as_override(error.option_name, sys.argv[1:] if arguments is None else arguments)
+            shown = click.UsageError(f"{error.format_message()}{told}", error.ctx)
+        shown.show()
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -115,6 +140,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _as_override(option: str, arguments: Sequence[str]) -> str:
+    """Say how a key of a recipe, or another tool's option, is written that was given as an option."""
+    name = option.lstrip("-")
+    given = next((one for one in arguments if one.lstrip("-").partition("=")[0] == name), name)
+    if "." in name:
+        _, equals, value = given.partition("=")
+        following = list(arguments[list(arguments).index(given) + 1 :][:1]) if given in arguments else []
+        return f" Keys of a recipe have no dashes: {name}={value if equals else (following or ['VALUE'])[0]}"
+    told = meant(name.replace("-", "_"))
+    return f" Keys of a recipe are given as KEY=VALUE, without dashes — {told}" if told else ""
 
 
 def _report(error: DistflowError) -> int:

@@ -16,6 +16,7 @@ from distflow.runtime.checkpoint.format import SavedTensor, write_tensors
 from distflow.workers.adapters import A, B, adapted_layers, adapters_of, merged, scale_of
 from distflow.workers.heads import TOKENS, head_of
 from distflow.workers.models import auto_class, build_model, load_config, outline, torch_dtype
+from distflow.workers.parameters import constants_of
 from distflow.workers.quantized import round_weights
 
 MODEL = "model."
@@ -27,11 +28,32 @@ _PEFT = "base_model.model."
 def whole_state(state: Mapping[str, Tensor], model: Mapping[str, Any], seed: int) -> Mapping[str, Tensor]:
     """The tensors of a checkpoint with its adapters merged into the base; the checkpoint's own if it has none.
 
-    Raises UserError for adapters of another shape or of other layers than the section's.
+    What training leaves as it is comes from the base too. Raises UserError for adapters of another shape or of other
+    layers than the section's.
     """
-    if model.get("lora") is None or isinstance(state, _Merged):
+    if isinstance(state, _Merged | _Completed):
         return state
-    return _Merged(state, model, seed)
+    if model.get("lora") is not None:
+        return _Merged(state, model, seed)
+    return _Completed(state, model, seed) if constants_of(outline(model)) else state
+
+
+class _Completed(Mapping[str, Tensor]):
+    """All weights of a model: those of the checkpoint, and what training leaves as it is."""
+
+    def __init__(self, state: Mapping[str, Tensor], model: Mapping[str, Any], seed: int) -> None:
+        base = build_model(model, device="cpu", seed=seed, load_weights=True)
+        self._state = state
+        self._constants = {MODEL + name: constant for name, constant in constants_of(base).items()}
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._constants[key] if key in self._constants else self._state[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._state, *self._constants))
+
+    def __len__(self) -> int:
+        return len(self._state) + len(self._constants)
 
 
 class _Merged(Mapping[str, Tensor]):
@@ -42,7 +64,7 @@ class _Merged(Mapping[str, Tensor]):
         base = build_model(model, device="cpu", seed=seed, load_weights=True)
         self._layers = set(adapted_layers(base, model["lora"]["targets"]))
         _check(state, self._layers)
-        self._base = {name: parameter.detach() for name, parameter in base.named_parameters()}
+        self._base = {name: parameter.detach() for name, parameter in base.named_parameters()} | constants_of(base)
         self._scale = scale_of(model["lora"])
 
     def __getitem__(self, key: str) -> Tensor:

@@ -27,7 +27,7 @@ from distflow.workers.adapter_files import (
 )
 from distflow.workers.heads import SCORE, TOKENS, head_of
 from distflow.workers.models import auto_class, build_model, load_config, outline, torch_dtype
-from distflow.workers.parameters import stored_form
+from distflow.workers.parameters import constants_of, stored_form
 from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer, build_tokenizer
 
 MODEL = "model."
@@ -167,7 +167,7 @@ def compare(
             raise WorkerFailed(f"the exported tokenizer encodes {prompt!r} as {theirs}; in the run it was {ours}")
     own = build_model({**model, "dtype": "float32"}, device="cpu", seed=0, load_weights=False)
     with torch.no_grad():
-        for name, parameter in own.named_parameters():
+        for name, parameter in (*own.named_parameters(), *constants_of(own).items()):
             parameter.copy_(state[MODEL + name])
     rows = _rows(model, texts)
     expected = outputs(own, rows, model)
@@ -258,7 +258,7 @@ def _generation(model: Mapping[str, Any], config: PretrainedConfig) -> Any:
 
 def _some_tokens(config: PretrainedConfig) -> list[int]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(int(config.vocab_size), (32,), generator=generator).tolist()
+    return torch.randint(int(config.get_text_config().vocab_size), (32,), generator=generator).tolist()
 
 
 def compare_adapters(

@@ -12,7 +12,7 @@ from distflow.errors import UserError
 from distflow.types import Version
 from distflow.workers.adapters import A, B, adapted_layers, merged, scale_of
 from distflow.workers.models import build_model, outline
-from distflow.workers.parameters import ParameterTable, StoredModel, stored_form
+from distflow.workers.parameters import ParameterTable, StoredModel, constants_of, stored_form
 
 
 class AdapterTable(ParameterTable):
@@ -75,7 +75,7 @@ def stage_base(staged: Mapping[str, Tensor], model: Mapping[str, Any], seed: int
     built = build_model(model, device="cpu", seed=seed, load_weights=True)
     stored = stored_form(outline(model))
     with torch.no_grad():
-        for name, parameter in built.named_parameters():
+        for name, parameter in (*built.named_parameters(), *constants_of(built).items()):
             for place, tensor in stored.cut(name, parameter.detach()):
                 staged[place].copy_(tensor)
     return {layer: staged[_place(stored, layer)] for layer in adapted_layers(built, model["lora"]["targets"])}

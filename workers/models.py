@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.config.paths import CHARS_PREFIX, without_hub
 from distflow.errors import UserError
+from distflow.flow.families import usual_attention
 from distflow.workers.heads import CLASSES, SCORE, TOKENS, has_value_head, head_of, output_layer
 from distflow.workers.tokenizers import EOS_ID, PAD_ID, vocabulary
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 _SHOWN = 3
-_UNLISTED = ("head_dim",)
+_UNLISTED = ("head_dim", "global_head_dim", "num_global_key_value_heads")
 """Settings that models read although some configurations do not declare them."""
 
 
@@ -46,11 +47,11 @@ def build_model(
     `init` models are initialised in float32 on the CPU with `seed` and then converted, so that every dtype and device
     starts from the same weights. With `load_weights=False` the parameters are left uninitialised (an engine gets its
     weights from the trainer). In float64, RMS norms are replaced by ones that compute in float64; those of transformers
-    round every layer to float32. Attention is always torch's scaled dot product, which computes in the model's own
-    dtype. `deterministic`: batch-invariant except for attention (see `batch_invariant`), with the same norms; a
-    sequence classifier is not, and computes each text by itself. `adapters`: with those of the section's `lora`, if it
-    has one. With `quantize` the weights are rounded as there; `narrow` keeps them in 4 bits, and only these are ever on
-    another device than the CPU.
+    round every layer to float32. Attention is torch's scaled dot product, which computes in the model's own dtype,
+    unless the family has none (`distflow.flow.families`). `deterministic`: batch-invariant except for attention (see
+    `batch_invariant`), with the same norms; a sequence classifier is not, and computes each text by itself. `adapters`:
+    with those of the section's `lora`, if it has one. With `quantize` the weights are rounded as there; `narrow` keeps
+    them in 4 bits, and only these are ever on another device than the CPU.
     Raises UserError for a path without a model, an unknown model type, dtype or setting, and a model that cannot be
     batch-invariant.
     """
@@ -203,7 +204,7 @@ def _load(path: str, config: PretrainedConfig, dtype: torch.dtype, *, new_head: 
     kind = auto_class(config)
     try:
         built, found = kind.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            path, config=config, dtype=dtype, attn_implementation=_attention(config), output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise UserError(f"models: cannot load the model in {path!r}: {_brief(error)}") from error
@@ -260,10 +261,16 @@ def _uninitialised(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 
 def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        built: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, attn_implementation="sdpa")
+        built: PreTrainedModel = auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=_attention(config)
+        )
         return built
     except ValueError as error:
         raise UserError(f"models: model_type {config.model_type!r} cannot be built: {_brief(error)}") from error
+
+
+def _attention(config: PretrainedConfig) -> str:
+    return usual_attention({"model_type": config.get_text_config().model_type})
 
 
 def _widen_norms(model: PreTrainedModel) -> None:

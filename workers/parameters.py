@@ -94,6 +94,12 @@ def stored_model(model: Mapping[str, Any]) -> StoredModel:
     return stored_form(outline(model))
 
 
+def constants_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a checkpoint has besides parameters: numbers that training leaves as they are, such as a router's bias."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: kept for name, kept in model.named_buffers() if name in saved and kept.is_floating_point()}
+
+
 def stored_form(skeleton: PreTrainedModel) -> StoredModel:
     """The stored form of a model, which may be on the meta device; raises UserError as `stored_model` does."""
     first: dict[int, str] = {}
@@ -105,6 +111,7 @@ def stored_form(skeleton: PreTrainedModel) -> StoredModel:
         else:
             first[id(parameter)] = name
             parameters[name] = parameter.detach()
+    parameters |= constants_of(skeleton)
     memory = {_memory(tensor): name for name, tensor in parameters.items()}
     found: dict[str, list[StoredTensor]] = {name: [] for name in parameters}
     for stored, tensor in _converted(skeleton, parameters).items():

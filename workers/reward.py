@@ -7,26 +7,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
+from itertools import islice, repeat
+from operator import add
 from typing import Any
 
 import torch
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.order import DATA_SOURCE
+from distflow.data.formats import DATA_SOURCE
 from distflow.data.samples import failed, left_out
 from distflow.errors import StepError, UserError
 from distflow.flow.step import error_cure, error_limit, step
 from distflow.log import logger
 from distflow.runtime.steps import StepContext
-from distflow.types import DROP_REASON, FINISH_REASONS, LEFT_OUT, REWARD_PARTS, UNJUDGED, Completion
+from distflow.types import DROP_REASON, FINISH_REASONS, LEFT_OUT, LOGGED, REWARD_PARTS, UNJUDGED, Completion
+from distflow.workers.reward_calls import TrainerState
 from distflow.workers.reward_judging import (
     MOST_PARTS,
     Verdict,
     judge_together,
     reward_function,
+    shortened,
     shown,
     spec_of,
+    takes_lists,
     time_limit,
 )
 from distflow.workers.reward_pool import Judged, RewardPool
@@ -40,9 +44,12 @@ SOME = 64
 LOGGED_FAILURES = 3
 """Failures per worker that are logged in full."""
 SAMPLES = "reward/samples"
+UNJUDGED_SAMPLES = "reward/unjudged"
 HANGING = "reward/hanging"
 _WATCH = RewardWatch()
 _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
+_NONE = f"{UNJUDGED}missing: every function returned None"
+_NOT_ASKED = Verdict({"reward": 0.0, "score": 0.0})
 _REASONS = {"drop": DROP_REASON, "leave_out": LEFT_OUT}
 
 
@@ -51,7 +58,7 @@ _REASONS = {"drop": DROP_REASON, "leave_out": LEFT_OUT}
     reads=["prompt_text", "response_text", "response_ids", "task", "finish_reason"],
     reads_if_there=["left_out"],
     writes=["reward", "score"],
-    may_write=["rewards/*", "drop_reason", "left_out"],
+    may_write=["rewards/*", "extra/*", "drop_reason", "left_out"],
     scope="sample",
     plugins={"function": ["sample"]},
     choices={
@@ -84,11 +91,13 @@ def verify(
     """Write `reward` [B], `score` [B], and `rewards/<name>` [B] for each further part that the function returns.
 
     `function`: exact_match, regex, math, reasoning_gym, format, length_penalty, digits_copied, or a plug-in
-    `(Completion) -> float | mapping` with the keys reward, optionally score, and others, which may be asynchronous. Or
-    several by name, `{correct: {function: math}, format: {weight: 0.1, pattern: …}}`, each with its own settings: the
-    reward is their weighted sum, the score that of the first, and each is a part, `rewards/<name>`. With `timeout_s` it
-    runs in child processes, at most `processes` samples at a time; a sample that exceeds it is killed with its process.
-    So does math, with 10 s by default. Scores are counted by the task's `data_source` too.
+    `(Completion) -> float | mapping` with the keys reward, optionally score, and others, which may be asynchronous, or
+    a function in the form of TRL (lists, by keyword) or verl (`compute_score`). Or several by name,
+    `{correct: {function: math}, format: {weight: 0.1, pattern: …}}`, each with its own settings: the reward is their
+    weighted sum, the score that of the first that judges the sample, and each is a part, `rewards/<name>`. A sample
+    that none judges (TRL's None) is left out. With `timeout_s` it runs in child processes, at most `processes` calls
+    at a time; a call that exceeds it is killed with its process. So does math, with 10 s by default. What functions
+    tell besides (`log_extra`, texts) is written to `extra/<name>`. Scores are counted by the task's `data_source` too.
     A sample on which it fails is counted and treated by `on_error`: drop (its group is replaced, `drop_reason` says
     why), leave_out (it is not trained on and not compared with its group, `left_out` says why), zero (reward 0), or
     stop. A response that takes math too long gets reward 0 with drop and leave_out, too. What is left out already, or
@@ -105,7 +114,7 @@ def verify(
     tally = _Tally(there, ctx, shown(spec), rate, error_cure(ctx.step_name, on_error, " and ".join(_COUNTERS.values())))
     judge = _judge_of(spec, timeout_s, processes)
     with _WATCH.over(tally.late) if judge.here else nullcontext():
-        for judged in judge.judge(completions(there)):
+        for judged in judge.judge(completions(there), _state(there, ctx)):
             tally.note(judge.checked(judged))
             if tally.failed and on_error == "stop":
                 raise StepError(tally.report(tally.failed[0]))
@@ -113,10 +122,15 @@ def verify(
     found = [tally.verdicts[row] for row in range(there.rows)]
     _count_by_source(there, found, ctx)
     by_row = dict(zip(rows.tolist(), found, strict=True))
-    verdicts = [by_row.get(row, Verdict({})) for row in range(batch.rows)]
+    verdicts = [by_row.get(row, _NOT_ASKED) for row in range(batch.rows)]
     # What takes a shipped verifier too long is the response, and the policy should learn to write another one.
     failures = ("error",) if time_limit(spec) is not None else ("error", "timeout")
-    return batch.with_columns(**_columns(judge.parts, verdicts, _REASONS.get(on_error), failures))
+    return batch.with_columns(**_columns(judge, verdicts, _REASONS.get(on_error), failures))
+
+
+def _state(batch: Batch, ctx: StepContext) -> TrainerState:
+    passes = int(batch.dense("uid")[:, 0].max()) if "uid" in batch and batch.rows else 0
+    return TrainerState(ctx.training_step, ctx.training_steps, float(passes))
 
 
 def completions(batch: Batch) -> Iterator[Completion]:
@@ -136,11 +150,13 @@ def completions(batch: Batch) -> Iterator[Completion]:
 class _Judge:
     """A reward function at work in this process."""
 
-    judge: Callable[[Iterable[Completion]], Iterator[Judged]]
+    judge: Callable[[Iterable[Completion], TrainerState], Iterator[Judged]]
     here: bool = False
     """In this process, so that nothing ends a call that hangs."""
     parts: set[str] = field(default_factory=set)
     """Those that it has returned so far: written from then on, so that later batches have the same columns."""
+    logged: set[str] = field(default_factory=set)
+    """The same of what it has told besides."""
 
     def checked(self, judged: Judged) -> Judged:
         """Verdicts with failures in place of those that name ever further parts: every batch has a column of each."""
@@ -151,7 +167,11 @@ class _Judge:
         if new and len(self.parts) + len(new) > MOST_PARTS:
             known = f"it has returned {len(self.parts)} others so far, and {MOST_PARTS} are possible in a run"
             return Verdict({}, "error", f"the reward function returned the further part {min(new)!r}: {known}")
+        if len(self.logged | verdict.logged.keys()) > MOST_PARTS:
+            known = f"it has told {len(self.logged)} so far, and {MOST_PARTS} are possible in a run"
+            return Verdict({}, "error", f"the reward function tells ever further things of samples: {known}")
         self.parts.update(new)
+        self.logged.update(verdict.logged)
         return verdict
 
 
@@ -165,12 +185,14 @@ def _judge_of(spec: str, timeout_s: float | None, processes: int) -> _Judge:
     limit = time_limit(spec) if timeout_s is None else timeout_s
     if limit is not None:
         return _Judge(RewardPool(spec, processes, limit).judge)
-    call = reward_function(spec)
+    rewards = reward_function(spec)
+    # What a function that takes lists gets by one call is at least a group: all samples that are here.
+    at_once = None if takes_lists(spec) else SOME
 
-    def here(samples: Iterable[Completion]) -> Iterator[Judged]:
+    def here(samples: Iterable[Completion], state: TrainerState) -> Iterator[Judged]:
         numbered = enumerate(samples)
-        while some := list(islice(numbered, SOME)):
-            verdicts = judge_together(call, [sample for _, sample in some], _WATCH.begin)
+        while some := list(islice(numbered, at_once)):
+            verdicts = judge_together(rewards, [sample for _, sample in some], _WATCH.begin, state)
             yield [(row, verdict) for (row, _), verdict in zip(some, verdicts, strict=True)]
 
     return _Judge(here, here=True)
@@ -182,7 +204,7 @@ def _count_by_source(batch: Batch, verdicts: Sequence[Verdict], ctx: StepContext
     source_of = cache(_source_of)
     for task, verdict in zip(batch.texts("task"), verdicts, strict=True):
         source = source_of(task)
-        if source and verdict.failure is None:
+        if source and verdict.values:
             scores.setdefault(source, []).append(verdict.values["score"])
     for source, found in scores.items():
         ctx.metrics.mean(f"score/{source}/mean", sum(found) / len(found), len(found))
@@ -215,10 +237,26 @@ class _Tally:
         for kind, counter in _COUNTERS.items():
             metrics.add(counter, sum(failure == kind for _, failure in failed))
         rows = [row for row, _ in failed]
+        for _, verdict in judged:
+            for name, value in verdict.metrics:
+                metrics.mean(name, value)
+        self._note_unjudged([row for row, verdict in judged if verdict.unjudged])
         self.ctx.tally.add(len(judged), len(failed))
         self.failed += rows
         for row in rows[: max(0, LOGGED_FAILURES - before)]:
             log.warning("%s", self.report(row))
+
+    def _note_unjudged(self, rows: Sequence[int]) -> None:
+        """Count samples that no function judged, and tell of the first."""
+        if not rows:
+            return
+        if UNJUDGED_SAMPLES not in self.ctx.metrics.counts():
+            log.warning(
+                "no reward function judges a sample (all returned None), so it is left out, as all such samples are; "
+                "its task: %s",
+                shortened(self.batch.texts("task")[rows[0]]),
+            )
+        self.ctx.metrics.add(UNJUDGED_SAMPLES, len(rows))
 
     def late(self, stack: str) -> None:
         """Report that the function has not come back for a long time; called by another thread."""
@@ -252,7 +290,7 @@ class _Tally:
 
 
 def _columns(
-    parts: set[str], verdicts: Sequence[Verdict], reasons_in: str | None, failures: Sequence[str]
+    judge: _Judge, verdicts: Sequence[Verdict], reasons_in: str | None, failures: Sequence[str]
 ) -> dict[str, torch.Tensor | Ragged]:
     """Return what the step writes. `reasons_in`: the field that says which samples failed, if any; `failures`: those
     that count there."""
@@ -261,8 +299,11 @@ def _columns(
         return torch.tensor([verdict.values.get(name, missing) for verdict in verdicts], dtype=torch.float32)
 
     columns: dict[str, torch.Tensor | Ragged] = {"reward": column("reward", 0.0), "score": column("score", 0.0)}
-    columns |= {f"{REWARD_PARTS}{name}": column(name, float("nan")) for name in sorted(parts)}
-    if reasons_in is not None and any(verdict.failure in failures for verdict in verdicts):
-        reasons = [f"{UNJUDGED}{verdict.failure}" if verdict.failure in failures else "" for verdict in verdicts]
-        columns[reasons_in] = Ragged.from_texts(reasons)
-    return columns
+    columns |= {f"{REWARD_PARTS}{name}": column(name, float("nan")) for name in sorted(judge.parts)}
+    for name in sorted(judge.logged):
+        columns[f"{LOGGED}{name}"] = Ragged.from_texts([verdict.logged.get(name, "") for verdict in verdicts])
+    reasons = {LEFT_OUT: [_NONE if verdict.unjudged else "" for verdict in verdicts]}
+    if reasons_in is not None:
+        failed = [f"{UNJUDGED}{verdict.failure}" if verdict.failure in failures else "" for verdict in verdicts]
+        reasons[reasons_in] = list(map(add, reasons.get(reasons_in, repeat("")), failed))
+    return columns | {name: Ragged.from_texts(texts) for name, texts in reasons.items() if any(texts)}

@@ -13,17 +13,28 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, Literal, Self, SupportsFloat
 
-from distflow.errors import UserError
+from distflow.errors import PluginError, UserError, loop_cure
 from distflow.flow.file_import import without_import
 from distflow.flow.resolve import named_function
+from distflow.flow.reward_form import Signature, check_reward, find_signature
 from distflow.types import Completion
-from distflow.workers.reward_functions import REWARDS, TIME_LIMITS, Reward, RewardFunction
+from distflow.workers import reward_calls
+from distflow.workers.reward_calls import (
+    NO_STATE,
+    Logged,
+    TrainerState,
+    list_arguments,
+    rewards_of,
+    score_arguments,
+    score_values,
+)
+from distflow.workers.reward_functions import REWARDS, TIME_LIMITS
 
 Failure = Literal["error", "timeout"]
 MOST_PARTS, LONGEST_NAME = 200, 100
@@ -34,13 +45,26 @@ LONGEST_TEXT, SHOWN_VALUE, SHOWN_FRAMES = 2000, 200, 10
 """Characters of an error and of a value in a message, and frames from either end of a traceback."""
 
 
+_OURS = (__file__, reward_calls.__file__)
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`values` with at least reward and score, or after a failure its kind and text (the user's frames first)."""
+    """`values` with at least reward and score, or after a failure its kind and text (the user's frames first); neither
+    where no function judged the sample."""
 
     values: Mapping[str, float]
     failure: Failure | None = None
     message: str = ""
+    logged: Mapping[str, str] = field(default_factory=dict)
+    """What functions told of the sample besides, by name, each as JSON text."""
+    metrics: Sequence[tuple[str, float]] = ()
+    """What they told of the call, at its first sample."""
+
+    @property
+    def unjudged(self) -> bool:
+        """Tell whether no function judged the sample."""
+        return self.failure is None and not self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,54 +109,168 @@ def time_limit(spec: str) -> float | None:
     return sum(limits) if limits else None
 
 
+@dataclass(frozen=True, slots=True)
+class JudgingPart:
+    """One component, ready to be called."""
+
+    name: str
+    weight: float
+    call: Callable[..., object]
+    signature: Signature | None
+    """Of a function of TRL's or verl's form; None for one that gets a sample."""
+    awaited: bool
+
+    @property
+    def lists(self) -> bool:
+        """It judges several samples by one call."""
+        return self.signature is not None and self.signature.form == "lists"
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """The functions of a spec."""
+
+    parts: tuple[JudgingPart, ...]
+
+
+def takes_lists(spec: str) -> bool:
+    """Whether a function of the spec judges all samples of a group by one call; False for what cannot be found."""
+    calls = [one.function for one in components(spec) if one.function not in REWARDS and ":" in one.function]
+    try:
+        signatures = [find_signature(call) for call in calls]
+    except PluginError:
+        return False  # whoever loads it says so
+    # It is imported here only where its source does not tell.
+    known = any(found is not None and found.form == "lists" for found in signatures)
+    return known or (None in signatures and any(part.lists for part in reward_function(spec).parts))
+
+
 @functools.cache
-def reward_function(spec: str) -> RewardFunction:
-    """The function of a spec; raises UserError or PluginError."""
-    parts = components(spec)
-    functions = [functools.partial(named_function("function", one.function, REWARDS), **one.settings) for one in parts]
-    if not parts[0].name:
-        return functions[0].func
-
-    def together(sample: Completion) -> dict[str, float]:
-        return _sum(parts, [_read(one.name, call(sample)) for one, call in zip(parts, functions, strict=True)])
-
-    async def side_by_side(sample: Completion) -> dict[str, float]:
-        values = await asyncio.gather(*(_kept(call, sample) for call in functions))
-        for value in values:
-            if isinstance(value, BaseException):
-                raise value
-        return _sum(parts, [_read(one.name, value) for one, value in zip(parts, values, strict=True)])
-
-    return side_by_side if any(is_async(function.func) for function in functions) else together
+def reward_function(spec: str) -> Rewards:
+    """The functions of a spec; raises UserError or PluginError."""
+    return Rewards(tuple(_part(one) for one in components(spec)))
 
 
-def is_async(function: RewardFunction) -> bool:
+def _part(one: Component) -> JudgingPart:
+    function = named_function("function", one.function, REWARDS)
+    found = None if one.function in REWARDS else check_reward(one.function, function, one.settings)
+    call = functools.partial(function, **one.settings) if one.settings else function
+    keyword = None if found is None or found.form == "sample" else found
+    return JudgingPart(one.name, one.weight, call, keyword, is_async(function))
+
+
+def is_async(function: Callable[..., object]) -> bool:
     """Whether calling it gives something to be awaited."""
+    while isinstance(function, functools.partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def judge(function: RewardFunction, sample: Completion) -> Verdict:
+def judge(rewards: Rewards, sample: Completion) -> Verdict:
     """Call the function; only UserErrors (a missing package) pass through, since every sample would fail with them."""
-    return judge_together(function, [sample])[0]
+    return judge_together(rewards, [sample])[0]
 
 
 def judge_together(
-    function: RewardFunction, samples: Sequence[Completion], begin: Callable[[], None] = lambda: None
+    rewards: Rewards,
+    samples: Sequence[Completion],
+    begin: Callable[[], None] = lambda: None,
+    state: TrainerState = NO_STATE,
 ) -> list[Verdict]:
-    """The verdicts of a function; an asynchronous one works on all samples at once. `begin` is called before each call.
+    """The verdicts on samples; asynchronous functions work on all of them at once. `begin` is called before each call.
 
-    Whatever it raises is the failure of its sample: a cancelled request, a KeyboardInterrupt of its own. Raises
-    UserError as `judge`, and KeyboardInterrupt on Ctrl-C.
+    Whatever a function raises is the failure of its sample, or of all samples if it judges them by one call: a
+    cancelled request, a KeyboardInterrupt of its own. Raises UserError as `judge`, and KeyboardInterrupt on Ctrl-C.
     """
+    jobs = list(_jobs(rewards, samples, state))
+    found: dict[tuple[int, int], Verdict] = {}
+    """By the numbers of the sample and of the component."""
     with _CtrlC() as ctrl_c:
-        if is_async(function):
+        if jobs and any(part.awaited for part in rewards.parts):
             begin()
-            return _judge_side_by_side(function, samples, ctrl_c)
-        verdicts = []
-        for sample in samples:
-            begin()
-            verdicts.append(_judge(function, sample, ctrl_c))
-        return verdicts
+            for job, verdicts in zip(jobs, _judge_side_by_side(jobs, ctrl_c), strict=True):
+                found |= job.numbered(verdicts)
+        else:
+            failed: set[int] = set()
+            for job in jobs:
+                if failed.issuperset(job.rows):
+                    continue  # an earlier component has failed on it
+                begin()
+                verdicts = _judge(job, ctrl_c)
+                found |= job.numbered(verdicts)
+                failed |= {row for row, verdict in zip(job.rows, verdicts, strict=True) if verdict.failure is not None}
+    return [
+        _sum(rewards.parts, [found[row, part] for part in range(len(rewards.parts)) if (row, part) in found])
+        for row in range(len(samples))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One call of one function."""
+
+    part: int
+    rows: Sequence[int]
+    """The samples that it judges."""
+    call: Callable[[], object]
+    read: Callable[[object], list[Verdict]]
+
+    def numbered(self, verdicts: Sequence[Verdict]) -> dict[tuple[int, int], Verdict]:
+        """The verdicts by sample and component."""
+        return {(row, self.part): verdict for row, verdict in zip(self.rows, verdicts, strict=True)}
+
+
+def _jobs(rewards: Rewards, samples: Sequence[Completion], state: TrainerState) -> Iterator[_Job]:
+    """Yield all calls: those for all samples first, then sample by sample."""
+    for number, part in enumerate(rewards.parts):
+        if part.lists and samples:
+            yield _list_job(number, part, samples, state)
+    for row, sample in enumerate(samples):
+        for number, part in enumerate(rewards.parts):
+            if not part.lists:
+                yield _sample_job(number, part, row, sample)
+
+
+def _list_job(number: int, part: JudgingPart, samples: Sequence[Completion], state: TrainerState) -> _Job:
+    signature, logged = part.signature, Logged(len(samples))
+    assert signature is not None, "one that takes lists has a signature"
+
+    def read(given: object) -> list[Verdict]:
+        values = rewards_of(given, len(samples))
+        metrics = tuple(logged.metrics)
+        return [
+            replace(
+                Verdict({}) if value is None else _listed(part.name, value),
+                logged=logged.of(row),
+                metrics=() if row else metrics,
+            )
+            for row, value in enumerate(values)
+        ]
+
+    def call() -> object:
+        return part.call(**list_arguments(signature, samples, logged, state))
+
+    return _Job(number, range(len(samples)), call, read)
+
+
+def _listed(name: str, value: object) -> Verdict:
+    """The verdict on one of the samples in a list: what is no number is the failure of this sample alone."""
+    try:
+        return Verdict(_read(name, value))
+    except (TypeError, ValueError) as error:
+        return _failure(error)
+
+
+def _sample_job(number: int, part: JudgingPart, row: int, sample: Completion) -> _Job:
+    signature = part.signature
+    if signature is None:
+        return _Job(number, (row,), lambda: part.call(sample), lambda given: [Verdict(_read(part.name, given))])
+
+    def read(given: object) -> list[Verdict]:
+        values, texts = score_values(given)
+        return [Verdict(_read(part.name, values), logged=texts)]
+
+    return _Job(number, (row,), lambda: part.call(**score_arguments(signature, sample)), read)
 
 
 class _CtrlC:
@@ -163,12 +301,12 @@ class _CtrlC:
         return _failure(error)
 
 
-def _judge(function: RewardFunction, sample: Completion, ctrl_c: _CtrlC) -> Verdict:
+def _judge(job: _Job, ctrl_c: _CtrlC) -> list[Verdict]:
     process = os.getpid()
     try:
-        return Verdict(_read("", function(sample)))
+        return job.read(job.call())
     except BaseException as error:
-        return ctrl_c.verdict(error)
+        return [ctrl_c.verdict(error)] * len(job.rows)
     finally:
         _end_copy(process)
 
@@ -179,20 +317,20 @@ def _end_copy(process: int) -> None:
         os._exit(0)
 
 
-def _judge_side_by_side(function: RewardFunction, samples: Sequence[Completion], ctrl_c: _CtrlC) -> list[Verdict]:
-    async def one(sample: Completion) -> Verdict:
+def _judge_side_by_side(jobs: Sequence[_Job], ctrl_c: _CtrlC) -> list[list[Verdict]]:
+    async def one(job: _Job) -> list[Verdict]:
         process = os.getpid()
         try:
-            return Verdict(_read("", await _awaited(function(sample))))
+            return job.read(await _awaited(job.call()))
         except BaseException as error:
-            return ctrl_c.verdict(error)
+            return [ctrl_c.verdict(error)] * len(job.rows)
         finally:
             _end_copy(process)
 
-    tasks: list[asyncio.Task[Verdict]] = []
+    tasks: list[asyncio.Task[list[Verdict]]] = []
 
     async def all_of_them() -> None:
-        tasks.extend(asyncio.create_task(one(sample)) for sample in samples)
+        tasks.extend(asyncio.create_task(one(job)) for job in jobs)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
 
     # What a sample has when its task was cancelled after its last wait.
@@ -200,15 +338,18 @@ def _judge_side_by_side(function: RewardFunction, samples: Sequence[Completion],
     try:
         _loops.runner.run(all_of_them())
     except BaseException as error:
+        # What is left must not go on within the next call: after a Ctrl-C the loop is kept.
+        for task in tasks:
+            task.cancel()
         # The function has cancelled all tasks, or stopped the loop: what is done counts.
         missing = ctrl_c.verdict(error)
         _loops.runner.get_loop().close()
         _loops.runner = asyncio.Runner()
-    done = [task for task in tasks if task.done() and not task.cancelled()]
+    done = {task for task in tasks if task.done() and not task.cancelled()}
     for task in done:
         if (refusal := task.exception()) is not None:
             raise refusal
-    return [task.result() if task in done else missing for task in tasks]
+    return [task.result() if task in done else [missing] * len(job.rows) for task, job in zip(tasks, jobs, strict=True)]
 
 
 class _Loops(threading.local):
@@ -221,25 +362,18 @@ class _Loops(threading.local):
 _loops = _Loops()
 
 
-async def _awaited(given: Reward | Awaitable[Reward]) -> Reward:
+async def _awaited(given: object) -> object:
     return await given if inspect.isawaitable(given) else given
-
-
-async def _kept(call: RewardFunction, sample: Completion) -> Reward | BaseException:
-    """What it gives or raises; a task that raises SystemExit or KeyboardInterrupt would end the loop."""
-    try:
-        return await _awaited(call(sample))
-    except BaseException as error:
-        return error
 
 
 def _failure(error: BaseException) -> Verdict:
     # Without the frames of this file: the user's come first.
     found = without_import(traceback.extract_tb(error.__traceback__))
-    frames = traceback.format_list([frame for frame in found if frame.filename != __file__])
+    frames = traceback.format_list([frame for frame in found if frame.filename not in _OURS])
     if len(frames) > 2 * SHOWN_FRAMES:
         frames[SHOWN_FRAMES:-SHOWN_FRAMES] = [f"  … {len(frames) - 2 * SHOWN_FRAMES} more …\n"]
-    return Verdict({}, "error", "".join(frames) + _described(error))
+    cure = loop_cure(error)
+    return Verdict({}, "error", "".join(frames) + _described(error) + (f" — {cure}" if cure else ""))
 
 
 def _described(error: BaseException) -> str:
@@ -257,14 +391,24 @@ def shortened(text: str, most: int = LONGEST_TEXT) -> str:
     return begin.encode(errors="backslashreplace").decode()
 
 
-def _sum(parts: Sequence[Component], values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The weighted sum as reward, the first one's score, and what each gave: `NAME`, and `NAME/PART` of its parts."""
-    found = {"reward": sum(part.weight * given["reward"] for part, given in zip(parts, values, strict=True))}
-    found["score"] = values[0]["score"]
-    for part, given in zip(parts, values, strict=True):
+def _sum(parts: Sequence[JudgingPart], verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict of all components: the weighted sum as reward, the score of the first that judged the sample, and
+    what each gave: `NAME`, and `NAME/PART` of its parts. The first failure is that of the sample."""
+    failed = next((verdict for verdict in verdicts if verdict.failure is not None), None)
+    if failed is not None:
+        return failed
+    logged = {name: text for verdict in verdicts for name, text in verdict.logged.items()}
+    metrics = tuple(metric for verdict in verdicts for metric in verdict.metrics)
+    if not parts[0].name:
+        return verdicts[0]
+    judged = [(part, verdict.values) for part, verdict in zip(parts, verdicts, strict=True) if verdict.values]
+    if not judged:
+        return Verdict({}, logged=logged, metrics=metrics)
+    found = {"reward": sum(part.weight * given["reward"] for part, given in judged), "score": judged[0][1]["score"]}
+    for part, given in judged:
         found[part.name] = given["reward"]
         found |= {f"{part.name}/{name}": value for name, value in given.items() if name not in ("reward", "score")}
-    return found
+    return Verdict(found, logged=logged, metrics=metrics)
 
 
 def _read(component: str, given: object) -> dict[str, float]:

@@ -14,13 +14,14 @@ import atexit
 import select
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from distflow.errors import PluginError
 from distflow.log import logger
 from distflow.types import Completion
-from distflow.workers.reward_judging import Verdict, shown
+from distflow.workers.reward_calls import NO_STATE, TrainerState
+from distflow.workers.reward_judging import Verdict, shown, takes_lists
 from distflow.workers.reward_process import RewardProcess
 
 log = logger(__name__)
@@ -31,6 +32,8 @@ LATE_STARTS = 3
 """If so many children in a row are not ready in time, and none is loaded, the function cannot be loaded any more."""
 SLOW_S = 0.05
 """A sample that takes longer justifies more children."""
+_Request = tuple[Sequence[int], Sequence[Completion]]
+"""Samples, with their numbers, that are judged by one call."""
 Judged = list[tuple[int, Verdict]]
 """Verdicts by the number of the sample."""
 
@@ -41,16 +44,27 @@ class _Child:
     since: float
     """When it was started, or was given its sample."""
     loaded: bool = False
-    row: int | None = None
-    """The number of the sample it judges now."""
+    rows: Sequence[int] = ()
+    """The numbers of the samples that it judges now: one, unless a function takes lists."""
 
     @property
     def idle(self) -> bool:
-        return self.loaded and self.row is None
+        return self.loaded and not self.rows
+
+
+def _numbered(together: Iterable[Sequence[Completion]]) -> Iterator[_Request]:
+    """Number the samples that are judged by one call each."""
+    first = 0
+    for samples in together:
+        yield range(first, first + len(samples)), samples
+        first += len(samples)
 
 
 class RewardPool:
-    """Children with one reward function: at most `processes` samples at a time, each for at most `timeout_s`."""
+    """Children with one reward function: at most `processes` calls at a time, each for at most `timeout_s`.
+
+    A call judges one sample, or with a function that takes lists all samples that are given together.
+    """
 
     def __init__(self, spec: str, processes: int, timeout_s: float) -> None:
         self._spec = spec
@@ -63,23 +77,24 @@ class RewardPool:
         """Number of late starts since a child was last loaded; None: none ever was."""
         atexit.register(self.close)
 
-    def judge(self, samples: Iterable[Completion]) -> Iterator[Judged]:
+    def judge(self, samples: Iterable[Completion], state: TrainerState = NO_STATE) -> Iterator[Judged]:
         """The verdicts of all samples, some at a time, in the order in which they arrive.
 
         A sample whose child times out or dies is a failure. Raises PluginError if the function cannot be loaded, and
         UserError if it reports that it cannot work at all.
         """
-        waiting = deque(enumerate(samples))
+        together = [list(samples)] if takes_lists(self._spec) else ([sample] for sample in samples)
+        waiting = deque(_numbered(together))
         try:
-            while waiting or any(child.row is not None for child in self._children):
+            while waiting or any(child.rows for child in self._children):
                 self._start_children(len(waiting), time.monotonic())
-                self._assign(waiting)
+                self._assign(waiting, state)
                 found = self._wait()
                 if found:
                     yield found
         finally:
             # If the caller stopped half-way, the next call must not receive these answers.
-            for child in [child for child in self._children if child.row is not None]:
+            for child in [child for child in self._children if child.rows]:
                 self._end(child)
 
     def close(self) -> None:
@@ -91,19 +106,19 @@ class RewardPool:
         """Start the children that are missing; replace those that exited while idle."""
         for child in [child for child in self._children if child.idle and child.process.ended]:
             self._end(child)
-        busy = [child for child in self._children if child.row is not None]
+        busy = [child for child in self._children if child.rows]
         late = sum(now - child.since > self._timeout_s / 2 for child in busy)
         wanted = min(self._processes, waiting + len(busy)) if self._slow else 1
         for _ in range(wanted + max(1, late) - len(self._children)):
             self._children.append(_Child(RewardProcess(self._spec), now))
 
-    def _assign(self, waiting: deque[tuple[int, Completion]]) -> None:
-        busy = sum(child.row is not None for child in self._children)
+    def _assign(self, waiting: deque[_Request], state: TrainerState) -> None:
+        busy = sum(bool(child.rows) for child in self._children)
         for child in self._children:
             if waiting and child.idle and busy < self._processes:
-                child.row, sample = waiting.popleft()
+                child.rows, samples = waiting.popleft()
                 child.since = time.monotonic()
-                child.process.ask(sample)
+                child.process.ask(samples, state)
                 busy += 1
 
     def _wait(self) -> Judged:
@@ -130,7 +145,7 @@ class RewardPool:
         for child in self._children:
             if not child.loaded:
                 due.append(child.since + START_S)
-            elif child.row is not None:
+            elif child.rows:
                 due.append(min((at for delay in delays if (at := child.since + delay) > now), default=now))
         return min(due)
 
@@ -145,11 +160,11 @@ class RewardPool:
             child.process.loaded(line)
             child.loaded, self._late_starts = True, 0
             return []
-        row, child.row = child.row, None
+        rows, child.rows = child.rows, ()
         self._slow = self._slow or time.monotonic() - child.since > SLOW_S
-        verdict = child.process.verdict(line)
+        verdicts = child.process.verdicts(line)
         # If it exited between two samples, nothing is lost.
-        return [] if row is None else [(row, verdict)]
+        return list(zip(rows, verdicts, strict=True)) if rows else []
 
     def _end_late(self, now: float) -> Judged:
         late: Judged = []
@@ -157,11 +172,11 @@ class RewardPool:
             if not child.loaded and now - child.since >= START_S:
                 self._end(child)
                 self._check_starts()
-            if child.row is not None:
+            if child.rows:
                 self._slow = self._slow or now - child.since > SLOW_S
                 if now - child.since >= self._timeout_s:
                     message = f"reward function {self._name!r} took longer than timeout_s={self._timeout_s}"
-                    late.append((child.row, Verdict({}, "timeout", message)))
+                    late += [(row, Verdict({}, "timeout", message)) for row in child.rows]
                     self._end(child)
         return late
 

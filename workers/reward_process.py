@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -23,7 +24,8 @@ from setproctitle import getproctitle
 from distflow.comm.processes import name_process
 from distflow.errors import PluginError, UserError
 from distflow.types import Completion
-from distflow.workers.reward_judging import SHOWN_VALUE, Verdict, judge, reward_function, shortened, shown
+from distflow.workers.reward_calls import TrainerState
+from distflow.workers.reward_judging import SHOWN_VALUE, Verdict, judge_together, reward_function, shortened, shown
 
 ENDING_S = 1.0
 """How long a child may take to exit after closing its output."""
@@ -36,13 +38,15 @@ _BOOT = (
 
 
 class RewardProcess:
-    """A child process that judges one sample at a time; its methods do not block."""
+    """A child process that judges one sample at a time, or by functions that take lists some; no method blocks."""
 
     def __init__(self, spec: str) -> None:
         self._name = shown(spec)
         self._received: list[bytes] = []
         """Pieces of a line that is not whole yet."""
         self._unsent = b""
+        self._asked = 0
+        """Samples that it was given last."""
         title = f"{getproctitle()} reward function"
         # Nothing is ever written to it: it closes when this process ends, in whatever way.
         lifeline, self._lifeline = os.pipe()
@@ -73,11 +77,12 @@ class RewardProcess:
         """Whether part of the request remains to be written when `sink` is writable."""
         return bool(self._unsent)
 
-    def ask(self, sample: Completion) -> None:
-        """Give the child a sample to judge."""
+    def ask(self, samples: Sequence[Completion], state: TrainerState) -> None:
+        """Give the child samples to judge by one call."""
+        self._asked = len(samples)
         # Not `asdict`, which would copy every token id while holding the interpreter lock.
-        record = {name: getattr(sample, name) for name in _FIELDS}
-        self._unsent = json.dumps(record).encode() + b"\n"
+        records = [{name: getattr(sample, name) for name in _FIELDS} for sample in samples]
+        self._unsent = json.dumps({"samples": records, "state": asdict(state)}).encode() + b"\n"
         self.write()
 
     def write(self) -> None:
@@ -117,20 +122,23 @@ class RewardProcess:
         if fatal is not None:
             raise PluginError(fatal)
 
-    def verdict(self, line: bytes) -> Verdict:
-        """The child's answer to a sample; raises UserError if the function reports that it cannot work at all."""
+    def verdicts(self, line: bytes) -> list[Verdict]:
+        """The child's answer to its samples; raises UserError if the function reports that it cannot work at all."""
         if not line:
             code = self._exit_code()
-            return Verdict({}, "error", f"the process of reward function {self._name!r} exited with code {code}")
+            return self._failed(f"the process of reward function {self._name!r} exited with code {code}")
         try:
             answer = json.loads(line)
         except ValueError:
             # The function has changed something that the child needs, such as the module json.
             shows = shortened(repr(line), SHOWN_VALUE)
-            return Verdict({}, "error", f"the process of reward function {self._name!r} answered {shows}")
+            return self._failed(f"the process of reward function {self._name!r} answered {shows}")
         if "fatal" in answer:
             raise UserError(answer["fatal"])
-        return Verdict(answer["values"], answer["failure"], answer["message"])
+        return [Verdict(**verdict) for verdict in answer["verdicts"]]
+
+    def _failed(self, message: str) -> list[Verdict]:
+        return [Verdict({}, "error", message)] * self._asked
 
     def kill(self) -> int:
         """Kill the child and what it started; returns its exit code (negative: the signal)."""
@@ -158,7 +166,7 @@ class RewardProcess:
 
 
 def serve(spec: str, lifeline: str, title: str) -> None:
-    """The child: load the function, report that, then judge one completion per line until the input ends."""
+    """The child: load the function, report that, then judge the completions of each line until the input ends."""
     if not die_with_writer(int(lifeline)):
         return
     # SIGTERM may go to a whole Slurm job; the parent decides when this process ends.
@@ -177,10 +185,11 @@ def serve(spec: str, lifeline: str, title: str) -> None:
             return
         _say(answers, {"fatal": None})
         for line in requests:
-            fields: dict[str, Any] = json.loads(line)
-            sample = Completion(**{**fields, "response_ids": tuple(fields["response_ids"])})
+            asked: dict[str, Any] = json.loads(line)
+            samples = [Completion(**{**one, "response_ids": tuple(one["response_ids"])}) for one in asked["samples"]]
             try:
-                _say(answers, asdict(judge(function, sample)))
+                verdicts = judge_together(function, samples, state=TrainerState(**asked["state"]))
+                _say(answers, {"verdicts": [asdict(verdict) for verdict in verdicts]})
             except UserError as error:
                 _say(answers, {"fatal": shortened(str(error))})
 

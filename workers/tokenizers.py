@@ -108,7 +108,7 @@ class CharTokenizer:
 
     def chat_text(
         self,
-        turns: str | Sequence[Mapping[str, Any]],
+        turns: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
         *,
@@ -194,21 +194,21 @@ class PretrainedTokenizer:
 
     def chat_text(
         self,
-        turns: str | Sequence[Mapping[str, Any]],
+        turns: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
         *,
         asks: bool = True,
         continues: bool = False,
     ) -> str:
-        """Write the turns, or a text as a user's turn; `asks`: the generation prompt follows; `continues`: the last
+        """Write the turns; `asks`: the generation prompt follows; `continues`: the last
         turn is left open, to be gone on with; `arguments`: of the template.
 
         Raises UserError without a chat template, ValueError with the template's own error if it fails.
         """
         if self.pretrained.chat_template is None:
             raise UserError(_no_template(self.name))
-        messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else [dict(turn) for turn in turns]
+        messages = [dict(turn) for turn in turns]
         further = {"add_generation_prompt": True, **(arguments or {})}
         further["add_generation_prompt"] &= asks and not continues
         try:

@@ -248,7 +248,8 @@ def known_key(key: KeyPath, given: object = None, root: type[BaseModel] = Recipe
     if root is not Recipe or nearest(key[-1], siblings) is not None:
         return did_you_mean(key[-1], siblings)
     words = list(_words_of(key[-1], given))[::-1]
-    found = (text for word in words for text in (meant(word), _elsewhere(word)) if text)
+    value = _value_of(given)
+    found = (text for word in words for text in (meant(word, value), _elsewhere(word)) if text)
     told = next(found, did_you_mean(key[-1], siblings))
     return told.replace("models.policy.", "models.critic.") if words[-1] == "critic" else told
 
@@ -259,6 +260,13 @@ def _words_of(word: str, given: object) -> Iterator[str]:
     while isinstance(given, Mapping) and len(given) == 1:
         word, given = next(iter(given.items()))
         yield str(word)
+
+
+def _value_of(given: object) -> object:
+    """Return what a path of keys of another tool is given, as of `a: {b: {c: 1}}` 1."""
+    while isinstance(given, Mapping) and len(given) == 1:
+        given = next(iter(given.values()))
+    return given
 
 
 def _elsewhere(word: str) -> str:

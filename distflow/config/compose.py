@@ -53,6 +53,15 @@ def compose(source: Path, overrides: Sequence[str], problems: list[Problem], *, 
         raise RecipeError([*problems, *error.problems]) from error
 
 
+def _values_apart(overrides: Sequence[str]) -> set[int]:
+    """Find the keys whose values follow as words of their own: `batch.prompts 8`."""
+    keys = [re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", text) is not None for text in overrides]
+    alone = [
+        not key and "=" not in text and not text.startswith("~") for key, text in zip(keys, overrides, strict=True)
+    ]
+    return {number for number, key in enumerate(keys[:-1]) if key and alone[number + 1]}
+
+
 def listed_values(listed: str) -> list[str]:
     """The values that are listed: parted at commas, except those within brackets or quotes."""
     found, depth, quote = [""], 0, ""
@@ -134,7 +143,13 @@ class _Composer:
     def _parse(self, overrides: Sequence[str]) -> list[Override]:
         parser = OverridesParser.create()
         parsed = []
-        for text in overrides:
+        apart = _values_apart(overrides)
+        for number, text in enumerate(overrides):
+            if number - 1 in apart:
+                continue  # the value of the key before it
+            if number in apart:
+                self._refuse(text, "a key and its value are one word", f"{text}={overrides[number + 1]}")
+                continue
             try:
                 override = parser.parse_override(text)
             except HydraException:

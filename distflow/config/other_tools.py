@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 _EVALUATION = "val.every (docs/validation.md)"
-_ADAPTERS = "models.policy.lora, as {rank: 16, alpha: 32}"
+_ADAPTERS = "models.policy.lora.rank=16, with models.policy.lora.alpha=32"
+_RANK, _ALPHA = "models.policy.lora.rank", "models.policy.lora.alpha"
+_TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
+_LOGGERS = ("logger", "report_to")
+_TURNS = (
+    "a generate step of your own, which calls tools or an environment and generates turn by turn: "
+    "flow.steps.sample.call=./file.py:NAME (docs/generate-steps.md)"
+)
+_STOP = "flow.steps.sample.with.stop_token_ids, as [151643]; the model's own end tokens always end a response"
+_ENGINE = "layout.pools.rollout.engine={0}, or with layout=colocated layout.pools.worker.engine={0}"
 _FOUR_BITS = "models.policy.quantize=nf4, with models.policy.lora, as {rank: 16, alpha: 32}"
 _EPOCHS = "batch.epochs (passes over the samples of a training step)"
 _UPDATES = "batch.minibatches (their number: a pass over the samples of a training step has as many optimizer steps)"
@@ -32,15 +42,17 @@ _DTYPE = "models.policy.dtype"
 _CRITIC = "choose flow=ppo, which trains a critic as model `critic`; gamma and lam are settings of its step `gae`"
 
 WORDS: Mapping[str, str] = {
-    **{name: f"run.trackers={{{name}: true}}" for name in ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")},
-    **dict.fromkeys(("logger", "report_to"), "run.trackers={tensorboard: true}"),
+    **{name: f"run.trackers.{name}=true" for name in _TRACKERS},
+    **dict.fromkeys(_LOGGERS, "run.trackers.NAME=true, NAME being wandb, tensorboard, mlflow, swanlab or trackio"),
     **dict.fromkeys(("project_name", "experiment_name", "run_name"), "run.name, or --run NAME"),
     **dict.fromkeys(
         ("eval", "evaluation", "validation", "test_freq", "eval_freq", "eval_steps", "eval_interval"), _EVALUATION
     ),
     **dict.fromkeys(("val_before_train", "eval_on_start"), "val.at_start"),
     **dict.fromkeys(("val_files", "eval_dataset", "test_files"), "val.data.source"),
-    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "peft", "peft_config"), _ADAPTERS),
+    **dict.fromkeys(("lora", "peft", "peft_config", "use_peft"), _ADAPTERS),
+    **dict.fromkeys(("r", "lora_r", "lora_rank"), _RANK),
+    "lora_alpha": _ALPHA,
     **dict.fromkeys(("qlora", "load_in_4bit", "bnb_4bit"), _FOUR_BITS),
     **dict.fromkeys(("lora_target_modules", "target_modules"), "models.policy.lora.targets"),
     "lora_dropout": "adapters have no dropout: log-probs of a batch would differ from call to call",
@@ -84,8 +96,26 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(("warmup_ratio", "lr_warmup_steps"), "models.policy.optimizer.warmup_steps"),
     **dict.fromkeys(("entropy_coeff", "entropy_coef", "ent_coef"), "flow.steps.update.with.entropy_coef"),
     **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "models.policy.optimizer.max_grad_norm"),
-    **dict.fromkeys(("use_vllm", "vllm"), "layout.pools.rollout.engine=vllm"),
-    "sglang": "layout.pools.rollout.engine=sglang",
+    **dict.fromkeys(("use_vllm", "vllm"), _ENGINE.format("vllm")),
+    "sglang": _ENGINE.format("sglang"),
+    **dict.fromkeys(("stop", "stop_strings", "stop_sequences", "stop_words", "stop_token", "eos_token_id"), _STOP),
+    **dict.fromkeys(
+        (
+            *(
+                "tools",
+                "tool",
+                "tool_config_path",
+                "max_tool_calling_iterations",
+                "mcp",
+                "agent",
+                "agents",
+                "agent_loop",
+            ),
+            *("default_agent_loop", "agent_func_path", "multi_turn", "max_turns", "max_assistant_turns"),
+            *("max_user_turns", "environment_factory", "environment", "env", "rollout_func"),
+        ),
+        _TURNS,
+    ),
     **dict.fromkeys(
         ("deepspeed", "zero_stage", "ds_config"), "layout.pools.trainer.backend=deepspeed and zero: 0 to 3"
     ),
@@ -111,10 +141,357 @@ WORDS: Mapping[str, str] = {
 """By the last part of a key, in lower case: a key here, or a sentence."""
 
 
-def meant(word: str) -> str:
-    """What a word of another tool is here; empty for a word that is not known."""
+def meant(word: str, value: object = None) -> str:
+    """Say what a word of another tool is here; empty for a word that is not known. `value`: what it is given."""
     text = WORDS.get(word.lower(), "")
+    if word.lower() in _LOGGERS:
+        named = [name for name in _TRACKERS if name in (value if isinstance(value, list | tuple) else [value])]
+        text = " and ".join(WORDS[name] for name in named) or text
     if not text:
         return ""
     is_key = " " not in text or text.startswith(("run.", "batch.", "flow", "models.", "layout.", "data."))
     return f"did you mean {text}?" if is_key else text
+
+
+class Unneeded(ValueError):
+    """A value for which nothing needs to be written here; the text says why."""
+
+
+class Meaning(NamedTuple):
+    """What a key of another tool's configuration is here."""
+
+    to: str = ""
+    """A key of a recipe; empty if none stands for it."""
+    text: str = ""
+    """What is to be said of it: which value, or why there is no key."""
+    make: Callable[[Any], Any] | None = None
+    """Its value here, of its value there; None: the same. Raises ValueError, with the reason, for one without a
+    counterpart, and `Unneeded` for one that needs none."""
+    together: bool = False
+    """The value here follows from several keys there."""
+
+
+def _one_of(**names: Any) -> Callable[[Any], Any]:
+    """Translate names; `true` and `false` stand for these values."""
+
+    def make(value: Any) -> Any:
+        found = names.get(str(value).lower() if isinstance(value, bool) else str(value))
+        if found is None:
+            raise ValueError(f"{value} has no counterpart here; there are {', '.join(names)}")
+        return found
+
+    return make
+
+
+def _positive(value: Any) -> Any:
+    if value is None or value <= 0:
+        raise Unneeded(f"{value} switches it off, as leaving it out does here")
+    return value
+
+
+def _filter(value: Any) -> Any:
+    return 0 if value in (None, -1) else value
+
+
+def _trackers(value: Any) -> Any:
+    names = [value] if isinstance(value, str) else list(value or ())
+    known = [name for name in names if name in _TRACKERS]
+    if not known:
+        raise Unneeded("none of them is a tracker here; metrics are always in the run's folder")
+    return dict.fromkeys(known, True)
+
+
+def _if(text: str, then: Any) -> Callable[[Any], Any]:
+    """Translate true to `then`; for false `text` says why nothing is written."""
+
+    def make(value: Any) -> Any:
+        if not value:
+            raise Unneeded(text)
+        return then
+
+    return make
+
+
+_OFF = "off here, too, unless it is written"
+_ALWAYS = "always so here"
+_NOTHING = "nothing stands for it, and none is needed: "
+_MEMORY = Meaning(text=_NOTHING + "micro-batches are cut by batch.tokens_per_microbatch, and the result is the same")
+_SHARDED = Meaning(text=_NOTHING + "where a model or its optimizer lies is the backend's affair (docs/backends.md)")
+_SPEED = Meaning(text=_NOTHING + "it changes speed, not results; options of engines: layout.pools.NAME.engine_options")
+_FOLDER = Meaning(text="on the command line: --runs-dir DIR")
+_RESUME = Meaning(text="on the command line: --run NAME --resume")
+_SIZES = Meaning("batch.prompts", "per_device_train_batch_size × steps_per_generation / num_generations", together=True)
+_UPDATED = Meaning("batch.minibatches", "optimizer steps of a generation batch", together=True)
+_CUT = Meaning("flow.steps.update.with.clip", "[below, above]", together=True)
+_DIVERGENCE = Meaning("flow.steps.update.with.kl_coef", "with flow=grpo_kl; 0: flow=grpo", together=True)
+_LORA = Meaning("models.policy.lora", together=True)
+_NOT_BUILT = "not built"
+_WARMUP = "models.policy.optimizer.warmup_steps = ratio × run.training_steps"
+
+TRL: Mapping[str, Meaning] = {
+    "model": Meaning("models.policy.path"),
+    "reward_funcs": Meaning("flow.steps.reward.with.function", "by name, each with its weight", together=True),
+    "reward_weights": Meaning("flow.steps.reward.with.function.NAME.weight", together=True),
+    "train_dataset": Meaning("data.source", together=True),
+    "eval_dataset": Meaning("val.data.source", together=True),
+    "peft_config": _LORA,
+    "processing_class": Meaning(text="the tokenizer in the model's folder, or models.policy.tokenizer"),
+    "output_dir": _FOLDER,
+    "run_name": Meaning("run.name"),
+    "resume_from_checkpoint": _RESUME,
+    "per_device_train_batch_size": _SIZES,
+    "gradient_accumulation_steps": _SIZES,
+    "generation_batch_size": _SIZES,
+    "steps_per_generation": _UPDATED,
+    "num_generations": Meaning("batch.samples_per_prompt"),
+    "num_iterations": Meaning("batch.epochs"),
+    "max_steps": Meaning("run.training_steps", "generation batches, not optimizer steps", together=True),
+    "num_train_epochs": Meaning(text="run.training_steps = rows of the data × passes / batch.prompts"),
+    "max_completion_length": Meaning("flow.steps.sample.with.max_new_tokens"),
+    "max_prompt_length": Meaning("data.max_prompt_tokens"),
+    "temperature": Meaning("flow.steps.sample.with.temperature"),
+    "top_p": Meaning("flow.steps.sample.with.top_p"),
+    "top_k": Meaning("flow.steps.sample.with.top_k", make=_filter),
+    **dict.fromkeys(("min_p", "repetition_penalty", "generation_kwargs"), Meaning(text=_NOT_BUILT)),
+    "chat_template_kwargs": Meaning("data.chat_template_args"),
+    "shuffle_dataset": Meaning("data.shuffle"),
+    "learning_rate": Meaning("models.policy.optimizer.lr"),
+    "lr_scheduler_type": Meaning(
+        "models.policy.optimizer.schedule", make=_one_of(constant="constant", linear="linear", cosine="cosine")
+    ),
+    "warmup_steps": Meaning("models.policy.optimizer.warmup_steps"),
+    "warmup_ratio": Meaning(text=_WARMUP),
+    "weight_decay": Meaning("models.policy.optimizer.weight_decay"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), Meaning("models.policy.optimizer.betas", together=True)),
+    "adam_epsilon": Meaning("models.policy.optimizer.eps"),
+    "max_grad_norm": Meaning("models.policy.optimizer.max_grad_norm"),
+    "optim": Meaning(text=_NOTHING + "AdamW, in float32"),
+    "beta": _DIVERGENCE,
+    "epsilon": _CUT,
+    "epsilon_high": _CUT,
+    "loss_type": Meaning("flow.steps.update.with.aggregate", "cispo: flow=cispo", together=True),
+    "scale_rewards": Meaning(
+        "flow.steps.advantage.with.normalize",
+        make=_one_of(group="group_std", true="group_std", none="none", false="none"),
+    ),
+    "importance_sampling_level": Meaning("flow", "sequence: flow=gspo", together=True),
+    "mask_truncated_completions": Meaning("batch.mask_truncated", make=_if(_OFF, "loss")),
+    "entropy_coef": Meaning("flow.steps.update.with.entropy_coef"),
+    "use_vllm": Meaning(
+        "layout.pools.worker.engine", "vllm", make=_if("the engine is torch unless it is named", "vllm")
+    ),
+    "vllm_mode": Meaning("layout", "colocate: layout=colocated; server: layout=split", together=True),
+    **dict.fromkeys(
+        ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_enable_sleep_mode"),
+        Meaning(text="layout.pools.NAME.engine_options (docs/engines.md)"),
+    ),
+    **dict.fromkeys(("vllm_server_host", "vllm_server_port"), Meaning(text=_NOTHING + "engines are workers")),
+    "vllm_importance_sampling_correction": Meaning(text=_ALWAYS + ": flow.steps.update.with.tis, auto"),
+    "bf16": Meaning("models.policy.dtype", make=_if("float32 unless it is written", "bfloat16")),
+    "fp16": Meaning(text="training in float16 is refused: models.policy.dtype=bfloat16"),
+    "gradient_checkpointing": Meaning("models.policy.gradient_checkpointing"),
+    "seed": Meaning("run.seed"),
+    "save_steps": Meaning("run.save_every"),
+    "save_total_limit": Meaning("run.keep_checkpoints"),
+    "save_strategy": Meaning(text="run.save_every=N, or leave it out: the last step is saved in any case"),
+    "report_to": Meaning("run.trackers", make=_trackers),
+    **dict.fromkeys(
+        ("logging_steps", "logging_strategy", "logging_first_step", "disable_tqdm"),
+        Meaning(text=_NOTHING + "every training step has a line of metrics"),
+    ),
+    **dict.fromkeys(
+        ("log_completions", "num_completions_to_print", "log_unique_prompts"),
+        Meaning(text=_NOTHING + "samples are in the run's folder: `distflow rollouts`"),
+    ),
+    "eval_steps": Meaning("val.every"),
+    "eval_strategy": Meaning(text="val.every=N, with a section val"),
+    **dict.fromkeys(
+        ("dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "use_cpu", "use_liger_kernel"),
+        _SPEED,
+    ),
+    "ddp_find_unused_parameters": _SHARDED,
+    "deepspeed": Meaning(text="layout.pools.NAME.backend=deepspeed and zero: 0 to 3"),
+    "fsdp": Meaning(text="layout.pools.NAME.backend=fsdp"),
+    "push_to_hub": Meaning(text="after the run: distflow export"),
+    **dict.fromkeys(
+        ("tools", "environment_factory", "rollout_func", "max_tool_calling_iterations"), Meaning(text=_TURNS)
+    ),
+    "callbacks": Meaning(text="run.trackers, run.stop_when, or a client of the run (docs/python.md)"),
+}
+"""Arguments of TRL's GRPOTrainer and GRPOConfig, 1.16."""
+
+_ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
+ESTIMATORS = {
+    **{name: name for name in ("grpo", "rloo", "remax", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")},
+    "gae": "ppo",
+}
+"""Flows by the names of verl's advantage estimators."""
+VERL: Mapping[str, Meaning] = {
+    "algorithm.adv_estimator": Meaning("flow", "gae: flow=ppo", together=True),
+    "algorithm.norm_adv_by_std_in_grpo": Meaning(
+        "flow.steps.advantage.with.normalize", make=_one_of(true="group_std", false="none")
+    ),
+    "algorithm.use_kl_in_reward": Meaning(text=f"false: {_OFF}; true: {_KL_IN_REWARD}"),
+    "algorithm.kl_ctrl.kl_coef": Meaning(text=_KL_IN_REWARD),
+    "algorithm.gamma": Meaning(text="flow.steps.gae.with.gamma, of flow=ppo"),
+    "algorithm.lam": Meaning(text="flow.steps.gae.with.lam, of flow=ppo"),
+    "algorithm.filter_groups.enable": Meaning("flow", "true: flow=dapo", together=True),
+    "algorithm.filter_groups.metric": Meaning(text="flow=dapo compares the scores, or without them the rewards"),
+    "data.train_files": Meaning("data.source"),
+    "data.val_files": Meaning("val.data.source"),
+    "data.train_batch_size": Meaning("batch.prompts"),
+    "data.val_batch_size": Meaning(text=_NOTHING + "validation fills all slots"),
+    "data.max_prompt_length": Meaning("data.max_prompt_tokens"),
+    "data.max_response_length": Meaning("flow.steps.sample.with.max_new_tokens"),
+    "data.filter_overlong_prompts": Meaning("data.overlong", make=_if("a longer prompt is an error here", "drop")),
+    "data.truncation": Meaning(text="data.overlong, error (the default) or drop: prompts are never cut"),
+    "data.shuffle": Meaning("data.shuffle"),
+    "data.seed": Meaning(text="run.seed, for all that is random"),
+    "data.prompt_key": Meaning("data.fields.prompt"),
+    "data.reward_fn_key": Meaning(text=_NOTHING + "functions get the column data_source"),
+    "data.return_raw_chat": Meaning(text=_ALWAYS + ": messages are written by the model's chat template"),
+    "data.apply_chat_template_kwargs": Meaning("data.chat_template_args"),
+    "data.filter_overlong_prompts_workers": _SPEED,
+    "actor_rollout_ref.model.path": Meaning("models.policy.path"),
+    "actor_rollout_ref.model.lora_rank": _LORA,
+    "actor_rollout_ref.model.lora_alpha": _LORA,
+    "actor_rollout_ref.model.target_modules": _LORA,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": Meaning("models.policy.gradient_checkpointing"),
+    "actor_rollout_ref.model.use_remove_padding": Meaning(text=_ALWAYS + " where a backend can"),
+    "actor_rollout_ref.model.use_shm": _SPEED,
+    "actor_rollout_ref.model.use_liger": _SPEED,
+    "actor_rollout_ref.hybrid_engine": Meaning(text="layout=colocated"),
+    _ACTOR + "optim.lr": Meaning("models.policy.optimizer.lr"),
+    _ACTOR + "optim.weight_decay": Meaning("models.policy.optimizer.weight_decay"),
+    _ACTOR + "optim.betas": Meaning("models.policy.optimizer.betas"),
+    _ACTOR + "optim.clip_grad": Meaning("models.policy.optimizer.max_grad_norm"),
+    _ACTOR + "grad_clip": Meaning("models.policy.optimizer.max_grad_norm"),
+    _ACTOR + "optim.lr_warmup_steps": Meaning("models.policy.optimizer.warmup_steps", make=_positive),
+    _ACTOR + "optim.lr_warmup_steps_ratio": Meaning(
+        text="models.policy.optimizer.warmup_steps = ratio × run.training_steps"
+    ),
+    **dict.fromkeys(
+        (_ACTOR + "optim.lr_scheduler_type", _ACTOR + "optim.warmup_style"),
+        Meaning("models.policy.optimizer.schedule", make=_one_of(constant="constant", cosine="cosine")),
+    ),
+    _ACTOR + "optim.total_training_steps": Meaning(text="models.policy.optimizer.decay_steps"),
+    _ACTOR + "ppo_mini_batch_size": Meaning(
+        "batch.minibatches", "their number: data.train_batch_size / ppo_mini_batch_size", together=True
+    ),
+    _ACTOR + "ppo_epochs": Meaning("batch.epochs"),
+    _ACTOR + "ppo_max_token_len_per_gpu": Meaning("batch.tokens_per_microbatch"),
+    **dict.fromkeys(
+        (
+            *(_ACTOR + name for name in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz")),
+            *(
+                part + name
+                for part in (_ROLLOUT, _REF)
+                for name in (
+                    *("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
+                    "log_prob_max_token_len_per_gpu",
+                )
+            ),
+        ),
+        _MEMORY,
+    ),
+    _ACTOR + "clip_ratio": _CUT,
+    _ACTOR + "clip_ratio_low": _CUT,
+    _ACTOR + "clip_ratio_high": _CUT,
+    _ACTOR + "clip_ratio_c": Meaning(text=_NOT_BUILT + ": dual clip"),
+    _ACTOR + "loss_agg_mode": Meaning("flow.steps.update.with.aggregate", together=True),
+    _ACTOR + "policy_loss.loss_mode": Meaning("flow", "gspo: flow=gspo; cispo: flow=cispo", together=True),
+    _ACTOR + "entropy_coeff": Meaning("flow.steps.update.with.entropy_coef"),
+    _ACTOR + "use_kl_loss": _DIVERGENCE,
+    _ACTOR + "kl_loss_coef": _DIVERGENCE,
+    _ACTOR + "kl_loss_type": Meaning("flow.steps.update.with.kl", "low_var_kl: k3; kl: k1; mse: k2", together=True),
+    _ACTOR + "shuffle": Meaning(text=_NOTHING + "mini-batches are whole groups"),
+    _ACTOR + "strategy": Meaning("layout.pools.worker.backend", make=_one_of(fsdp="fsdp", fsdp2="fsdp")),
+    _ACTOR + "ulysses_sequence_parallel_size": Meaning(text=_NOT_BUILT),
+    _ACTOR + "use_torch_compile": _SPEED,
+    _ACTOR + "checkpoint.save_contents": Meaning(text=_NOTHING + "all; run.hf_every writes a Hugging Face folder"),
+    _ACTOR + "fsdp_config.model_dtype": Meaning(text="models.policy.dtype; optimizers have float32 copies"),
+    **dict.fromkeys(
+        (
+            *(
+                part + name
+                for part in (_ACTOR, _REF)
+                for name in ("fsdp_config.param_offload", "fsdp_config.fsdp_size")
+            ),
+            *(_ACTOR + name for name in ("fsdp_config.optimizer_offload", "fsdp_config.reshard_after_forward")),
+            *(_REF + name for name in ("strategy", "fsdp_config.reshard_after_forward")),
+        ),
+        _SHARDED,
+    ),
+    _ROLLOUT + "name": Meaning("layout.pools.worker.engine", make=_one_of(vllm="vllm", sglang="sglang", hf="torch")),
+    _ROLLOUT + "mode": Meaning(text=_ALWAYS + ": samples are asked for one by one"),
+    _ROLLOUT + "n": Meaning("batch.samples_per_prompt"),
+    _ROLLOUT + "temperature": Meaning("flow.steps.sample.with.temperature"),
+    _ROLLOUT + "top_p": Meaning("flow.steps.sample.with.top_p"),
+    _ROLLOUT + "top_k": Meaning("flow.steps.sample.with.top_k", make=_filter),
+    _ROLLOUT + "prompt_length": Meaning("data.max_prompt_tokens"),
+    _ROLLOUT + "response_length": Meaning("flow.steps.sample.with.max_new_tokens"),
+    _ROLLOUT + "max_num_seqs": Meaning("layout.pools.worker.slots"),
+    **dict.fromkeys(
+        (
+            _ROLLOUT + name
+            for name in (
+                *("gpu_memory_utilization", "tensor_model_parallel_size", "max_num_batched_tokens", "max_model_len"),
+                *("enforce_eager", "free_cache_engine", "enable_chunked_prefill", "enable_prefix_caching"),
+                *("load_format", "layered_summon", "dtype", "disable_log_stats"),
+            )
+        ),
+        Meaning(text="of the engine: layout.pools.NAME.engine_options (docs/engines.md)"),
+    ),
+    _ROLLOUT + "calculate_log_probs": Meaning(text=_ALWAYS),
+    _ROLLOUT + "val_kwargs.temperature": Meaning("val.sampling.temperature"),
+    _ROLLOUT + "val_kwargs.top_p": Meaning("val.sampling.top_p"),
+    _ROLLOUT + "val_kwargs.top_k": Meaning("val.sampling.top_k", make=_filter),
+    _ROLLOUT + "val_kwargs.n": Meaning("val.samples_per_prompt"),
+    _ROLLOUT + "val_kwargs.do_sample": Meaning(text="val.sampling.temperature=0 is greedy"),
+    **dict.fromkeys(
+        (
+            _ROLLOUT + name
+            for name in (
+                *("multi_turn.enable", "multi_turn.max_assistant_turns", "multi_turn.max_user_turns"),
+                *("multi_turn.tool_config_path", "multi_turn.format", "agent.default_agent_loop", "agent.num_workers"),
+            )
+        ),
+        Meaning(text=_TURNS),
+    ),
+    **dict.fromkeys(
+        ("custom_reward_function.path", "reward.custom_reward_function.path"),
+        Meaning("flow.steps.reward.with.function", "./FILE.py:NAME", together=True),
+    ),
+    **dict.fromkeys(
+        ("custom_reward_function.name", "reward.custom_reward_function.name"),
+        Meaning("flow.steps.reward.with.function", together=True),
+    ),
+    **dict.fromkeys(
+        ("reward_model.enable", "reward.reward_model.enable"), Meaning(text=f"false: {_OFF}; true: {_JUDGE}{_REWARD}")
+    ),
+    **dict.fromkeys(
+        ("reward_model.reward_manager", "reward.reward_manager.name"),
+        Meaning(text="naive and dapo call a function for each sample, as the reward step does"),
+    ),
+    "critic.optim.lr": Meaning("models.critic.optimizer.lr"),
+    "critic.model.path": Meaning("models.critic.path"),
+    "trainer.total_training_steps": Meaning("run.training_steps", make=_positive),
+    "trainer.total_epochs": Meaning(text="run.training_steps = rows of the data × passes / batch.prompts"),
+    "trainer.logger": Meaning("run.trackers", make=_trackers),
+    "trainer.project_name": Meaning(text=_NOTHING + "a run has one name, that of the experiment"),
+    "trainer.experiment_name": Meaning("run.name"),
+    "trainer.n_gpus_per_node": Meaning("layout.pools.worker.count", "GPUs of all nodes", together=True),
+    "trainer.nnodes": Meaning("layout.pools.worker.count", "and `distflow launch RECIPE --hosts FILE`", together=True),
+    "trainer.save_freq": Meaning("run.save_every", make=_positive),
+    "trainer.test_freq": Meaning("val.every", make=_positive),
+    "trainer.val_before_train": Meaning("val.at_start"),
+    "trainer.val_only": Meaning(text="distflow evaluate"),
+    "trainer.critic_warmup": Meaning("batch.critic_warmup"),
+    "trainer.max_actor_ckpt_to_keep": Meaning("run.keep_checkpoints"),
+    "trainer.default_local_dir": _FOLDER,
+    "trainer.default_hdfs_dir": Meaning(text="run.copy_to"),
+    "trainer.resume_mode": _RESUME,
+    "trainer.balance_batch": Meaning(text=_ALWAYS),
+    "trainer.log_val_generations": Meaning(text=_NOTHING + "samples are in the run's folder: `distflow rollouts`"),
+}
+"""Keys of verl's main_ppo, 0.9.1."""

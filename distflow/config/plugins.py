@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.errors import KeyedError, UserError, did_you_mean
@@ -94,10 +94,13 @@ LIBRARIES: Mapping[str, PluginLibrary] = {
     "copy_to:gs": PluginLibrary("gcsfs", "{python} -m pip install gcsfs"),
     "copy_to:abfs": PluginLibrary("adlfs", "{python} -m pip install adlfs"),
     "lora": PluginLibrary("peft", "{python} -m pip install 'peft>=0.17'"),
+    "flash_attention_2": PluginLibrary("flash_attn", "{python} -m pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": PluginLibrary("flash_attn_interface", "see flash-attention's hopper folder"),
+    "hub kernel": PluginLibrary("kernels", "{python} -m pip install kernels"),
     "adamw_8bit": PluginLibrary("bitsandbytes", "{python} -m pip install 'bitsandbytes>=0.45'"),
 }
-"""The libraries of engines, backends, trackers, stores, links, optimizers and adapters that need one: all that is to be
-known of it before it is imported."""
+"""The libraries of engines, backends, trackers, stores, links, optimizers, adapters and attention that need one: all
+that is to be known of it before it is imported."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
 MODEL_CONFIG = "distflow.workers.models:load_config"
@@ -164,6 +167,8 @@ class PluginUse:
     """Whether the run is to repeat to the last bit (`run.deterministic`)."""
     heads: int = 0
     """Attention heads of the model; 0: unknown."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The model's configuration in transformers; empty: unknown."""
 
 
 def refuse_float16(use: PluginUse) -> None:

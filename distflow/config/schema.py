@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from distflow.config.data_schema import DataConfig, ValConfig, inherited
@@ -29,9 +30,20 @@ HEADS: tuple[str, ...] = get_args(Head)
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 
+ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Implementations that transformers has by name."""
+_PINNED = re.compile(r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$")
+
+
 def _unbuilt(value: object) -> object:
     if value is not None:
         raise PydanticCustomError("distflow", "not built yet; remove it: one worker holds the whole model")
+    return value
+
+
+def _host_from_0(value: str | int) -> str | int:
+    if isinstance(value, int) and value < 0:
+        raise PydanticCustomError("distflow", "numbers of hosts count from 0")
     return value
 
 
@@ -42,6 +54,16 @@ def _tracker(value: object) -> object:
     raise PydanticCustomError(
         "distflow", "expected a mapping of its options, or true, got {given}", {"given": repr(value)}
     )
+
+
+def _attention(value: object) -> object:
+    """Take the names of transformers, and of the hub's kernels only what is pinned."""
+    if value == "auto" or value in ATTENTION or (isinstance(value, str) and _PINNED.match(value)):
+        return value
+    named = isinstance(value, str) and "/" in value
+    wrong = f"{value!r} names code that may change" if named else f"{value!r} is not allowed"
+    allowed = f"auto, {', '.join(ATTENTION)}, or a kernel of the hub as org/name@commit, with the 40 digits of a commit"
+    raise PydanticCustomError("distflow", "{wrong}; allowed: {allowed}", {"wrong": wrong, "allowed": allowed})
 
 
 def _staleness(value: object) -> object:
@@ -254,8 +276,9 @@ class PoolConfig(Section):
     offload: bool = False
     """For a pool that generates and trains: the engine leaves the device while the worker trains, and the models while
     it generates. The result is the same."""
-    hosts: list[str] = Field(default=[])
-    """Hosts that its workers run on, by name or pattern (`gpu-*`); none: any. Ignored in a run on one host."""
+    hosts: list[Annotated[str | int, AfterValidator(_host_from_0)]] = Field(default=[])
+    """Hosts that its workers run on, by name or pattern (`gpu-*`), or by number: the place in the hosts file, or of the
+    node in its job, from 0; none: any. Ignored in a run on one host."""
     each: dict[str, WorkerSettings] = Field(default={})
     """Workers that differ, by index: `each: {"1": {threads: 2}}`."""
     script: str | None = None
@@ -333,6 +356,10 @@ class ModelConfig(Section):
     2305.14314). A trained model needs `lora`. Null: weights keep `dtype`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    attn_implementation: Annotated[str, BeforeValidator(_attention)] = "auto"
+    """How backends compute attention, by the names of transformers: sdpa, eager, flash_attention_2, flash_attention_3,
+    flex_attention, or a kernel of the hub as `org/name@commit`. auto: packed, by torch's scaled dot product, where the
+    model's layers allow that; else sdpa, or eager for families that have none. Engines have attention of their own."""
     head: Head = "tokens"
     """What the last layer gives: logits of the next tokens; values of the states before them, as a critic does (value);
     or one number for a whole text, as a reward model does (score; a sequence classifier)."""
@@ -343,7 +370,7 @@ class ModelConfig(Section):
         if self.path is not None or self.init is not None:
             return ()
         own = self.model_fields_set
-        kept = (key for key in ("dtype", "quantize", "gradient_checkpointing") if key not in own)
+        kept = (key for key in ("dtype", "quantize", "gradient_checkpointing", "attn_implementation") if key not in own)
         return ("path", "init", "tokenizer", *kept)
 
 

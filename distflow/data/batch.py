@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from distflow.types import is_reward_part
+from distflow.types import is_logged, is_reward_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,13 +350,18 @@ def group_ranges(batch: Batch) -> dict[int, RowRange]:
 
 
 def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
-    """Fill missing parts of the reward with NaN, so that the ranges can be joined: not every sample has all parts."""
+    """Fill missing parts of the reward with NaN, and what was told of other samples with "", so that the ranges can be
+    joined: not every sample has all of them."""
     batches = {id(piece.batch): piece.batch for piece in ranges}
-    parts = {name for batch in batches.values() for name in batch.columns if is_reward_part(name)}
+    parts = {name for batch in batches.values() for name in batch.columns if is_reward_part(name) or is_logged(name)}
     for key, batch in batches.items():
-        lacking = {name: torch.full((batch.rows,), torch.nan) for name in sorted(parts - batch.columns.keys())}
+        lacking = {name: _lacking(name, batch.rows) for name in sorted(parts - batch.columns.keys())}
         batches[key] = batch.with_columns(**lacking) if lacking else batch
     return [RowRange(batches[id(piece.batch)], piece.start, piece.stop) for piece in ranges]
+
+
+def _lacking(name: str, rows: int) -> Column:
+    return Ragged.from_texts([""] * rows) if is_logged(name) else torch.full((rows,), torch.nan)
 
 
 _TOKENS = ("prompt_ids", "response_ids")

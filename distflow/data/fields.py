@@ -9,7 +9,17 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.batch_wire import SENDABLE
-from distflow.types import A_TOKEN, DROP_REASON, LEFT_OUT, REWARD, REWARD_PARTS, SEQUENCE, SEVERAL_A_TOKEN, TOKENS
+from distflow.types import (
+    A_TOKEN,
+    DROP_REASON,
+    LEFT_OUT,
+    LOGGED,
+    REWARD,
+    REWARD_PARTS,
+    SEQUENCE,
+    SEVERAL_A_TOKEN,
+    TOKENS,
+)
 
 A_SAMPLE = ("reward", "score", "group", "sample", SEQUENCE, "finish_reason")
 """Fields with one value per sample."""
@@ -77,7 +87,7 @@ def _misshapen(name: str, batch: Batch) -> str | None:
         return _a_token(name, batch[name], batch.ragged(TOKENS))
     if name in A_SAMPLE or name.startswith(REWARD_PARTS):
         return _a_sample(name, batch[name], batch.rows)
-    return _a_text(name, batch[name]) if name in A_TEXT else None
+    return _a_text(name, batch[name]) if name in A_TEXT or name.startswith(LOGGED) else None
 
 
 def _not_numbers(name: str, batch: Batch) -> str | None:

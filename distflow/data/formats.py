@@ -24,6 +24,8 @@ CONVERSATIONS, SYSTEM, COMPLETION = "conversations", "system", "completion"
 INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
 PROMPT, MESSAGES, RESPONSE, TOOLS = "prompt", "messages", "response", "tools"
 FUNCTIONS = "functions"
+DATA_SOURCE = "data_source"
+"""Where a task says which source it is from: the key of data sets in verl's layout."""
 _PROMPTS = (PROMPT, MESSAGES, "chosen", "rejected", RESPONSE, COMPLETION)
 """Columns that may be chats."""
 _ROLES = {

@@ -22,7 +22,10 @@ MOST_READ = 10_000_000
 
 
 def open_source(name: str, source: SourceConfig, resolve: Callable[[str], Any]) -> SourceUse:
-    """Open a source; `resolve` imports the function that it may be. Raises UserError, or what that function raises."""
+    """Open a source; `resolve` imports the function, or the data set, that it may be.
+
+    Raises UserError, or what that function raises.
+    """
     check = partial(check_columns, fields=source.fields)
     table: Table | None = None
     if is_data_file(source.source):
@@ -31,7 +34,8 @@ def open_source(name: str, source: SourceConfig, resolve: Callable[[str], Any]) 
         table = read_hub(source.source.removeprefix(HUB_PREFIX), check, **source.with_)
     if table is not None:
         return SourceUse(table, name, source.fields, source.weight, table.where)
-    rows = _indexed(resolve(source.source)(**source.with_), source.source)
+    found = resolve(source.source)
+    rows = _indexed(found(**source.with_) if callable(found) else found, source.source)
     return SourceUse(rows, name, source.fields, source.weight)
 
 

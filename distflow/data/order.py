@@ -12,6 +12,7 @@ from typing import Any
 from distflow.data.chat_template import ChatTemplate
 from distflow.data.conversation import first_answer
 from distflow.data.fed import FedRows
+from distflow.data.formats import DATA_SOURCE, PROMPT
 from distflow.data.gold import ANSWER, has
 from distflow.data.messages import ASSISTANT, as_text, conversation, tools_of
 from distflow.data.mixing import Mixture, Visits, pass_order
@@ -29,8 +30,6 @@ MAX_TEXT = 8 << 20
 """Characters of one prompt's text and task together."""
 TOKEN_IDS = 1 << 31
 """Upper bound of token ids, which are sent as 4-byte integers."""
-DATA_SOURCE = "data_source"
-"""Where a task says which source it is from: the key of data sets in verl's layout."""
 _MODEL = "model"
 """A role by which others call the assistant."""
 LONG = "long"
@@ -82,9 +81,13 @@ class PromptOrder:
         settings: PromptSettings,
         reading: Reading | None = None,
         needs: Mapping[str, str] | None = None,
+        columns: Mapping[str, str] | None = None,
+        *,
+        prompts: bool = False,
     ) -> None:
         """`reading`: where the data gives responses too. `needs`: keys without which a task cannot be judged, each with
-        the reward function that needs it.
+        the reward function that needs it; `columns`: those that must be there, be they null. `prompts`: put the prompt
+        into the task where it is a conversation.
         """
         for source in sources:
             _check_source(source.rows)
@@ -95,6 +98,8 @@ class PromptOrder:
         self._settings = settings
         self._reading = reading
         self._needs = needs or {}
+        self._columns = columns or {}
+        self._prompts = prompts
         self._began = False
         """A prompt that begins the response has been told of."""
         self._without = ""
@@ -146,7 +151,8 @@ class PromptOrder:
         given = seen[2] if seen is not None and seen[:2] == (source, index) else self.given(source, index)
         if lacking := self._lacks(source, index, given):
             raise UserError(f"data: {source.label(index)} {self._lacking(lacking)} — give it one, or leave it out")
-        task = _as_json(source.label(index), given.task)
+        self._check_columns(source, index, given)
+        task = _as_json(source.label(index), self._task(given))
         size = len(given.text) + len(task)
         if size > MAX_TEXT:
             raise UserError(
@@ -336,10 +342,30 @@ class PromptOrder:
         if not isinstance(found, PromptText):
             return found
         if not found.messages:
-            return replace(found, messages=[{"role": "user", "content": found.text}]) if self._settings.chat else found
+            turns = [{"role": "user", "content": found.text}]
+            return replace(found, messages=turns) if self._settings.chat else found
+        found = replace(found, chat=True)
         if found.messages[-1]["role"] == ASSISTANT and found.reply is None:
             found = with_answer(found, reads=self._reading is not None)
         return found if self._reading is None else self._to_be_trained(found, self._reading)
+
+    def _check_columns(self, source: SourceUse, index: int, given: PromptText) -> None:
+        """Raise UserError if the first row that is looked at lacks a column that a reward function is called with."""
+        columns, self._columns = self._columns, {}
+        for column, function in columns.items():
+            if column not in given.task:
+                there = ", ".join(given.task) or "none besides the prompt"
+                raise UserError(
+                    f"data: {source.label(index)} has no column {column!r}, with which reward {function} is called; "
+                    f"there are {there} — data.fields.{column}=COLUMN, or a default for this parameter"
+                )
+
+    def _task(self, given: PromptText) -> Mapping[str, Any]:
+        """The task, with the prompt as the data has it where reward functions may ask for its messages."""
+        if not (self._prompts and given.chat):
+            return given.task
+        turns = [*given.messages, *([] if given.opening is None else [given.opening])]
+        return {**given.task, PROMPT: turns}
 
     @staticmethod
     def _to_be_trained(found: PromptText, reading: Reading) -> PromptText:

@@ -33,6 +33,8 @@ class PromptText:
     """Turns between the prompt and its response, where all turns of the assistant are trained on."""
     opening: Mapping[str, Any] | None = None
     """The beginning of the response, an assistant's turn, which is a part of the prompt."""
+    chat: bool = False
+    """The data has the prompt as messages, and not as a text that `data.chat` makes a turn of."""
 
 
 @runtime_checkable

@@ -38,14 +38,14 @@ class Tokenizer(Protocol):
 
     def chat_text(
         self,
-        turns: str | Sequence[Mapping[str, Any]],
+        turns: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
         *,
         asks: bool = True,
         continues: bool = False,
     ) -> str:
-        """Write the turns, or a text as a user's, in the model's chat template.
+        """Write the turns in the model's chat template.
 
         Raises UserError without one, ValueError where it fails.
 

@@ -258,6 +258,12 @@ class Ledger:
         """Whether all b groups of the open step have arrived or are taken."""
         return self.taken + len(self.ready) == self._b
 
+    def so_far(self) -> tuple[int, int, int]:
+        """Return groups of the open step that are here, all groups of it, and tokens of all groups that are leased or
+        here."""
+        tokens = sum(entry.tokens for entry in self.entries.values())
+        return self.taken + len(self.ready), self._b, tokens
+
     @property
     def frontier(self) -> int:
         """Every lower k was taken by a finished step or dropped."""

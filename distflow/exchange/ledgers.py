@@ -65,6 +65,11 @@ class LedgerSet:
         self._note_all()
         return version
 
+    def so_far(self) -> tuple[int, int, int]:
+        """Return how far the open step has come: groups here, all groups of it, and tokens of groups begun."""
+        here, of, tokens = (sum(each) for each in zip(*(ledger.so_far() for ledger in self), strict=True))
+        return here, of, tokens
+
     def place(self, position: int) -> tuple[Ledger, int]:
         """Ledger and k of a position. Raises ProtocolError for another owner's ledger."""
         index = self._settings.ledger_of(position)

@@ -11,7 +11,7 @@ from distflow.config.data_schema import MOST_FED_ROWS, DataConfig, SourceConfig
 from distflow.config.paths import FED, HUB_PREFIX, is_data_file
 from distflow.config.schema import Recipe
 from distflow.errors import PluginError, Problems, UserError, did_you_mean
-from distflow.flow.resolve import find_source
+from distflow.flow.resolve import Value, find_named
 from distflow.flow.step_declaration import read_parameters
 from distflow.flow.step_settings import complaints
 from distflow.flow.structure import Structure
@@ -111,10 +111,16 @@ def _check_file(key: str, source: SourceConfig, missing: Problems) -> None:
 
 def _check_function(key: str, source: SourceConfig, problems: Problems) -> None:
     try:
-        node = find_source(source.source).node
+        found = find_named(source.source)
     except PluginError as error:
         problems.add(f"{key}.source", str(error))
         return
+    if isinstance(found, Value):
+        if source.with_ and not isinstance(found.made_by, ast.Lambda | None):
+            message = f"{found.where} makes the data set itself, which takes no settings"
+            problems.add(f"{key}.with", message, "leave it out, or name a function that returns a data set")
+        return
+    node = found.node
     if isinstance(node, ast.ClassDef):
         return
     parameters = read_parameters(node)

@@ -70,6 +70,8 @@ def _of_models(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str,
         why = unsupported(config) if config else ""
         if models.configs[name].quantize is not None:
             why = "weights of 4 bits are not computed batch-invariantly"
+        if models.configs[name].attn_implementation != "auto":
+            why = f"attn_implementation {models.configs[name].attn_implementation} is not batch-invariant, only auto is"
         if why:
             original = models.primary if name in models.copied else name
             yield f"models.{original}", f"model {original!r}: {why}", f"{_KEY}=false, or another model"

@@ -9,7 +9,7 @@ from typing import Literal
 from distflow.config.schema import RunConfig
 from distflow.flow.graph import StepNode
 from distflow.flow.step import FILTERED, ROLLOUT, SEQUENCES
-from distflow.types import DROP_REASON, IDENTITY, LEFT_OUT, is_reward_part, prefixed
+from distflow.types import DROP_REASON, IDENTITY, LEFT_OUT, is_logged, is_reward_part, prefixed
 
 EdgeKind = Literal["lease", "call", "client", "rows", "weights"]
 """lease: prompts there, groups back; call: one step for some rows; client: the same, by programs outside the run; rows:
@@ -112,4 +112,4 @@ def of_further_models(fields: Iterable[str], steps: Iterable[StepNode]) -> list[
 
 
 def _always(name: str) -> bool:
-    return name in DUMPED or is_reward_part(name) or name == DROP_REASON
+    return name in DUMPED or is_reward_part(name) or is_logged(name) or name == DROP_REASON

@@ -198,7 +198,8 @@ def cache_bytes(plan: Plan, worker: WorkerPlan, model: str, size: ModelSize, *, 
     `gpu`: memory of the GPU; None: the cache is in the host's memory.
     """
     parts = engine_width(worker, on_gpu=gpu is not None)
-    wanted = worker.slots * plan.engine_tokens(model) * size.kv_bytes // parts
+    of_token = size.expanded_kv_bytes if worker.engine == ENGINES["torch"] else size.kv_bytes
+    wanted = worker.slots * plan.engine_tokens(model) * of_token // parts
     given = _given_cache(worker)
     if given is not None:
         return given

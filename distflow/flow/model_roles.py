@@ -24,7 +24,11 @@ from distflow.flow.resolve import find_source, split_call
 from distflow.flow.sizes import configuration
 
 _AUTO = Path("models", "auto", "modeling_auto.py")
-_MAPPINGS = {"score": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"}
+_MAPPINGS = {
+    "score": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "value": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+}
+_CLASSES = {"score": "sequence classifier", "value": "token classifier"}
 _CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _CHARACTERS = "CHARACTERS"
 """Name in the module of a data source: by function, the characters that prompts and answers consist of."""
@@ -181,7 +185,7 @@ def check_families(models: Mapping[str, ModelConfig], problems: Problems) -> Non
         key = f"models.{name}.init.model_type" if model.init is not None else f"models.{name}.path"
         close = nearest(family, known)
         guess = f"did you mean {close!r}? " if close is not None else ""
-        kind = "sequence classifier" if model.head == "score" else "causal language model"
+        kind = _CLASSES.get(model.head, "causal language model")
         message = f"the transformers installed here has no {kind} of model_type {family!r}"
         problems.add(key, message, f"{guess}for example qwen2, qwen3, llama, mistral, gemma3")
 

@@ -10,7 +10,7 @@ from distflow.config.schema import Recipe
 from distflow.flow.data_check import all_sources
 from distflow.flow.graph import StepNode
 from distflow.flow.neighbours import mistakable, neighbours
-from distflow.flow.resolve import find_source, split_call
+from distflow.flow.resolve import find_named, split_call
 from distflow.flow.step_settings import is_file_plugin
 
 
@@ -21,7 +21,7 @@ def code_of(recipe: Recipe, nodes: Sequence[StepNode]) -> dict[str, str]:
     """
     code = {f"step {node.name}": node.declaration.text for node in nodes}
     for place, call in _calls(recipe, nodes):
-        code[place] = find_source(call).text
+        code[place] = find_named(call).text
         if is_file_plugin(call):
             beside = neighbours(Path(split_call(call)[0]))
             code |= {f"{place}: {name}": path.read_text(errors="replace") for name, path in beside.items()}

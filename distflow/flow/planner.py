@@ -13,6 +13,7 @@ from distflow.errors import Problems, RecipeError
 from distflow.flow.data_check import check_data
 from distflow.flow.digest import interface_digest
 from distflow.flow.edges import dump_fields
+from distflow.flow.families import untried
 from distflow.flow.graph import StepNode, generate_settings
 from distflow.flow.left_out import left_out_notes
 from distflow.flow.memory import later_bytes, rows_bytes, rows_memory_mb, sample_memory_mb
@@ -22,6 +23,7 @@ from distflow.flow.plan_checks import check_ledgers, check_plan
 from distflow.flow.plan_code import code_of, import_warnings
 from distflow.flow.reading import as_read
 from distflow.flow.sharding import divided_notes, divides_models
+from distflow.flow.sizes import configuration
 from distflow.flow.step import SEVERAL_UPDATES, reserved_tokens
 from distflow.flow.structure import Structure, build_structure
 from distflow.flow.structure_checks import check_structure
@@ -220,6 +222,8 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
                 "own, or await asyncio.to_thread(…)"
             )
     yield from import_warnings(recipe, structure.steps)
+    used = {node.model for node in structure.steps if node.model is not None} - {*structure.models.copied}
+    yield from untried({name: configuration(structure.models.configs[name]) for name in sorted(used)})
     yield from _untrained_samples(structure)
     yield from _two_divergences(structure)
     relative = [
@@ -282,7 +286,7 @@ def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:
     notes += left_out_notes(unread, names, [pool.name for pool in structure.pools], layout)
     notes += [f"no step uses model {name!r}" for name in structure.models.unused]
     notes += [
-        f"pool {name!r} is pinned to the hosts {', '.join(pool.hosts)}, which a run on one host ignores"
+        f"pool {name!r} is pinned to the hosts {', '.join(map(str, pool.hosts))}, which a run on one host ignores"
         for name, pool in layout.pools.items()
         if pool.hosts
     ]

@@ -9,9 +9,10 @@ from typing import Any
 from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS, PluginUse, full_name, refuse_float16
 from distflow.config.schema import PoolConfig, Recipe, WorkerSettings
 from distflow.errors import KeyedError, Problems, UserError
+from distflow.flow.families import refuse_attention, refuse_family
 from distflow.flow.plan import Plan, PoolPlan
 from distflow.flow.resolve import resolve
-from distflow.flow.sizes import attention_heads
+from distflow.flow.sizes import attention_heads, configuration
 from distflow.flow.step import response_tokens
 from distflow.flow.structure import Structure
 
@@ -51,10 +52,14 @@ def check_options(recipe: Recipe, structure: Structure, problems: Problems) -> N
 
     Options that do not go with another key of the recipe are reported by that key.
     """
-    for used in (*_engines(recipe, structure), *_backends(recipe, structure)):
+    backends = list(_backends(recipe, structure))
+    for used in (*_engines(recipe, structure), *backends):
         try:
             for use in used.uses:
                 refuse_float16(use)
+                refuse_family(use, used.plugin)
+            for use in used.uses if used in backends else ():
+                refuse_attention(use)
             if used.plugin not in OPTIONS:
                 continue
             options = resolve(OPTIONS[used.plugin]).parse(used.options)
@@ -104,6 +109,7 @@ def _engines_of(recipe: Recipe, structure: Structure, planned: PoolPlan, model: 
         deterministic=recipe.run.deterministic,
         longest=_longest(recipe, structure, model),
         heads=attention_heads(config),
+        config=configuration(config),
     )
     for at, own in _settings(pool):
         differs = own.engine is not None or own.engine_options is not None
@@ -142,6 +148,7 @@ def _models(structure: Structure, planned: PoolPlan, device: str) -> list[Plugin
             model_name=models.primary if name in models.copied else name,
             pool=planned.name,
             trained=name in models.trained,
+            config=configuration(models.configs[name]),
         )
         for name in (*planned.homes, *planned.frozen)
     ]

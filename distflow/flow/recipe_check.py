@@ -28,6 +28,7 @@ from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.rescaling import resized
 from distflow.flow.resolve import check_call, resolve
+from distflow.flow.reward_form import REWARD, check_reward
 from distflow.flow.step_declaration import read_declaration
 from distflow.flow.step_settings import functions_of
 from distflow.flow.structure import build_structure
@@ -186,6 +187,16 @@ def _call(call: str, positional: Sequence[str], keywords: Sequence[str]) -> None
     check_call(call, resolve(call), positional, keywords)
 
 
+def _reward(call: str, own: Sequence[str]) -> None:
+    check_reward(call, resolve(call), own)
+
+
+def _source(call: str, keywords: Sequence[str]) -> None:
+    found = resolve(call)
+    if callable(found) or keywords:
+        check_call(call, found, (), keywords)
+
+
 def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
     shared = {step.name for step in plan.steps}
     for step in plan.steps:
@@ -195,7 +206,8 @@ def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
         plugins = {name: names for name, names in declaration.spec.plugins.items() if name in step.settings}
         for setting, positional in plugins.items():
             for below, (call, own) in functions_of(step.settings[setting]).items():
-                yield f"{key}.with.{setting}{below}", partial(_call, call, positional, own)
+                check = partial(_reward, call, own) if positional == REWARD else partial(_call, call, positional, own)
+                yield f"{key}.with.{setting}{below}", check
         function = chosen_function(declaration.spec, declaration.parameters, step.settings)
         if function is not None:
             own = tuple(setting for setting in step.settings if setting in function.own.settings)
@@ -212,7 +224,7 @@ def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
 def _source_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
     for key, source in keyed_sources(plan.recipe.data):
         if not (is_data_file(source.source) or source.source.startswith(HUB_PREFIX)):
-            yield f"{key}.source", partial(_call, source.source, (), tuple(source.with_))
+            yield f"{key}.source", partial(_source, source.source, tuple(source.with_))
 
 
 def _class_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -24,6 +24,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Statement = ast.Assign | ast.AnnAssign | ast.ImportFrom | ast.Import
 
 
 def resolve(call: str) -> Any:
@@ -81,6 +82,28 @@ class Source:
         return f"{self.file}:{self.node.lineno}"
 
 
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A name that a file gives at its top level to what it makes there, such as a partial, or imports."""
+
+    call: str
+    file: Path
+    text: str
+    node: Statement
+    definitions: Mapping[str, Definition]
+    """The functions and classes of the file."""
+
+    @property
+    def where(self) -> str:
+        """`file:line` of the statement."""
+        return f"{self.file}:{self.node.lineno}"
+
+    @property
+    def made_by(self) -> ast.expr | None:
+        """The expression that makes it; None for what is imported."""
+        return None if isinstance(self.node, ast.ImportFrom | ast.Import) else self.node.value
+
+
 def split_call(call: str) -> tuple[str, str]:
     """The module or file, and the name in it; raises PluginError."""
     place, colon, name = call.rpartition(":")
@@ -91,6 +114,18 @@ def split_call(call: str) -> tuple[str, str]:
 
 def find_source(call: str) -> Source:
     """The definition that `call` names; raises PluginError when the file or the name does not exist."""
+    found = find_named(call)
+    if isinstance(found, Source):
+        return found
+    name = split_call(call)[1]
+    raise PluginError(
+        f"{call}: {found.where} makes {name!r} or imports it; here it must be a function or a class that the file "
+        f"itself defines; {did_you_mean(name, found.definitions)}"
+    )
+
+
+def find_named(call: str) -> Source | Value:
+    """Find what `call` names, as a definition or as a value; raises PluginError if the file or the name is missing."""
     place, name = split_call(call)
     file = Path(place) if place.endswith(".py") else _module_file(place, call)
     if not file.is_file():
@@ -99,21 +134,32 @@ def find_source(call: str) -> Source:
         guess = f"; did you mean {file.parent / close}?" if close is not None else ""
         raise PluginError(f"{call}: there is no file {file}{guess}")
     stat = file.stat()
-    text, definitions = _definitions(file, stat.st_mtime_ns, stat.st_size)
-    if name not in definitions:
-        raise PluginError(f"{call}: {file} defines no {name!r} at its top level; {did_you_mean(name, definitions)}")
-    return Source(call, file, text, definitions[name])
+    text, definitions, values = _definitions(file, stat.st_mtime_ns, stat.st_size)
+    if name in definitions:
+        return Source(call, file, text, definitions[name])
+    if name in values:
+        return Value(call, file, text, values[name], definitions)
+    raise PluginError(f"{call}: {file} defines no {name!r} at its top level; {did_you_mean(name, definitions)}")
 
 
 @functools.lru_cache(maxsize=64)
-def _definitions(file: Path, changed_ns: int, size: int) -> tuple[str, dict[str, Definition]]:
-    """Text and top-level definitions of a file; its time and size are part of the cache's key."""
+def _definitions(file: Path, changed_ns: int, size: int) -> tuple[str, dict[str, Definition], dict[str, Statement]]:
+    """Text, top-level definitions and other names of a file; its time and size are part of the cache's key."""
     text = file.read_text(encoding="utf-8")
     try:
         tree = ast.parse(text, filename=str(file))
     except SyntaxError as error:
         raise PluginError(f"{file}:{error.lineno}: {error.msg}") from error
-    return text, {node.name: node for node in tree.body if isinstance(node, Definition)}
+    values = {name: node for node in tree.body if isinstance(node, Statement) for name in _names(node)}
+    return text, {node.name: node for node in tree.body if isinstance(node, Definition)}, values
+
+
+def _names(node: Statement) -> list[str]:
+    """List the names that a statement gives."""
+    if isinstance(node, ast.ImportFrom | ast.Import):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _module_file(module: str, call: str) -> Path:

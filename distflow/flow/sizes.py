@@ -79,6 +79,8 @@ class ModelSize:
     packs: bool
     """Whether training can share prompts and compute no padding (`backend_options.packed`)."""
     optimizer: str = "adamw"
+    expanded: int = 0
+    """Numbers of a token's keys and values in a layer, of all heads, where these have a latent vector; 0: none."""
     adapters: int = 0
     """Parameters of its adapters; 0: it has none, and is trained whole."""
     adapted: int = 0
@@ -123,6 +125,11 @@ class ModelSize:
         """Bytes of the keys and values of one token."""
         return self.layers * 2 * self.key_value * self.dtype_bytes
 
+    @property
+    def expanded_kv_bytes(self) -> int:
+        """The same in an engine that keeps no latent vectors, but what all heads read."""
+        return self.layers * (self.expanded or 2 * self.key_value) * self.dtype_bytes
+
 
 def model_size(model: ModelConfig) -> ModelSize:
     """The size of a `models.<name>` section; raises UserError if it cannot be known here."""
@@ -149,8 +156,12 @@ def model_size(model: ModelConfig) -> ModelSize:
         active=_active(config) or _number(config, ("intermediate_size", "n_inner"), 4 * width),
         dtype_bytes=DTYPE_BYTES[model.dtype],
         gated=family in GATED,
-        packs=family in GATED and model.head != "score" and _attends_everywhere(config),
+        packs=family in GATED
+        and model.head != "score"
+        and model.attn_implementation == "auto"
+        and _attends_everywhere(config),
         optimizer=model.optimizer.name,
+        expanded=heads * (head + _number(config, ("v_head_dim",))) if latent else 0,
     )
     if size.parameters:
         # The files of a language model have an output layer that a value head replaces.

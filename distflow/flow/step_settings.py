@@ -11,8 +11,9 @@ from typing import Any, TypeGuard
 
 from distflow.config.check import quoted
 from distflow.config.other_tools import meant
-from distflow.errors import PluginError, did_you_mean, nearest
-from distflow.flow.resolve import find_source
+from distflow.errors import PluginError, did_you_mean
+from distflow.flow.resolve import Source, find_named, find_source
+from distflow.flow.reward_form import REWARD, find_signature, form_complaint
 from distflow.flow.step import within
 from distflow.flow.step_declaration import COMPUTED, REQUIRED, Parameters, read_parameters
 
@@ -90,8 +91,8 @@ def _example(default: Any) -> str:
 
 
 def _known_setting(name: str, known: Mapping[str, Any]) -> str:
-    """Suggest what was meant: a typo is likelier than another tool's word."""
-    return did_you_mean(name, known) if nearest(name, known) is not None else meant(name) or did_you_mean(name, known)
+    """Suggest what was meant: a word of another tool, which is no typo of a setting here, or such a typo."""
+    return meant(name) or did_you_mean(name, known)
 
 
 def is_plugin(value: object) -> bool:
@@ -169,6 +170,12 @@ def _plugin_complaints(
     if not isinstance(value, str) or not (is_file_plugin(value) or (declared and is_plugin(value))):
         return []
     try:
+        if (
+            declared
+            and tuple(plugins[name]) == REWARD
+            and (found := _reward_complaints(name, name, value, {})) is not None
+        ):
+            return found
         source = find_source(value)
     except PluginError as error:
         return [(name, str(error), "correct the file or the name")]
@@ -237,8 +244,11 @@ def _function_complaints(
     if not isinstance(function, str) or not (function in shipped or is_plugin(function)):
         hint = f"{did_you_mean(str(function), shipped)}, or a function as module:name or ./file.py:name"
         return [(at, f"there is no {quoted(function)}", hint)]
+    call = shipped.get(function, function)
     try:
-        source = find_source(shipped.get(function, function))
+        if tuple(positional) == REWARD and (found := _reward_complaints(key, at, call, own)) is not None:
+            return found
+        source = find_source(call)
     except PluginError as error:
         return [(at, str(error), "correct the file or the name")]
     if isinstance(source.node, ast.ClassDef):
@@ -248,6 +258,18 @@ def _function_complaints(
         hint = f"expected def {source.node.name}({', '.join(positional)}, *, setting=default, …)"
         return [(at, f"{source.where}: {source.node.name!r} has the wrong signature", hint)]
     return [(f"{key}.{name}", message, hint) for name, message, hint in complaints(own, parameters, {}, {})]
+
+
+def _reward_complaints(key: str, at: str, call: str, own: Mapping[str, Any]) -> list[Complaint] | None:
+    """Of a reward function that is called by keyword, or that the file makes; None for one that gets a sample."""
+    found = find_signature(call)
+    if found is None or found.form == "sample":
+        return None if isinstance(find_named(call), Source) else []
+    wrong = form_complaint(found, own)
+    if wrong is None:
+        return []
+    setting, message, hint = wrong
+    return [(f"{key}.{setting}" if setting else at, f"{find_named(call).where}: {message}", hint)]
 
 
 def _takes(parameters: Parameters, positional: int) -> bool:

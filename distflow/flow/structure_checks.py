@@ -15,7 +15,7 @@ from distflow.flow.per_worker_steps import EVERY
 from distflow.flow.plan import PoolPlan
 from distflow.flow.step import BY_CLIENT, CLIENT_KINDS, FILTERED, GENERATED
 from distflow.flow.structure import Structure
-from distflow.types import A_TOKEN, DROP_REASON, REWARD, is_reward_part, written
+from distflow.types import A_TOKEN, DROP_REASON, REWARD, is_logged, is_reward_part, written
 
 _A_SAMPLE = (REWARD, "score")
 StructureCheck = Callable[[Structure, Problems], None]
@@ -155,7 +155,7 @@ def _client_complaints(node: StepNode) -> Iterator[tuple[str, str]]:
     for field, kind in writes.items() if isinstance(writes, Mapping) else ():
         if kind not in CLIENT_KINDS:
             yield f"writes {field!r} of kind {kind!r}", did_you_mean(str(kind), CLIENT_KINDS)
-        elif field in (*GENERATED, FILTERED, DROP_REASON) or is_reward_part(field) or "*" in field:
+        elif field in (*GENERATED, FILTERED, DROP_REASON) or is_reward_part(field) or is_logged(field) or "*" in field:
             yield f"writes {field!r}, which only other steps write", "a field of another name"
         elif field in (*A_TOKEN, *_A_SAMPLE):
             wanted = "number_per_token" if field in A_TOKEN else "number"

@@ -9,7 +9,6 @@ usual; what lasts is told by the launching command (`launch/observe/alerts.py`),
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 KEPT = "rollout_corr/kept"
 """Mean of min(weight, 1) over the tokens with an advantage: the share that corrections leave."""
@@ -57,9 +56,7 @@ class LearningSignal:
         named = [_named(prefix) for prefix in self._prefixes]
         return [[*mean_so_far(kept), *mean_so_far(equal), float(epoch)] for kept, equal, _ in named]
 
-    def judge(
-        self, replicas: Sequence[Sequence[Sums]], step: int, unmoved: Mapping[str, str] = MappingProxyType({})
-    ) -> dict[str, float]:
+    def judge(self, replicas: Sequence[Sequence[Sums]], step: int, unmoved: Mapping[str, str]) -> dict[str, float]:
         """Conclude from the sums of all replicas in training step `step`, from 1; returns metrics that tell of it.
 
         `unmoved`: by model that had updates, why none has moved it, empty if one has.

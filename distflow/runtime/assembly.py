@@ -324,6 +324,7 @@ def build_contexts(
             step_name=step.name,
             worker=str(setting.me.name),
             seed=recipe.run.seed,
+            training_steps=recipe.run.training_steps,
             samples_per_prompt=recipe.batch.samples_per_prompt,
             ledgers=recipe.batch.ledgers,
             tokens_per_microbatch=recipe.batch.tokens_per_microbatch,

@@ -8,6 +8,7 @@ and counted.
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections import deque
@@ -27,7 +28,7 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.checkpoint.commit import step_of
 from distflow.runtime.disk import ROLLOUTS, Disk, finite
-from distflow.types import FINISH_REASONS, LEFT_OUT, REWARD_PARTS, SEQUENCE, WorkerName, written
+from distflow.types import FINISH_REASONS, LEFT_OUT, LOGGED, REWARD_PARTS, SEQUENCE, WorkerName, written
 
 PENDING_STEPS = 64
 """Training steps that may wait for a slow disk before training waits too, or be kept while the disk is full."""
@@ -179,7 +180,7 @@ def dumped(batch: Batch, further: Sequence[str], lost: Collection[int] = ()) -> 
 
     `lost`: positions of groups that were consumed although nothing was learnt from them.
     """
-    patterns = (*DUMPED, f"{REWARD_PARTS}*", f"*/{REWARD_PARTS}*", *further)
+    patterns = (*DUMPED, *(f"{above}{names}*" for names in (REWARD_PARTS, LOGGED) for above in ("", "*/")), *further)
     found = batch.only([name for name in batch.columns if written(name, patterns)])
     if not lost:
         return found
@@ -199,14 +200,17 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
         "finish_reason": [FINISH_REASONS[code] for code in batch.dense("finish_reason").tolist()],
     }
     columns |= {name: _rounded(batch.dense(name)) for name in ("reward", "score") if name in batch}
-    own = [name for name in batch.columns if name not in DUMPED and not name.startswith(REWARD_PARTS)]
+    own = [name for name in batch.columns if name not in DUMPED and not name.startswith((REWARD_PARTS, LOGGED))]
     columns |= {name: _plain(batch[name]) for name in own if name not in columns}
     names = [name for name in batch.columns if name.startswith(REWARD_PARTS)]
     parts = {name.removeprefix(REWARD_PARTS): _rounded(batch.dense(name)) for name in names}
+    logged = {name.removeprefix(LOGGED): batch.texts(name) for name in batch.columns if name.startswith(LOGGED)}
     left_out = batch.texts(LEFT_OUT) if LEFT_OUT in batch else [""] * batch.rows
     lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for index, line in enumerate(lines):
         line["rewards"] = {name: values[index] for name, values in parts.items()}
+        if logged:
+            line["extra"] = {name: json.loads(texts[index]) for name, texts in logged.items() if texts[index]}
         if left_out[index]:
             line[LEFT_OUT] = left_out[index]
         line["worker"] = workers[index]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distflow.comm.message import Message
 from distflow.config.data_schema import DataConfig, DifficultyConfig
@@ -52,9 +52,10 @@ from distflow.flow.imported_step import check_step
 from distflow.flow.memory import MIB
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.resolve import resolve
+from distflow.flow.reward_form import REWARD, find_signature, needed_columns
 from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.flow.step_declaration import read_declaration
-from distflow.flow.step_settings import chosen_shipped
+from distflow.flow.step_settings import chosen_shipped, functions_of
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.disk import ConsumerList
@@ -79,13 +80,25 @@ class Uses(NamedTuple):
     """How it makes samples of them; None where a model generates them."""
     needs: Mapping[str, str]
     """What its shipped reward functions need of each row's task, by key: the name of the function."""
+    columns: Mapping[str, str]
+    """Columns without which a user's reward function cannot be called, by name: the function."""
+    prompts: bool
+    """Reward functions may ask for the prompt as the data has it: for messages, where it is a conversation."""
+
+
+def prompt_order(
+    sources: Sequence[SourceUse], tokenizer: Tokenizer, settings: PromptSettings, uses: Uses
+) -> PromptOrder:
+    """Build the order of the prompts of these sources for what the flow does with them."""
+    about = (uses.reading, uses.needs, uses.columns)
+    return PromptOrder(sources, tokenizer, settings, *about, prompts=uses.prompts)
 
 
 def build_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer, where: str, uses: Uses) -> PromptOrder:
     """Build the source; raises StepError, with `where`, for exceptions of the source, else UserError."""
     with user_code(f"{where}, when it was made with {data.with_}"):
         sources = [open_source(name, source, resolve) for name, source in data.sources.items()]
-        return PromptOrder(sources, tokenizer, prompt_settings(data, seed), *uses)
+        return prompt_order(sources, tokenizer, prompt_settings(data, seed), uses)
 
 
 def prompt_settings(data: DataConfig, seed: int) -> PromptSettings:
@@ -105,7 +118,23 @@ def prompt_settings(data: DataConfig, seed: int) -> PromptSettings:
 
 def uses_of(plan: Plan) -> Uses:
     """Return what the flow does with the rows of the data."""
-    return Uses(reading_of(plan), needs_of(plan) if plan.reads is None else {})
+    if plan.reads is not None:
+        return Uses(reading_of(plan), {}, {}, prompts=False)
+    calls = dict(_reward_calls(plan))
+    signatures = {call: find_signature(call) for call in calls}
+    lists = {call: found for call, found in signatures.items() if found is not None and found.form == "lists"}
+    columns = {column: call for call, found in lists.items() for column in needed_columns(found, calls[call])}
+    # Of a function whose source does not tell, it is not known.
+    return Uses(None, needs_of(plan), columns, prompts=bool(lists) or None in signatures.values())
+
+
+def _reward_calls(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield users' own reward functions that judge samples of the data's prompts, with the names of their settings."""
+    for step in plan.steps:
+        spec = read_declaration(step.call).spec if step.role == "score" and not step.prefix else None
+        for setting, positional in spec.plugins.items() if spec is not None else ():
+            if tuple(positional) == REWARD:
+                yield from functions_of(step.settings.get(setting)).values()
 
 
 def needs_of(plan: Plan) -> dict[str, str]:
@@ -254,7 +283,7 @@ def build_feed(
 def _check_rows(data: DataConfig, seed: int, tokenizer: Tokenizer, uses: Uses, rows: Sequence[Row]) -> None:
     """Raise UserError unless these rows make prompts."""
     (source,) = data.sources.values()
-    order = PromptOrder([SourceUse(rows, fields=source.fields)], tokenizer, prompt_settings(data, seed), *uses)
+    order = prompt_order([SourceUse(rows, fields=source.fields)], tokenizer, prompt_settings(data, seed), uses)
     for index in range(len(rows)):
         order.prompt(index)
 
@@ -392,6 +421,15 @@ def connect_owner(node: Node, lanes: Lanes, inbound: InboundSamples, reader: Pro
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
     node.on_tick(lambda now: look(inbound, node.board, now))
     node.count_work(lambda: core.progress_count)
+    node.status_rows["arriving"].append(partial(_arriving, core, node.board))
+
+
+def _arriving(core: OwnerCore, board: WaitBoard) -> list[dict[str, Any]]:
+    """How far the open step of an owner has come, for its row of `status`; nothing while nothing is begun."""
+    with board.condition:
+        step, (here, of, tokens) = core.version + 1, core.ledgers.so_far()
+    told = {"kind": core.settings.kind, "step": step, "groups": here, "of": of, "tokens": tokens}
+    return [told] if here or tokens else []
 
 
 def look(inbound: InboundSamples, board: WaitBoard, now: float) -> None:

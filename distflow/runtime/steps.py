@@ -32,7 +32,7 @@ from distflow.data.samples import (
     unrewarded_where_failed,
     untrained_where_left_out,
 )
-from distflow.errors import DistflowError, StepError, UserError, device_fault
+from distflow.errors import DistflowError, StepError, UserError, device_fault, loop_cure
 from distflow.exchange.tally import Tally
 from distflow.flow.file_import import without_import
 from distflow.flow.imported_step import check_step
@@ -72,6 +72,8 @@ class StepContext:
     worker: str = "worker/0"
     training_step: int = 0
     """Counted from 0, as everywhere in scripts; files say step = training_step + 1."""
+    training_steps: int = 0
+    """How many the run has."""
     policy_version: int = 0
     update_epoch: int = 0
     """How often this training step's samples have been trained on before (with batch.epochs)."""
@@ -453,7 +455,9 @@ def split(error: StepError) -> tuple[str, str]:
 
 def _own_frames(error: BaseException) -> str:
     """The traceback, with the error itself."""
-    return "".join(traceback.format_list(_frames(error))) + "".join(traceback.format_exception_only(error))
+    cure = loop_cure(error)
+    shown = [*traceback.format_list(_frames(error)), *traceback.format_exception_only(error)]
+    return "".join([*shown, *([f"{cure}\n"] if cure else [])])
 
 
 def _place(error: BaseException) -> str:

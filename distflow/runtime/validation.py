@@ -24,7 +24,8 @@ from distflow.config.data_schema import DataConfig
 from distflow.config.schema import RunConfig
 from distflow.data.answers_in_text import find_answer
 from distflow.data.batch import Batch
-from distflow.data.order import DATA_SOURCE, PromptOrder
+from distflow.data.formats import DATA_SOURCE
+from distflow.data.order import PromptOrder
 from distflow.data.samples import last_rows, left_out
 from distflow.errors import UserError
 from distflow.exchange.lease_lanes import Lanes

@@ -110,13 +110,14 @@ class CostSearch:
     """Why others have none, by site."""
 
 
-def pool_needs(plan: Plan, rule: SplitRule) -> dict[str, PoolNeed]:
-    """What each pool takes of the hosts."""
+def pool_needs(plan: Plan, rule: SplitRule, hosts: Sequence[str]) -> dict[str, PoolNeed]:
+    """What each pool takes of the hosts of these names; pins by number become names."""
     each = {rule.generating_pool: rule.engine, rule.training_pool: rule.trainer}
     found = {}
     for pool in plan.pools:
         wide = max(1, *(width(worker) for worker in plan.workers if worker.name.pool == pool.name))
-        patterns = tuple(plan.recipe.layout.pools[pool.name].hosts)
+        pins = plan.recipe.layout.pools[pool.name].hosts
+        patterns = tuple(hosts[pin] if isinstance(pin, int) and pin < len(hosts) else str(pin) for pin in pins)
         found[pool.name] = PoolNeed(pool.count, each.get(pool.name, wide), wide, patterns)
     return found
 

@@ -158,5 +158,5 @@ def _agents(plan: Plan) -> AgentLayout:
 def _hosts(plan: Plan, pool: PoolPlan) -> int:
     """On how many hosts the workers of a pool are at most."""
     pinned = plan.recipe.layout.pools[pool.name].hosts
-    named = pinned and not any(letter in name for name in pinned for letter in "*?[")
+    named = pinned and not any(letter in name for name in map(str, pinned) for letter in "*?[")
     return min(pool.count, len(pinned)) if named else pool.count

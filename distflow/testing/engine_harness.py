@@ -22,7 +22,7 @@ from distflow.data.randomness import sample_stream, uniform_rows
 from distflow.runtime.protocols import Engine
 from distflow.types import BegunSample, SampleOutput, SampleRequest, SamplingParams, Version
 from distflow.workers.models import build_model
-from distflow.workers.parameters import stored_form
+from distflow.workers.parameters import constants_of, stored_form
 
 Probs = NDArray[np.float64]
 FIRST = Version(0, 0)
@@ -165,7 +165,7 @@ class EngineHarness(ABC):
         """The weights of a reference, by their names in a checkpoint."""
         model = self.reference(number)
         stored = stored_form(model)
-        named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        named = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *constants_of(model).items())}
         return [item for name in stored.tensors for item in stored.cut(name, named[name])]
 
     def request(self, position: int, samples: int = 4, **params: Any) -> WholeGroup:

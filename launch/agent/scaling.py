@@ -311,11 +311,16 @@ class Scaling:
 
     def _allowed(self, pool: str, hosts: list[int], mesh: Gossip) -> list[int]:
         """Those of the hosts that the recipe lets workers of this pool run on."""
-        patterns = recipe_in(self._record.path).layout.pools[pool].hosts
+        pins = recipe_in(self._record.path).layout.pools[pool].hosts
+        numbers, patterns = ([pin for pin in pins if isinstance(pin, kind)] for kind in (int, str))
         names = {host: mesh.reports[host].entry.name for host in hosts if host in mesh.reports}
-        found = [host for host in hosts if not patterns or any(fnmatchcase(names.get(host, ""), p) for p in patterns)]
+        found = [
+            host
+            for host in hosts
+            if not pins or host in numbers or any(fnmatchcase(names.get(host, ""), str(p)) for p in patterns)
+        ]
         if not found:
-            allowed, there = ", ".join(patterns), ", ".join(names.values())
+            allowed, there = ", ".join(map(str, pins)), ", ".join(names.values())
             raise UserError(
                 f"scale: layout.pools.{pool}.hosts allows only {allowed}, none of {there} — add one with --hosts"
             )

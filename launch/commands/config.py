@@ -5,6 +5,7 @@ from.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,13 +74,25 @@ def explain(key: str) -> int:
     is_flag=True,
     help="The recipe is for other machines: do not check the libraries and GPUs of this one.",
 )
-def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool) -> int:
+@click.option(
+    "--hosts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The recipe is for these hosts: check that its workers find places on them, and nothing of this machine.",
+)
+def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool, hosts: Path | None) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and fix (exit code 2)."""
     from distflow.flow.recipe_check import check_imports, plan_recipe
     from distflow.launch.deploy.host_checks import problems_here
 
-    loaded, plan = plan_recipe(recipe, overrides)
-    problems, first = [] if elsewhere else problems_here(plan, loaded.origin, ask_pythons=deep), ""
+    loaded, plan = plan_recipe(recipe, overrides, need_files=hosts is None)
+    problems, first = [], ""
+    if hosts is None and not elsewhere:
+        here = problems_here(plan, loaded.origin, ask_pythons=deep)
+        problems = [
+            replace(one, hint=f"{one.hint}; for other machines there are --elsewhere and --hosts FILE") for one in here
+        ]
+    placed = _placed(plan, hosts) if hosts is not None else []
     if deep:
         problems += check_imports(plan, loaded.origin)
     if problems:
@@ -93,9 +106,19 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
     )
     if first:
         click.echo(first)
+    for line in placed:
+        click.echo(line)
     for note in plan.notes:
         click.echo(note if note in plan.warnings else f"note: {note}")
     return 0
+
+
+def _placed(plan: Plan, file: Path) -> list[str]:
+    """Which worker runs on which host of this file; raises HostsError where they find no places."""
+    from distflow.launch.deploy.hostfile import read_hosts
+    from distflow.launch.deploy.placement import place_workers, placement_lines
+
+    return placement_lines(plan, place_workers(plan, read_hosts(file, None, None)))
 
 
 @click.command("test-plugin")

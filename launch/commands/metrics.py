@@ -68,6 +68,12 @@ def command(
     Several runs are compared: the last value of each metric, the best one, and the mean over the last training steps.
     """
     found = read_runs(runs, runs_dir)
+    for run, steps in found.items():
+        if not steps:
+            _tell(
+                f"{run} has no metrics yet: they come with the end of its first training step — `distflow status "
+                f"{run}` tells how far that has come"
+            )
     names = None if keys is None else chosen_keys(keys, [step for steps in found.values() for step in steps])
     if len(found) > 1 and not as_csv:
         compared = {run: figures(steps, names, last or MEAN_OF) for run, steps in found.items()}

@@ -138,7 +138,7 @@ def _optimize(
     inputs = simulation_input(given, timeline=False)
     offers = _offers(hosts)
     rule = splits.split_rule(plan, inputs.device, given["devices"])
-    needs = pool_needs(plan, rule)
+    needs = pool_needs(plan, rule, [host.name for host in hosts])
     if hosts and given["devices"] is None:
         left = sum(len(host.slots) for host in hosts) - slots_of_others(needs, rule)
         rule = splits.split_rule(plan, inputs.device, left, option="--hosts")

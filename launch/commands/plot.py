@@ -47,11 +47,13 @@ class Panel:
     """Metric and label; all that a run has are drawn."""
     first: bool = False
     """Only the first of them that any run has."""
+    outcome: bool = False
+    """What training is for: drawn also if it never changes, which is news."""
 
 
 PANELS = (
-    Panel("score", (("critic/score/mean", ""),)),
-    Panel("reward", (("critic/rewards/mean", ""),)),
+    Panel("score", (("critic/score/mean", ""),), outcome=True),
+    Panel("reward", (("critic/rewards/mean", ""),), outcome=True),
     Panel("response length, tokens", (("response_length/mean", ""),)),
     Panel("entropy", (("actor/entropy", ""),)),
     Panel("KL", tuple((f"{name}", name) for name in ("actor/kl_loss", "critic/kl", "actor/ppo_kl")), first=True),
@@ -92,11 +94,13 @@ def command(runs: tuple[str, ...], output: Path | None, keys: str | None, runs_d
     if not every:
         raise UserError(f"{', '.join(found)}: no training step has been done yet — there is nothing to draw")
     wanted = _usual(every) if keys is None else [Panel(name, ((name, ""),)) for name in chosen_keys(keys, every)]
-    panels = [panel for panel in wanted if _drawn(panel, every)]
+    constant = [] if keys is not None else [panel for panel in wanted if _is_dull(panel, every)]
+    panels = [panel for panel in wanted if _drawn(panel, every) and panel not in constant]
     for panel in wanted:
         if panel not in panels:
-            names = ", ".join(name for name, _ in panel.metrics)
-            click.echo(f"note: no {panel.title.partition(',')[0]}: no run has {names}", err=True)
+            names = ", ".join(name for name, _ in _drawn(panel, every) or panel.metrics)
+            why = f"{names} never changes" if panel in constant else f"no run has {names}"
+            click.echo(f"note: no {panel.title.partition(',')[0]}: {why}", err=True)
     if not panels:
         raise UserError("plot: no run has a metric of the usual panels — choose some with --keys")
     figure = draw(panels, found)
@@ -109,7 +113,7 @@ def command(runs: tuple[str, ...], output: Path | None, keys: str | None, runs_d
 
 def _usual(steps: Steps) -> list[Panel]:
     """What is drawn if nothing else is asked for."""
-    validation = [Panel(f"validation, {name}", ((name, ""),)) for name in validated(steps)]
+    validation = [Panel(f"validation, {name}", ((name, ""),), outcome=True) for name in validated(steps)]
     return [PANELS[0], *validation, *PANELS[1:]]
 
 
@@ -129,6 +133,12 @@ def _drawn(panel: Panel, steps: Steps) -> list[tuple[str, str]]:
     """The metrics of a panel that there are."""
     there = [metric for metric in panel.metrics if any(math.isfinite(step.get(metric[0], math.nan)) for step in steps)]
     return there[:1] if panel.first else there
+
+
+def _is_dull(panel: Panel, steps: Steps) -> bool:
+    """Tell whether nothing in a panel ever changes, as the staleness of a run that takes turns."""
+    values = [{step[name] for step in steps if name in step} for name, _ in _drawn(panel, steps)]
+    return len(steps) > 1 and not panel.outcome and bool(values) and max(map(len, values)) == 1
 
 
 def draw(panels: Sequence[Panel], runs: Mapping[str, Steps]) -> Figure:

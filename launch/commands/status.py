@@ -104,6 +104,7 @@ def look(run_dir: Path) -> Seen:
 def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -> Iterator[str]:
     """Lines about anything unusual in a running run."""
     from distflow.launch.observe.alerts import copy_troubles, counted_rewards, dropped, outside_waits, tracker_troubles
+    from distflow.launch.observe.progress import arriving
     from distflow.launch.observe.run_client import without_agents
 
     for number in record.silent:
@@ -118,7 +119,7 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
             "`nvidia-smi -q`) — reset or replace it, or stop the run and go on without it: leave it out of "
             "CUDA_VISIBLE_DEVICES, and `distflow launch --resume` with fewer workers there (layout.pools.NAME.each)"
         )
-    yield from filter(None, [without_agents(record), counted_rewards(rows)])
+    yield from filter(None, [without_agents(record), arriving(rows), counted_rewards(rows)])
     yield from (*tracker_troubles(rows), *copy_troubles(rows))
     yield from map(_consumer_line, _consumers(rows))
     if prompts := _prompts(rows):

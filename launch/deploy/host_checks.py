@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distflow.config.plugins import LIBRARIES, NIXL
 from distflow.errors import Problem
+from distflow.flow.families import needs_gpu, only_on_gpus
 from distflow.flow.lanes import nixl_pools
 from distflow.flow.memory_fit import Capacity
 from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.sizes import configuration
 from distflow.flow.trackers import trackers_of
 from distflow.launch.agent.host_facts import (
     SHM,
@@ -136,6 +138,7 @@ def needs_of_workers(plan: Plan, names: Collection[str] | None = None) -> Needs:
             others.setdefault(worker.python, []).append(worker)
     own = [worker for worker in workers if worker.python is None]
     devices = [(_key(plan, worker, "device"), worker.device) for worker in workers if worker.device.startswith("cuda")]
+    devices += [(key, "cuda") for worker in workers if worker.device == "auto" for key in _on_gpus(plan, worker)]
     return Needs(
         devices=tuple(dict.fromkeys(devices)),
         libraries=tuple(dict.fromkeys(found for worker in own for found in _libraries(plan, worker))),
@@ -313,7 +316,9 @@ def _devices(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     for key, device in needs.devices:
         if int(device.partition(":")[2] or 0) >= count:
             text = f"{device}, but this host has {count} GPU{'s' * (count != 1)} available (by nvidia-smi)"
-            hint = "set auto or cpu, or pin the pool to hosts with GPUs: layout.pools.NAME.hosts"
+            others = {"attn_implementation": "sdpa, eager or auto", "engine": "torch"}
+            wanted = others.get(key.rpartition(".")[2], "auto or cpu")
+            hint = f"set {wanted}, or pin the pool to hosts with GPUs: layout.pools.NAME.hosts"
             yield Finding(key, "FAIL", text, hint)
 
 
@@ -390,6 +395,22 @@ def _libraries(plan: Plan, worker: WorkerPlan) -> Iterator[tuple[str, str]]:
             yield f"models.{model}.optimizer.name", plan.recipe.models[model].optimizer.name
         if plan.recipe.models[model].lora is not None:
             yield f"models.{model}.lora", "lora"
+    for model in (*homes, *plan.pool(worker.name.pool).frozen):
+        chosen = plan.recipe.models[model].attn_implementation
+        chosen = "hub kernel" if "@" in chosen else chosen
+        if chosen in LIBRARIES:
+            yield f"models.{model}.attn_implementation", chosen
+
+
+def _on_gpus(plan: Plan, worker: WorkerPlan) -> Iterator[str]:
+    """Yield the keys of what this worker's engine or backends cannot compute on a CPU."""
+    pool = plan.pool(worker.name.pool)
+    for model in pool.generates:
+        if only_on_gpus(configuration(plan.recipe.models[model]), worker.engine or ""):
+            yield _key(plan, worker, "engine")
+    for model in (*pool.homes, *pool.frozen):
+        if needs_gpu(plan.recipe.models[model].attn_implementation):
+            yield f"models.{model}.attn_implementation"
 
 
 def _key(plan: Plan, worker: WorkerPlan, setting: str) -> str:

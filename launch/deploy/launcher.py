@@ -31,7 +31,14 @@ from distflow.launch.deploy.job_environment import JobRefused, forwarded, render
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
 from distflow.launch.deploy.monitor import Interrupts, Monitor
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
-from distflow.launch.deploy.placement import WorkerPlacement, begin_with, needs_here, place_workers
+from distflow.launch.deploy.placement import (
+    WorkerPlacement,
+    begin_with,
+    check_numbers,
+    needs_here,
+    pin_problems,
+    place_workers,
+)
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import Display, make_display
 from distflow.launch.observe.run_summary import reached, tell_end
@@ -160,6 +167,7 @@ def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tup
     ways = SshWays(dict(enumerate(hosts)), transport)
     if ways.here:
         # Host 0 collects what the others wrote when the run is over; the user looks for it here.
+        check_numbers(plan, hosts[ways.here].name)
         placement = begin_with(placement, ways.here)
         ways = SshWays(dict(enumerate(placement.hosts)), transport)
     return launch_on(options, loaded, plan, placement, ways)
@@ -337,7 +345,7 @@ def submit_jobs(runs: Sequence[Options]) -> int:
     made = not options.runs_dir.exists()
     created: list[Path] = []
     try:
-        commands = [_prepared(run, created) for run in runs]
+        commands = [_prepared(run, created, int(settings["nodes"])) for run in runs]
         text = render_job(settings, commands, Path.cwd())
         if options.dry_run:
             click.echo(text, nl=False)
@@ -359,9 +367,12 @@ def submit_jobs(runs: Sequence[Options]) -> int:
     return 0
 
 
-def _prepared(options: Options, created: list[Path]) -> tuple[Path, list[str]]:
-    """The folder of a run that a job will fill, and the job's command; notes the folder if it is there now."""
-    plan = recipe_of(options, need_files=False)[1]
+def _prepared(options: Options, created: list[Path], nodes: int) -> tuple[Path, list[str]]:
+    """Return the folder of a run that a job of so many nodes will fill, and the job's command; notes the folder if it
+    is there now. Raises RecipeError for a pool that is pinned to nodes whose names nobody knows yet."""
+    loaded, plan = recipe_of(options, need_files=False)
+    if problems := pin_problems(plan, nodes, loaded.origin):
+        raise RecipeError(problems)
     name = plan.run_name if options.name is None else options.name
     if options.dry_run and options.resume:
         run_dir = existing_run_folder(options.runs_dir, name, explicit=options.name is not None)

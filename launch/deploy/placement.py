@@ -6,7 +6,7 @@ The estimates are rough: good enough to refuse what cannot work, no guarantee th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -88,6 +88,32 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     if problems := [*_gradient_problems(plan, placement), *_silence_problems(plan, len(hosts))]:
         raise HostsError(problems)
     return placement
+
+
+def pin_problems(plan: Plan, nodes: int, origin: Callable[[str], str]) -> list[Problem]:
+    """Find pools that are pinned to what a job of so many nodes does not have, before it is submitted."""
+    problems = []
+    for name, pool in plan.recipe.layout.pools.items():
+        key = f"layout.pools.{name}.hosts"
+        for pin in pool.hosts:
+            if isinstance(pin, str):
+                what = f"pinned to {pin!r}, but which nodes a job gets is known only when it begins"
+                hint = f"pin by number, as in {key}=[0] for the first node of the job"
+                problems.append(Problem(origin(key), key, what, hint))
+            elif pin >= nodes:
+                hint = f"they have the numbers 0 to {nodes - 1}"
+                problems.append(Problem(origin(key), key, f"there is no node {pin} in a job of {nodes}", hint))
+    return problems
+
+
+def check_numbers(plan: Plan, here: str) -> None:
+    """Raise HostsError for pins by number where this machine stands in the file, but not first, and so gets number 0
+    in the run."""
+    for name, pool in plan.recipe.layout.pools.items():
+        if any(isinstance(pin, int) for pin in pool.hosts):
+            hint = f"move the line of {here} to the top of the hosts file, or pin by name"
+            what = "hosts are pinned by number, and this machine, which is number 0 of a run, is not the first one"
+            raise HostsError([Problem("recipe", f"layout.pools.{name}.hosts", what, hint)])
 
 
 def likely_slots(new: Sequence[str], hosts: Mapping[int, Host]) -> dict[str, WorkerSlot]:
@@ -224,13 +250,20 @@ def _shown(plan: Plan, name: str, place: WorkerSlot) -> str:
 
 
 def _allowed(pool: str, plan: Plan, hosts: Sequence[Host], problems: list[Problem]) -> list[int]:
-    patterns = plan.recipe.layout.pools[pool].hosts
+    pins = plan.recipe.layout.pools[pool].hosts
     names = [host.name for host in hosts]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            key = f"layout.pools.{pool}.hosts"
-            problems.append(Problem("recipe", key, f"no host matches {pattern!r}", did_you_mean(pattern, names)))
-    return [n for n, name in enumerate(names) if not patterns or any(fnmatchcase(name, p) for p in patterns)]
+    found: set[int] = set()
+    for pin in pins:
+        if isinstance(pin, int):
+            matches = {pin} & {*range(len(names))}
+            what, hint = f"there is no host {pin}", f"the {len(names)} hosts have the numbers 0 to {len(names) - 1}"
+        else:
+            matches = {n for n, name in enumerate(names) if fnmatchcase(name, pin)}
+            what, hint = f"no host matches {pin!r}", did_you_mean(pin, names)
+        if not matches:
+            problems.append(Problem("recipe", f"layout.pools.{pool}.hosts", what, hint))
+        found |= matches
+    return sorted(found) if pins else [*range(len(names))]
 
 
 def _next(turn: int, allowed: Sequence[int], free: Sequence[Sequence[int]], slots: int) -> int | None:

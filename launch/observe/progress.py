@@ -35,6 +35,8 @@ BEHIND = 5
 """Training steps before the present one that are looked at, too, where autoscaling begins."""
 
 PLAIN_EVERY_S = 2.0
+STAGE_EVERY_S = 10.0
+"""Between two lines of a file or a pipe on how far the first training step has come."""
 OTHER_LINES = 8
 """Lines of the live page besides the workers."""
 SHOWN = (
@@ -49,6 +51,7 @@ SHOWN = (
 """Label, metric, format: what a line of progress shows, if the run measures it; fits into 80 columns."""
 SCORE, REWARD, LOSS = "critic/score/mean", "critic/rewards/mean", "actor/loss"
 BARS = "▁▂▃▄▅▆▇█"
+LOADING = "the workers are loading their models and connecting; then the first training step begins"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class RunStatus:
         record, names = self.record, [entry.name for entry in self.record.workers]
         started = sum(name in record.pids for name in names)
         if record.state == "running":
-            return "the workers are loading their models and connecting; then the first training step begins"
+            return arriving(self.rows) or LOADING
         if not record.pids:
             return "starting the host agent"
         if not started:
@@ -94,6 +97,18 @@ class RunStatus:
         left = "" if self.left_s is None else f"left {duration(self.left_s)}"
         parts = (f"step {self.step}/{self.record.training_steps}", self.figures, left, self.verdict)
         return "  ".join(part for part in parts if part)
+
+
+def arriving(rows: Sequence[Row]) -> str:
+    """Say how far the open training step, or a validation, has come; empty while nothing is generated for it."""
+    found = [one for row in rows for one in row.get("arriving", ())]
+    told = []
+    for kind, what in (("val", "validating"), ("train", "generating for training step {}")):
+        of_kind = [one for one in found if one["kind"] == kind]
+        groups, of, tokens = (sum(one[name] for one in of_kind) for name in ("groups", "of", "tokens"))
+        if of > groups:
+            told.append(f"{what.format(of_kind[0]['step'])}: {groups:,} of {of:,} prompts, {tokens:,} tokens so far")
+    return "; ".join(told)
 
 
 def duration(seconds: float) -> str:
@@ -138,7 +153,8 @@ class PlainDisplay:
     def __init__(self) -> None:
         self._step = 0
         self._at = 0.0
-        self._stage = ""
+        self._stages: set[str] = set()
+        """What was said of how the run begins."""
 
     def __enter__(self) -> None:
         """Nothing to prepare."""
@@ -148,9 +164,13 @@ class PlainDisplay:
 
     def show(self, status: RunStatus) -> None:
         """Print a line if there is something new and it is time."""
-        if not status.step and not status.record.over and status.stage != self._stage:
-            self._stage = status.stage
-            self.say(self._stage)
+        if not status.step and not status.record.over and status.stage not in self._stages:
+            # What only grows is not said each time it does.
+            counts, now = bool(arriving(status.rows)), time.monotonic()
+            if not counts or now - self._at >= STAGE_EVERY_S:
+                self._at = now if counts else self._at
+                self._stages.add(status.stage)
+                self.say(status.stage)
         if status.step > self._step and (self._step == 0 or time.monotonic() - self._at >= PLAIN_EVERY_S):
             self._print(status)
 
@@ -197,7 +217,11 @@ class LiveDisplay:
             self._workers = worker_page(status.rows, max(1, self._live.console.height - OTHER_LINES))
         stage = Text(f"{status.stage} …", no_wrap=True, overflow="ellipsis")
         self._update_bar(status)
-        self._live.update(self._page(status, stage if self._workers is None else self._workers))
+        more: list[RenderableType] = [
+            *([] if status.step else [stage]),
+            *([] if self._workers is None else [self._workers]),
+        ]
+        self._live.update(self._page(status, *more))
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

@@ -114,7 +114,9 @@ def _row(record: RunRecord, name: str, answer: Row | None, alive: bool) -> Row:
     row |= {"waiting_for": None, "generates": entry.generates}
     host = entry.host
     if alive:
-        row |= {"pid": record.pids[name].pid, "state": "no answer"}
+        # Before its agent knows where it listens, nobody can ask it.
+        state = "no answer" if name in record.roster else "loading"
+        row |= {"pid": record.pids[name].pid, "state": state}
     elif record.over:
         row["state"] = "ended"
     elif host in record.silent:

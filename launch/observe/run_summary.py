@@ -20,6 +20,7 @@ from distflow.launch.observe.alerts import where_time_went
 from distflow.launch.run.record import RunRecord
 from distflow.launch.run.resume import best_checkpoint
 from distflow.metrics.merge import MetricsReader, validated
+from distflow.runtime.checkpoint.commit import checkpoints_of, commits
 from distflow.runtime.process_record import read_troubles
 from distflow.types import VAL, VAL_LOSS
 
@@ -103,6 +104,7 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     if went:
         yield went
     yield from _memory(steps)
+    yield from _on_disk(record.path)
     yield f"results: {record.run_dir}"
     where = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
     yield "try next:"
@@ -111,7 +113,12 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     if progress.step:
         yield f"  {me} metrics {record.name} --last 10{where}"
         yield f"  {me} rollouts {record.name}{where}"
-    yield f"  {me} status {record.name}{where}"
+        yield f"  {me} plot {record.name}{where}"
+    if next(commits(checkpoints_of(record.path)), None) is not None:
+        best = "" if best_checkpoint(record.path, steps) is None else " --best"
+        yield f"  {me} export {record.name}{best} --to {record.name}-model{where}"
+        if any(entry.generates for entry in record.workers):
+            yield f"  {me} evaluate {record.name}{best}{where}"
     yield f"  {me} plan {again} --worker {record.workers[0].name}"
 
 
@@ -174,6 +181,16 @@ def _memory(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
     shown = [f"{peak:.2f} GiB {place}" for place, peak in peaks.items() if peak]
     if shown:
         yield f"peak memory of a worker: {', '.join(shown)}"
+
+
+def _on_disk(run_dir: Path) -> Iterator[str]:
+    """What the checkpoints take, as far as they lie on this machine."""
+    root = checkpoints_of(run_dir)
+    kept = [folder for folder in root.glob("step_*") if folder.is_dir()]
+    if kept:
+        size = sum(file.stat().st_size for folder in kept for file in folder.rglob("*") if file.is_file())
+        unit, name = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
+        yield f"checkpoints: {len(kept)}, {size / unit:.1f} {name} on disk, in {root}"
 
 
 def failure_report(record: RunRecord, failure: Failure) -> Iterator[str]:

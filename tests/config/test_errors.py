@@ -10,9 +10,11 @@ import pytest
 from distflow.config.check import key_of, section_at
 from distflow.config.load import load_recipe
 from distflow.config.other_tools import WORDS
+from distflow.config.plugins import TRACKERS
 from distflow.errors import RecipeError
 from distflow.flow.chosen_function import chosen_function
 from distflow.flow.step_declaration import read_declaration
+from distflow.launch.cli import run
 
 BASE = "defaults: [quickstart, _self_]\n"
 AFTER = "defaults:\n- quickstart\n"
@@ -123,7 +125,24 @@ def test_one_mistake(override: str, message: str) -> None:
         ("threads=2", "threads — unknown key — did you mean layout.pools.NAME.threads?"),
         ("trainin_steps=8", "trainin_steps — unknown key — did you mean run.training_steps?"),
         ("dtype=bfloat16", "dtype — unknown key — did you mean models.policy.dtype?"),
-        ("wandb=true", "wandb — unknown key — did you mean run.trackers={wandb: true}?"),
+        ("wandb=true", "wandb — unknown key — did you mean run.trackers.wandb=true?"),
+        ("report_to=wandb", "report_to — unknown key — did you mean run.trackers.wandb=true?"),
+        ("logger=[console,trackio]", "logger — unknown key — did you mean run.trackers.trackio=true?"),
+        ("trainer.logger=[wandb,mlflow]", "did you mean run.trackers.wandb=true and run.trackers.mlflow=true?"),
+        ("report_to=none", "did you mean run.trackers.NAME=true, NAME being wandb, tensorboard"),
+        (
+            "use_vllm=true",
+            "did you mean layout.pools.rollout.engine=vllm, or with layout=colocated layout.pools.wor",
+        ),
+        ("lora.r=8", "lora — unknown key — did you mean models.policy.lora.rank?"),
+        ("models.policy.lora.r=8", "models.policy.lora.r — unknown key — did you mean models.policy.lora.rank?"),
+        ("lora_alpha=8", "lora_alpha — unknown key — did you mean models.policy.lora.alpha?"),
+        ("stop=['</s>']", "stop — unknown key — did you mean flow.steps.sample.with.stop_token_ids, as [151643]; the"),
+        (
+            "tools=[search]",
+            "tools — unknown key — a generate step of your own, which calls tools or an environment and",
+        ),
+        ("max_turns=3", "generates turn by turn: flow.steps.sample.call=./file.py:NAME (docs/generate-steps.md)"),
         ("eval.every=5", "eval — unknown key — did you mean 'val'?"),
         ("lora.rank=8", "lora — unknown key — did you mean models.policy.lora.rank?"),
         (
@@ -148,6 +167,9 @@ def test_what_is_said_of_other_tools_words_names_keys_that_there_are() -> None:
     for text in WORDS.values():
         for key in re.findall(r"\b(?:run|batch|models|layout|data|limits)(?:\.\w+)+", text):
             path = key.split("=")[0].split(".")
+            if path[:2] == ["run", "trackers"]:
+                assert path[2] in (*TRACKERS, "NAME"), key
+                continue
             section = section_at(tuple(path[:-1]))
             assert section is not None, key
             assert path[-1] in {key_of(section, name) for name in section.model_fields}, key
@@ -306,3 +328,23 @@ def test_a_recipes_file_of_a_similar_name(tmp_path: Path, monkeypatch: pytest.Mo
     mine(tmp_path, BASE)
     for name in ("mine.yml", "mne.yaml"):
         assert refused(name).endswith(f"there is no file {name} — did you mean mine.yaml?")
+
+
+def test_a_key_and_its_value_apart() -> None:
+    message = refused("quickstart", "batch.prompts", "8", "run.seed=1")
+    assert message == "command line: batch.prompts — a key and its value are one word — batch.prompts=8"
+    assert "batch.prompts — cannot be read as an override" in refused("quickstart", "batch.prompts", "run.seed=1")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch.prompts=8"], "No such option '--batch.prompts'. Keys of a recipe have no dashes: batch.prompts=8"),
+        (["--run.seed", "3"], "Keys of a recipe have no dashes: run.seed=3"),
+        (["--num-generations", "8"], "given as KEY=VALUE, without dashes — did you mean batch.samples_per_prompt?"),
+        (["--actor_learning_rate=1e-6"], "without dashes — did you mean models.policy.optimizer.lr?"),
+    ],
+)
+def test_keys_as_options(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert run(["validate", "quickstart", *options]) == 2
+    assert message in capsys.readouterr().err

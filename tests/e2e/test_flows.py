@@ -16,6 +16,8 @@ FLOWS = [
     if "  read:" not in path.read_text()
 ]
 """Those that generate; of the others, test_offline.py."""
+LIKE_GRPO = ("aipo", "cispo", "dr_grpo", "gspo", "opo", "reinforce_plus_plus_baseline", "rloo")
+"""Those that differ from another one by a function of a batch alone: they run with the long tests."""
 STEPS = 3
 RESULTS = ("actor/loss", "actor/grad_norm", "critic/rewards/mean", "critic/advantages/max", "response_length/mean")
 NEEDS = {"distill": [TEACHER]}
@@ -41,7 +43,7 @@ def is_documented(name: str) -> bool:
     return any(written(one, documented()) for one in names)
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", [pytest.param(flow, marks=[pytest.mark.long] * (flow in LIKE_GRPO)) for flow in FLOWS])
 def test_three_training_steps_are_the_same_in_one_process_and_in_several(launch: Launch, flow: str) -> None:
     results = []
     for layout in ("colocated", "split"):

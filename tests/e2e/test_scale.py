@@ -82,7 +82,14 @@ def test_one_trainer_two_trainers_one_trainer(launch: Launch) -> None:
     assert run.leftovers() == []
 
 
-@pytest.mark.parametrize("victim", ["agent/0", "trainer/0", "trainer/1", "nursery/0", "rollout/0"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "trainer/1",
+        "nursery/0",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("agent/0", "trainer/0", "rollout/0")),
+    ],
+)
 def test_a_pool_that_trains_changes_its_size_whoever_is_killed_meanwhile(launch: Launch, victim: str) -> None:
     run = launch("quickstart", *PACED, "layout=split", f"run.training_steps={STEPS}", "run.save_every=5")
     run.until(lambda: run.saved(), "a checkpoint")
@@ -110,9 +117,9 @@ def test_a_pool_that_trains_changes_its_size_whoever_is_killed_meanwhile(launch:
             "trainer=3",
             "trainer=1",
         ),
-        (["flow=ppo", "layout=critic"], "critic=3", "critic=1"),
+        pytest.param(["flow=ppo", "layout=critic"], "critic=3", "critic=1", marks=pytest.mark.long),
         (["flow=ppo", "layout=critic"], "trainer=2", "trainer=1"),
-        (["layout=async", "layout.max_staleness=2"], "trainer=2", "trainer=1"),
+        pytest.param(["layout=async", "layout.max_staleness=2"], "trainer=2", "trainer=1", marks=pytest.mark.long),
     ],
     ids=["colocated", "of a divided model", "of a critic", "beside a critic", "asynchronous"],
 )

@@ -54,12 +54,12 @@ LATER = ["layout.pools.reference.count=2", "batch.minibatches=2", "batch.ledgers
     "recipe",
     [
         ["batch.prompts=16"],
-        ["run.deterministic=true", *SMALL, *KL],
+        pytest.param(["run.deterministic=true", *SMALL, *KL], marks=pytest.mark.long),
         [*KL, *STOLEN],
         [*KL, *LATER],
         ["flow=ppo", *SMALL],
         ["flow=distill", "flow.steps.teacher.with.top_k=4", TEACHER, *STOLEN],
-        ["models.policy.lora.rank=4", "models.policy.quantize=nf4", *SMALL, *KL],
+        pytest.param(["models.policy.lora.rank=4", "models.policy.quantize=nf4", *SMALL, *KL], marks=pytest.mark.long),
     ],
     ids=["rewards", "deterministic", "stolen", "mini-batches", "ppo", "teacher", "4 bits"],
 )

@@ -91,7 +91,7 @@ def test_saved_model_and_tokenizer_come_back(tmp_path):
             UserError,
             match=r"texts where data\.chat is true.*, but tokenizer '.*' has none — a model .*data\.chat=false",
         ):
-            plain.chat_text("12")
+            plain.chat_text([{"role": "user", "content": "12"}])
 
 
 @pytest.mark.parametrize("given, ends", [(5, (1, 5)), ([5, 1, 4], (1, 5, 4)), (None, (1,))])
@@ -120,7 +120,7 @@ def test_chat_template_is_used(tmp_path):
     tokenizer.pretrained.chat_template = "{% for m in messages %}+{{ m.content }}{% endfor %}="
     tokenizer.save(tmp_path)
     loaded = build_tokenizer({"path": str(tmp_path)})
-    assert loaded.encode(loaded.chat_text("12")) == [12, 3, 4, 13]
+    assert loaded.encode(loaded.chat_text([{"role": "user", "content": "12"}])) == [12, 3, 4, 13]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ def test_a_name_that_no_run_can_have_is_refused_before_anything_starts(capsys: p
 def test_validate_of_a_recipe_for_other_machines_asks_nothing_of_this_one(capsys: pytest.CaptureFixture[str]) -> None:
     gpu = ["validate", "quickstart", "layout.pools.rollout.device=cuda:99"]
     assert run(gpu) == 2
-    assert "but this host has" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "but this host has" in err
+    assert "for other machines there are --elsewhere and --hosts FILE" in err
     assert run([*gpu, "--elsewhere"]) == 0
 
 

@@ -186,7 +186,7 @@ def test_the_shipped_rewards_on_the_training_pool(refused: Refused) -> None:
 
 def test_what_a_step_may_write_is_part_of_the_plan() -> None:
     steps = {step.name: step for step in plan_recipe("quickstart", ["run.dump_fields=[rewards/part]"])[1].steps}
-    assert steps["reward"].may_write == ("rewards/*", "drop_reason", "left_out")
+    assert steps["reward"].may_write == ("rewards/*", "extra/*", "drop_reason", "left_out")
 
 
 def test_on_one_worker_such_a_step_runs_behind_the_crossing(folder) -> None:

@@ -165,3 +165,5 @@ def test_published_models_with_experts_are_as_large_as_they_are_said_to_be(name:
     size = model_size(ModelConfig(init=config, tokenizer="some/tokenizer", dtype="bfloat16"))
     assert size.parameters / 1e9 == pytest.approx(billions, abs=0.05)
     assert size.kv_bytes == size.layers * cached * 2
+    heads, latent = config["num_attention_heads"], "kv_lora_rank" in config
+    assert size.expanded_kv_bytes == (size.layers * heads * (128 + 64 + 128) * 2 if latent else size.kv_bytes)

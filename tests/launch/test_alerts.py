@@ -88,12 +88,16 @@ def test_status_tells_what_a_run_went_on_after():
         {"step": 2, "actor/skipped_updates": 1.0, "solver/skipped_updates": 2.0, "rollout/left_out": 3.0},
         {"step": 3, "actor/skipped_updates": 4.0, "perf/halved_microbatches": 1.0, "solver/rollout/left_out": 2.0},
         {"step": 4, "engine/bad_logprobs": 5.0, "rollout/left_out": 1.0, "actor/steps": 9.0},
+        {"step": 5, "reward/errors": 2.0, "solver/reward/errors": 1.0, "reward/timeouts": 1.0, "rollout/errors": 8.0},
     ]
     assert list(troubles(steps)) == [
         "7 updates were skipped, since their gradients were not finite "
         "(actor/skipped_updates 5, solver/skipped_updates 2)",
         "5 samples came from an engine with log-probs that cannot be used (engine/bad_logprobs 5)",
         "1 micro-batches were halved, since the memory of a GPU did not hold them (perf/halved_microbatches 1)",
+        "3 samples made the reward function raise an error (reward/errors 2, solver/reward/errors 1)",
+        "1 samples made the reward function time out (reward/timeouts 1)",
+        "8 attempts at a sample failed in the generate step (rollout/errors 8)",
         "6 samples were left out, and trained nothing (rollout/left_out 4, solver/rollout/left_out 2)",
     ]
     assert list(troubles(steps[:1])) == []

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import click
 import pytest
 
 import distflow.launch.cli as cli
@@ -29,6 +30,15 @@ assert not heavy, heavy
 def test_every_command_has_help(name, capsys):
     assert cli.run([name, "--help"]) == 0
     assert f"distflow {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("title", cli.GROUPS)
+def test_the_example_of_a_group_is_one_of_its_commands_with_options_that_it_has(title):
+    group = cli.GROUPS[title]
+    program, name, *words = group[""].split()
+    assert (program, name in group) == ("distflow", True)
+    command = cli.group.get_command(click.Context(cli.group), name)
+    command.make_context(name, words)
 
 
 def test_an_unknown_command_is_the_users_mistake(capsys):

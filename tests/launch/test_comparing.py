@@ -107,11 +107,14 @@ def test_a_picture_of_what_there_is(two: list[str], tmp_path: Path, capsys: pyte
 
 def test_validation_stands_beside_the_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values: dict[str, Any] = {"val__avg@2": [0.25] * 3, "val__sums__avg@2": [0.5] * 3, "critic__score__mean": [0.1] * 3}
+    values |= {"staleness__mean": [0.0] * 3}
     run = str(leave_run(tmp_path, "checked", 3, **values))
     assert distflow(["metrics", run]) == 0
     assert capsys.readouterr().out.split()[:3] == ["step", "val/avg@2", "score"]
     assert distflow(["plot", run, "-o", str(tmp_path / "curves.png")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'curves.png'}: 2 panels of checked\n"
+    out, err = capsys.readouterr()
+    assert out == f"{tmp_path / 'curves.png'}: 2 panels of checked\n"
+    assert "note: no staleness: staleness/mean never changes\n" in err
 
 
 def test_a_picture_is_named_after_its_run(

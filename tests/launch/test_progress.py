@@ -98,6 +98,33 @@ def test_before_the_first_training_step_it_is_said_what_goes_on(capsys: pytest.C
     ]
 
 
+def of_owner(kind: str, groups: int, of: int, tokens: int) -> dict[str, Any]:
+    return row(0) | {"arriving": [{"kind": kind, "step": 1, "groups": groups, "of": of, "tokens": tokens}]}
+
+
+def test_before_the_first_training_step_it_is_said_how_far_it_has_come(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    display, record = PlainDisplay(), structs.replace(RECORD, state="running")
+    looks = [
+        (100, [row(0)]),
+        (101, [of_owner("val", 0, 8, 40), of_owner("train", 0, 8, 9)]),
+        (108, [of_owner("val", 5, 8, 900)]),
+        (112, [of_owner("val", 7, 8, 1200)]),
+        (123, [of_owner("val", 8, 8, 5000), of_owner("train", 1, 8, 30), of_owner("train", 2, 8, 40)]),
+        (140, [row(0)]),
+    ]
+    for now, rows in looks:
+        monkeypatch.setattr("distflow.launch.observe.progress.time.monotonic", lambda now=now: float(now))
+        display.show(RunStatus(record, 0, {}, rows=rows))
+    assert capsys.readouterr().out.splitlines() == [
+        "the workers are loading their models and connecting; then the first training step begins",
+        "validating: 0 of 8 prompts, 40 tokens so far; generating for training step 1: 0 of 8 prompts, 9 tokens so far",
+        "validating: 7 of 8 prompts, 1,200 tokens so far",
+        "generating for training step 1: 3 of 16 prompts, 70 tokens so far",
+    ]
+
+
 def test_one_worker_is_told_of_as_one():
     alone = structs.replace(RECORD, workers=(WorkerEntry("trainer/0", True),), pids={"agent/0": ProcessId(7, 1.0)})
     assert RunStatus(alone, 0, {}).stage == "importing torch and other libraries, for the worker"

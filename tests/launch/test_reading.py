@@ -18,6 +18,7 @@ from distflow.launch.cli import run as distflow
 from distflow.launch.commands.export import best_step
 from distflow.launch.observe.run_summary import root_cause, summary
 from distflow.launch.run.process_table import host_part, processes_of
+from distflow.launch.run.record import RunRecord, WorkerEntry
 from distflow.types import VALIDATION
 from tests.launch.checkpoints import leave_checkpoint
 from tests.launch.conftest import WAIT_S, await_that, environment
@@ -338,7 +339,14 @@ def test_status_tells_of_validation_and_of_the_best_checkpoint(fake_run, capsys)
     best = f"best checkpoint by run.keep_best (val/avg@4 0.5): {folder}"
     assert best in capsys.readouterr().out.splitlines()
     record = run.record()
-    assert {told[1], best} <= set(summary(record, ["quickstart"], run.run_dir.parent))
+    lines = list(summary(record, ["quickstart"], run.run_dir.parent))
+    assert {told[1], best} <= set(lines)
+    (kept,) = (line for line in lines if line.startswith("checkpoints: "))
+    assert re.fullmatch(rf"checkpoints: 3, \d+\.\d MiB on disk, in {folder.parent}", kept)
+    next_ones = {words[1]: words[2:] for words in map(str.split, lines[lines.index("try next:") + 1 :])}
+    where = ["--runs-dir", str(run.run_dir.parent)]
+    assert next_ones["plot"] == [record.name, *where]
+    assert next_ones["export"] == [record.name, "--best", "--to", f"{record.name}-model", *where]
     assert best_step(run.run_dir, None) == 2
     assert distflow(["export", "--best", "--step", "3", "--to", "x", *runs_dir(run)]) == 2
     assert "--step and --best: give one of them" in capsys.readouterr().err
@@ -435,3 +443,10 @@ def test_an_unknown_run_is_refused_without_a_traceback(command, tmp_path, capsys
     err = capsys.readouterr().err
     assert "no run 'nope'" in err
     assert "Traceback" not in err
+
+
+def test_before_the_first_training_step_metrics_says_why_there_are_none(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    RunRecord("mine", str(tmp_path / "mine"), 9, (WorkerEntry("trainer/0", True),), {}, 30.0, 3).write()
+    assert distflow(["metrics", "--runs-dir", str(tmp_path)]) == 0
+    assert "mine has no metrics yet: they come with the end of its first training step" in capsys.readouterr().err

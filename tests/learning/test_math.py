@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from distflow.types import Completion, FinishReason
@@ -278,3 +280,19 @@ def test_wrong_answers(answer: object, response: str) -> None:
 @pytest.mark.parametrize(("answer", "response", "reward"), CUT_OFF)
 def test_what_was_cut_off_has_the_answer_that_it_names(answer: str, response: str, reward: float) -> None:
     assert score(answer, response, "length") == reward
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "7 " * 4000,
+        "(" * 40 + "1" + ")" * 40,
+        f"\\boxed{{{'{' * 30}2{'}' * 30}}}",
+        f"\\boxed{{({','.join(map(str, range(400)))})}}",
+    ],
+    ids=["numbers", "brackets", "braces", "list"],
+)
+def test_answers_that_a_collapsed_model_gives_take_no_minutes(response: str) -> None:
+    began = time.process_time()
+    assert score("2", response) == 0.0
+    assert time.process_time() - began < 3

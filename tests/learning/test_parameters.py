@@ -10,11 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from distflow.errors import UserError
-from distflow.runtime.protocols import BackendSpec
+from distflow.runtime.checkpoint.format import put_together
+from distflow.runtime.protocols import BackendSpec, EngineSpec
 from distflow.testing.backend_contract import tiny_model
+from distflow.types import Version
 from distflow.workers.backends.torch_backend import TorchBackend
+from distflow.workers.engines.torch_engine import TorchEngine
+from distflow.workers.exporting import export_model
 from distflow.workers.models import build_model
-from distflow.workers.parameters import stored_model
+from distflow.workers.parameters import constants_of, stored_model
+from tests.families import FAMILIES as FAMILIES_TRIED
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "tie_word_embeddings": False}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -23,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "num_experts": 3, "head_dim": 8},
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 3, "tie_word_embeddings": False},
 }
+CHARS = "chars:abcdefghijklmnopqrstu"
 
 
 def section(family: str) -> dict[str, Any]:
@@ -39,6 +45,35 @@ def test_what_is_published_is_what_transformers_saves(tmp_path: Path, family: st
     assert all(torch.equal(published[name], tensor) for name, tensor in saved.items())
     if "experts" in str(saved.keys()):
         assert any(".experts.2." in name for name in published), "one by one, as engines of other projects want them"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text", "lfm2_moe"])
+def test_what_training_leaves_as_it_is_reaches_engines_and_exports(tmp_path: Path, family: str) -> None:
+    """A router's bias or a layer's scale: tensors of the checkpoint that are no parameters."""
+    made = build_model({"init": FAMILIES_TRIED[family]}, device="cpu", seed=5, load_weights=True)
+    constants = constants_of(made)
+    for number, constant in enumerate(constants.values()):
+        constant.copy_(0.5 + number + torch.arange(constant.numel()))
+    made.save_pretrained(tmp_path / "from")
+    model = {**tiny_model(dtype="float32"), "init": None, "path": str(tmp_path / "from"), "tokenizer": CHARS}
+    backend = TorchBackend(BackendSpec(model, "cpu", True, 5, 1, {}))
+    published = dict(backend.named_shards())
+    state = put_together(list(backend.state_shards()))
+    export_model(state, model, [], tmp_path / "to")
+    exported = load_file(tmp_path / "to" / "model.safetensors")
+    assert constants
+    for name, constant in constants.items():
+        assert torch.equal(published[name], constant)
+        assert torch.equal(exported[name], constant)
+    engine = TorchEngine(EngineSpec(model, "cpu", 1, 64, 0, {}))
+    engine.begin_update(Version(0, 0))
+    engine.update(published.items())
+    engine.end_update()
+    row = [3, 4, 5, 6, 7, 8]
+    with torch.no_grad():
+        expected = made(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)
+    (found,) = engine.logprobs([row])
+    assert found == pytest.approx([float(expected[at, token]) for at, token in enumerate(row[1:])], abs=1e-4)
 
 
 def test_nothing_is_copied_to_publish_experts() -> None:

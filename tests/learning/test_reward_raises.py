@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,8 @@ from distflow.workers.reward_judging import (
     LONGEST_NAME,
     LONGEST_TEXT,
     MOST_PARTS,
+    JudgingPart,
+    Rewards,
     Verdict,
     is_name,
     judge,
@@ -155,9 +158,14 @@ def test_closing_the_standard_streams_costs_no_sample(pool: RewardPool, word: st
     assert [verdict.failure for verdict in _judged(pool, "1", word, "2", "3")] == [None] * 4
 
 
+def _giving(values: dict[Any, float]) -> Rewards:
+    """A function that returns these parts besides a reward."""
+    return Rewards((JudgingPart("", 1.0, lambda sample: {"reward": 1.0, **values}, None, awaited=False),))
+
+
 @pytest.mark.parametrize("name", ["a", "Länge", "format/has tags", "x" * LONGEST_NAME])
 def test_names_of_parts(name: str) -> None:
-    verdict = judge(lambda sample: {"reward": 1.0, name: 2.0}, _completion(""))
+    verdict = judge(_giving({name: 2.0}), _completion(""))
     assert verdict.values == {"score": 1.0, "reward": 1.0, name: 2.0}
 
 
@@ -167,7 +175,7 @@ def test_names_of_parts(name: str) -> None:
 )
 def test_what_cannot_name_a_part_is_the_error_of_its_sample(name: object) -> None:
     assert not is_name(name)
-    verdict = judge(lambda sample: {"reward": 1.0, name: 2.0}, _completion(""))  # type: ignore[dict-item]
+    verdict = judge(_giving({name: 2.0}), _completion(""))
     assert verdict.failure == "error"
     assert "returned the key" in verdict.message
     assert verdict.message.isprintable()
@@ -175,9 +183,9 @@ def test_what_cannot_name_a_part_is_the_error_of_its_sample(name: object) -> Non
 
 def test_parts_are_limited_for_a_sample_and_for_a_run() -> None:
     many = {f"k{number}": 1.0 for number in range(100_000)}
-    message = judge(lambda sample: {"reward": 1.0, **many}, _completion("")).message
+    message = judge(_giving(many), _completion("")).message
     assert message.endswith(f"the reward function returned 100001 parts; expected at most {MOST_PARTS}")
-    judging = _Judge(lambda samples: iter(()))
+    judging = _Judge(lambda samples, state: iter(()))
     found = judging.checked([(row, Verdict({"reward": 1.0, "score": 1.0, f"k{row}": 2.0})) for row in range(300)])
     assert [verdict.failure for _, verdict in found] == [None] * MOST_PARTS + ["error"] * (300 - MOST_PARTS)
     assert f"returned the further part 'k{MOST_PARTS}': it has returned {MOST_PARTS} others" in found[-100][1].message

@@ -23,7 +23,7 @@ def judged(signal: LearningSignal, step: int, kept: float = 1.0, equal: Sequence
     for of_one in equal:
         means = {KEPT: (kept * 100.0, 100.0), EQUAL: (float(of_one), 2.0)}
         replicas.append(signal.sums(lambda name, means=means: means[name], epoch))
-    return signal.judge(replicas, step)
+    return signal.judge(replicas, step, {})
 
 
 def test_corrections_that_leave_nothing_three_times_in_a_row_end_the_run() -> None:
@@ -40,16 +40,16 @@ def test_steps_without_anything_to_weight_say_nothing() -> None:
     """All rewards may be equal, or nothing corrects: the sums are 0."""
     signal = LearningSignal([""], [], 3, from_start=True)
     for step in range(1, 9):
-        signal.judge([[[0.0, 0.0, 0.0, 0.0, 0.0]]] * 2, step)
+        signal.judge([[[0.0, 0.0, 0.0, 0.0, 0.0]]] * 2, step, {})
         assert not signal.reason
-    signal.judge([], 9)
+    signal.judge([], 9, {})
     assert not signal.reason
 
 
 def test_what_one_replica_has_left_is_enough() -> None:
     signal = LearningSignal([""], [""], 3, from_start=True)
     for step in range(1, 6):
-        signal.judge([[[0.0, 100.0, 0.0, 2.0, 0.0]], [[40.0, 100.0, 0.0, 2.0, 0.0]]], step)
+        signal.judge([[[0.0, 100.0, 0.0, 2.0, 0.0]], [[40.0, 100.0, 0.0, 2.0, 0.0]]], step, {})
         assert not signal.reason
 
 
@@ -87,7 +87,7 @@ def test_nothing_ends_where_nothing_is_compared_or_not_all_is_known(compares: li
 def test_each_model_is_judged_by_its_own_samples() -> None:
     signal = LearningSignal(["", "solver"], ["", "solver"], 3, from_start=True)
     for step in range(1, 4):
-        told = signal.judge([[[9.0, 9.0, 1.0, 2.0, 0.0], [0.0, 9.0, 2.0, 2.0, 0.0]]], step)
+        told = signal.judge([[[9.0, 9.0, 1.0, 2.0, 0.0], [0.0, 9.0, 2.0, 2.0, 0.0]]], step, {})
     assert told == {f"solver/{EQUAL_STEPS}": 3.0}
     assert re.search("solver/rollout_corr/kept", signal.reason)
 

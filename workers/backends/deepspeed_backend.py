@@ -153,6 +153,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
             with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
                 for name in names:
                     yield from self._cut(name, self._parameters[name].detach())
+        yield from self._constant_shards()
 
     def _pieces(self) -> Iterator[list[str]]:
         piece: list[str] = []

@@ -110,6 +110,7 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
                     yield from stored.cut_rows(name, first, piece)
             else:
                 yield from self._cut(name, rows.gathered(self._dtype, self._device))
+        yield from self._constant_shards()
 
     def state_shards(self) -> Iterator[Shard]:
         """This replica's rows of weights and moments; the first replica adds the step counter."""

@@ -5,8 +5,10 @@ Shapes: B samples, T response tokens of the longest sample, N of all samples, K 
 
 from __future__ import annotations
 
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from distflow.config.plugins import PluginUse, refuse_float16
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
+from distflow.flow.families import refuse_attention
 from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.protocols import BackendSpec, Repeats, TokenScores, TokenValues
 from distflow.workers.adapters import adapters_of, adapters_off
@@ -25,7 +28,7 @@ from distflow.workers.backends.optimizer import ScheduledOptimizer, check_same
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.heads import SCORE, head_of
 from distflow.workers.models import build_model
-from distflow.workers.parameters import stored_model
+from distflow.workers.parameters import constants_of, stored_model
 from distflow.workers.quantized import narrow_layers
 
 _ONE_TOKEN = Ragged.from_rows([[0]], torch.int64)
@@ -41,7 +44,8 @@ class ModelBackend(ABC, Generic[OptimizerT]):
 
     def __init__(self, spec: BackendSpec, *, home: str, packed: bool) -> None:
         """Build the model on device `home`; `packed`: compute no padding, where the model's attention allows it."""
-        refuse_float16(PluginUse(spec.model, spec.device, trained=spec.trainable))
+        use = PluginUse(spec.model, spec.device, trained=spec.trainable)
+        refuse_float16(use)
         self._spec = spec
         self._device = torch.device(spec.device)
         # In evaluation mode: dropout would make the log-probs of one batch differ from call to call.
@@ -55,6 +59,9 @@ class ModelBackend(ABC, Generic[OptimizerT]):
             narrow=True,
             new_head=spec.trainable,
         )
+        text = self._model.config.get_text_config().to_dict()
+        refuse_attention(replace(use, config=text))
+        attention = str(spec.model.get("attn_implementation") or "auto")
         self._head = head_of(spec.model)
         self.quadratic = _quadratic(self._model)
         """A row of n tokens costs n + quadratic·n² forwards of a token without attention."""
@@ -66,14 +73,19 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         for parameter in self._learned.values():
             parameter.requires_grad_(spec.trainable)
         self._stored = None if adapters else stored_model(spec.model)
+        stored = () if self._stored is None else self._stored.tensors
+        self._constants = [name for name in constants_of(self._model) if name in stored]
         if spec.trainable and bool(spec.model["gradient_checkpointing"]):
             _recompute_activations(self._model)
         self.packs = False
         """Whether it computes a prompt once for the rows that have it, and no padding."""
-        if self._head == SCORE:
-            return
-        self._scorer = Scorer(self._model, torch.device(home), packed=packed, deterministic=spec.batch_invariant)
-        self.packs = self._scorer.packs
+        if self._head != SCORE:
+            packed = packed and attention == "auto"
+            self._scorer = Scorer(self._model, torch.device(home), packed=packed, deterministic=spec.batch_invariant)
+            self.packs = self._scorer.packs
+        if attention != "auto":
+            # Behind what the scorer has computed at home, which may be a CPU that lacks the kernel.
+            _use_attention(self._model, attention)
 
     def score(
         self, batch: Batch, *, temperature: float, grad: bool, entropy: bool, candidates: int | Ragged = 0
@@ -127,6 +139,11 @@ class ModelBackend(ABC, Generic[OptimizerT]):
     def _cut(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What a whole parameter is published as: views of it."""
         return iter([(name, tensor)]) if self._stored is None else self._stored.cut(name, tensor)
+
+    def _constant_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint has besides parameters, for engines that load none."""
+        for name in self._constants:
+            yield from self._cut(name, self._model.get_buffer(name).to(self._device))
 
     def accumulate(self, loss_sum: Tensor) -> None:
         """Backward pass of a summed loss; gradients add up until `apply`."""
@@ -240,6 +257,18 @@ class AdaptersOff:
     @staticmethod
     def _refusal(method: str) -> ValueError:
         return ValueError(f"{method} on a frozen model: it is not trained by any step of the flow")
+
+
+def _use_attention(model: PreTrainedModel, chosen: str) -> None:
+    """Make a model compute attention so; raises UserError if the kernel's package is missing, or the hub's kernel."""
+    try:
+        # Other kernels than those of one organization are taken too: each is pinned by its commit.
+        model.set_attn_implementation(chosen, allow_all_kernels=True)
+    except (ImportError, OSError, ValueError) as error:
+        reason = textwrap.shorten(str(error), 300, placeholder=" …")
+        raise UserError(
+            f"models.NAME.attn_implementation {chosen}: {reason}; install it, or use sdpa or auto"
+        ) from error
 
 
 def _recompute_activations(model: PreTrainedModel) -> None:

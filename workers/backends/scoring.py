@@ -133,6 +133,8 @@ class Scorer:
     @torch.no_grad()
     def _probe(self) -> bool:
         """Whether logits are exactly head(last hidden state): some models scale or cap them afterwards."""
+        if self._model.base_model is self._model:
+            return False  # as of llama4, whose body has another name than its class says
         ids = torch.arange(4, device=self.device)[None] % self._vocabulary
         whole = self._model(input_ids=ids, use_cache=False).logits
         direct = self._head(self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state)

@@ -97,6 +97,7 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         self._offloader.wait()
         for name, parameter in self._parameters.items():
             yield from self._cut(name, parameter.detach())
+        yield from self._constant_shards()
 
     def state_shards(self) -> Iterator[Shard]:
         """This replica's part of the weights, the moments and the step counter."""

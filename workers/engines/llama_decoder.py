@@ -61,8 +61,8 @@ class LlamaDecoder:
         cos_L1D, sin_L1D = self.cos_C1D[:L], self.sin_C1D[:L]
 
         def attend(index: int, layer: PackedLayer, q_MHD: Tensor, kv_MX: Tensor) -> Tensor:
+            self.cache.store_prompts(index, kv_MX.view(P, L, -1), batch)
             kv_PLKD = kv_MX.view(P, L, 2 * layer.kv_heads, layer.width)
-            self.cache.store_prompts(index, kv_PLKD, batch.rows_N, batch.start)
             k_PKLD, v_PKLD = torch.split(kv_PLKD.transpose(1, 2), layer.kv_heads, dim=1)
             q_PHLD = q_MHD.view(P, L, layer.heads, layer.width).transpose(1, 2)
             out_PHLD = self.kernels.read_prompts(q_PHLD, k_PKLD, v_PKLD, layer.scale)

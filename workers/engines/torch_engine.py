@@ -1,4 +1,4 @@
-"""The engine in plain torch: continuous batching over slots, for any dense causal language model.
+"""The engine in plain torch: continuous batching over slots, for any causal language model of attention or recurrence.
 
 A poll decodes one token for every running sample, also reads the prompts of the groups that fit in, and draws the next
 token of all of them together. New weights are swapped in between two polls; running samples keep the keys and values
@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.config.plugins import PluginUse
+from distflow.config.plugins import ENGINES, PluginUse
 from distflow.errors import UserError
+from distflow.flow.families import refuse_family
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import SampleOutput, SampleRequest, Version
 from distflow.weights.canary import Rows
-from distflow.workers.engines.decoder import Decoder, PromptBatch, SlotCache, TokenBatch
+from distflow.workers.engines.decoder import CacheShape, Decoder, PromptBatch, SlotCache, TokenBatch
 from distflow.workers.engines.kernels import FastKernels, InvariantKernels
 from distflow.workers.engines.llama_decoder import LlamaDecoder, is_llama_like
-from distflow.workers.engines.module_decoder import ModuleDecoder
+from distflow.workers.engines.module_decoder import ModuleDecoder, cache_shape
 from distflow.workers.engines.sampler import SlotSampler
 from distflow.workers.engines.samples import RequestLimits
 from distflow.workers.engines.scheduler import Part, Scheduler
@@ -30,7 +31,7 @@ from distflow.workers.engines.torch_options import TorchEngineOptions
 from distflow.workers.merging import AdapterTable, adapted_weights
 from distflow.workers.models import build_model
 from distflow.workers.offload import Offloader, bytes_on
-from distflow.workers.parameters import ParameterTable, stored_model
+from distflow.workers.parameters import ParameterTable, constants_of, stored_model
 
 
 class TorchEngine:
@@ -46,8 +47,10 @@ class TorchEngine:
         self.model: Any = build_model(
             spec.model, device=spec.device, seed=spec.seed, load_weights=adapts, deterministic=spec.deterministic
         )
+        text = self.model.config.get_text_config()
+        refuse_family(PluginUse(spec.model, spec.device, config=text.to_dict()), ENGINES["torch"])
         self.limits = RequestLimits.of(self.model.config, spec.max_tokens)
-        parameters = dict(self.model.named_parameters())
+        parameters = {**dict(self.model.named_parameters()), **constants_of(self.model)}
         self.weights: ParameterTable
         if adapts:
             self.weights = AdapterTable(adapted_weights(parameters, spec.model), spec.model["lora"])
@@ -59,7 +62,8 @@ class TorchEngine:
         self.sampler = SlotSampler(spec.slots, self.device, as_trained=spec.deterministic)
         self.lean = options.decoder == "auto" and is_llama_like(self.model)
         self.kernels = InvariantKernels(self.model) if spec.deterministic else FastKernels()
-        self.cache = SlotCache(self.model, spec.slots, self.kernels.width(self.limits.max_tokens))
+        shape = CacheShape.of_attention(self.model) if self.lean else cache_shape(self.model)
+        self.cache = SlotCache(shape, spec.slots, self.kernels.width(self.limits.max_tokens), self.device)
         self.decoder: Decoder | None = self._make_decoder()
         self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         self.offloader = Offloader(self.device)
@@ -172,7 +176,7 @@ class TorchEngine:
         if self.device.type != "cpu" or not parameters:
             # It holds the packed matrices that back the parameters.
             self.decoder = None
-        self.offloader.put([*parameters, *base, self.cache.data])
+        self.offloader.put([*parameters, *base, *self.cache.tensors()])
         self.offloaded = True
 
     def onload(self) -> None:
@@ -192,7 +196,7 @@ class TorchEngine:
         """Bytes on the device by purpose: weights, kv (the cache)."""
         return {
             "weights": bytes_on(self.device, [*self.model.parameters(), *self.weights.kept()]),
-            "kv": bytes_on(self.device, [self.cache.data]),
+            "kv": bytes_on(self.device, self.cache.tensors()),
         }
 
     def close(self) -> None:
@@ -224,7 +228,7 @@ class TorchEngine:
         tokens_PL = torch.tensor(rows).to(self.device)
         counts = torch.tensor([len(part) for part in parts])
         rows_N = torch.arange(len(parts)).repeat_interleave(counts).to(self.device)
-        return decoder.prefill(PromptBatch(tokens_PL, lengths, rows_N, start))
+        return decoder.prefill(PromptBatch(tokens_PL, lengths, rows_N, slice(start, start + len(samples))))
 
     def _release(self, slots: Collection[int]) -> None:
         if not slots:

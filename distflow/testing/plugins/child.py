@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from distflow.errors import DistflowError
-from distflow.flow.resolve import find_source
+from distflow.flow.resolve import find_named
 from distflow.testing.plugins.findings import IMPORTING, Level, SuiteReport
 from distflow.testing.plugins.mentions import made_up_tasks, task_keys
 from distflow.testing.plugins.subjects import Subject
@@ -123,7 +123,7 @@ def _tasks(subject: Subject, report: SuiteReport) -> Tasks:
         from distflow.testing.plugins.source_suite import tasks_of
 
         return tasks_of(subject, TASKS)
-    keys = task_keys(find_source(subject.call).text)
+    keys = task_keys(find_named(subject.call).text)
     if subject.kind == "read":
         texts = dict.fromkeys((*keys, "response", "answer", "chosen"), "some text")
         rows = [{**texts, "rejected": f"other text {n}", "label": n % 2 == 0} for n in range(4)]

@@ -16,8 +16,7 @@ from distflow.errors import UserError
 from distflow.testing.plugins.findings import IMPORTING, SuiteReport, cut
 from distflow.testing.plugins.subjects import Subject
 from distflow.types import Completion, FinishReason
-from distflow.workers.reward_functions import RewardFunction
-from distflow.workers.reward_judging import Verdict, judge, reward_function
+from distflow.workers.reward_judging import Rewards, Verdict, judge, reward_function
 
 ODD = (
     "",
@@ -100,7 +99,7 @@ def _completion(prompt: str, response: str, task: Mapping[str, Any], reason: Fin
     return Completion(prompt, response, deepcopy(task), reason, tuple(range(2, 2 + min(len(response), 64))))
 
 
-def _judged(function: RewardFunction, report: SuiteReport, samples: Sequence[Completion]) -> list[Verdict]:
+def _judged(function: Rewards, report: SuiteReport, samples: Sequence[Completion]) -> list[Verdict]:
     """A verdict for each sample; tells of tasks that were changed, and of slowness."""
     verdicts, changed, longest = [], "", 0.0
     for sample in samples:
@@ -145,7 +144,7 @@ def _tell_failures(
 
 
 def _test_again(
-    function: RewardFunction, report: SuiteReport, samples: Sequence[Completion], verdicts: Sequence[Verdict]
+    function: Rewards, report: SuiteReport, samples: Sequence[Completion], verdicts: Sequence[Verdict]
 ) -> None:
     for sample, verdict in reversed(list(zip(samples, verdicts, strict=True))):
         report.begin(f"judging the response {cut(sample.response)} again")

@@ -40,7 +40,7 @@ class AnyTokenizer:
 
     def chat_text(
         self,
-        turns: str | Sequence[Mapping[str, Any]],
+        turns: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
         *,

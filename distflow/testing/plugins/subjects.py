@@ -15,6 +15,7 @@ from distflow.flow.chosen_function import chosen_function
 from distflow.flow.data_check import keyed_sources
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.resolve import Source, find_source, split_call
+from distflow.flow.reward_form import LISTS, SOLUTION, find_signature
 from distflow.flow.step_declaration import read_declaration, read_parameters
 from distflow.flow.step_settings import functions_of
 from distflow.flow.trackers import trackers_of
@@ -85,6 +86,8 @@ def absolute(call: str) -> str:
 
 def kind_of(call: str) -> str:
     """What a plug-in is, by its source; raises PluginError if there is none, UserError if that cannot be told."""
+    if _is_reward(call):
+        return "reward"
     source = find_source(call)
     found = _class_kind(source.node) if isinstance(source.node, ast.ClassDef) else _function_kind(call, source)
     if found is None:
@@ -93,6 +96,12 @@ def kind_of(call: str) -> str:
             f"{', '.join(KINDS)}"
         )
     return found
+
+
+def _is_reward(call: str) -> bool:
+    """Tell whether the parameters are those of a reward function of TRL or verl."""
+    found = find_signature(call)
+    return found is not None and not {*LISTS, SOLUTION}.isdisjoint(found.keywords)
 
 
 def check_kind(kind: str) -> None:

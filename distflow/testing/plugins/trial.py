@@ -17,7 +17,7 @@ from distflow.data.batch import Batch
 from distflow.errors import DistflowError, Problems, StepError, UserError
 from distflow.flow.graph import StepNode, read_step
 from distflow.flow.plan import StepPlan
-from distflow.flow.resolve import find_source
+from distflow.flow.resolve import find_named
 from distflow.runtime.protocols import BackendSpec
 from distflow.runtime.steps import StepContext, StepRunner, split
 from distflow.testing.plugins.batches import TOKENIZER, changed_in_place, copied
@@ -104,7 +104,7 @@ class Trial:
 
     def __init__(self, subject: Subject) -> None:
         call, settings = subject.step()
-        self.source = find_source(subject.call).text
+        self.source = find_named(subject.call).text
         problems = Problems(lambda key: "")
         config = StepConfig.model_validate({"call": call, "with": settings, "model": MODEL})
         node = read_step(NAME, config, NAME, problems)

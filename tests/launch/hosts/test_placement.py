@@ -54,6 +54,24 @@ def test_pinned_pools_choose_first_and_keep_to_their_hosts():
     assert found == {"rollout/0": ("cpu-1", 0), "rollout/1": ("cpu-2", 0), "trainer/0": ("gpu-1", 0)}
 
 
+def test_pins_by_number_need_no_names():
+    found = placed(
+        "10.0.0.1 slots=2\n10.0.0.2 slots=2", "layout.pools.trainer.hosts=[1]", "layout.pools.rollout.hosts=[0]"
+    )
+    assert found == {"rollout/0": ("10.0.0.1", 0), "rollout/1": ("10.0.0.1", 1), "trainer/0": ("10.0.0.2", 0)}
+    with pytest.raises(UserError, match=r"trainer.hosts — there is no host 2 — the 2 hosts have the numbers 0 to 1"):
+        placed("a\nb", "layout.pools.trainer.hosts=[0, 2]")
+
+
+def test_validate_finds_places_for_the_hosts_of_a_file(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("gpu-1 slots=2\ngpu-2 slots=1\n")
+    words = ["validate", "quickstart", "--hosts", str(tmp_path / "hosts"), "layout.pools.rollout.device=cuda"]
+    assert run(words) == 0, "this machine need not have one"
+    assert "1  gpu-2  1 of 1 slots  rollout/1" in capsys.readouterr().out
+    assert run([*words, "layout.pools.rollout.count=3"]) == 2
+    assert "4 workers, but the 2 hosts together have 3" in capsys.readouterr().err
+
+
 JUDGE = ["layout=services", "layout.pools.reward.count=2"]
 
 

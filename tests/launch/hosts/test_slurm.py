@@ -108,6 +108,18 @@ def test_dry_run_prints_the_script_and_takes_no_name(hosts):
     assert not hosts.runs_dir.exists()
 
 
+def test_a_pin_to_a_node_that_nobody_knows_yet_is_refused_before_the_job(hosts):
+    job = ("--slurm", "nodes=2", "--dry-run")
+    for pin, why in (
+        ("gpu-1", "pin by number, as in layout.pools.trainer.hosts=[0]"),
+        ("2", "no node 2 in a job of 2"),
+    ):
+        code, _, err = launch(hosts, f"layout.pools.trainer.hosts=[{pin}]", *job)
+        assert (code, why in err) == (2, True), err
+    code, out, _ = launch(hosts, "layout.pools.trainer.hosts=[1]", *job)
+    assert (code, "layout.pools.trainer.hosts=[1]" in out) == (0, True)
+
+
 def test_the_job_forwards_what_is_asked_for(hosts):
     code, out, _ = launch(hosts, "--slurm", "nodes=2", "--dry-run", "--forward", "HOME,PATH", "--ship-code")
     assert (code, "--ship-code --forward HOME,PATH\n" in out) == (0, True)

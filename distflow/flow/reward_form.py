@@ -1,0 +1,177 @@
+"""The form in which a reward function is called, as the names of its parameters tell it. Imports no torch.
+
+| form | for example | gets |
+| --- | --- | --- |
+| sample | `def mine(sample, *, setting=1.0)` | a `Completion` |
+| lists, as in TRL | `def mine(completions, answer, **kwargs)` | by keyword, lists: an item a sample |
+| score, as in verl | `def compute_score(data_source, solution_str, ground_truth, …)` | by keyword, one sample |
+
+The source tells it without importing, for what `functools.partial`, a lambda or a class of the same file makes, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from distflow.errors import PluginError, did_you_mean
+from distflow.flow.resolve import Source, Value, check_call, find_named
+
+Form = Literal["sample", "lists", "score"]
+REWARD = ("sample",)
+"""Parameters by position of a reward function, as the step that calls it declares its plug-in."""
+LISTS = ("prompts", "completions", "completion_ids")
+"""What functions of the form lists get of each sample, besides the columns of its row."""
+FURTHER = ("trainer_state", "log_extra", "log_metric")
+"""What they get once."""
+SOLUTION = "solution_str"
+SCORE = ("data_source", SOLUTION, "ground_truth", "extra_info")
+"""What functions of the form score get."""
+_BATCHED = "solution_strs"
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The parameters of a function."""
+
+    positional: tuple[str, ...]
+    """Those that it may be given by position."""
+    keywords: tuple[str, ...]
+    """Those that it may be given by keyword."""
+    required: tuple[str, ...]
+    """Those without a default."""
+    collects: bool
+    """It takes further keywords."""
+
+    @property
+    def form(self) -> Form:
+        """How it is called."""
+        if not set(LISTS).isdisjoint((*self.positional, *self.keywords)):
+            return "lists"
+        if SOLUTION in self.keywords or _BATCHED in self.keywords:
+            return "score"
+        return "lists" if self.collects and not self.positional else "sample"
+
+    def bound(self, positional: int, keywords: Collection[str]) -> Signature:
+        """Return what is left once so many positional arguments, and these keywords, are given."""
+        gone = {*self.positional[:positional], *keywords}
+        behind = [name for name in self.positional[positional:] if name not in gone]
+        return replace(
+            self,
+            positional=tuple(behind),
+            keywords=tuple(name for name in self.keywords if name not in self.positional[:positional]),
+            required=tuple(name for name in self.required if name not in gone),
+        )
+
+
+def signature(function: Callable[..., object]) -> Signature:
+    """Return the signature of an imported function, partial or callable object; raises ValueError if it has none."""
+    parameters = inspect.signature(function).parameters.values()
+    by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    by_keyword = [one for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return Signature(
+        tuple(one.name for one in by_position),
+        tuple(one.name for one in by_keyword),
+        tuple(dict.fromkeys(one.name for one in (*by_position, *by_keyword) if one.default is one.empty)),
+        any(one.kind is one.VAR_KEYWORD for one in parameters),
+    )
+
+
+def find_signature(call: str) -> Signature | None:
+    """Find the signature of what `call` names without importing it; None if its source does not tell.
+
+    Raises PluginError if there is no such name.
+    """
+    found = find_named(call)
+    if isinstance(found, Source):
+        return None if isinstance(found.node, ast.ClassDef) else _written(found.node)
+    return _made(found.made_by, found)
+
+
+def needed_columns(found: Signature, own: Collection[str]) -> list[str]:
+    """List the columns of the data without which a function of the form lists cannot be called. `own`: its settings."""
+    given = (*LISTS, *FURTHER, *own)
+    return [name for name in found.required if name not in given]
+
+
+def form_complaint(found: Signature, own: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Tell what is wrong with a function of TRL's or verl's form and its settings: setting, message, and cure."""
+    if _BATCHED in found.keywords:
+        message = f"it takes {_BATCHED}, as functions of verl's reward manager `batch` do, which are not called here"
+        return "", message, f"def compute_score({', '.join(SCORE)}), for one sample, or lists as in TRL: {LISTS[1]}"
+    only = [name for name in found.positional if name not in found.keywords]
+    if only:
+        return "", f"it takes {', '.join(only)} by position alone", "it is called by keyword: remove the / behind them"
+    unknown = [name for name in own if name not in found.keywords and not found.collects]
+    if unknown:
+        return unknown[0], "unknown setting", did_you_mean(unknown[0], found.keywords)
+    missing = [name for name in found.required if name not in (*SCORE, *own)] if found.form == "score" else []
+    if missing:
+        return missing[0], "required, but not given", f"write it beside `function`: {{…, {missing[0]}: …}}"
+    return None
+
+
+def _written(node: _Function) -> Signature:
+    given = node.args
+    by_position = [*given.posonlyargs, *given.args]
+    without = by_position[: len(by_position) - len(given.defaults)]
+    required = [
+        *without,
+        *(one for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if not default),
+    ]
+    return Signature(
+        tuple(one.arg for one in by_position),
+        tuple(one.arg for one in (*given.args, *given.kwonlyargs)),
+        tuple(one.arg for one in required),
+        given.kwarg is not None,
+    )
+
+
+def _made(made_by: ast.expr | None, at: Value) -> Signature | None:
+    """Find the signature of what an expression makes; None if that cannot be told."""
+    match made_by:
+        case ast.Lambda():
+            return _written(made_by)
+        case ast.Name(id=name) if name in at.definitions:
+            node = at.definitions[name]
+            return None if isinstance(node, ast.ClassDef) else _written(node)
+        case ast.Call(func=function, args=[first, *others], keywords=keywords) if _is_partial(function):
+            inner = _made(first, at)
+            names = [keyword.arg for keyword in keywords]
+            unknown = any(isinstance(one, ast.Starred) for one in others) or None in names
+            return None if inner is None or unknown else inner.bound(len(others), [str(name) for name in names])
+        case ast.Call(func=ast.Name(id=name)) if isinstance(at.definitions.get(name), ast.ClassDef):
+            return _called(at.definitions[name].body)
+    return None
+
+
+def _is_partial(function: ast.expr) -> bool:
+    return ast.unparse(function) in ("partial", "functools.partial")
+
+
+def _called(body: Sequence[ast.stmt]) -> Signature | None:
+    """Find the signature of the objects of a class: that of its own `__call__`."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == "__call__":
+            return _written(node).bound(1, ())
+    return None
+
+
+def check_reward(call: str, function: object, own: Collection[str]) -> Signature:
+    """Return the signature of an imported reward function with these settings; raises PluginError if it is none."""
+    if not callable(function):
+        raise PluginError(f"{call!r} is a {type(function).__name__}; expected a function")
+    try:
+        found = signature(function)
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"{call}: {function!r} has no signature: {error}") from error
+    if found.form == "sample":
+        check_call(call, function, ("sample",), tuple(own))
+    elif (wrong := form_complaint(found, dict.fromkeys(own))) is not None:
+        setting, message, cure = wrong
+        raise PluginError(f"{call}: {f'{setting}: ' if setting else ''}{message} — {cure}")
+    return found
