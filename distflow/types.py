@@ -282,8 +282,12 @@ class SampleRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     begun: BegunSample | None = None
     call: CallNumber = FIRST_CALL
-    """Which of the sample's requests it is: each draws random numbers of its own, counted from its first token, and an
-    engine may have several of them at a time."""
+    """Which of the sample's requests it is: an engine may have several of them at a time."""
+    stream: CallNumber = ()
+    """Where the random numbers of its tokens come from: calls that go on with each other's tokens share a stream, named
+    by the first of them. That of the sample's first sequence has no number."""
+    offset: int = 0
+    """The number of its first token in that stream."""
 
     @property
     def key(self) -> RequestKey:

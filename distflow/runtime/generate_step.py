@@ -179,6 +179,18 @@ class TokenSequence:
         return True
 
 
+@dataclass(slots=True, eq=False)
+class RandomStream:
+    """The random numbers of calls that one task makes, each behind the tokens of the one before: whatever other tasks
+    ask for, and whenever they do, it draws the same. `name` and `start`: of its first token (`SampleRequest`)."""
+
+    name: CallNumber
+    start: int
+    """So many tokens come before its first number."""
+    had: tuple[int, ...] | None
+    """The tokens that a call goes on with; None: another does already."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenCall:
     """A request that is not answered yet."""
@@ -187,6 +199,7 @@ class OpenCall:
     sequence: TokenSequence | None
     """What it goes on with; None: it is asked for aside."""
     train: bool
+    stream: RandomStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +231,10 @@ class Trajectory:
     sequences: list[TokenSequence]
     """In the order in which the model has last been asked for more of each."""
     open: dict[CallNumber, OpenCall] = field(default_factory=dict)
+    streams: dict[CallNumber, list[RandomStream]] = field(default_factory=dict)
+    """Of each task, by its number, the newest last."""
     branched: bool = False
-    """There have been several requests at a time."""
+    """There have been several requests at a time, or requests in another order than that of their numbers."""
     answered: dict[CallNumber, AnsweredCall] = field(default_factory=dict)
     """In the order of the answers."""
     finish_reason: FinishReason = "stop"
@@ -263,6 +278,19 @@ class Trajectory:
         if len(prefix) > had:
             found.segments.append(Segment(prefix[had:]))
         return found
+
+    def stream_of(self, call: CallNumber, prefix: tuple[int, ...], *, aside: bool) -> RandomStream:
+        """Draw the tokens of a call from the stream of the call whose tokens it goes on with, if that is of the same
+        task; else from a stream of its own. No other call gets these numbers, whatever becomes of this one."""
+        mine = self.streams.setdefault(call[:-1], [])
+        for stream in reversed([] if aside else mine):
+            if stream.had is not None and prefix[: len(stream.had)] == stream.had:
+                stream.had = None
+                return stream
+        stream = RandomStream(call, len(prefix), None)
+        if not aside:
+            mine.append(stream)
+        return stream
 
     def withdraw(self, call: CallNumber) -> None:
         """Forget a request, and the tokens that the environment has put before what it asked for."""

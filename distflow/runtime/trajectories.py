@@ -51,6 +51,7 @@ from distflow.runtime.generate_step import (
     AnsweredCall,
     GenerateStep,
     OpenCall,
+    RandomStream,
     SampleOrigin,
     Segment,
     TokenSequence,
@@ -186,12 +187,13 @@ class Trajectories:
         attempt = Attempt(
             episode, begin, blocking=step.blocking, loop=self._loop, hear=self._hear, number=number, first=first
         )
-        self._open[attempt.key] = Trajectory(
-            attempt.key, origin, episode, attempt, had, [TokenSequence(origin.prompt_ids)]
-        )
-        self._open[attempt.key].since = self._open[attempt.key].waits_since = self.clock.now
+        sample = Trajectory(attempt.key, origin, episode, attempt, had, [TokenSequence(origin.prompt_ids)])
+        if not first:
+            sample.streams[()] = [RandomStream((), len(origin.prompt_ids), origin.prompt_ids)]
+        sample.since = sample.waits_since = self.clock.now
+        self._open[attempt.key] = sample
         self._post(attempt, attempt.begin)
-        return self._open[attempt.key]
+        return sample
 
     def submit(self, engine: Engine, requests: Sequence[SampleRequest]) -> None:
         """Give requests to the engine. What it cannot do is raised in the step that has asked for it."""
@@ -497,6 +499,7 @@ class Trajectories:
         sample.waits_since = self.clock.now
         if call.sequence is not None:
             call.sequence.add(answered)
+            call.stream.had = (*call.request.prompt_ids, *output.token_ids)
         episode = sample.episode
         found = Completion(episode.prompt, text, episode.task, output.finish_reason, output.token_ids)
         self._post(sample.attempt, partial(sample.attempt.answer, output.call, found))
@@ -551,9 +554,11 @@ class Trajectories:
             raise RequestRefused(what, f", and its longest sample has {most}: {cure}")
         if params.max_new_tokens > room:
             params = replace(params, max_new_tokens=room)
-        sample.branched = sample.branched or bool(sample.open)
-        request = SampleRequest(*sample.key, prefix, origin.seed, params, None, asked.call)
-        sample.open[asked.call] = OpenCall(request, sequence, asked.train)
+        sample.branched = sample.branched or bool(sample.open) or any(call > asked.call for call in sample.answered)
+        stream = sample.stream_of(asked.call, prefix, aside=asked.aside)
+        drawn_from = (stream.name, len(prefix) - stream.start)
+        request = SampleRequest(*sample.key, prefix, origin.seed, params, None, asked.call, *drawn_from)
+        sample.open[asked.call] = OpenCall(request, sequence, asked.train, stream)
         return request
 
     def _continued(self, sample: Trajectory, asked: AskedTokens) -> TokenSequence | None:

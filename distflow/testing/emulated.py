@@ -115,10 +115,10 @@ class EmulatedEngine:
         """Queue samples."""
         limits = [request.params.max_new_tokens for request in requests]
         lengths: list[int] = [0] * len(requests)
-        for seed, call in {(request.seed, request.call) for request in requests}:
-            rows = [row for row, request in enumerate(requests) if (request.seed, request.call) == (seed, call)]
-            names = [(requests[row].position, requests[row].sample, limits[row]) for row in rows]
-            drawn = self._lengths.draw(length_seed(seed, call), *zip(*names, strict=True))
+        for seed, stream in {(request.seed, request.stream) for request in requests}:
+            rows = [row for row, request in enumerate(requests) if (request.seed, request.stream) == (seed, stream)]
+            names = [(requests[row].position, requests[row].sample, limits[row], requests[row].offset) for row in rows]
+            drawn = self._lengths.draw(length_seed(seed, stream), *zip(*names, strict=True))
             for row, length in zip(rows, drawn, strict=True):
                 lengths[row] = length
         for request, length, longest in zip(requests, lengths, limits, strict=True):

@@ -47,8 +47,8 @@ class FakeEngine:
         """Queue samples; raises ValueError for one that does not fit or is here already."""
         self._limits.check_all(requests, self._samples.here)
         for request in requests:
-            stream = sample_stream(request.seed, request.position, request.call)
-            drawn = uniform_rows([stream], [request.sample], request.params.max_new_tokens)
+            stream = sample_stream(request.seed, request.position, request.stream)
+            drawn = uniform_rows([stream], [request.sample], request.params.max_new_tokens, [request.offset])
             self._scripts[request.key] = (drawn[0] * self._limits.vocabulary).astype(int).tolist()
         # Greedy or not, every token is equally likely, and reported as such.
         self._samples.add([replace(r, params=replace(r.params, temperature=1.0, top_k=0, top_p=1.0)) for r in requests])

@@ -116,6 +116,21 @@ async def branches(episode, generate, ctx, *, max_new_tokens=4, max_tokens=120, 
 
 
 @step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def forked(episode, generate, ctx, *, max_new_tokens=4, max_tokens=120, late=()):
+    first = await generate(episode.prompt_ids, TWO)
+    shared = (*episode.prompt_ids, *first.response_ids)
+
+    async def branch(number):
+        await asyncio.sleep(0.05 if number in late else 0)
+        return await two_turns((*shared, number), generate, 8)
+
+    left, right = await asyncio.gather(branch(10), branch(11))
+    aside = await generate((*shared, 7), TWO, aside=True)
+    await generate((*shared, *aside.response_ids), TWO)
+    return {"rewards/told": len({left, right})}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
 async def at_once(episode, generate, ctx, *, max_new_tokens=4, max_tokens=120):
     asked = [generate(episode.prompt_ids, FOUR) for _ in range(2)]
     asked.append(asyncio.create_task(generate(episode.prompt_ids, FOUR)))
@@ -279,6 +294,26 @@ def test_branches_draw_other_tokens_than_each_other_and_the_same_ones_again(tmp_
     assert len(set(map(tuple, found[0]))) == 3 * 5
     batch, _, _ = whole(tmp_path, "at_once", 2)
     assert set(batch.dense("rewards/told").tolist()) == {3.0}, "asked three times for the same"
+
+
+@pytest.mark.parametrize("late", [(), (10,), (11,)])
+def test_calls_of_one_task_that_go_on_with_each_other_share_a_stream(tmp_path: Path, late: tuple[int, ...]) -> None:
+    """Which of two branches comes first to the tokens that both go on with changes neither numbers nor sequences."""
+    batch, asked, _ = whole(tmp_path, "forked", 1, late=late)
+    assert {request.call: (request.stream, request.offset) for request in asked} == {
+        (0,): ((), 0),
+        (1, 0): ((1, 0), 0),
+        (1, 1): ((1, 0), 3),
+        (2, 0): ((2, 0), 0),
+        (2, 1): ((2, 0), 3),
+        (3,): ((3,), 0),
+        (4,): ((), 4),
+    }
+    prompts = [row.tolist() for row in batch.ragged("prompt_ids").rows()]
+    lengths = batch.ragged("response_ids").lengths.tolist()
+    assert (list(map(len, prompts)), lengths) == ([2, 5, 6], [8, 5, 2])
+    assert batch.ragged("response_ids").row(0)[2] == 10
+    assert prompts[1][-1] == 11
 
 
 def test_calls_are_numbered_by_the_code(tmp_path: Path) -> None:

@@ -220,14 +220,14 @@ def test_an_environments_tokens_are_a_part_of_the_response_that_is_not_trained_o
     assert batch.dense("sample").tolist() == [0, 1]
 
 
-def test_random_numbers_belong_to_the_call_and_are_counted_from_its_first_token(tmp_path: Path) -> None:
+def test_random_numbers_of_a_sequence_are_counted_over_all_tokens_behind_the_prompt(tmp_path: Path) -> None:
     samples = trajectories(tmp_path, "talk", samples=1)
     (first,) = samples.begin([lease()])
-    assert (first.prompt_ids, first.call) == (PROMPT, (0,))
+    assert (first.prompt_ids, first.call, first.stream, first.offset) == (PROMPT, (0,), (), 0)
     made = engine()
     made.submit([first])
     (second,), _ = samples.take(run_until_done(made))
-    assert (second.call, len(second.prompt_ids)) == ((1,), len(PROMPT) + 6)
+    assert (second.call, second.stream, second.offset, len(second.prompt_ids)) == ((1,), (), 6, len(PROMPT) + 6)
     assert (second.position, second.sample, second.seed) == (5, 0, 7)
 
 

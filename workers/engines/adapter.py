@@ -18,7 +18,7 @@ from torch import Tensor
 from distflow.config.plugins import PluginUse
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import FIRST_CALL, SampleOutput, SampleRequest, Version
+from distflow.types import SampleOutput, SampleRequest, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.adapter_options import AdapterOptions
 from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
@@ -77,9 +77,9 @@ def engine_seed(spec: EngineSpec) -> int:
 
 def sample_seed(sample: Sample) -> int:
     """A 63-bit seed (what a torch generator takes) for this sample, from where it starts here."""
-    request, first = sample.request, len(sample.before.token_ids)
+    request, first = sample.request, sample.request.offset + len(sample.before.token_ids)
     drawn = f"{request.seed} sample {request.position} {request.sample} {first}"
-    drawn += "" if request.call == FIRST_CALL else f" {'.'.join(map(str, request.call))}"
+    drawn += f" {'.'.join(map(str, request.stream))}" if request.stream else ""
     return xxhash.xxh3_64_intdigest(drawn.encode()) >> 1
 
 
