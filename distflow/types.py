@@ -261,6 +261,8 @@ class BegunSample:
     filtered_logprobs: tuple[float, ...] = ()
     call: CallNumber = FIRST_CALL
     digest: int = 0
+    answer: bytes = b""
+    """Of a tool, if it was asked, and not the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +321,8 @@ class SampleOutput:
     filtered_logprobs: tuple[float, ...] = ()
     call: CallNumber = FIRST_CALL
     digest: int = 0
+    answer: bytes = b""
+    """In records: of a tool (`ctx.once`), which has no tokens."""
 
     @property
     def key(self) -> RequestKey:
@@ -335,7 +339,7 @@ class SampleOutput:
         """The same for the next worker."""
         reason = "" if self.finish_reason == "abort" else self.finish_reason
         about = (self.token_ids, self.logprobs, self.spans, reason, self.filtered_logprobs)
-        return BegunSample(self.sample, *about, self.call, self.digest)
+        return BegunSample(self.sample, *about, self.call, self.digest, self.answer)
 
 
 class FinishedSample(NamedTuple):

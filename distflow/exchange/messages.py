@@ -137,6 +137,8 @@ class Piece(msgspec.Struct, frozen=True):
     """Which request of the sample."""
     digest: int = 0
     """Of what was asked for."""
+    answer: bytes = b""
+    """Of a tool, whole; then there are no tokens."""
 
     @property
     def end(self) -> int:
@@ -146,7 +148,8 @@ class Piece(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Approximate size in a message."""
-        return len(self.token_ids) + len(self.logprobs) + len(self.filtered_logprobs) + 32 * (1 + len(self.spans))
+        values = len(self.token_ids) + len(self.logprobs) + len(self.filtered_logprobs) + len(self.answer)
+        return values + 32 * (1 + len(self.spans))
 
 
 class Ask(Form, frozen=True):

@@ -25,7 +25,7 @@ from msgspec import structs
 
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Lease, Piece, Result, Running
-from distflow.exchange.partials import cut
+from distflow.exchange.partials import LOGPROB_BYTES, cut
 from distflow.types import CallNumber, SampleOutput, Version
 
 _OWNERS_A_ROUND = 8
@@ -223,7 +223,7 @@ class Held:
         """Requests with new tokens, and where these begin."""
         for key, output in self.outputs.items():
             start = self.sent.get(key, 0)
-            if start < len(output.token_ids):
+            if start < len(output.token_ids) or (output.answer and key not in self.sent):
                 yield output, start
 
 
@@ -280,10 +280,10 @@ class Link:
         pieces = []
         for held in self.held.values():
             for output, start in held.unsent() if held.result is None else ():
-                if room:
+                if room > 0:
                     pieces.append(cut(output, start, room))
                     held.sent[output.sample, output.call] = pieces[-1].end
-                    room -= pieces[-1].end - start
+                    room -= pieces[-1].end - start + len(output.answer) // LOGPROB_BYTES
         return tuple(pieces)
 
     def back_due(self, now: float) -> bool:

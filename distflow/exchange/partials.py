@@ -25,6 +25,8 @@ SPAN_BYTES = 32
 """Approximate size of a kept span."""
 CALL_BYTES = 64
 """The same of each further request of a sample."""
+ANSWER_BYTES = 64 << 10
+"""Most bytes of what tools have answered in one sample: these are kept beside what is reserved for its tokens."""
 
 Verdict = Literal["kept", "gap", "refused"]
 
@@ -44,6 +46,7 @@ def cut(output: SampleOutput, start: int, most: int) -> Piece:
         array(LOGPROB, output.filtered_logprobs[start:end]).tobytes(),
         output.call,
         output.digest,
+        output.answer,
     )
 
 
@@ -60,6 +63,8 @@ class Prefix:
     finish_reason: str = ""
     filtered: array[float] = field(default_factory=lambda: array(LOGPROB))
     """As many as tokens, or none: no part has any."""
+    answer: bytes = b""
+    """Of a tool."""
 
     @property
     def nbytes(self) -> int:
@@ -82,12 +87,12 @@ class Prefix:
                 spans[-1] = spans[-1]._replace(end=span.end)
             else:
                 spans.append(span)
-        self.spans, self.finish_reason = spans, piece.finish_reason
+        self.spans, self.finish_reason, self.answer = spans, piece.finish_reason, piece.answer
 
     def begun(self, sample: int, call: CallNumber) -> BegunSample:
         """The prefix in the form for the next worker."""
         parts = (tuple(self.tokens), tuple(self.logprobs), tuple(self.spans), self.finish_reason, tuple(self.filtered))
-        return BegunSample(sample, *parts, call, self.digest)
+        return BegunSample(sample, *parts, call, self.digest, self.answer)
 
 
 class Kept:
@@ -119,13 +124,20 @@ class Kept:
         known = 0 if had is None else had.nbytes
         call = CALL_BYTES if had is None and piece.call != FIRST_CALL else 0
         gone = 0 if had is old else known
-        if self.nbytes + more + call - gone > limit_bytes:
+        if self.nbytes + more + call - gone > limit_bytes or not self._has_room_for(piece):
             return "refused"
         old.source = source
         old.put(piece)
         self._prefixes[key] = old
         self.nbytes += old.nbytes - known + call
         return "kept"
+
+    def _has_room_for(self, piece: Piece) -> bool:
+        """Whether what tools have answered in the sample stays within its bound."""
+        if not piece.answer:
+            return True
+        known = {call: len(prefix.answer) for (n, call), prefix in self._prefixes.items() if n == piece.sample}
+        return sum((known | {piece.call: len(piece.answer)}).values()) <= ANSWER_BYTES
 
     def begun(self) -> tuple[BegunSample, ...]:
         """All of it, for the next worker."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
+from inspect import isawaitable, iscoroutinefunction
 from operator import index
 from pathlib import Path
 from types import CoroutineType
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from distflow.runtime.episode_loop import NUMBERS, EpisodeLoop, Numbers
+from distflow.runtime.tool_answers import packed, question, unpacked
 from distflow.types import CallNumber, Completion, Episode, SampleKey, SamplingParams
 
 
@@ -41,6 +43,21 @@ class Withdrawn(NamedTuple):
     call: CallNumber
 
 
+class AskedTool(NamedTuple):
+    """The step is to ask a tool, unless that has answered before."""
+
+    call: CallNumber
+    digest: int
+
+
+class ToolAnswered(NamedTuple):
+    """A tool has answered."""
+
+    call: CallNumber
+    digest: int
+    answer: bytes
+
+
 class Returned(NamedTuple):
     """It has come to its end."""
 
@@ -53,7 +70,10 @@ class Raised(NamedTuple):
     error: BaseException
 
 
-Event = AskedTokens | Withdrawn | Returned | Raised
+Event = AskedTokens | Withdrawn | AskedTool | ToolAnswered | Returned | Raised
+Future = asyncio.Future[Any] | futures.Future[Any]
+ATTEMPT: ContextVar[Attempt] = ContextVar("attempt")
+"""Whose code runs."""
 
 
 class RequestRefused(ValueError):
@@ -90,7 +110,9 @@ class Attempt:
         self._loop = loop
         self._hear = hear
         self._numbers = Numbers(next=first, tasks=WeakSet())
-        self._open: dict[CallNumber, asyncio.Future[Completion] | futures.Future[Completion]] = {}
+        self._open: dict[CallNumber, Future] = {}
+        self._answer_bytes = 0
+        """Of its tools' answers."""
         self._task: asyncio.Task[None] | None = None
         self._thread = 0
         self._over = False
@@ -118,17 +140,18 @@ class Attempt:
             return
         context = copy_context()
         context.run(NUMBERS.set, self._numbers)
+        context.run(ATTEMPT.set, self)
         if self.blocking:
             self._loop.threads.submit(context.run, self._in_thread)
         else:
             self._task = asyncio.Task(self._on_loop(), loop=self._loop.asyncio_loop, context=context)
             self._loop.keep(self._task)
 
-    def answer(self, call: CallNumber, completion: Completion) -> None:
-        """Go on with what the model has written."""
+    def answer(self, call: CallNumber, found: Completion | bytes) -> None:
+        """Go on with what the model has written, or with what a tool has answered before, b"" if it has not."""
         future = self._open.pop(call, None)
         if future is not None and not future.done():
-            future.set_result(completion)
+            future.set_result(found)
 
     def refuse(self, call: CallNumber, error: BaseException) -> None:
         """Raise this where the step waits for the call."""
@@ -145,7 +168,78 @@ class Attempt:
             self._task.cancel()
         self._drop()
 
+    def once(self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Ask a tool, unless it has answered before; called by the step. Returns what is to be awaited, or in a plain
+        function the answer."""
+        if self.blocking:
+            return self._once_in_thread(name, function, args, kwargs)
+        return self._once(name, function, args, kwargs)
+
     # -- details
+
+    async def _once(
+        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._loop.thread:
+            raise RuntimeError(_NOT_HERE.format("ctx.once"))
+        numbers = self._own_numbers(name)
+        asked = AskedTool(numbers.take(), question(name, args, kwargs))
+        recorded: asyncio.Future[bytes] = self._loop.asyncio_loop.create_future()
+        self._put(asked, recorded)
+        answer = await recorded
+        if not answer:
+            inside = NUMBERS.set(Numbers(asked.call, tasks=self._numbers.tasks, tool=name))
+            try:
+                # A tool that blocks holds up nobody.
+                direct = iscoroutinefunction(function)
+                value = function(*args, **kwargs) if direct else await asyncio.to_thread(function, *args, **kwargs)
+                value = await value if isawaitable(value) else value
+            finally:
+                NUMBERS.reset(inside)
+            answer = self._note(asked, packed(name, value, self._answer_bytes))
+        self._answer_bytes += len(answer)
+        return unpacked(answer)
+
+    def _once_in_thread(
+        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(_NOT_HERE.format("ctx.once"))
+        numbers = self._own_numbers(name)
+        asked = AskedTool(numbers.take(), question(name, args, kwargs))
+        recorded: futures.Future[bytes] = futures.Future()
+        self._put(asked, recorded)
+        self._loop.arrived(self)
+        answer = recorded.result()
+        if not answer:
+            numbers.tool = name
+            try:
+                value = function(*args, **kwargs)
+            finally:
+                numbers.tool = ""
+            answer = self._note(asked, packed(name, value, self._answer_bytes))
+        self._answer_bytes += len(answer)
+        return unpacked(answer)
+
+    def _own_numbers(self, what: str) -> Numbers:
+        """The numbers of what runs; raises RuntimeError within a tool."""
+        numbers = NUMBERS.get(self._numbers)
+        if numbers.tool:
+            raise RuntimeError(
+                f"{what} was asked within the tool {numbers.tool!r} of ctx.once, which is not called again where the "
+                "sample is played again: let the step ask, before or after it"
+            )
+        return numbers
+
+    def _put(self, asked: AskedTokens | AskedTool, future: Future) -> None:
+        self._open[asked.call] = future
+        if self._over:
+            raise asyncio.CancelledError("the sample is not wanted any more")
+        self._hear(self, asked)
+
+    def _note(self, asked: AskedTool, answer: bytes) -> bytes:
+        self._hear(self, ToolAnswered(*asked, answer))
+        return answer
 
     async def _on_loop(self) -> None:
         try:
@@ -187,15 +281,12 @@ class Attempt:
         """Make a request; raises TypeError for what are no token ids, or no SamplingParams."""
         loop = self._loop.asyncio_loop
         if threading.get_ident() != self._loop.thread:
-            raise RuntimeError(_NOT_HERE)
+            raise RuntimeError(_NOT_HERE.format("generate"))
         ids = _checked(prompt_ids, params)
-        if self._over:
-            raise asyncio.CancelledError("the sample is not wanted any more")
-        asked = AskedTokens(NUMBERS.get(self._numbers).take(), ids, params, train, aside)
+        asked = AskedTokens(self._own_numbers("generate(…)").take(), ids, params, train, aside)
         future: asyncio.Future[Completion] = loop.create_future()
-        self._open[asked.call] = future
+        self._put(asked, future)
         future.add_done_callback(lambda done: self._given_up(asked.call, done))
-        self._hear(self, asked)
         return future
 
     def _given_up(self, call: CallNumber, future: asyncio.Future[Completion]) -> None:
@@ -207,13 +298,11 @@ class Attempt:
     ) -> Completion:
         """Make a request, and wait for the answer; raises TypeError as `_ask`."""
         if threading.get_ident() != self._thread:
-            raise RuntimeError(_NOT_HERE)
-        asked = AskedTokens(self._numbers.take(), _checked(prompt_ids, params), params, train, aside)
+            raise RuntimeError(_NOT_HERE.format("generate"))
+        ids = _checked(prompt_ids, params)
+        asked = AskedTokens(self._own_numbers("generate(…)").take(), ids, params, train, aside)
         future: futures.Future[Completion] = futures.Future()
-        self._open[asked.call] = future
-        if self._over:
-            raise asyncio.CancelledError("the sample is not wanted any more")
-        self._hear(self, asked)
+        self._put(asked, future)
         self._loop.arrived(self)
         # Its deadline is that of the episode, which is closed by it.
         return future.result()
@@ -221,7 +310,7 @@ class Attempt:
 
 _HERE = str(Path(__file__).parent)
 _NOT_HERE = (
-    "generate(…) was called in another thread than the step's own: in which order threads ask depends on the clock — "
+    "{}(…) was called in another thread than the step's own: in which order threads ask depends on the clock — "
     "let an async def step await it, several at a time by asyncio.gather"
 )
 

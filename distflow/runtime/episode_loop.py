@@ -61,6 +61,8 @@ class Numbers:
     next: int = 0
     tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
     """All that the episode has made."""
+    tool: str = ""
+    """Of the tool that runs: what is begun there happens once, and is no part of what is played again."""
 
     def take(self) -> CallNumber:
         """Number something."""
@@ -342,7 +344,7 @@ def _make_task(
     if numbers is None:
         return asyncio.Task(coro, loop=loop, context=context)
     own = copy_context() if context is None else context.copy()
-    own.run(NUMBERS.set, Numbers(numbers.take(), tasks=numbers.tasks))
+    own.run(NUMBERS.set, Numbers(numbers.take(), tasks=numbers.tasks, tool=numbers.tool))
     task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=own)
     numbers.tasks.add(task)
     return task

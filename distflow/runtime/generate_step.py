@@ -15,6 +15,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +35,7 @@ from distflow.types import (
     DROP_REASON,
     FINISH_REASONS,
     LEFT_OUT,
+    REWARD,
     SEQUENCE,
     BegunSample,
     CallNumber,
@@ -112,6 +115,22 @@ class GenerateStep:
     def failure(self, did: str, more: str, place: str = "") -> EpisodeFailed:
         """What to raise for what a step has done wrong on a sample; `more`: what the message adds to that."""
         return EpisodeFailed(f"{self.where} {did}{more}", did, did.split()[0], place)
+
+    def returned(self, value: object) -> Mapping[str, float]:
+        """Take what the step returned, if it is what it declares; raises EpisodeFailed."""
+        expected = self.further
+        if value is None and not expected:
+            return {}
+        given = {} if value is None else value
+        if not isinstance(given, Mapping) or set(given) != set(expected):
+            shown = sorted(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+            wanted = f"a mapping with a number for each of {sorted(expected)}" if expected else "nothing"
+            declared = "what its @step(writes=…) lists is what it returns for each sample"
+            raise self.failure(f"returned {shown}", f"; expected {wanted}: {declared}")
+        wrong = {name: value for name, value in given.items() if not _is_number(name, value)}
+        if wrong:
+            raise self.failure(f"returned {wrong}", f"; expected a number for each of {sorted(expected)}")
+        return given
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +256,8 @@ class Trajectory:
     """There have been several requests at a time, or requests in another order than that of their numbers."""
     answered: dict[CallNumber, AnsweredCall] = field(default_factory=dict)
     """In the order of the answers."""
+    tools: dict[CallNumber, SampleOutput] = field(default_factory=dict)
+    """What tools have answered, in the form in which it is replayed."""
     finish_reason: FinishReason = "stop"
     fields: Mapping[str, float] = field(default_factory=dict)
     """What the step returned."""
@@ -315,8 +336,10 @@ class Trajectory:
         self.finish_reason = self.sequences[-1].finish_reason
 
     def recorded(self, more: Iterable[SampleOutput] = ()) -> tuple[SampleOutput, ...]:
-        """What the model has written, call by call: the form in which it is replayed. `more`: of open requests."""
+        """What the model has written, and tools answered, call by call: the form in which it is replayed. `more`: of
+        open requests."""
         calls = {number: answered.record(self.key, number) for number, answered in self.answered.items()}
+        calls |= self.tools
         calls |= {output.call: replace(output, digest=digest_of(self.open[output.call].request)) for output in more}
         return tuple(output for _, output in sorted(calls.items()))
 
@@ -324,6 +347,16 @@ class Trajectory:
         """The same without its tokens: from which versions they came."""
         spans = joined((call.spans, len(call.token_ids)) for call in self.recorded(more))
         return (SampleOutput(*self.key, (), (), spans, "abort"),)
+
+
+def _is_number(name: str, value: object) -> bool:
+    """Whether a step may return this for a field. A part of the reward may be missing: NaN."""
+    if not isinstance(value, Real):
+        return False
+    try:
+        return isfinite(value) or name != REWARD
+    except OverflowError:
+        return False
 
 
 def digest_of(request: SampleRequest) -> int:

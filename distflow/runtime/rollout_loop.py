@@ -186,7 +186,8 @@ class RolloutLoop:
             self._samples.submit(self._engine, further)
         core, now = self._core, time.monotonic()
         finished = core.collect(done)
-        partials = self._samples.partials(self._engine.partials()) if core.wants_partials(now) else None
+        due = core.wants_partials(now) or self._samples.untold
+        partials = self._samples.partials(self._engine.partials()) if due else None
         progress = self._samples.progress(self._engine.progress())
         with self._board.condition:
             core.report(progress, partials, self._inbox.loaded)

@@ -40,7 +40,7 @@ from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.step import ATTRIBUTE
 from distflow.log import logger
-from distflow.runtime.attempt import RequestRefused
+from distflow.runtime.attempt import ATTEMPT, RequestRefused
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy, own_settings
 from distflow.runtime.episode_loop import ALONE, EpisodeLoop
 from distflow.runtime.generate_step import GenerateStep
@@ -151,6 +151,22 @@ class StepContext:
     def rng(self, uid: Uid, sample: int = 0) -> np.random.Generator:
         """A generator that depends only on the run's seed, this step and the sample, never on the worker."""
         return generator(self.seed, f"step:{self.step_name}", uid.position, sample)
+
+    def once(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Ask a tool, in a generate step: `await ctx.once("order", shop.order, 3)`; without `await` in a plain `def`.
+
+        What `function(*args, **kwargs)` returns, or what comes of awaiting that, is recorded with the sample, and a
+        sample that is played again elsewhere gets it from there. Returns it as it comes from the record: tuples are
+        lists. A plain function that an `async def` step gives runs in a thread. Raises TypeError for what is no plain
+        value, ValueError for more than 16 KiB, or 64 KiB in a sample, UserError where no episode is under way.
+        """
+        attempt = ATTEMPT.get(None)
+        if attempt is None:
+            raise UserError(
+                f"ctx.once({name!r}): step {self.step_name!r} makes no episode, of whose record the answer would be a "
+                "part: it is for generate steps, as a run or `distflow test-plugin` calls them"
+            )
+        return attempt.once(name, function, args, kwargs)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all training replicas, in their order: for small tensors, in steps of batch scope.

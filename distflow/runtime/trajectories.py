@@ -33,8 +33,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isfinite, nan
-from numbers import Real
+from math import nan
 from typing import NamedTuple
 
 import torch
@@ -43,7 +42,17 @@ from distflow.data.batch import Batch
 from distflow.errors import StepError
 from distflow.exchange.messages import Lease
 from distflow.log import logger
-from distflow.runtime.attempt import AskedTokens, Attempt, Event, Raised, RequestRefused, Returned, Withdrawn
+from distflow.runtime.attempt import (
+    AskedTokens,
+    AskedTool,
+    Attempt,
+    Event,
+    Raised,
+    RequestRefused,
+    Returned,
+    ToolAnswered,
+    Withdrawn,
+)
 from distflow.runtime.engine_numbers import BAD_LOGPROBS, EngineNumbers, complaint, sound
 from distflow.runtime.episode_errors import EpisodeFailed, Fate
 from distflow.runtime.episode_loop import ServingClock
@@ -62,7 +71,6 @@ from distflow.runtime.generate_step import (
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Engine, Tokenizer
 from distflow.types import (
-    REWARD,
     REWARD_PARTS,
     BegunSample,
     CallNumber,
@@ -142,8 +150,8 @@ class Trajectories:
         self._moving: list[Attempt] = []
         self._wanted: list[SampleRequest] = []
         """What the engine is to be asked for."""
-        self._later = 0
-        """How many of the open ones have been answered at least once."""
+        self.untold = False
+        """Tools have answered since `partials` were last asked for: if it is lost, they are asked again elsewhere."""
         self._version: Version | None = None
         """What the engine had loaded when it was last looked at."""
 
@@ -287,11 +295,11 @@ class Trajectories:
         for output in self._expected(outputs):
             if not complaint(output.token_ids, output.logprobs):
                 running.setdefault((output.position, output.sample), []).append(sound(output))
-        wanted = self._open if self._later else running
+        self.untold = False
         return [
             output
-            for key, sample in ((key, self._open[key]) for key in wanted)
-            if (positions is None or key[0] in positions) and (key in running or sample.answered)
+            for key, sample in self._open.items()
+            if (positions is None or key[0] in positions) and (key in running or sample.answered or sample.tools)
             for output in self._told(sample, running.get(key, ()))
         ]
 
@@ -309,7 +317,6 @@ class Trajectories:
         for table in (self._open, self._finished):
             for key in [key for key in table if key[0] in positions]:
                 sample = table.pop(key)
-                self._later -= table is self._open and bool(sample.answered)
                 self._loop.count(-1)
                 self._close(sample)
         self._whole = [sample for sample in self._whole if sample.position not in positions]
@@ -398,6 +405,13 @@ class Trajectories:
                 sample.branched = True
                 if event.call in sample.open:
                     sample.withdraw(event.call)
+            elif isinstance(event, AskedTool):
+                self._recall(sample, event)
+            elif isinstance(event, ToolAnswered):
+                sample.tools[event.call] = SampleOutput(
+                    *sample.key, (), (), (), "stop", call=event.call, digest=event.digest, answer=event.answer
+                )
+                self.untold = True
             elif isinstance(event, Returned):
                 self._end(sample, event.value)
             else:
@@ -420,7 +434,7 @@ class Trajectories:
         except RequestRefused as refused:
             self._post(sample.attempt, partial(sample.attempt.refuse, asked.call, refused))
             return
-        recorded = self._recorded(sample, request)
+        recorded = self._recorded(sample, asked.call, digest_of(request))
         if recorded is None:
             self._wanted.append(request)
             return
@@ -433,6 +447,14 @@ class Trajectories:
         output = SampleOutput(*sample.key, tokens, logprobs, recorded.spans, reason, filtered, asked.call)
         self._answer(sample, output, text)
 
+    def _recall(self, sample: Trajectory, asked: AskedTool) -> None:
+        """Give a step what a tool answered at another worker, or let it ask."""
+        recorded = self._recorded(sample, *asked)
+        answer = b"" if recorded is None else recorded.answer
+        if answer:
+            self._take_down(sample.attempt, ToolAnswered(*asked, answer))
+        self._post(sample.attempt, partial(sample.attempt.answer, asked.call, answer))
+
     def _refuse(self, request: SampleRequest, error: RequestRefused) -> None:
         sample = self._open[request.position, request.sample]
         sample.withdraw(request.call)
@@ -442,7 +464,6 @@ class Trajectories:
         """Begin a sample anew on which the step has failed, or give it up."""
         fate = self.step.errors.judge(failed, sample.episode, sample.attempt.number)
         self._close(sample)
-        self._later -= bool(sample.answered)
         if fate != "again":
             self._give_up(sample, failed.reason, fate)
             return
@@ -477,10 +498,10 @@ class Trajectories:
         first = sample.attempt.number == 1 and sample.finish_reason != "error"
         return sample.recorded(more) if first else sample.versions(more)
 
-    def _recorded(self, sample: Trajectory, request: SampleRequest) -> BegunSample | None:
-        """What another worker had of this request, if it was the same; None: nothing."""
-        found = sample.begun.pop(request.call, None)
-        if found is None or found.digest == digest_of(request):
+    def _recorded(self, sample: Trajectory, call: CallNumber, digest: int) -> BegunSample | None:
+        """What another worker had of this call, if it asked for the same; None: nothing."""
+        found = sample.begun.pop(call, None)
+        if found is None or found.digest == digest:
             return found
         sample.begun.clear()
         self.step.metrics.add(REPLAY_DIFFERS, 1)
@@ -488,7 +509,6 @@ class Trajectories:
 
     def _answer(self, sample: Trajectory, output: SampleOutput, text: str) -> None:
         """Note what the model has written, and let the step go on with it."""
-        self._later += not sample.answered
         call = sample.open.pop(output.call)
         about = (output.token_ids, output.logprobs, output.spans, call.train, text, output.filtered_logprobs)
         aside = call.sequence is None
@@ -511,31 +531,13 @@ class Trajectories:
             what = "returned before it awaited tokens of the sample"
             expected = "; expected completion = await generate(episode.prompt_ids, SamplingParams(…))"
             raise self.step.failure(what, expected)
-        sample.fields = self._fields(sample, value)
+        sample.fields = self.step.returned(value)
         cut_off = sample.finish_reason == "length" and lease_kind(sample.key[0]) == "train"
         # What trains nothing, such as the greedy sample that is a baseline, stays what it is.
         if self._leaves_out_truncated and cut_off and any(segment.trains for segment in sample.written):
             sample.left_out = sample.left_out or CUT_OFF
-        self._later -= 1
         self._finish(sample)
         self.step.errors.succeeded()
-
-    def _fields(self, sample: Trajectory, value: object) -> Mapping[str, float]:
-        """What the step returned, if it is what it declares."""
-        expected = self.step.further
-        if value is None and not expected:
-            return {}
-        given = {} if value is None else value
-        if not isinstance(given, Mapping) or set(given) != set(expected):
-            shown = sorted(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
-            wanted = f"a mapping with a number for each of {sorted(expected)}" if expected else "nothing"
-            declared = "what its @step(writes=…) lists is what it returns for each sample"
-            raise self.step.failure(f"returned {shown}", f"; expected {wanted}: {declared}")
-        wrong = {name: value for name, value in given.items() if not _is_number(name, value)}
-        if wrong:
-            what = f"returned {wrong}"
-            raise self.step.failure(what, f"; expected a number for each of {sorted(expected)}")
-        return given
 
     def _request(self, sample: Trajectory, asked: AskedTokens) -> SampleRequest:
         """What to ask the engine for; notes what the sample has before that. Raises RequestRefused."""
@@ -580,16 +582,6 @@ class Trajectories:
 def _in_order(news: tuple[Attempt, Event]) -> tuple[SampleKey, int, int, CallNumber]:
     """Events by sample and call, whatever came first; the end of an attempt behind all that it has asked for."""
     attempt, event = news
-    if isinstance(event, AskedTokens | Withdrawn):
+    if not isinstance(event, Returned | Raised):
         return attempt.key, attempt.number, int(isinstance(event, Withdrawn)), event.call
     return attempt.key, attempt.number, 2, ()
-
-
-def _is_number(name: str, value: object) -> bool:
-    """Whether a step may return this for a field. A part of the reward may be missing: NaN."""
-    if not isinstance(value, Real):
-        return False
-    try:
-        return isfinite(value) or name != REWARD
-    except OverflowError:
-        return False
