@@ -51,10 +51,20 @@ CLIENT_KINDS = ("number", "text", "number_per_token")
 ROOM = ("max_tokens", "max_new_tokens", "max_response_tokens")
 """Settings that say how long a sample may be: with an environment's tokens, of a generate step, of a read step."""
 ERROR_SETTINGS: Mapping[str, Any] = MappingProxyType(
-    {"on_error": "retry", "max_attempts": 3, "max_error_rate": None, "timeout_s": 3600.0, "turn_timeout_s": 600.0}
+    {
+        "on_error": "retry",
+        "max_attempts": 3,
+        "max_error_rate": None,
+        "timeout_s": 3600.0,
+        "turn_timeout_s": 600.0,
+        "max_sample_tokens": None,
+    }
 )
 """Settings that every generate step has beside those of its function, with their defaults: what becomes of a sample on
-which it fails (`runtime/episode_errors.py`), and how long it may take, in seconds, in all and without tokens."""
+which it fails (`runtime/episode_errors.py`), how long it may take, in seconds, in all and without tokens, and how many
+tokens all its sequences may have."""
+SEQUENCES_A_SAMPLE = 4
+"""Of the greatest length, so many have room in a sample if nothing else is said."""
 _ERROR_LIMITS = {"leave_out": 0.25, "retry": 0.25}
 SAMPLE_TOKENS = 22
 """How many tokens have as many bytes as what a sample has besides (`flow/memory.py`)."""
@@ -205,6 +215,15 @@ def response_tokens(settings: Mapping[str, Any]) -> Any:
     return settings[next(name for name in ROOM if name in settings)]
 
 
+def sample_tokens(settings: Mapping[str, Any]) -> int:
+    """Most tokens behind the data's prompt in all sequences of a sample; of steps that declare an environment, several
+    (`max_sample_tokens`)."""
+    longest = int(response_tokens(settings))
+    # Without an environment, max_new_tokens is what there is.
+    most = settings.get("max_sample_tokens") if "max_tokens" in settings else longest
+    return SEQUENCES_A_SAMPLE * longest if most is None else int(most)
+
+
 def reads_all_turns(settings: Mapping[str, Any]) -> bool:
     """Whether a read step takes all turns of the assistant in a conversation, not the last one alone."""
     return settings.get("turns") == "all"
@@ -216,7 +235,7 @@ def reserved_tokens(settings: Sequence[Mapping[str, Any]], longest_prompt: int) 
     `settings`: of the step that makes the primary model's samples, then of the generate steps of further models, which
     have prompts of their own.
     """
-    first, *further = (int(response_tokens(each)) for each in settings)
+    first, *further = map(sample_tokens, settings)
     return first + sum(longest_prompt + tokens + SAMPLE_TOKENS for tokens in further)
 
 

@@ -39,13 +39,20 @@ _BLOCKING = (
     "urllib.request.urlopen",
 )
 """How calls begin that hold up whoever makes them."""
-_ERROR_RANGES = {"max_attempts": ">= 1", "max_error_rate": ">= 0, <= 1", "timeout_s": "> 0", "turn_timeout_s": "> 0"}
+_ERROR_RANGES = {
+    "max_attempts": ">= 1",
+    "max_error_rate": ">= 0, <= 1",
+    "timeout_s": "> 0",
+    "turn_timeout_s": "> 0",
+    "max_sample_tokens": ">= 1",
+}
 _ERROR_TYPES = {
     "on_error": "str",
     "max_attempts": "int",
     "max_error_rate": "float | None",
     "timeout_s": "float",
     "turn_timeout_s": "float",
+    "max_sample_tokens": "int | None",
 }
 
 

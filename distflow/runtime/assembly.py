@@ -358,10 +358,10 @@ def build_trajectories(
     plan, recipe = setting.plan, setting.recipe
     model = str(step.plan.model)
     dtype = torch.float64 if recipe.models[model].dtype == "float64" else torch.float32
-    longest = plan.longest_sample(model) - recipe.data.max_prompt_tokens
-    limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(recipe.batch.samples_per_prompt, longest)}
+    train = SampleLimits.of(recipe.batch.samples_per_prompt, step.plan.settings)
+    limits: dict[LeaseKind, SampleLimits] = {"train": train}
     if plan.val is not None and model == plan.primary:
-        limits["val"] = SampleLimits(plan.val.samples_per_prompt, plan.val.response_tokens)
+        limits["val"] = SampleLimits.of(plan.val.samples_per_prompt, plan.val.settings)
     numbers = EngineNumbers(f"engine {setting.me.engine} on {setting.me.name}", metrics)
     out = recipe.batch.mask_truncated == "all"
     most = setting.me.episodes

@@ -84,6 +84,18 @@ class RequestRefused(ValueError):
         self.did = did
 
 
+class ContextFull(RequestRefused):
+    """There is no room for what the step asks for: its sequence has all tokens that it may have (`max_tokens`), or the
+    sample has (`max_sample_tokens`). A step that lets it pass ends the sample there, with finish_reason `length`."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Tell whether a step has come to its end since there is no more room, in whatever branches."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(ContextFull)[1] is None
+    return isinstance(error, ContextFull)
+
+
 class Attempt:
     """An attempt, numbered from 1. `function` is the step for its episode, given what to ask by; `hear` is called with
     what it does, by any thread. `first`: the number of its first call, as many as earlier attempts have had.

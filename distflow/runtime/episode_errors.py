@@ -60,7 +60,7 @@ class ErrorPolicy:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> ErrorPolicy:
         """Read them among all settings of a step; what is missing there has its default."""
-        on_error, attempts, rate, *timeouts = {**ERROR_SETTINGS, **_among(settings, own=False)}.values()
+        on_error, attempts, rate, *timeouts, _ = {**ERROR_SETTINGS, **_among(settings, own=False)}.values()
         limit = error_limit(on_error) if rate is None else rate
         return cls(on_error, attempts if on_error == "retry" else 1, limit, *timeouts)
 

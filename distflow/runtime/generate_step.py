@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import isfinite, nan
 from numbers import Real
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.samples import PROMPT_TEXT, untrained_where_left_out
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import FILTERED, GENERATED, ROLLOUT, SEQUENCES
-from distflow.runtime.attempt import Attempt
+from distflow.runtime.attempt import Attempt, ContextFull
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed
 from distflow.runtime.episode_loop import EpisodeLoop
 from distflow.runtime.metrics import MetricStore
@@ -36,6 +36,7 @@ from distflow.types import (
     FINISH_REASONS,
     LEFT_OUT,
     REWARD,
+    REWARD_PARTS,
     SEQUENCE,
     BegunSample,
     CallNumber,
@@ -115,6 +116,18 @@ class GenerateStep:
     def failure(self, did: str, more: str, place: str = "") -> EpisodeFailed:
         """What to raise for what a step has done wrong on a sample; `more`: what the message adds to that."""
         return EpisodeFailed(f"{self.where} {did}{more}", did, did.split()[0], place)
+
+    def full(self, had: int, most: int, setting: str) -> ContextFull:
+        """What to raise where a sequence, or a sample, has all tokens that this setting allows."""
+        whose = "sequence" if setting == "max_tokens" else "sample"
+        cure = f"let it return before, or raise {setting} (flow.steps.{self.plan.name}.with)"
+        did = f"asks for more after {had} tokens behind the prompt"
+        return ContextFull(did, f", and its longest {whose} has {most}: {cure}")
+
+    @property
+    def nothing(self) -> Mapping[str, float]:
+        """What counts as returned where the step has come to no end of its own."""
+        return {name: nan if name.startswith(REWARD_PARTS) else 0.0 for name in self.further}
 
     def returned(self, value: object) -> Mapping[str, float]:
         """Take what the step returned, if it is what it declares; raises EpisodeFailed."""
@@ -317,9 +330,13 @@ class Trajectory:
         """Forget a request, and the tokens that the environment has put before what it asked for."""
         sequence = self.open.pop(call).sequence
         if sequence is not None:
-            sequence.cut()
-            if not sequence.segments and sequence is not self.sequences[0]:
-                self.sequences.remove(sequence)
+            self.leave(sequence)
+
+    def leave(self, sequence: TokenSequence) -> None:
+        """Take away what the environment has put before a request that is not answered."""
+        sequence.cut()
+        if not sequence.segments and sequence is not self.sequences[0]:
+            self.sequences.remove(sequence)
 
     def end(self) -> None:
         """Forget what nobody has waited for. Where several requests were open at a time, the clock may have decided

@@ -33,14 +33,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from distflow.data.batch import Batch
 from distflow.errors import StepError
 from distflow.exchange.messages import Lease
+from distflow.flow.step import response_tokens, sample_tokens
 from distflow.log import logger
 from distflow.runtime.attempt import (
     AskedTokens,
@@ -52,6 +52,7 @@ from distflow.runtime.attempt import (
     Returned,
     ToolAnswered,
     Withdrawn,
+    is_full,
 )
 from distflow.runtime.engine_numbers import BAD_LOGPROBS, EngineNumbers, complaint, sound
 from distflow.runtime.episode_errors import EpisodeFailed, Fate
@@ -71,7 +72,6 @@ from distflow.runtime.generate_step import (
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Engine, Tokenizer
 from distflow.types import (
-    REWARD_PARTS,
     BegunSample,
     CallNumber,
     Completion,
@@ -103,8 +103,15 @@ class SampleLimits(NamedTuple):
     samples: int
     """Of one prompt."""
     tokens: int
+    """That a sequence may have behind as many as the data's prompt has: a slot of the engine holds so many."""
+    sample_tokens: int
     """That a sample may have behind the data's prompt, an environment's and the prompts of later sequences included: so
     much was reserved for it."""
+
+    @classmethod
+    def of(cls, samples: int, settings: Mapping[str, Any]) -> SampleLimits:
+        """By the settings of the step that makes them."""
+        return cls(samples, int(response_tokens(settings)), sample_tokens(settings))
 
 
 class Trajectories:
@@ -414,6 +421,8 @@ class Trajectories:
                 self.untold = True
             elif isinstance(event, Returned):
                 self._end(sample, event.value)
+            elif is_full(event.error) and not all(call.aside for call in sample.answered.values()):
+                self._end(sample, None, full=True)
             else:
                 raise self.step.failed(event.error, sample.episode) from event.error
         except EpisodeFailed as failed:
@@ -477,12 +486,10 @@ class Trajectories:
         self._posts.append(sample.attempt.close)
 
     def _give_up(self, sample: Trajectory, reason: str, fate: Fate) -> None:
-        """Finish a sample with what the model has written, and the environment before that: what it has put behind it
-        may be what the engine cannot take."""
+        """Finish a sample with what the model has written, and the environment before that."""
         sample.end()
-        sample.sequences[-1].cut()
         sample.finish_reason = "error"
-        sample.fields = {name: nan if name.startswith(REWARD_PARTS) else 0.0 for name in self.step.further}
+        sample.fields = self.step.nothing
         if fate != "zero":
             sample.left_out = reason
         if fate == "drop":
@@ -524,14 +531,16 @@ class Trajectories:
         found = Completion(episode.prompt, text, episode.task, output.finish_reason, output.token_ids)
         self._post(sample.attempt, partial(sample.attempt.answer, output.call, found))
 
-    def _end(self, sample: Trajectory, value: object) -> None:
-        """The step has returned."""
+    def _end(self, sample: Trajectory, value: object, *, full: bool = False) -> None:
+        """The step has returned; `full`: it has not, and wanted more than there is room for."""
         sample.end()
         if not sample.sequences[-1].segments:
             what = "returned before it awaited tokens of the sample"
             expected = "; expected completion = await generate(episode.prompt_ids, SamplingParams(…))"
             raise self.step.failure(what, expected)
-        sample.fields = self.step.returned(value)
+        if full:
+            sample.finish_reason = "length"
+        sample.fields = self.step.nothing if full else self.step.returned(value)
         cut_off = sample.finish_reason == "length" and lease_kind(sample.key[0]) == "train"
         # What trains nothing, such as the greedy sample that is a baseline, stays what it is.
         if self._leaves_out_truncated and cut_off and any(segment.trains for segment in sample.written):
@@ -543,17 +552,16 @@ class Trajectories:
         """What to ask the engine for; notes what the sample has before that. Raises RequestRefused."""
         origin, prefix = sample.origin, asked.prompt_ids
         sequence = self._continued(sample, asked)
-        params = asked.params
-        behind = max(0, len(prefix) - len(origin.prompt_ids)) if asked.aside else sample.tokens
-        most = self._limits_of(origin.uid.position).tokens
+        params, limits = asked.params, self._limits_of(origin.uid.position)
+        longest = limits.tokens - max(0, len(prefix) - len(origin.prompt_ids))
         others = [call.request.params.max_new_tokens for call in sample.open.values() if call.sequence is not None]
-        room = most - behind - (0 if asked.aside else sum(others))
+        whole = longest if sequence is None else limits.sample_tokens - sample.tokens - sum(others)
+        of_sequence, of_sample = (limits.tokens, "max_tokens"), (limits.sample_tokens, "max_sample_tokens")
+        room, (most, setting) = min((longest, of_sequence), (whole, of_sample), key=lambda bound: bound[0])
         if room < 1:
             if sequence is not None:
-                sequence.cut()
-            what = f"asks for more after {most - room} tokens behind the prompt"
-            cure = f"let it return before, or raise max_tokens (flow.steps.{self.step.plan.name}.with)"
-            raise RequestRefused(what, f", and its longest sample has {most}: {cure}")
+                sample.leave(sequence)
+            raise self.step.full(most - room, most, setting)
         if params.max_new_tokens > room:
             params = replace(params, max_new_tokens=room)
         sample.branched = sample.branched or bool(sample.open) or any(call > asked.call for call in sample.answered)

@@ -50,7 +50,9 @@ def test_an_environment_allows_what_it_lists(folder: Folder, allowed: list[str])
 
 def test_memory_and_slots_have_room_for_an_environments_tokens() -> None:
     plan = plan_recipe("two_turns", ["flow.steps.sample.with.max_tokens=20"])[1]
-    assert (plan.response_tokens, plan.longest_sample("policy")) == (20, plan.recipe.data.max_prompt_tokens + 20)
+    assert (plan.response_tokens, plan.longest_sample("policy")) == (80, plan.recipe.data.max_prompt_tokens + 20)
+    more = [f"flow.steps.sample.with.{name}" for name in ("max_tokens=20", "max_sample_tokens=30")]
+    assert plan_recipe("two_turns", more)[1].response_tokens == 30
     one, two = (plan_recipe("two_turns", [f"flow.steps.sample.with.max_tokens={most}"])[1] for most in (12, 60_000))
     assert two.owner_plan.sample_memory_mb > one.owner_plan.sample_memory_mb
 

@@ -48,7 +48,7 @@ from distflow.runtime.trajectories import SampleLimits, Trajectories
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import Canaries, Publishing
 from distflow.testing.fakes import FakeBackend, FakeEngine
-from distflow.types import Uid, Version, WorkerName
+from distflow.types import LeaseKind, Uid, Version, WorkerName
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
@@ -210,7 +210,8 @@ class World:
         limits = recipe.limits.model_copy(update={"no_progress_s": 0.2})
         recipe = recipe.model_copy(update={"limits": limits})
         self.holder_node = make_node(HOLDER, [OWNER], self.folder)
-        self.samples = Trajectories(generate_step(), {"train": SampleLimits(GROUP, TOKENS)}, TOKENIZER, torch.float32)
+        limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(GROUP, TOKENS, TOKENS)}
+        self.samples = Trajectories(generate_step(), limits, TOKENIZER, torch.float32)
         node, metrics = self.holder_node, MetricStore()
         return RolloutLoop(self.engine, self.samples, self.outbound, self.inbox, node, metrics, recipe)
 

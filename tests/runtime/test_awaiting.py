@@ -213,7 +213,7 @@ def trajectories(
     plan = StepPlan("sample", call, "generate", "sample", None, settings, (), writes, (), environment)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}, loop=loop).generate_step("sample")
-    return Trajectories(step, {"train": SampleLimits(samples, 120)}, TOKENIZER, torch.float32, most=most)
+    return Trajectories(step, {"train": SampleLimits(samples, 120, 240)}, TOKENIZER, torch.float32, most=most)
 
 
 def until_done(

@@ -95,7 +95,7 @@ def test_a_few_do_not(good: int, bad: int) -> None:
 @pytest.mark.parametrize("position", [12, VALIDATION + 12])
 def test_a_sample_that_is_left_out_is_not_trained_on(position: int) -> None:
     """Its siblings are; and what a running sample has of it goes to no other worker. Validation uses no log-probs."""
-    limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(2, 8), "val": SampleLimits(2, 8)}
+    limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(2, 8, 8), "val": SampleLimits(2, 8, 8)}
     engine, samples = FakeEngine(), Trajectories(generate_step(), limits, TOKENIZER, torch.float32)
     engine.begin_update(Version(0, 1))
     engine.update([("weight", torch.zeros(2, 3)), ("bias", torch.zeros(2))])

@@ -138,7 +138,7 @@ def made(folder: Path, call: str = "act", **settings: Any) -> tuple[Trajectories
     )
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    limits: Mapping[LeaseKind, SampleLimits] = dict.fromkeys(("train", "val"), SampleLimits(3, 40))
+    limits: Mapping[LeaseKind, SampleLimits] = dict.fromkeys(("train", "val"), SampleLimits(3, 40, 40))
     return Trajectories(step, limits, TOKENIZER, torch.float32), context
 
 

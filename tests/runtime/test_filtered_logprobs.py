@@ -51,7 +51,7 @@ def trajectories(
     about = ("generate", "sample", None, settings, (), writes, (), ("replay", "repeatable"))
     plan = StepPlan("sample", f"{folder}/mine.py:talk", *about)
     runner = StepRunner("rollout/0", [plan], {"sample": StepContext("sample", tokenizer=EndlessTokenizer())})
-    return Trajectories(runner.generate_step("sample"), {"train": SampleLimits(2, 40)}, TOKENIZER, torch.float64)
+    return Trajectories(runner.generate_step("sample"), {"train": SampleLimits(2, 40, 40)}, TOKENIZER, torch.float64)
 
 
 def engine(*, asked: bool = True) -> TorchEngine:

@@ -103,7 +103,7 @@ def trajectories(file: Path, name: str = "wander", samples: int = 2, most: int =
     plan = StepPlan("sample", f"{file}:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    return Trajectories(step, {"train": SampleLimits(samples, most)}, TOKENIZER, torch.float32)
+    return Trajectories(step, {"train": SampleLimits(samples, most, most)}, TOKENIZER, torch.float32)
 
 
 def wandering(file: Path, moves: Sequence[Any]) -> Trajectories:

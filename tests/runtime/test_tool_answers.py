@@ -96,7 +96,7 @@ def trajectories(folder: Path, name: str, samples: int = 1, **settings: Any) -> 
     )
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    return Trajectories(step, {"train": SampleLimits(samples, 60)}, TOKENIZER, torch.float32)
+    return Trajectories(step, {"train": SampleLimits(samples, 60, 60)}, TOKENIZER, torch.float32)
 
 
 def finish(samples: Trajectories, made: FakeEngine, begun: tuple[BegunSample, ...] = (), most: int = 100) -> None:

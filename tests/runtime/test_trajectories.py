@@ -53,11 +53,8 @@ async def undeclared(episode, generate, ctx):
 
 
 @step(role="generate", reads=[], writes=[], environment=[])
-async def endless(episode, generate, ctx):
-    prefix = episode.prompt_ids
-    while True:
-        completion = await generate(prefix, SamplingParams(max_new_tokens=15))
-        prefix = (*prefix, *completion.response_ids, 3)
+async def long(episode, generate, ctx):
+    await generate((*episode.prompt_ids, *[3] * 41), SamplingParams(max_new_tokens=15))
 
 
 @step(role="generate", reads=[], writes=[], environment=[])
@@ -148,7 +145,7 @@ def trajectories(
     plan = StepPlan("sample", f"{folder}/mine.py:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    limits: Mapping[LeaseKind, SampleLimits] = dict.fromkeys(("train", "val"), SampleLimits(samples, MOST))
+    limits: Mapping[LeaseKind, SampleLimits] = dict.fromkeys(("train", "val"), SampleLimits(samples, MOST, MOST))
     made = (step, limits, TOKENIZER, torch.float32)
     return Trajectories(*made, leaves_out_truncated=leaves_out_truncated)
 
@@ -323,7 +320,11 @@ def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> N
     "name, environment, message",
     [
         ("undeclared", None, r"mine\.py:undeclared\) on rollout/0 asks for more after its first turn.* no environment"),
-        ("endless", (), r"asks for more after 41 tokens behind the prompt, .* longest sample has 40: .*max_tokens"),
+        (
+            "long",
+            (),
+            r"asks for more after 41 tokens behind the prompt, .* longest sequence has 40: .*raise max_tokens",
+        ),
         ("silent", None, r"returned before it awaited tokens of the sample; expected completion = await generate"),
         ("forgetful", None, r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]"),
         ("wordy", None, r"returned {'rewards/turns': 'two'}; expected a number for each of \['rewards/turns'\]"),
@@ -359,6 +360,6 @@ def test_a_baseline_needs_others_to_be_the_baseline_of(tmp_path: Path) -> None:
     plan = StepPlan("sample", call, "generate", "sample", None, {}, (), GENERATED)
     context = StepContext("sample", tokenizer=EndlessTokenizer(), samples_per_prompt=1)
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    samples = Trajectories(step, {"train": SampleLimits(1, MOST)}, TOKENIZER, torch.float32)
+    samples = Trajectories(step, {"train": SampleLimits(1, MOST, MOST)}, TOKENIZER, torch.float32)
     with pytest.raises(UserError, match=r"rollout/0: batch.samples_per_prompt is 1: .* none is trained on — 2 or more"):
         samples.begin([lease()])

@@ -10,7 +10,7 @@ import torch
 from distflow.data.batch import Batch
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.exchange.messages import Lease
-from distflow.flow.step import reserved_tokens
+from distflow.flow.step import sample_tokens
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.trajectories import SampleLimits, Trajectories
 from distflow.testing.fakes import SHAPES, FakeEngine
@@ -36,8 +36,8 @@ def run_generate_suite(trial: Trial, report: SuiteReport, tasks: Sequence[tuple[
             raise UserError(
                 f"lacks the setting max_new_tokens: async def {name}(episode, generate, ctx, *, max_new_tokens=16)"
             )
-        room = reserved_tokens([trial.plan.settings], 0)
-        desk = _Desk(trial, room, tasks)
+        room = sample_tokens(trial.plan.settings)
+        desk = _Desk(trial, tasks)
         report.begin("making samples")
         first = desk.batch(desk.made(range(GROUPS)))
     except DistflowError as error:
@@ -62,9 +62,8 @@ class _Endless(Exception):
 class _Desk:
     """Makes samples of a step under test, as a worker would."""
 
-    def __init__(self, trial: Trial, room: int, tasks: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, trial: Trial, tasks: Sequence[tuple[str, str]]) -> None:
         self.trial = trial
-        self._room = room
         self._tasks = tasks
         self._make(range(1))
 
@@ -73,7 +72,7 @@ class _Desk:
         # A step under test may fail on nothing.
         plan = replace(self.trial.plan, settings={**self.trial.plan.settings, "on_error": "stop"})
         step = StepRunner(WORKER, [plan], {NAME: context}).generate_step(NAME)
-        return Trajectories(step, {"train": SampleLimits(SAMPLES, self._room)}, TOKENIZER, torch.float32)
+        return Trajectories(step, {"train": SampleLimits.of(SAMPLES, plan.settings)}, TOKENIZER, torch.float32)
 
     def _lease(self, position: int, begun: Sequence[BegunSample] = ()) -> Lease:
         text, task = self._tasks[position % len(self._tasks)]
