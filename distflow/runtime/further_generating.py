@@ -184,8 +184,7 @@ class FurtherGenerating:
             outputs, wrong = self._samples.judge(self._engine.poll(), self._engine.version)
         self._samples.leave_out(wrong)
         further, done = self._samples.take(outputs)
-        if further:
-            self._samples.submit(self._engine, further)
+        self._samples.submit(self._engine, further)
         with self._board.condition:
             whole = [(key, self._position[key]) for key in self._core.collect(done)]
         for key, position in whole:

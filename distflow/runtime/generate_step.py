@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, nan
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.samples import PROMPT_TEXT, untrained_where_left_out
 from distflow.flow.plan import StepPlan
-from distflow.flow.step import FILTERED, GENERATED, ROLLOUT, SEQUENCES
+from distflow.flow.step import FILTERED, GENERATED, ROLLOUT, SEQUENCES, response_tokens, sample_tokens
 from distflow.runtime.attempt import Attempt, ContextFull
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed
 from distflow.runtime.episode_loop import EpisodeLoop
@@ -144,6 +144,23 @@ class GenerateStep:
         if wrong:
             raise self.failure(f"returned {wrong}", f"; expected a number for each of {sorted(expected)}")
         return given
+
+
+class SampleLimits(NamedTuple):
+    """What there may be of a prompt's samples."""
+
+    samples: int
+    """Of one prompt."""
+    tokens: int
+    """That a sequence may have behind as many as the data's prompt has: a slot of the engine holds so many."""
+    sample_tokens: int
+    """That a sample may have behind the data's prompt, an environment's and the prompts of later sequences included: so
+    much was reserved for it."""
+
+    @classmethod
+    def of(cls, samples: int, settings: Mapping[str, Any]) -> SampleLimits:
+        """By the settings of the step that makes them."""
+        return cls(samples, int(response_tokens(settings)), sample_tokens(settings))
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,9 +181,8 @@ class RolloutLoop:
         self._metrics.mean("perf/slots_share", used, seconds)
         self._metrics.mean("perf/batch_share", self._batch.share, seconds)
         further, done = self._samples.take(self._judged(outputs))
-        if further:
-            # Before anything new starts: a slot that a turn has left is for the next turn.
-            self._samples.submit(self._engine, further)
+        # Before anything new starts: a slot that a turn has left is for the next turn.
+        self._samples.submit(self._engine, further)
         core, now = self._core, time.monotonic()
         finished = core.collect(done)
         due = core.wants_partials(now) or self._samples.untold

@@ -33,14 +33,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 
 from distflow.data.batch import Batch
 from distflow.errors import StepError
 from distflow.exchange.messages import Lease
-from distflow.flow.step import response_tokens, sample_tokens
 from distflow.log import logger
 from distflow.runtime.attempt import (
     AskedTokens,
@@ -62,6 +60,7 @@ from distflow.runtime.generate_step import (
     GenerateStep,
     OpenCall,
     RandomStream,
+    SampleLimits,
     SampleOrigin,
     Segment,
     TokenSequence,
@@ -95,23 +94,6 @@ LOOK_EVERY_S = 0.25
 """So often time-outs are looked at."""
 CUT_OFF = "cut off"
 """Why samples are left out under `batch.mask_truncated: all`."""
-
-
-class SampleLimits(NamedTuple):
-    """What there may be of a prompt's samples."""
-
-    samples: int
-    """Of one prompt."""
-    tokens: int
-    """That a sequence may have behind as many as the data's prompt has: a slot of the engine holds so many."""
-    sample_tokens: int
-    """That a sample may have behind the data's prompt, an environment's and the prompts of later sequences included: so
-    much was reserved for it."""
-
-    @classmethod
-    def of(cls, samples: int, settings: Mapping[str, Any]) -> SampleLimits:
-        """By the settings of the step that makes them."""
-        return cls(samples, int(response_tokens(settings)), sample_tokens(settings))
 
 
 class Trajectories:
@@ -157,6 +139,8 @@ class Trajectories:
         self._moving: list[Attempt] = []
         self._wanted: list[SampleRequest] = []
         """What the engine is to be asked for."""
+        self._given_up: set[RequestKey] = set()
+        """What it has been asked for, perhaps, and nobody waits for."""
         self.untold = False
         """Tools have answered since `partials` were last asked for: if it is lost, they are asked again elsewhere."""
         self._version: Version | None = None
@@ -211,9 +195,14 @@ class Trajectories:
         return sample
 
     def submit(self, engine: Engine, requests: Sequence[SampleRequest]) -> None:
-        """Give requests to the engine. What it cannot do is raised in the step that has asked for it."""
+        """Give requests to the engine, and take those back that nobody waits for any more. What it cannot do is raised
+        in the step that has asked for it."""
+        if self._given_up:
+            engine.withdraw(self._given_up)
+            self._given_up.clear()
         try:
-            engine.submit(requests)
+            if requests:
+                engine.submit(requests)
         except ValueError as error:
             # None of them was taken, and the other samples are not to blame.
             if len(requests) > 1:
@@ -326,6 +315,7 @@ class Trajectories:
                 sample = table.pop(key)
                 self._loop.count(-1)
                 self._close(sample)
+        self._given_up = {key for key in self._given_up if key[0] not in positions}
         self._whole = [sample for sample in self._whole if sample.position not in positions]
         # What others ask for meanwhile is left for `take`.
         self._wanted = self._go_on()
@@ -411,6 +401,7 @@ class Trajectories:
             elif isinstance(event, Withdrawn):
                 sample.branched = True
                 if event.call in sample.open:
+                    self._given_up.add((*sample.key, event.call))
                     sample.withdraw(event.call)
             elif isinstance(event, AskedTool):
                 self._recall(sample, event)
@@ -471,6 +462,7 @@ class Trajectories:
 
     def _fail(self, sample: Trajectory, failed: EpisodeFailed) -> None:
         """Begin a sample anew on which the step has failed, or give it up."""
+        self._give_back(sample)
         fate = self.step.errors.judge(failed, sample.episode, sample.attempt.number)
         self._close(sample)
         if fate != "again":
@@ -480,6 +472,10 @@ class Trajectories:
         # The task anew, too: the step may have changed it.
         episode = replace(sample.episode, task=json.loads(origin.task))
         self._begun(origin, episode, {}, after=sample.attempt)
+
+    def _give_back(self, sample: Trajectory) -> None:
+        """Nobody waits for what the sample has asked for."""
+        self._given_up.update((*sample.key, call) for call in sample.open)
 
     def _close(self, sample: Trajectory) -> None:
         # A thread may be busy with whatever: it is not waited for.
@@ -533,6 +529,7 @@ class Trajectories:
 
     def _end(self, sample: Trajectory, value: object, *, full: bool = False) -> None:
         """The step has returned; `full`: it has not, and wanted more than there is room for."""
+        self._give_back(sample)
         sample.end()
         if not sample.sequences[-1].segments:
             what = "returned before it awaited tokens of the sample"

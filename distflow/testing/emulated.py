@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -23,7 +23,7 @@ from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores, TokenValues
 from distflow.sim.emulation import DrawnLengths, EmulatedBackendOptions, EmulatedEngineOptions
 from distflow.testing.fakes import candidates_of
-from distflow.types import CallNumber, SampleOutput, SampleRequest, Span, Version
+from distflow.types import CallNumber, RequestKey, SampleOutput, SampleRequest, Span, Version
 
 TOKEN, LOGPROB = 1, -1.0
 WEIGHT = "weight"
@@ -60,6 +60,11 @@ class _Sample:
     spans: list[Span]
     call: CallNumber
     done: int = 0
+
+    @property
+    def key(self) -> RequestKey:
+        """Of its request."""
+        return self.position, self.number, self.call
 
     @property
     def context(self) -> int:
@@ -183,6 +188,12 @@ class EmulatedEngine:
         self._running = [sample for sample in self._running if sample.position not in wanted]
         self._queued = deque(sample for sample in self._queued if sample.position not in wanted)
         return [sample.output(aborted=True) for sample in partial]
+
+    def withdraw(self, requests: Collection[RequestKey]) -> None:
+        """Drop these requests."""
+        gone = set(requests)
+        self._running = [sample for sample in self._running if sample.key not in gone]
+        self._queued = deque(sample for sample in self._queued if sample.key not in gone)
 
     def partials(self) -> list[SampleOutput]:
         """Running samples as they stand."""

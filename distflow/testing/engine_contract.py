@@ -362,6 +362,24 @@ class EngineContract(OffloadContract):
         engine.abort([7])
         assert engine.progress() == {}
 
+    def test_a_withdrawn_request_makes_room_and_the_others_go_on(self) -> None:
+        """Whether it runs or waits; what is not here is ignored."""
+        engine = self.ready(slots=2)
+        requests = self.request(7, samples=4, max_new_tokens=6).requests()
+        calls = [replace(request, call=(1, 0), stream=(1, 0)) for request in requests[:1]]
+        engine.submit([*requests, *calls])
+        engine.poll()
+        engine.withdraw([requests[0].key, requests[3].key, (8, 0, (0,))])
+        outputs = {output.key: output for output in run_until_done(engine)}
+        left = [*requests[1:3], *calls]
+        assert sorted(outputs) == sorted(request.key for request in left)
+        for request in left:
+            self.check_request(request, outputs[request.key])
+        engine.withdraw([request.key for request in requests])
+        assert engine.progress() == {}
+        engine.submit(requests[:1])
+        assert [output.key for output in run_until_done(engine)] == [requests[0].key]
+
     @pytest.mark.parametrize(
         "change, message",
         [

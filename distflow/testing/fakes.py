@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -89,8 +89,12 @@ class FakeEngine:
         """Drop these groups; returns what their running samples had."""
         dropped = set(positions)
         partials = self._samples.outputs(dropped)
-        self._samples.forget(dropped)
+        self._samples.forget(self._samples.of(dropped))
         return partials
+
+    def withdraw(self, requests: Collection[RequestKey]) -> None:
+        """Drop these requests."""
+        self._samples.forget(set(requests))
 
     def partials(self) -> list[SampleOutput]:
         """What the running samples have."""

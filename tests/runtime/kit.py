@@ -34,7 +34,7 @@ from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
-from distflow.runtime.generate_step import GenerateStep
+from distflow.runtime.generate_step import GenerateStep, SampleLimits
 from distflow.runtime.generating import Turns
 from distflow.runtime.intake import Intake
 from distflow.runtime.metrics import MetricStore, MetricWriter
@@ -44,7 +44,7 @@ from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training, TrainingParts
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import Canaries, Publishing
 from distflow.testing.fakes import FakeBackend, FakeEngine

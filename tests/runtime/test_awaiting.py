@@ -18,8 +18,9 @@ from distflow.flow.resolve import resolve
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
 from distflow.runtime import step_setup
 from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import REPLAY_DIFFERS, SampleLimits, Trajectories
+from distflow.runtime.trajectories import REPLAY_DIFFERS, Trajectories
 from distflow.testing.fakes import FakeEngine
 from distflow.types import FINISH_REASONS, BegunSample, SampleOutput, SampleRequest
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer
@@ -146,6 +147,32 @@ async def impatient(episode, generate, ctx, *, max_new_tokens=4, max_tokens=120)
     except TimeoutError:
         await generate(episode.prompt_ids, FOUR)
         return {"rewards/told": 1}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def hasty(episode, generate, ctx, *, max_new_tokens=4, max_tokens=120):
+    sixty = SamplingParams(max_new_tokens=60)
+    asked = generate(episode.prompt_ids, sixty)
+    generate((5, *episode.prompt_ids), sixty, aside=True)
+    later = asyncio.create_task(two_turns_of(sixty, (6, *episode.prompt_ids), generate))
+    done, _ = await asyncio.wait([asked, later], timeout=0.05)
+    later.cancel()
+    await generate((7, *episode.prompt_ids), TWO)
+    return {"rewards/told": len(done)}
+
+
+async def two_turns_of(params, prefix, generate):
+    await generate(prefix, params)
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def falling(episode, generate, ctx, *, max_new_tokens=4, max_tokens=120):
+    long = generate((5, *episode.prompt_ids), SamplingParams(max_new_tokens=60))
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=1))
+    SEEN.append("fell")
+    if len(SEEN) == 1:
+        raise ConnectionError("away")
+    return {"rewards/told": 1}
 
 
 @step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
@@ -348,6 +375,39 @@ def test_a_request_that_is_given_up_or_refused_leaves_nothing(tmp_path: Path, na
     assert batch.dense("rewards/told").tolist() == [told]
     assert batch.ragged("response_ids").lengths.tolist() == [4]
     assert bool(batch.ragged("response_mask").values.all())
+
+
+@pytest.mark.parametrize(
+    "name, asked", [("impatient", {(0,): 60, (1,): 4}), ("hasty", {(0,): 60, (1,): 60, (2, 0): 60, (3,): 2})]
+)
+def test_what_nobody_waits_for_is_not_decoded_to_its_end(
+    tmp_path: Path, name: str, asked: dict[tuple[int, ...], int]
+) -> None:
+    samples, made = trajectories(tmp_path, name, 1), engine(slots=8, max_tokens=80)
+    requests = samples.begin([lease()])
+    most, known = 0, {request.call: request.params.max_new_tokens for request in requests}
+    samples.submit(made, requests)
+    while samples.left:
+        time.sleep(0.01)
+        requests, _ = samples.take(made.poll() if samples.asks else [])
+        samples.submit(made, requests)
+        known |= {request.call: request.params.max_new_tokens for request in requests}
+        most = max(most, *made.progress().values(), 0)
+    assert known == asked
+    assert made.progress() == {}
+    assert most < 60
+
+
+def test_an_attempt_that_fails_gives_up_what_it_has_asked_for(tmp_path: Path) -> None:
+    samples, made = trajectories(tmp_path, "falling", 1), engine(slots=8, max_tokens=80)
+    samples.submit(made, samples.begin([lease()]))
+    samples.submit(made, samples.take(made.poll())[0])
+    # Of the first attempt, which has failed, nothing is left.
+    assert {partial.call for partial in made.partials()} <= {(2,), (3,)}
+    while samples.left:
+        samples.submit(made, samples.take(made.poll())[0])
+    assert made.progress() == {}
+    assert samples.batch([5]).ragged("response_ids").lengths.tolist() == [1]
 
 
 def left_after(folder: Path, name: str, polls: int, **settings: Any) -> tuple[BegunSample, ...]:

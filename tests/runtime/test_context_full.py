@@ -12,8 +12,9 @@ from distflow import ContextFull
 from distflow.data.batch import Batch
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES, sample_tokens
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.types import FINISH_REASONS
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer
 from tests.runtime.test_awaiting import until_done

@@ -11,8 +11,9 @@ import torch
 from distflow.errors import WorkerFailed
 from distflow.exchange.messages import Lease
 from distflow.runtime.engine_numbers import EngineNumbers, complaint, sound
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.testing.fakes import FakeEngine
 from distflow.types import VALIDATION, FinishedSample, LeaseKind, SampleOutput, Span, Uid, Version
 from tests.runtime.kit import generate_step

@@ -12,9 +12,10 @@ from distflow.exchange.messages import Lease
 from distflow.exchange.partials import Kept, cut
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import FILTERED, GENERATED, ROLLOUT
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.protocols import EngineSpec
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.types import BegunSample, FinishedSample, RequestKey, SampleOutput, Span, Uid, Version, joined_filtered
 from distflow.workers.engines.torch_engine import TorchEngine
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer

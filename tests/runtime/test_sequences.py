@@ -17,8 +17,9 @@ from distflow.errors import StepError
 from distflow.flow.memory import group_bytes
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import GENERATED, SEQUENCES
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.testing.engine_harness import run_until_done
 from distflow.types import FinishedSample, SampleOutput, SampleRequest
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer

@@ -13,8 +13,9 @@ from distflow.errors import UserError
 from distflow.exchange.partials import ANSWER_BYTES, Kept, cut
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import REPLAY_DIFFERS, SampleLimits, Trajectories
+from distflow.runtime.trajectories import REPLAY_DIFFERS, Trajectories
 from distflow.testing.fakes import FakeEngine
 from distflow.types import BegunSample, SampleOutput
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer

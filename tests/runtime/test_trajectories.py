@@ -14,8 +14,9 @@ from distflow.errors import StepError, UserError
 from distflow.exchange.messages import Lease
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.testing.engine_harness import run_until_done
 from distflow.testing.fakes import SHAPES, FakeEngine
 from distflow.types import (

@@ -206,8 +206,9 @@ class EngineSamples(ABC):
         """What a sample goes on after."""
         return had if had is not None and self.continues else BegunSample(number, (), (), ())
 
-    def _forget(self, positions: Collection[int]) -> None:
-        self.here = {key for key in self.here if key[0] not in positions}
+    def of(self, positions: Collection[int]) -> set[RequestKey]:
+        """The requests of these groups."""
+        return {key for key in self.here if key[0] in positions}
 
 
 class NamedSamples(EngineSamples):
@@ -277,13 +278,13 @@ class NamedSamples(EngineSamples):
             if (positions is None or sample.request.position in positions) and sample.length
         ]
 
-    def forget(self, positions: Collection[int]) -> list[str]:
-        """Drop these groups; returns the names of their running samples."""
-        self._forget(positions)
-        dropped = [name for name, sample in self.running.items() if sample.request.position in positions]
+    def forget(self, requests: Collection[RequestKey]) -> list[str]:
+        """Drop these requests; returns the names of those that run."""
+        self.here.difference_update(requests)
+        dropped = [name for name, sample in self.running.items() if sample.key in requests]
         for name in dropped:
             del self.running[name]
-        self.waiting = deque(sample for sample in self.waiting if sample.request.position not in positions)
+        self.waiting = deque(sample for sample in self.waiting if sample.key not in requests)
         return dropped
 
     def put_back(self, *, begun: bool) -> list[str]:

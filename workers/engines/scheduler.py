@@ -83,11 +83,12 @@ class Scheduler(EngineSamples):
         del self.running[left:]
         return targets, sources
 
-    def forget(self, positions: Collection[int]) -> list[int]:
-        """Drop these groups from the queue; returns the slots of their running samples, ascending."""
-        self._forget(positions)
-        self.waiting = deque(part for part in self.waiting if part[0].request.position not in positions)
-        return [slot for slot, sample in enumerate(self.running) if sample.request.position in positions]
+    def forget(self, requests: Collection[RequestKey]) -> list[int]:
+        """Drop these requests from the queue; returns the slots of those that run, ascending."""
+        self.here.difference_update(requests)
+        left = ([sample for sample in part if sample.key not in requests] for part in self.waiting)
+        self.waiting = deque(part for part in left if part)
+        return [slot for slot, sample in enumerate(self.running) if sample.key in requests]
 
     def use_version(self, version: Version) -> None:
         """Tokens of all running samples come from this version from now on."""

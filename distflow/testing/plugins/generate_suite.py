@@ -11,8 +11,9 @@ from distflow.data.batch import Batch
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.exchange.messages import Lease
 from distflow.flow.step import sample_tokens
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.testing.fakes import SHAPES, FakeEngine
 from distflow.testing.plugins.batches import TOKENIZER, VOCABULARY, differing
 from distflow.testing.plugins.findings import IMPORTING, SuiteReport
