@@ -81,8 +81,6 @@ async def act(episode, generate, ctx, *, kind="away", fails=1, max_new_tokens=4,
     assert episode.sample != 1 or "seen" not in episode.task
     first = await generate(prefix, params)
     prefix = (*prefix, *first.response_ids, 10)
-    while fails and kind == "endless":
-        prefix = (*prefix, *(await generate(prefix, params)).response_ids, 10, 11)
     if fails and kind == "foreign":
         await generate((*prefix, 999), params)
     if fails and kind == "awaits":
@@ -117,7 +115,6 @@ KINDS = {
     "odd": "Odd: odd",
     "early": "OSError: no sandbox",
     "silent": "returned before it awaited tokens of the sample",
-    "endless": "asks for more after 41 tokens behind the prompt",
     "foreign": "asks for what the engine cannot do",
     "awaits": "RuntimeError: Task got bad yield",
     "nan": "returned {'reward': nan}",
