@@ -45,7 +45,7 @@ def test_a_prefix_goes_before_all_fields_but_those_that_say_which_sample() -> No
         )
     )
     assert steps["reward"].writes == ("solver/reward", "solver/score")
-    assert steps["reward"].may_write == ("solver/rewards/*", "drop_reason", "left_out")
+    assert steps["reward"].may_write == ("solver/rewards/*", "solver/extra/*", "drop_reason", "left_out")
     assert steps["solver_advantage"].reads == (
         *("solver/response_ids", "solver/response_mask", "solver/reward", "group"),
         "left_out",
