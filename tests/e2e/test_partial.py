@@ -89,15 +89,13 @@ def two_turns(launch: Launch, steps: int, *more: str) -> Run:
 
 
 def check_turns(run: Run, steps: int) -> None:
-    """As `check`; each turn has random numbers of its own."""
+    """As `check`; the random numbers are counted over the environment's tokens too."""
     lines = run.dumps()
     assert len({(line["uid"][2], line["sample"]) for line in lines}) == len(lines) == steps * PROMPTS * SAMPLES
     later, end = FIRST + len(NAMED), TOKENS + len(NAMED)
     for line in lines:
-        about = (line["uid"][2], SAMPLES, TOKENS)
-        turns = [uniforms(0, kind, *about)[line["sample"]] * VOCABULARY for kind in ("sample", "sample/1")]
-        first, second = (drawn.astype(int).tolist() for drawn in turns)
-        assert line["response_ids"] == [*first[:FIRST], *NAMED, *second[: TOKENS - FIRST]]
+        drawn = (uniforms(0, "sample", line["uid"][2], SAMPLES, end)[line["sample"]] * VOCABULARY).astype(int).tolist()
+        assert line["response_ids"] == [*drawn[:FIRST], *NAMED, *drawn[later:]]
         written = [token for _, _, first, last in line["policy_versions"] for token in range(first, last)]
         assert written == [*range(FIRST), *range(later, end)]
 

@@ -131,15 +131,17 @@ def test_the_sequences_of_a_killed_rollout_are_replayed_on_another(launch: Launc
 
 
 def _check_drawn(run: Run, steps: int) -> None:
-    """Every token has the random number of its place among those of its turn."""
+    """Every token has the random number of its place among all tokens of its sequence."""
     lines = run.dumps()
     found = {(line["uid"][2], line["sample"], line["sequence"]): line["response_ids"] for line in lines}
     assert len(found) == len(lines) == steps * SLOW_PROMPTS * SLOW_SAMPLES * 3 // 2
     for position in range(steps * SLOW_PROMPTS):
-        turns = [uniforms(0, kind, position, SLOW_SAMPLES, TOKENS) * VOCABULARY for kind in ("sample", "sample/1")]
-        drawn = zip(*(turn.astype(int).tolist() for turn in turns), strict=True)
+        about = (position, SLOW_SAMPLES, TOKENS + 5)
+        streams = [uniforms(0, kind, *about) * VOCABULARY for kind in ("sample", "sample/1")]
+        drawn = zip(*(stream.astype(int).tolist() for stream in streams), strict=True)
         for sample, (numbers, further) in enumerate(drawn):
-            second = further[: TOKENS - FIRST]
+            later = FIRST + len(NAMED)
+            second = further[: TOKENS - FIRST] if sample % 2 else numbers[later : later + TOKENS - FIRST]
             if sample % 2:
                 assert found[position, sample, 0] == numbers[:FIRST]
                 assert found[position, sample, 1] == second
