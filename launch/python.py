@@ -20,6 +20,7 @@ import click
 
 from distflow.comm.processes import module_command
 from distflow.errors import DistflowError, UserError, WorkerFailed, did_you_mean
+from distflow.flow.file_import import file_being_imported
 from distflow.launch.commands.launch import command
 from distflow.launch.commands.metrics import finite, read_steps
 from distflow.launch.commands.status import look
@@ -29,9 +30,12 @@ from distflow.launch.deploy.monitor import Monitor
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.observe.progress import PlainDisplay, RunStatus
 from distflow.launch.observe.run_summary import failure_report, progress_of
+from distflow.launch.python_recipe import new_folder, write_recipe
 from distflow.launch.run.folder import check_name, find_run
 from distflow.launch.run.record import FILE_NAME, read_record
 
+RUNS_DIR, LAUNCHED = "runs", ".launched"
+"""Where recipes lie that `launch` has made."""
 AS: Mapping[int, type[DistflowError]] = {2: UserError, 3: WorkerFailed}
 """What is raised, by the exit code of the command."""
 NOT_HERE: Mapping[str, str] = {
@@ -90,13 +94,40 @@ class Run:
         return self
 
 
-def launch(recipe: str | os.PathLike[str] | None, overrides: Sequence[str] = (), **options: object) -> Run:
+def launch(
+    recipe: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | os.PathLike[str] | None = None,
+    data: str | os.PathLike[str] | Sequence[Mapping[str, Any]] | None = None,
+    reward: object = None,
+    flow: str | None = None,
+    **options: object,
+) -> Run:
     """Start a run as `distflow launch RECIPE KEY=VALUE …` does, and return it once its workers run, or it is over.
+
+    In place of a recipe there may be a `model` (a folder, a hub's id, or a shipped one) and `data` (a file, `hub:ID`,
+    or rows), with a `reward` (a function, several as a list or by name, or the name of a shipped one) and a `flow`
+    (`grpo` unless given). Sections of the recipe are keywords then, as mappings: `batch={"prompts": 8}`.
 
     `options`: the long options of the command with underscores, such as `run="name"`, `runs_dir="runs"`, `resume=True`,
     `hosts="hosts.txt"`. `recipe` may be None with `resume`. Prints what the command prints. Raises RecipeError with all
     problems of a recipe, and UserError; `Run.wait` raises what ends the run later.
     """
+    if imported := file_being_imported():
+        raise UserError(
+            f"distflow.launch was called while {imported} was imported, as workers and checks do for the functions in "
+            'it — put what starts the run behind `if __name__ == "__main__":`'
+        )
+    if model is not None or data is not None:
+        if recipe is not None or model is None or data is None:
+            raise UserError("launch: expected a recipe, or both of model and data")
+        settings = {name: options.pop(name) for name in [*options] if isinstance(options[name], Mapping)}
+        folder = new_folder(Path(os.fspath(str(options.get("runs_dir") or RUNS_DIR))) / LAUNCHED)
+        source = data if isinstance(data, list | tuple) else os.fspath(data)  # type: ignore[arg-type]
+        recipe = write_recipe(folder, model=os.fspath(model), data=source, reward=reward, flow=flow, settings=settings)
+    elif reward is not None or flow is not None:
+        raise UserError("launch: reward and flow go with model and data; of a recipe they are overrides")
     arguments = _arguments(recipe, overrides, options)
     _check(arguments)
     began = time.time()

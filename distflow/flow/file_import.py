@@ -14,6 +14,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
@@ -30,6 +31,7 @@ from distflow.errors import PluginError
 from distflow.flow.neighbours import installed_at, lies_in, means_neighbour, which_one
 
 _PREFIX = "distflow_plugin_"
+_IMPORTING = ContextVar("importing", default="")
 
 
 def import_file(path: Path, call: str) -> ModuleType:
@@ -41,10 +43,18 @@ def import_file(path: Path, call: str) -> ModuleType:
     # With a dot it would be a module of another package.
     name = f"{package}.{path.stem.replace('.', '_')}"
     _FINDER.files[name] = path
+    before = _IMPORTING.set(str(path))
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # of the user's code, reported as it is
         raise PluginError(f"{call}: importing {path} raised {_told(error, package, path)}") from error
+    finally:
+        _IMPORTING.reset(before)
+
+
+def file_being_imported() -> str:
+    """The plug-in file that this thread is importing; empty if there is none."""
+    return _IMPORTING.get()
 
 
 def scope_in(folder: Path) -> dict[str, object]:

@@ -63,7 +63,12 @@ def test_engine_and_backend_of_any_shipped_recipe_are_exchanged_alike(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pools = "layout.pools"
-    chosen = [f"{pools}.rollout.engine=sglang", f"{pools}.trainer.backend=deepspeed", f"{pools}.trainer.zero=2"]
+    chosen = [
+        "layout=split",
+        f"{pools}.rollout.engine=sglang",
+        f"{pools}.trainer.backend=deepspeed",
+        f"{pools}.trainer.zero=2",
+    ]
     assert run(["plan", recipe, *chosen]) == 0
     page = capsys.readouterr().out
     assert "SGLangEngine" in page
