@@ -18,11 +18,12 @@ if (_HERE.parent / "setup.cfg").is_file() and (_HERE.parent / "workers").is_dir(
     __path__.append(str(_HERE.parent))
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Client", "Ragged", "Run", "StepContext", "launch", "load_run", "step"]
+__all__ = ["Batch", "Client", "ContextFull", "Ragged", "Run", "StepContext", "launch", "load_run", "step"]
 
 _LAZY = {
     "Batch": "distflow.data.batch",
     "Client": "distflow.client",
+    "ContextFull": "distflow.runtime.attempt",
     "Ragged": "distflow.data.batch",
     "Run": "distflow.launch.python",
     "StepContext": "distflow.runtime.steps",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from distflow.data.batch import Batch, Ragged
     from distflow.flow.step import step
     from distflow.launch.python import Run, launch, load_run
+    from distflow.runtime.attempt import ContextFull
     from distflow.runtime.steps import StepContext
 
 

@@ -233,14 +233,20 @@ class Prompt:
 
 SampleKey = tuple[int, int]
 """A sample: prompt position, and number in the group."""
+CallNumber = tuple[int, ...]
+"""A call of `generate` within an episode: its number among what the step has begun so far, calls and tasks; within a
+task, behind the number of that task. Never by the clock."""
+FIRST_CALL: CallNumber = (0,)
+RequestKey = tuple[int, int, CallNumber]
+"""A request: prompt position, sample and call."""
 
 
 @dataclass(frozen=True, slots=True)
 class BegunSample:
-    """One sample of a group that another worker began: to be continued, or finished already.
+    """One request of a sample that another worker began: to be continued, or answered already.
 
-    `token_ids` and `logprobs` have equal length; `spans` cover them in order. `finish_reason` is "" while the sample
-    is not finished. `filtered_logprobs` as in `SampleOutput`.
+    `token_ids` and `logprobs` have equal length; `spans` cover them in order. `finish_reason` is "" while the request
+    is not answered. `filtered_logprobs` as in `SampleOutput`. `call` and `digest` say which request it was.
 
     Example:
 
@@ -253,6 +259,10 @@ class BegunSample:
     spans: tuple[Span, ...]
     finish_reason: str = ""
     filtered_logprobs: tuple[float, ...] = ()
+    call: CallNumber = FIRST_CALL
+    digest: int = 0
+    answer: bytes = b""
+    """Of a tool, if it was asked, and not the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,16 +283,24 @@ class SampleRequest:
     seed: int
     params: SamplingParams = field(default_factory=SamplingParams)
     begun: BegunSample | None = None
+    call: CallNumber = FIRST_CALL
+    """Which of the sample's requests it is: an engine may have several of them at a time."""
+    stream: CallNumber = ()
+    """Where the random numbers of its tokens come from: calls that go on with each other's tokens share a stream, named
+    by the first of them. That of the sample's first sequence has no number."""
     offset: int = 0
-    """How many tokens the sample has behind the data's prompt, whoever wrote them: the random numbers of the tokens are
-    counted from there."""
-    ordinal: int = 0
-    """How many earlier requests of this sample had the same `prompt_ids`: each draws other random numbers."""
+    """The number of its first token in that stream."""
+
+    @property
+    def key(self) -> RequestKey:
+        """Prompt position, sample and call: no engine has two requests of the same."""
+        return self.position, self.sample, self.call
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """One finished or aborted sample: `token_ids` and `logprobs` have equal length; `spans` cover them in order.
+    """What a request has got, finished or aborted: `token_ids` and `logprobs` have equal length; `spans` cover them in
+    order. `call`: of the request; `digest`: of what was asked for, in records alone.
 
     `logprobs` are natural-log probabilities over the whole vocabulary, after temperature and before top-k and top-p, as
     the trainer computes them. `filtered_logprobs` are those of what top-k and top-p have left, which the tokens were
@@ -301,6 +319,35 @@ class SampleOutput:
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     filtered_logprobs: tuple[float, ...] = ()
+    call: CallNumber = FIRST_CALL
+    digest: int = 0
+    answer: bytes = b""
+    """In records: of a tool (`ctx.once`), which has no tokens."""
+
+    @property
+    def key(self) -> RequestKey:
+        """Of the request."""
+        return self.position, self.sample, self.call
+
+    @property
+    def calls(self) -> tuple[SampleOutput, ...]:
+        """The record of a sample that has this request alone."""
+        return (self,)
+
+    @property
+    def begun(self) -> BegunSample:
+        """The same for the next worker."""
+        reason = "" if self.finish_reason == "abort" else self.finish_reason
+        about = (self.token_ids, self.logprobs, self.spans, reason, self.filtered_logprobs)
+        return BegunSample(self.sample, *about, self.call, self.digest, self.answer)
+
+
+class FinishedSample(NamedTuple):
+    """A sample that has come to its end: all that the model has written for it, call by call."""
+
+    position: int
+    sample: int
+    calls: tuple[SampleOutput, ...]
 
 
 def joined_filtered(parts: Iterable[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -123,7 +124,8 @@ class CharTokenizer:
 
 
 class PretrainedTokenizer:
-    """A Hugging Face tokenizer from a folder or the hub."""
+    """A Hugging Face tokenizer from a folder or the hub. Any thread may use it: those of episodes do, beside the one
+    that decodes, and a fast tokenizer changes its own settings when it encodes."""
 
     def __init__(self, name: str, further_ends: Sequence[int] = ()) -> None:
         from transformers import AutoTokenizer
@@ -148,6 +150,7 @@ class PretrainedTokenizer:
         unknown = self.pretrained.unk_token_id
         self._added = {number: str(token.content) for number, token in added.items() if number != unknown}
         self._inner = _inner_encoder(self.pretrained, self._added)
+        self._one_at_a_time = threading.RLock()
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -165,20 +168,22 @@ class PretrainedTokenizer:
         the text, as of some chat templates, has it already. `behind`: the token before it. Behind an added token a text
         is written as the tokenizer does within a text that has both: some put a space there, and some take one away.
         """
-        if begins:
-            ids = list(self.pretrained.encode(text, add_special_tokens=False))
-            return ids if not ids or ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
-        if behind is not None and behind in self._added:
-            whole = list(self.pretrained.encode(self._added[behind] + text, add_special_tokens=False))
-            if whole[:1] == [behind]:
-                return whole[1:]
-        return self._inner(text)
+        with self._one_at_a_time:
+            if begins:
+                ids = list(self.pretrained.encode(text, add_special_tokens=False))
+                return ids if not ids or ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
+            if behind is not None and behind in self._added:
+                whole = list(self.pretrained.encode(self._added[behind] + text, add_special_tokens=False))
+                if whole[:1] == [behind]:
+                    return whole[1:]
+            return self._inner(text)
 
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
         """Texts, one per row."""
         if not rows:
             return []
-        return list(self.pretrained.batch_decode([list(row) for row in rows], skip_special_tokens=skip_special))
+        with self._one_at_a_time:
+            return list(self.pretrained.batch_decode([list(row) for row in rows], skip_special_tokens=skip_special))
 
     def encode_turns(self, prompt: str, response: str) -> list[int]:
         """A user's and an assistant's turn in the chat template; without one, the two texts one behind the other."""

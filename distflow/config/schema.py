@@ -228,6 +228,8 @@ class WorkerSettings(Section):
     """Compute threads."""
     slots: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "samples"})
     """Samples decoded at the same time."""
+    episodes: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "samples"})
+    """Samples under way at the same time."""
     sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
     """Memory reserved for results or rows that arrive, in MiB."""
     steps: list[str] = Field(default=[])
@@ -264,6 +266,9 @@ class PoolConfig(Section):
     """Compute threads of each worker."""
     slots: int = Field(default=64, ge=1, json_schema_extra={"unit": "samples"})
     """Samples that one generating worker decodes at the same time; fewer if fewer can be under way at once."""
+    episodes: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "samples"})
+    """Samples that one generating worker has under way at most, those included that wait for tools and leave their
+    slots to others meanwhile; null: 4 times `slots`. A whole group is begun in any case if there is no other."""
     sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
     """Memory that a training worker reserves for arriving results (for rows to train on, where they come from other
     training workers), in MiB; null: derived from the batch, the longest samples and max_staleness, 256 to 8192 (more if

@@ -32,9 +32,14 @@ def stream_key(seed: int, kind: str, position: int, sample: int | None = None) -
     return hashlib.blake2b(repr((seed, kind, position, sample)).encode(), digest_size=16).digest()
 
 
-def sample_stream(seed: int, position: int, ordinal: int = 0) -> bytes:
-    """The name of the stream that draws the tokens of a group; `ordinal`: of a repeated request (`SampleRequest`)."""
-    return stream_key(seed, f"sample/{ordinal}" if ordinal else "sample", position)
+def sample_stream(seed: int, position: int, stream: Sequence[int] = ()) -> bytes:
+    """The name of the stream that draws the tokens of a group; `stream`: of an episode (`SampleRequest`)."""
+    return stream_key(seed, f"sample/{'.'.join(map(str, stream))}" if stream else "sample", position)
+
+
+def length_seed(seed: int, stream: Sequence[int]) -> int:
+    """The seed of `length_draws` for a stream of an episode; for its first sequence it is that of the run."""
+    return step_seed(seed, f"call {'.'.join(map(str, stream))}") if stream else seed
 
 
 def step_seed(seed: int, step: str) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from distflow.config.schema import Refresh
-from distflow.types import SampleOutput, Version
+from distflow.types import FinishedSample, SampleOutput, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class FurtherCore:
         """By position."""
         self._aborted: list[int] = []
         self._begins: Mapping[int, int] = {}
+        self._spare: int | None = None
         self._may_load = True
         """Weights are taken once between two decode steps, however fast newer ones are published."""
 
@@ -103,10 +104,13 @@ class FurtherCore:
         return sum(wanted.samples for wanted in self._queued.values())
 
     # -- before a decode step
-    def turn(self, free_slots: int, running_on: Version | None, loaded: Version | None, newer: bool) -> FurtherTurn:
+    def turn(
+        self, free_slots: int, running_on: Version | None, loaded: Version | None, newer: bool, spare: int | None = None
+    ) -> FurtherTurn:
         """What to do next. `running_on`: the engine's version, None while it is torn; `loaded`: the one it was given;
-        `newer`: whether newer weights can be loaded.
+        `newer`: whether newer weights can be loaded; `spare` as in `RolloutCore.turn`.
         """
+        self._spare = spare
         if self._may_load and self._takes_weights(loaded, newer):
             self._may_load = False
             return FurtherTurn(load=True)
@@ -118,7 +122,7 @@ class FurtherCore:
         return FurtherTurn(start=[wanted.key for wanted in self._start(free_slots, running_on)])
 
     # -- after a decode step
-    def collect(self, outputs: Iterable[SampleOutput]) -> list[Hashable]:
+    def collect(self, outputs: Iterable[SampleOutput | FinishedSample]) -> list[Hashable]:
         """Count finished samples; return the groups that are now whole. Samples of aborted groups count for nothing."""
         whole: list[Hashable] = []
         for out in outputs:
@@ -132,9 +136,13 @@ class FurtherCore:
         return whole
 
     # -- when idle
-    def something(self, loaded: Version | None, newer: bool) -> bool:
-        """Whether an idle worker has something to do."""
-        startable = any(self._fresh(wanted, loaded) for wanted in self._queued.values())
+    def something(self, loaded: Version | None, newer: bool, room: int | None = None, spare: int | None = None) -> bool:
+        """Whether an idle worker has something to do; `room` and `spare` as in `RolloutCore.something`."""
+        self._spare = spare
+        startable = any(
+            self._fresh(wanted, loaded) and (room is None or self._fits(wanted, room))
+            for wanted in self._queued.values()
+        )
         return startable or bool(self._aborted) or self._takes_weights(loaded, newer)
 
     def awaited(self, loaded: Version | None) -> Version | None:
@@ -152,13 +160,17 @@ class FurtherCore:
         for wanted in sorted(self._queued.values(), key=lambda wanted: wanted.t):
             if wanted.position in self._running or not self._fresh(wanted, running_on):
                 continue
-            if room < wanted.samples and self._running:
+            if not self._fits(wanted, room, first=not started):
                 break
             room -= wanted.samples
             started.append(self._queued.pop(wanted.key))
             assert running_on is not None, "groups start with some version"
             self._running[wanted.position] = _RunningGroup(wanted, wanted.samples, {running_on})
         return started
+
+    def _fits(self, wanted: WantedGroup, room: int, *, first: bool = True) -> bool:
+        """Whether there is room for a group or, for the first to start, an engine that has nothing to decode."""
+        return wanted.samples <= room or (first and (not self._running or wanted.samples <= (self._spare or 0)))
 
     def _goes_on(self, running_on: Version | None) -> None:
         """What runs may get tokens of this version next. It may be lost: what was loading when a term began."""
@@ -191,7 +203,7 @@ class FurtherCore:
         if loaded is None or not loaded.survives(self._begins) or self._refresh == "eager":
             return True
         if self._refresh == "when_idle":
-            return not self._running
+            return not self._running or self._spare is not None
         if self._for_others and not self._queued:
             return True
         return any(not self._fresh(wanted, loaded) for wanted in self._queued.values())

@@ -104,11 +104,17 @@ class HolderCore:
             held.version = version if held.version < 0 else held.version
 
     def produced(self, outputs: Iterable[SampleOutput]) -> None:
-        """The current samples of unfinished groups, finished ones too; the others have finish reason `abort`."""
+        """All that the current samples of unfinished groups have, finished ones too: a request that is not answered yet
+        has finish reason `abort`. It replaces what was told of these samples before."""
+        told: dict[int, list[SampleOutput]] = {}
         for output in outputs if self._settings.partial_rollouts else ():
-            held = self.find(output.position)
+            told.setdefault(output.position, []).append(output)
+        for position, found in told.items():
+            held = self.find(position)
             if held is not None and held.result is None:
-                held.outputs[output.sample] = output
+                samples = {output.sample for output in found}
+                others = {key: output for key, output in held.outputs.items() if key[0] not in samples}
+                held.outputs = others | {(output.sample, output.call): output for output in found}
 
     def finished(
         self, position: int, oldest: Version | None, nbytes: int, dropped: str, now: float, scores: Scores = ()

@@ -42,13 +42,15 @@ from distflow.exchange.messages import (
     Result,
     Running,
 )
-from distflow.exchange.partials import LOGPROB, LOGPROB_BYTES, TOKEN, TOKEN_BYTES
-from distflow.types import BegunSample, LeaseKind, Span, Uid
+from distflow.exchange.partials import ANSWER_BYTES, LOGPROB, LOGPROB_BYTES, TOKEN, TOKEN_BYTES
+from distflow.types import FIRST_CALL, BegunSample, LeaseKind, Span, Uid
 
 M = TypeVar("M", bound=Message)
 EndOfSample = Annotated[str, msgspec.Meta(pattern=r"\A(stop|length|)\Z")]
 Spans = tuple[Whole, ...]
 """Term, version, start and end of each span, one after the other."""
+Call = Annotated[tuple[Whole, ...], msgspec.Meta(min_length=1, max_length=32)]
+"""A call of an episode: tasks within tasks, so many at most."""
 
 
 INLINE_BYTES = 4 << 10
@@ -68,6 +70,9 @@ class _BegunHead(Row, frozen=True):
     spans: Spans
     finish_reason: EndOfSample
     filtered: bool = False
+    call: Call = FIRST_CALL
+    digest: Whole = 0
+    answer: Annotated[int, msgspec.Meta(ge=0, le=ANSWER_BYTES)] = 0
 
     def __post_init__(self) -> None:
         _check_cover(self.spans, 0, self.tokens)
@@ -81,6 +86,9 @@ class _PieceHead(Row, frozen=True):
     spans: Spans
     finish_reason: EndOfSample
     filtered: bool = False
+    call: Call = FIRST_CALL
+    digest: Whole = 0
+    answer: Annotated[int, msgspec.Meta(ge=0, le=ANSWER_BYTES)] = 0
 
     def __post_init__(self) -> None:
         _check_cover(self.spans, self.start, self.tokens)
@@ -263,6 +271,10 @@ class _Bulk:
         """The next `count` log-probs."""
         return self._take(count * LOGPROB_BYTES)
 
+    def answer(self, size: int) -> bytes:
+        """The next answer of a tool, which has so many bytes."""
+        return self._take(size)
+
     def _take(self, size: int) -> bytes:
         self._at += size
         return bytes(self._data[self._at - size : self._at])
@@ -308,36 +320,41 @@ def _lease(head: _LeaseHead, bulk: _Bulk) -> Lease:
 def _begun_head(sample: BegunSample, bulk: bytearray) -> _BegunHead:
     bulk += array(TOKEN, sample.token_ids).tobytes()
     bulk += array(LOGPROB, (*sample.logprobs, *sample.filtered_logprobs)).tobytes()
+    bulk += sample.answer
     tokens, filtered = len(sample.token_ids), bool(sample.filtered_logprobs)
-    return _BegunHead(sample.sample, tokens, _flat(sample.spans), sample.finish_reason, filtered)
+    about = (_flat(sample.spans), sample.finish_reason, filtered, sample.call, sample.digest, len(sample.answer))
+    return _BegunHead(sample.sample, tokens, *about)
 
 
 def _begun(head: _BegunHead, bulk: _Bulk) -> BegunSample:
     tokens = tuple(array(TOKEN, bulk.tokens(head.tokens)))
     logprobs = tuple(array(LOGPROB, bulk.logprobs(head.tokens)))
     filtered = tuple(array(LOGPROB, bulk.logprobs(head.tokens if head.filtered else 0)))
-    return BegunSample(head.sample, tokens, logprobs, _spans(head.spans), head.finish_reason, filtered)
+    about = (_spans(head.spans), head.finish_reason, filtered, head.call, head.digest, bulk.answer(head.answer))
+    return BegunSample(head.sample, tokens, logprobs, *about)
 
 
 def _piece_head(piece: Piece, bulk: bytearray) -> _PieceHead:
     bulk += piece.token_ids
     bulk += piece.logprobs
     bulk += piece.filtered_logprobs
+    bulk += piece.answer
     tokens, filtered = len(piece.token_ids) // TOKEN_BYTES, bool(piece.filtered_logprobs)
-    about = (piece.position, piece.sample, piece.start)
-    return _PieceHead(*about, tokens, _flat(piece.spans), piece.finish_reason, filtered)
+    about = (piece.position, piece.sample, piece.start, tokens, _flat(piece.spans), piece.finish_reason, filtered)
+    return _PieceHead(*about, piece.call, piece.digest, len(piece.answer))
 
 
 def _piece(head: _PieceHead, bulk: _Bulk) -> Piece:
     about = (head.position, head.sample, head.start)
     tokens, logprobs = bulk.tokens(head.tokens), bulk.logprobs(head.tokens)
     filtered = bulk.logprobs(head.tokens if head.filtered else 0)
-    return Piece(*about, tokens, logprobs, _spans(head.spans), head.finish_reason, filtered)
+    answer, reason = bulk.answer(head.answer), head.finish_reason
+    return Piece(*about, tokens, logprobs, _spans(head.spans), reason, filtered, head.call, head.digest, answer)
 
 
 def _size(head: _BegunHead | _PieceHead) -> int:
     """Bytes of what lies in the bulk."""
-    return head.tokens * (TOKEN_BYTES + LOGPROB_BYTES * (2 if head.filtered else 1))
+    return head.tokens * (TOKEN_BYTES + LOGPROB_BYTES * (2 if head.filtered else 1)) + head.answer
 
 
 def _flat(spans: Sequence[Span]) -> Spans:

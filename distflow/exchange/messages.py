@@ -16,7 +16,7 @@ import msgspec
 from msgspec import structs
 
 from distflow.data.decoding import MOST, Form, FromMinusOne, PeerName, Row, Whole
-from distflow.types import BegunSample, LeaseKind, Scores, Span, Uid, Version
+from distflow.types import FIRST_CALL, BegunSample, LeaseKind, Scores, Span, Uid, Version
 
 
 class LeasePrompt(msgspec.Struct, frozen=True):
@@ -112,7 +112,7 @@ class Running(Row, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Tokens of one sample, from token `start` on.
+    """Tokens of one request of a sample, from token `start` on.
 
     Example:
 
@@ -128,11 +128,17 @@ class Piece(msgspec.Struct, frozen=True):
     logprobs: bytes
     """8 bytes a token."""
     spans: tuple[Span, ...]
-    """Spans of these tokens, without gaps; offsets are counted from the sample's first token."""
+    """Spans of these tokens, without gaps; offsets are counted from the request's first token."""
     finish_reason: str
-    """Empty unless the sample ends with this piece."""
+    """Empty unless the request ends with this piece."""
     filtered_logprobs: bytes = b""
     """8 bytes a token, or none: see `SampleOutput`."""
+    call: tuple[int, ...] = FIRST_CALL
+    """Which request of the sample."""
+    digest: int = 0
+    """Of what was asked for."""
+    answer: bytes = b""
+    """Of a tool, whole; then there are no tokens."""
 
     @property
     def end(self) -> int:
@@ -142,7 +148,8 @@ class Piece(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Approximate size in a message."""
-        return len(self.token_ids) + len(self.logprobs) + len(self.filtered_logprobs) + 32 * (1 + len(self.spans))
+        values = len(self.token_ids) + len(self.logprobs) + len(self.filtered_logprobs) + len(self.answer)
+        return values + 32 * (1 + len(self.spans))
 
 
 class Ask(Form, frozen=True):

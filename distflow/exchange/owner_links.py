@@ -25,8 +25,8 @@ from msgspec import structs
 
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Lease, Piece, Result, Running
-from distflow.exchange.partials import cut
-from distflow.types import SampleOutput, Version
+from distflow.exchange.partials import LOGPROB_BYTES, cut
+from distflow.types import CallNumber, SampleOutput, Version
 
 _OWNERS_A_ROUND = 8
 """With fewer, an ask may be parked while another owner has work; more cost messages for each grant."""
@@ -197,10 +197,10 @@ class Held:
     result: Result | None = None
     due: float = 0.0
     wait: float = 0.0
-    outputs: dict[int, SampleOutput] = field(default_factory=dict)
-    """The last known state of its samples, by number."""
-    sent: dict[int, int] = field(default_factory=dict)
-    """Tokens of each sample that were sent to the owner."""
+    outputs: dict[tuple[int, CallNumber], SampleOutput] = field(default_factory=dict)
+    """What its samples had when they were last told, by sample and call."""
+    sent: dict[tuple[int, CallNumber], int] = field(default_factory=dict)
+    """Tokens of each that were sent to the owner."""
 
     def begun_on(self) -> Version | None:
         """The oldest version of its tokens; None if unknown or if the group is not to be trained on."""
@@ -220,10 +220,10 @@ class Held:
             self.due = now
 
     def unsent(self) -> Iterator[tuple[SampleOutput, int]]:
-        """Samples with new tokens, and where these begin."""
-        for number, output in self.outputs.items():
-            start = self.sent.get(number, 0)
-            if start < len(output.token_ids):
+        """Requests with new tokens, and where these begin."""
+        for key, output in self.outputs.items():
+            start = self.sent.get(key, 0)
+            if start < len(output.token_ids) or (output.answer and key not in self.sent):
                 yield output, start
 
 
@@ -280,10 +280,10 @@ class Link:
         pieces = []
         for held in self.held.values():
             for output, start in held.unsent() if held.result is None else ():
-                if room:
+                if room > 0:
                     pieces.append(cut(output, start, room))
-                    held.sent[output.sample] = pieces[-1].end
-                    room -= pieces[-1].end - start
+                    held.sent[output.sample, output.call] = pieces[-1].end
+                    room -= pieces[-1].end - start + len(output.answer) // LOGPROB_BYTES
         return tuple(pieces)
 
     def back_due(self, now: float) -> bool:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from distflow.config.schema import Refresh
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Outgoing
-from distflow.types import SampleOutput, Version, lease_kind
+from distflow.types import FinishedSample, SampleOutput, Version, lease_kind
 
 DECLINE_EVERY_S = 30.0
 """So often a worker may leave groups to others, for which it asks for nothing for a moment."""
@@ -33,7 +33,7 @@ class FinishedGroup:
     """All samples of one lease, ordered by sample number."""
 
     lease: Lease
-    samples: tuple[SampleOutput, ...]
+    samples: tuple[SampleOutput | FinishedSample, ...]
 
 
 class Messages(NamedTuple):
@@ -55,7 +55,7 @@ class Turn(NamedTuple):
 @dataclass(slots=True)
 class _Running:
     lease: Lease
-    done: dict[int, SampleOutput] = field(default_factory=dict)
+    done: dict[int, SampleOutput | FinishedSample] = field(default_factory=dict)
     tokens: int = 0
     """Of those that are done."""
 
@@ -94,6 +94,7 @@ class RolloutCore:
         self._partials_due = 0.0
         self._declines_again = 0.0
         """When it may leave groups to others again."""
+        self._spare: int | None = None
         self._draining = False
         self._until: int | None = None
         self._only_validates = False
@@ -148,11 +149,19 @@ class RolloutCore:
 
     # -- before a decode step
     def turn(
-        self, free_slots: int, running_on: Version | None, loaded: Version | None, newer: bool, now: float
+        self,
+        free_slots: int,
+        running_on: Version | None,
+        loaded: Version | None,
+        newer: bool,
+        now: float,
+        spare: int | None = None,
     ) -> Turn:
-        """What to do next. `running_on`: the engine's version, None while it is torn; `loaded`: the one it was given;
-        `newer`: whether newer weights can be loaded.
+        """What to do next. `free_slots`: samples that may start; `running_on`: the engine's version, None while it is
+        torn; `loaded`: the one it was given; `newer`: whether newer weights can be loaded. `spare`: nothing is being
+        decoded, since all that run wait for something else, and so many may start, though there are fewer slots.
         """
+        self._spare = spare
         self._sync()
         if self._may_load and self._takes_weights(loaded, newer):
             self._may_load = False
@@ -173,13 +182,13 @@ class RolloutCore:
         return self._running.keys()
 
     # -- after a decode step
-    def collect(self, outputs: Iterable[SampleOutput]) -> list[FinishedGroup]:
+    def collect(self, outputs: Iterable[SampleOutput | FinishedSample]) -> list[FinishedGroup]:
         """Add finished samples; return the groups that are now whole."""
         finished = []
         for out in outputs:
             group = self._running[out.position]
             group.done[out.sample] = out
-            group.tokens += len(out.token_ids)
+            group.tokens += sum(len(call.token_ids) for call in out.calls)
             size = self._samples([group.lease])
             if len(group.done) == size:
                 del self._running[out.position]
@@ -235,10 +244,17 @@ class RolloutCore:
         return left, Messages(self._holder.decline(left, now))
 
     # -- when idle
-    def something(self, loaded: Version | None, newer: bool) -> bool:
-        """Whether an idle worker has something to do; to ask for leases, too, if no ask is in flight any more."""
+    def something(self, loaded: Version | None, newer: bool, room: int | None = None, spare: int | None = None) -> bool:
+        """Whether an idle worker has something to do; to ask for leases, too, if no ask is in flight any more.
+
+        `room`, of samples that may start (None: any), and `spare` as in `turn`, where groups wait for something else.
+        """
+        self._spare = spare
         self._sync()
-        startable = any(queue and _fresh_enough(queue[0], loaded) for queue in self._served)
+        startable = any(
+            queue and _fresh_enough(queue[0], loaded) and (room is None or self._fits(queue[0], room))
+            for queue in self._served
+        )
         to_ask = any(holder.to_ask for holder in self._holders[self._only_validates :])
         return startable or to_ask or self._takes_weights(loaded, newer) or bool(self._cancelled) or self.over
 
@@ -351,9 +367,10 @@ class RolloutCore:
         return asking is None or not asking.parked
 
     def _done(self) -> list[SampleOutput]:
-        """Finished samples of groups that are not sent yet."""
+        """What finished samples have, of groups that are not sent yet."""
+        running = [out for group in self._running.values() for out in group.done.values()]
         whole = [out for group in self._whole.values() for out in group.samples]
-        return [*(out for group in self._running.values() for out in group.done.values()), *whole]
+        return [call for out in (*running, *whole) for call in out.calls]
 
     def _takes_weights(self, loaded: Version | None, newer: bool) -> bool:
         """Whether there are newer weights that the refresh policy takes now."""
@@ -362,7 +379,7 @@ class RolloutCore:
         if loaded is None or self._refresh == "eager":
             return True
         if self._refresh == "when_idle":
-            return not self._running
+            return not self._running or self._spare is not None
         return any(queue and not _fresh_enough(queue[0], loaded) for queue in self._queues)
 
     def _startable(self, room: int, running_on: Version | None) -> list[Lease]:
@@ -370,12 +387,16 @@ class RolloutCore:
         taken: list[Lease] = []
         for queue in self._served:
             while queue and _fresh_enough(queue[0], running_on):
-                size = self._samples([queue[0]])
-                if room < size and (taken or self._running):
+                if not self._fits(queue[0], room, first=not taken):
                     return taken
                 taken.append(queue.popleft())
-                room -= size
+                room -= self._samples(taken[-1:])
         return taken
+
+    def _fits(self, lease: Lease, room: int, *, first: bool = True) -> bool:
+        """Whether there is room for a group or, for the first to start, an engine that has nothing to decode."""
+        size = self._samples([lease])
+        return size <= room or (first and (not self._running or size <= (self._spare or 0)))
 
 
 def _fresh_enough(lease: Lease, version: Version | None) -> bool:

@@ -103,6 +103,7 @@ def worker_document(
         device=worker.device,
         threads=worker.threads,
         slots=worker.slots,
+        episodes=worker.episodes,
         sample_memory_mb=worker.sample_memory_mb,
         steps=plan.recipe.layout.pools[name.pool].settings_of(name.index).steps,
         script=worker.script,

@@ -41,7 +41,8 @@ def check_step(function: object, plan: StepPlan) -> None:
         raise PluginError(
             f"step {plan.name!r}: {plan.call} was imported with a declaration that differs from its source"
         )
-    if plan.role == "generate" and not inspect.iscoroutinefunction(function):
+    yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    if plan.role == "generate" and yields:
         raise PluginError(f"step {plan.name!r}: {plan.call} {not_a_generate_step(split_call(plan.call)[1])}")
     positional = _POSITIONAL.get(plan.role, ("batch", "ctx"))
     given = ERROR_SETTINGS if plan.role == "generate" else ()

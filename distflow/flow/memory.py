@@ -77,7 +77,7 @@ def frame_bytes(plan: Plan) -> int:
     later = plan.later_bytes
     largest = group_bytes(recipe.batch.samples_per_prompt, recipe.data.max_prompt_tokens, plan.response_tokens, later)
     if val is not None:
-        largest = max(largest, group_bytes(val.samples_per_prompt, val.data.max_prompt_tokens, val.response_tokens))
+        largest = max(largest, group_bytes(val.samples_per_prompt, val.data.max_prompt_tokens, val.sample_tokens))
     micro_batch = (BYTES_PER_TOKEN + later) * recipe.batch.tokens_per_microbatch
     return max(LEAST_FRAME_BYTES, FRAME_FACTOR * largest, FRAME_FACTOR * micro_batch)
 

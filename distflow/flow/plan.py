@@ -14,7 +14,7 @@ from typing import Any
 from distflow.config.data_schema import DataConfig
 from distflow.config.schema import MaskTruncated, Recipe, Schedule
 from distflow.flow.edges import Edge, EdgeKind, End
-from distflow.flow.step import reserved_tokens, response_tokens
+from distflow.flow.step import reserved_tokens, response_tokens, sample_tokens
 from distflow.types import Role, Scope, WorkerName, prefixed
 
 
@@ -134,6 +134,8 @@ class WorkerPlan:
     device: str
     threads: int
     slots: int
+    episodes: int
+    """Samples under way at most, decoding or not."""
     sample_memory_mb: int
     offload: bool
     """Generating and training take turns on the device."""
@@ -201,8 +203,13 @@ class ValPlan:
 
     @property
     def response_tokens(self) -> int:
-        """Tokens behind the prompt of the longest sample."""
+        """Tokens behind the prompt of the longest sequence."""
         return int(response_tokens(self.settings))
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens behind the prompt of the data in all sequences of the largest sample."""
+        return sample_tokens(self.settings)
 
     @property
     def longest_sample(self) -> int:

@@ -169,6 +169,10 @@ def step_plan(node: StepNode) -> StepPlan:
     return StepPlan(*about, node.reads, node.writes, node.may_write, spec.environment, node.prefix, node.weighed)
 
 
+EPISODES_A_SLOT = 4
+"""So many samples a worker has under way where the recipe does not say: three of four may wait for their tools."""
+
+
 def _worker(
     pool: PoolConfig, name: WorkerName, structure: Structure, most_slots: int, sample_memory: int
 ) -> WorkerPlan:
@@ -179,6 +183,7 @@ def _worker(
     nodes = [*before, *private, *after]
     models = tuple(dict.fromkeys(n.model for n in nodes if n.role != "generate" and n.model is not None))
     generates = tuple(n.model for n in nodes if n.role == "generate" and n.model is not None)
+    slots = min(own.slots or pool.slots, most_slots)
     return WorkerPlan(
         name=name,
         roles=tuple(dict.fromkeys(n.declaration.spec.role for n in nodes)),
@@ -189,7 +194,8 @@ def _worker(
         backend_options=pool.backend_options_of(own),
         device=own.device or pool.device,
         threads=own.threads or pool.threads,
-        slots=min(own.slots or pool.slots, most_slots),
+        slots=slots,
+        episodes=own.episodes or pool.episodes or EPISODES_A_SLOT * slots,
         sample_memory_mb=own.sample_memory_mb or pool.sample_memory_mb or sample_memory,
         offload=pool.offload,
         script=own.script or pool.script,
@@ -207,6 +213,13 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
                 f"warning: step {node.name!r} names drop_reason or left_out and runs on pool "
                 f"{structure.sites[node.name]!r}: a reason that it writes there ends the run — add it to the `steps` "
                 f"of {structure.rollout.name!r} or of a service if it drops samples, or leaves them out"
+            )
+    for node in structure.steps:
+        if node.declaration.blocks and node.role == "generate":
+            yield (
+                f"warning: step {node.name!r} calls {', '.join(node.declaration.blocks)}, which holds up all other "
+                "samples of its worker, though not the engine — let the step be a plain def, which has a thread of its "
+                "own, or await asyncio.to_thread(…)"
             )
     yield from import_warnings(recipe, structure.steps)
     used = {node.model for node in structure.steps if node.model is not None} - {*structure.models.copied}

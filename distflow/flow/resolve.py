@@ -42,7 +42,8 @@ def not_a_generate_step(name: str) -> str:
     return (
         "cannot generate: the runtime takes leases and weights and drives the engine itself — expected "
         f"async def {name}(episode, generate, ctx, *, setting=default, …), which makes one sample: it awaits "
-        "completion = await generate(episode.prompt_ids, SamplingParams(…)), as distflow.workers.rollout:sample does"
+        "completion = await generate(episode.prompt_ids, SamplingParams(…)), as distflow.workers.rollout:sample does; "
+        "or a plain def, which runs in a thread of its own, and calls generate without await"
     )
 
 

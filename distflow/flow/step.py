@@ -50,9 +50,21 @@ CLIENT_KINDS = ("number", "text", "number_per_token")
 """What such a field may hold: one number or text for a sample, or a number for each of its response tokens."""
 ROOM = ("max_tokens", "max_new_tokens", "max_response_tokens")
 """Settings that say how long a sample may be: with an environment's tokens, of a generate step, of a read step."""
-ERROR_SETTINGS: Mapping[str, Any] = MappingProxyType({"on_error": "retry", "max_attempts": 3, "max_error_rate": None})
+ERROR_SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {
+        "on_error": "retry",
+        "max_attempts": 3,
+        "max_error_rate": None,
+        "timeout_s": 3600.0,
+        "turn_timeout_s": 600.0,
+        "max_sample_tokens": None,
+    }
+)
 """Settings that every generate step has beside those of its function, with their defaults: what becomes of a sample on
-which it fails (`runtime/episode_errors.py`)."""
+which it fails (`runtime/episode_errors.py`), how long it may take, in seconds, in all and without tokens, and how many
+tokens all its sequences may have."""
+SEQUENCES_A_SAMPLE = 4
+"""Of the greatest length, so many have room in a sample if nothing else is said."""
 _ERROR_LIMITS = {"leave_out": 0.25, "retry": 0.25}
 SAMPLE_TOKENS = 22
 """How many tokens have as many bytes as what a sample has besides (`flow/memory.py`)."""
@@ -93,6 +105,8 @@ class StepSpec:
     own_model: bool = False
     samples: int = 1
     """Of a read step: most samples of a row of the data."""
+    setup: Callable[[Any], Any] | None = None
+    """Of a generate step: what its episodes share. None in a declaration that was read from source."""
 
 
 class SomeSteps(TypedDict, total=False):
@@ -107,6 +121,7 @@ class SomeSteps(TypedDict, total=False):
     widths: Mapping[str, str] | None
     own_model: bool
     samples: int
+    setup: Callable[[Any], Any] | None
 
 
 def step(
@@ -141,7 +156,8 @@ def step(
     is truthy, for example `{"kl": "kl_coef"}`. `samples`: of a read step, how many it makes of a row at most.
     `reads_if_there`: fields that the step reads if another one writes them. `widths`: fields with several values for
     each response token, and the setting that says how many, for example `{"candidate_ids": "top_k"}`. `own_model`:
-    whether the step's model must be another one than the policy.
+    whether the step's model must be another one than the policy. `setup`, no literal but a name: an async context
+    manager over ctx, entered before the first episode of a generate step; what it yields is `ctx.shared`.
     """
     named, functions = choices or {}, plugins or {}
     some = _of_some(of_some)
@@ -199,6 +215,15 @@ def response_tokens(settings: Mapping[str, Any]) -> Any:
     return settings[next(name for name in ROOM if name in settings)]
 
 
+def sample_tokens(settings: Mapping[str, Any]) -> int:
+    """Most tokens behind the data's prompt in all sequences of a sample; of steps that declare an environment, several
+    (`max_sample_tokens`)."""
+    longest = int(response_tokens(settings))
+    # Without an environment, max_new_tokens is what there is.
+    most = settings.get("max_sample_tokens") if "max_tokens" in settings else longest
+    return SEQUENCES_A_SAMPLE * longest if most is None else int(most)
+
+
 def reads_all_turns(settings: Mapping[str, Any]) -> bool:
     """Whether a read step takes all turns of the assistant in a conversation, not the last one alone."""
     return settings.get("turns") == "all"
@@ -210,7 +235,7 @@ def reserved_tokens(settings: Sequence[Mapping[str, Any]], longest_prompt: int) 
     `settings`: of the step that makes the primary model's samples, then of the generate steps of further models, which
     have prompts of their own.
     """
-    first, *further = (int(response_tokens(each)) for each in settings)
+    first, *further = map(sample_tokens, settings)
     return first + sum(longest_prompt + tokens + SAMPLE_TOKENS for tokens in further)
 
 

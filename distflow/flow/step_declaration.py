@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -29,8 +29,31 @@ _POSITIONAL = {"read": "row", "client": "batch"}
 _ASKED_BY = {"score": "tokens", "values": "value", "score_texts": "score"}
 """By the methods of a backend, the head that its model needs."""
 _ON_ERROR = {"on_error": ("retry", "drop", "leave_out", "zero", "stop")}
-_ERROR_RANGES = {"max_attempts": ">= 1", "max_error_rate": ">= 0, <= 1"}
-_ERROR_TYPES = {"on_error": "str", "max_attempts": "int", "max_error_rate": "float | None"}
+_BLOCKING = (
+    "time.sleep",
+    "requests.",
+    "subprocess.run",
+    "subprocess.call",
+    "subprocess.check_",
+    "os.system",
+    "urllib.request.urlopen",
+)
+"""How calls begin that hold up whoever makes them."""
+_ERROR_RANGES = {
+    "max_attempts": ">= 1",
+    "max_error_rate": ">= 0, <= 1",
+    "timeout_s": "> 0",
+    "turn_timeout_s": "> 0",
+    "max_sample_tokens": ">= 1",
+}
+_ERROR_TYPES = {
+    "on_error": "str",
+    "max_attempts": "int",
+    "max_error_rate": "float | None",
+    "timeout_s": "float",
+    "turn_timeout_s": "float",
+    "max_sample_tokens": "int | None",
+}
 
 
 class _Marker:
@@ -80,6 +103,8 @@ class StepDeclaration:
     source names that, or writes `left_out`."""
     head: str | None
     """What its model has to give (`models.NAME.head`), as it declares or its own source tells; None: not known."""
+    blocks: tuple[str, ...] = ()
+    """Calls in its own coroutine that hold up the event loop, each with its place."""
 
 
 def read_declaration(call: str) -> StepDeclaration:
@@ -99,7 +124,8 @@ def read_declaration(call: str) -> StepDeclaration:
     keeps_state = _uses(node, context, "state")
     head = spec.head or _head(node, context)
     about = (call, source.file, node.lineno, source.text, spec, parameters)
-    return StepDeclaration(*about, keeps_state, _drops(node), head)
+    blocks = tuple(f"{call}(…) at {source.file}:{line}" for call, line in _blocking(node))
+    return StepDeclaration(*about, keeps_state, _drops(node), head, blocks)
 
 
 def _with_error_settings(source: Source, spec: StepSpec, parameters: Parameters) -> tuple[StepSpec, Parameters]:
@@ -113,6 +139,20 @@ def _with_error_settings(source: Source, spec: StepSpec, parameters: Parameters)
     settings, types = {**parameters.settings, **ERROR_SETTINGS}, {**parameters.annotations, **_ERROR_TYPES}
     choices, ranges = {**spec.choices, **_ON_ERROR}, {**spec.ranges, **_ERROR_RANGES}
     return replace(spec, choices=choices, ranges=ranges), replace(parameters, settings=settings, annotations=types)
+
+
+def _blocking(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """The calls in a coroutine that block, with their lines; those of functions within it may run in threads."""
+    if not isinstance(node, ast.AsyncFunctionDef):
+        return
+    todo: list[ast.AST] = [*node.body]
+    while todo:
+        part = todo.pop(0)
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(part, ast.Call) and (name := ast.unparse(part.func)).startswith(_BLOCKING):
+            yield name, part.lineno
+        todo += ast.iter_child_nodes(part)
 
 
 def _head(node: ast.AST, ctx: str) -> str | None:
@@ -186,7 +226,7 @@ def _check_form(source: Source, spec: StepSpec, parameters: Parameters) -> None:
         if awaits:
             raise PluginError(f"{source.where}: {name!r} is an async function; a step is a plain function")
         _check_parameters(source, parameters, spec)
-    elif not awaits or parameters.open_ended or len(parameters.positional) != 3:
+    elif parameters.open_ended or len(parameters.positional) != 3:
         raise PluginError(f"{source.where}: {name!r} {not_a_generate_step(name)}")
 
 
@@ -223,6 +263,7 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
     if decorator.args:
         raise PluginError(f"{source.where}: @step takes keywords only: role=, reads=, writes=, …")
     values: dict[str, Any] = {}
+    sets_up = False
     for keyword in decorator.keywords:
         if keyword.arg is None:
             raise PluginError(f"{source.where}: @step(**…) cannot be read without running it: write the arguments out")
@@ -230,6 +271,9 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
             raise PluginError(
                 f"{source.where}: @step has no argument {keyword.arg!r}; {did_you_mean(str(keyword.arg), _KNOWN)}"
             )
+        if keyword.arg == "setup" and isinstance(keyword.value, ast.Name):
+            sets_up = True  # the name of what is called in the worker alone
+            continue
         try:
             values[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError as error:
@@ -240,6 +284,10 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
     missing = [name for name in ("role", "reads", "writes") if name not in values]
     if missing:
         raise PluginError(f"{source.where}: @step lacks {', '.join(missing)}")
+    if sets_up and values["role"] != "generate":
+        raise PluginError(
+            f"{source.where}: @step(setup=…) is for the role generate, whose episodes share what it gives"
+        )
     return _typed(values, source)
 
 

@@ -178,6 +178,9 @@ def _of_errors(step: StepPlan) -> Iterator[Idle]:
     for name in idle.get(on_error, ("max_attempts",)):
         if step.settings[name] != ERROR_SETTINGS[name]:
             yield Idle(f"flow.steps.{step.name}.with.{name}", f"on_error is {on_error!r}")
+    if step.environment is None and step.settings["max_sample_tokens"] is not None:
+        key = f"flow.steps.{step.name}.with.max_sample_tokens"
+        yield Idle(key, "the step declares no environment: its samples have one sequence", "set max_new_tokens")
 
 
 def _of_weights(recipe: Recipe, plan: Plan) -> Iterator[Idle]:

@@ -30,13 +30,13 @@ from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
 from distflow.runtime.disk import Disk, replace_file
 from distflow.runtime.engine_numbers import EngineNumbers
-from distflow.runtime.generate_step import GenerateStep
+from distflow.runtime.generate_step import GenerateStep, SampleLimits
 from distflow.runtime.metrics import MetricStore, PrefixedMetrics
 from distflow.runtime.process_record import note_trouble
 from distflow.runtime.protocols import Adapted, Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.types import LeaseKind, Version, WorkerName, is_validated, prefixed
 
 log = logger(__name__)
@@ -358,13 +358,14 @@ def build_trajectories(
     plan, recipe = setting.plan, setting.recipe
     model = str(step.plan.model)
     dtype = torch.float64 if recipe.models[model].dtype == "float64" else torch.float32
-    most = plan.longest_sample(model) - recipe.data.max_prompt_tokens
-    limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(recipe.batch.samples_per_prompt, most)}
+    train = SampleLimits.of(recipe.batch.samples_per_prompt, step.plan.settings)
+    limits: dict[LeaseKind, SampleLimits] = {"train": train}
     if plan.val is not None and model == plan.primary:
-        limits["val"] = SampleLimits(plan.val.samples_per_prompt, plan.val.response_tokens)
+        limits["val"] = SampleLimits.of(plan.val.samples_per_prompt, plan.val.settings)
     numbers = EngineNumbers(f"engine {setting.me.engine} on {setting.me.name}", metrics)
     out = recipe.batch.mask_truncated == "all"
-    return Trajectories(step, limits, tokenizer, dtype, numbers, leaves_out_truncated=out)
+    most = setting.me.episodes
+    return Trajectories(step, limits, tokenizer, dtype, numbers, leaves_out_truncated=out, most=most)
 
 
 def _model(recipe: Recipe, name: str) -> Mapping[str, object]:

@@ -282,9 +282,9 @@ class Asking:
         return any(further.something for further in self._further.values())
 
     @property
-    def chunks(self) -> int:
-        """Chunks of weights that further engines have received so far."""
-        return sum(further.chunks for further in self._further.values())
+    def signs_of_life(self) -> float:
+        """A number that changes while further engines get weights, or their episodes wait for something else."""
+        return sum(further.signs_of_life for further in self._further.values())
 
     def waiting(self) -> tuple[str, tuple[str, ...]] | None:
         """What the oldest group that is asked for waits for, and the workers that could help; None: none is."""

@@ -52,12 +52,17 @@ class ErrorPolicy:
     on_error: str
     max_attempts: int
     max_error_rate: float
+    timeout_s: float
+    """How long an episode may take."""
+    turn_timeout_s: float
+    """How long it may take while it asks for no tokens."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> ErrorPolicy:
         """Read them among all settings of a step; what is missing there has its default."""
-        on_error, attempts, rate = {**ERROR_SETTINGS, **_among(settings, own=False)}.values()
-        return cls(on_error, attempts if on_error == "retry" else 1, error_limit(on_error) if rate is None else rate)
+        on_error, attempts, rate, *timeouts, _ = {**ERROR_SETTINGS, **_among(settings, own=False)}.values()
+        limit = error_limit(on_error) if rate is None else rate
+        return cls(on_error, attempts if on_error == "retry" else 1, limit, *timeouts)
 
     @property
     def fate(self) -> Fate:
@@ -102,6 +107,14 @@ class EpisodeErrors:
         self._tally().add(1, 1)
         self._check(failed, policy)
         return "leave_out" if kind == "val" else policy.fate
+
+    def late(self, episode: Episode, seconds: float, waiting: float) -> str:
+        """Say why an episode has taken too long, after these seconds, `waiting` of them since it has had its tokens; ""
+        if it has not."""
+        policy = self._policies[lease_kind(episode.uid.position)]
+        if waiting >= policy.turn_timeout_s:
+            return f"has asked for no tokens for {policy.turn_timeout_s:g} s (turn_timeout_s)"
+        return f"has taken {policy.timeout_s:g} s (timeout_s)" if seconds >= policy.timeout_s else ""
 
     def note(self, failed: EpisodeFailed, episode: Episode, attempt: int) -> None:
         """Count a failure, and log the first one of its kind; raises StepError with `on_error: stop`."""

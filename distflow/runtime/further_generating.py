@@ -10,6 +10,7 @@ engine, the loop over requests, or a training worker that waits for rows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from distflow.data.batch import Batch
@@ -66,6 +67,7 @@ class FurtherGenerating:
         self._metrics = metrics
         self._seed = seed
         self._core = core
+        samples.on_news = self._board.wake
         self._rows: dict[Hashable, Batch] = {}
         """What the open groups are made from."""
         self._position: dict[Hashable, int] = {}
@@ -104,13 +106,15 @@ class FurtherGenerating:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine has samples to decode."""
-        return bool(self._core.running) and self._inbox.loaded is not None
+        """Whether the engine has something to decode."""
+        return self._samples.asks and self._inbox.loaded is not None
 
     @property
     def something(self) -> bool:
         """Whether an idle worker has something to do here."""
-        return self.busy or self._core.something(self._inbox.loaded, self._inbox.waiting)
+        room = self._samples.room(self._engine.free_slots)
+        idle = self._core.something(self._inbox.loaded, self._inbox.waiting, *room)
+        return self.busy or self._samples.news or idle
 
     def has_room(self, samples: int) -> bool:
         """Whether so many samples could start now."""
@@ -121,7 +125,7 @@ class FurtherGenerating:
         """What the next group waits for, and from whom; None: nothing."""
         awaited = self._core.awaited(self._inbox.loaded)
         if awaited is None:
-            return None
+            return ("environments", ()) if self._core.running and not self._samples.asks else None
         return f"weights of version {awaited.number} of {self.plan.model!r} or newer", self.publishers
 
     @property
@@ -130,9 +134,9 @@ class FurtherGenerating:
         return self._inbox.loaded
 
     @property
-    def chunks(self) -> int:
-        """Chunks of weights received over the network so far."""
-        return self._inbox.chunks
+    def signs_of_life(self) -> float:
+        """A number that changes while weights arrive over the network, or episodes are within their own time-outs."""
+        return self._inbox.chunks + (time.monotonic() if self._core.running and not self._samples.asks else 0.0)
 
     def begin_term(self, term: int, begins: Mapping[int, int]) -> None:
         """Training has restarted (`begins`: training steps by term)."""
@@ -171,16 +175,16 @@ class FurtherGenerating:
 
     def _turn(self) -> FurtherTurn:
         engine, inbox = self._engine, self._inbox
+        room, spare = self._samples.room(engine.free_slots)
         with self._board.condition:
-            return self._core.turn(engine.free_slots, engine.version, inbox.loaded, inbox.waiting)
+            return self._core.turn(room, engine.version, inbox.loaded, inbox.waiting, spare)
 
     def _decode(self) -> None:
         with self._metrics.timed("timing_s/gen"):
             outputs, wrong = self._samples.judge(self._engine.poll(), self._engine.version)
         self._samples.leave_out(wrong)
         further, done = self._samples.take(outputs)
-        if further:
-            self._samples.submit(self._engine, further)
+        self._samples.submit(self._engine, further)
         with self._board.condition:
             whole = [(key, self._position[key]) for key in self._core.collect(done)]
         for key, position in whole:
@@ -189,7 +193,8 @@ class FurtherGenerating:
                 if self._rows.pop(key, None) is not None:
                     del self._position[key]
                     self._answers.append((key, answer))
-        self._node.work_done()
+        if outputs or self._samples.asks:
+            self._node.work_done()
 
     def _written(self, rows: Batch) -> Batch:
         """Of whole samples, what the step writes, by the names in the flow."""

@@ -4,52 +4,57 @@
     async def sample(episode, generate, ctx, *, temperature: float = 1.0, max_new_tokens: int = 16):
         await generate(episode.prompt_ids, SamplingParams(temperature, max_new_tokens=max_new_tokens))
 
-At `await` the step is set aside, and the worker's loop (`rollout_loop.py`) takes leases and weights and decodes until
-what was asked for is sampled: no wait of the runtime lies within a user's frames. There is no event loop: a step awaits
-`generate(…)`, and nothing else. What it asked for and got is recorded by the runtime (`trajectories.py`), for each
-sample as a `Trajectory`: sequences of segments, from the model and in between. Of finished samples `assemble` makes a
-batch, with a row for each sequence.
+Steps run on the worker's event loop (`attempt.py`, `episode_loop.py`), and may await anything; those that are plain
+functions have threads. Meanwhile the worker's main thread (`rollout_loop.py`) takes leases and weights and decodes.
+What a step asked for and got is recorded there (`trajectories.py`), for each sample as a `Trajectory`: sequences of
+segments, from the model and in between. Of finished samples `assemble` makes a batch, with a row for each sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import index
-from types import CoroutineType
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite, nan
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.samples import PROMPT_TEXT, untrained_where_left_out
 from distflow.flow.plan import StepPlan
-from distflow.flow.step import FILTERED, GENERATED, ROLLOUT, SEQUENCES
+from distflow.flow.step import FILTERED, GENERATED, ROLLOUT, SEQUENCES, response_tokens, sample_tokens
+from distflow.runtime.attempt import Attempt, ContextFull
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed
+from distflow.runtime.episode_loop import EpisodeLoop
+from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Tokenizer
 from distflow.types import (
     DROP_REASON,
     FINISH_REASONS,
     LEFT_OUT,
+    REWARD,
+    REWARD_PARTS,
     SEQUENCE,
     BegunSample,
+    CallNumber,
     Completion,
     Episode,
     FinishReason,
     SampleKey,
     SampleOutput,
+    SampleRequest,
     SamplingParams,
     Span,
     Uid,
     Version,
-    joined_filtered,
 )
-
-Call = Coroutine[Any, Any, object]
 
 
 class Generate(Protocol):
-    """What a generate step awaits."""
+    """What a generate step awaits, if it is an `async def`."""
 
     def __call__(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True, aside: bool = False
@@ -61,59 +66,33 @@ class Generate(Protocol):
         """
 
 
-class Wanted:
-    """What `generate(prompt_ids, params)` returns, for a step to await."""
+class GenerateInThread(Protocol):
+    """What a generate step calls, if it is a plain function."""
 
-    __slots__ = ("aside", "params", "prompt_ids", "train")
-
-    def __init__(
+    def __call__(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True, aside: bool = False
-    ) -> None:
-        """Raises TypeError for what are no token ids, or no SamplingParams."""
-        if not isinstance(params, SamplingParams):
-            raise TypeError(
-                f"generate(prompt_ids, params): params is a {type(params).__name__}; expected SamplingParams"
-            )
-        self.prompt_ids = _token_ids(prompt_ids)
-        self.params = params
-        self.train = train
-        self.aside = aside
-
-    def __await__(self) -> Generator[Wanted, Completion, Completion]:
-        """Hand itself to whoever drives the step, and return the completion that it sends back."""
-        return (yield self)
-
-
-def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """The same tuple, if it is one of integers."""
-    found = tuple(prompt_ids)
-    if set(map(type, found)) <= {int}:
-        return found
-    try:
-        return tuple(map(index, found))
-    except TypeError as error:
-        raise TypeError(f"generate(prompt_ids, params): {error}; expected token ids, which are integers") from error
-
-
-class Returned(NamedTuple):
-    """The end of a call."""
-
-    value: object
+    ) -> Completion:
+        """The same: returns when the tokens are there."""
 
 
 class GenerateStep:
-    """The generate step of one worker: begins a call for each sample, and goes on with it.
+    """The generate step of one worker: what an attempt at a sample calls, and what becomes of one that fails.
 
-    `failed` makes what is raised of what a user's step raises for an episode; `errors` says what becomes of the sample.
+    `begin` calls the step for an episode, on `loop`; `blocking`: it is a plain function. `failed` makes what is raised
+    of what a user's step raises for an episode; `errors` says what becomes of the sample.
     """
 
     def __init__(
         self,
         plan: StepPlan,
-        begin: Callable[[Episode], Call],
+        begin: Callable[[Episode, Any], Any],
         where: str,
         failed: Callable[[BaseException, Episode], Exception],
         errors: EpisodeErrors,
+        metrics: MetricStore,
+        loop: EpisodeLoop,
+        *,
+        blocking: bool = False,
     ) -> None:
         self.plan = plan
         self.where = where
@@ -122,47 +101,66 @@ class GenerateStep:
         """The fields that it returns a number for, for each sample."""
         self.begin = begin
         self.errors = errors
-        self._failed = failed
+        self.metrics = metrics
+        self.failed = failed
+        self.loop = loop
+        self.blocking = blocking
 
-    def go_on(self, call: Call, episode: Episode, sent: Completion | None) -> Wanted | Returned:
-        """What the step awaits next, or returns. Raises EpisodeFailed for what it raises and for another awaitable."""
-        try:
-            found = call.send(sent)
-        except StopIteration as end:
-            return Returned(end.value)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # an exit would end the worker as if it was done
-            raise self._failed(error, episode) from error
-        if not isinstance(found, Wanted):
-            what = f"awaited a {type(found).__name__}"
-            raise self.failure(call, what, "; a generate step awaits generate(prompt_ids, params) and nothing else")
-        return found
+    def blocks(self, place: str) -> str:
+        """Say that a coroutine holds up the others, and what to do."""
+        return (
+            f"{self.where} blocks the event loop at {place}: all other samples of this worker wait for it, though not "
+            "the engine — let the step be a plain def, which has a thread of its own, or await asyncio.to_thread(…)"
+        )
 
-    def end(self, call: Call, episode: Episode) -> None:
-        """End a call whose sample is not wanted any more, or not in this attempt; raises EpisodeFailed for what it
-        raises then."""
-        try:
-            call.close()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise self._failed(error, episode) from error
-
-    def failure(self, call: Call, did: str, more: str) -> EpisodeFailed:
+    def failure(self, did: str, more: str, place: str = "") -> EpisodeFailed:
         """What to raise for what a step has done wrong on a sample; `more`: what the message adds to that."""
-        return EpisodeFailed(f"{self.where} {did}{more}", did, did.split()[0], _place(call))
+        return EpisodeFailed(f"{self.where} {did}{more}", did, did.split()[0], place)
+
+    def full(self, had: int, most: int, setting: str) -> ContextFull:
+        """What to raise where a sequence, or a sample, has all tokens that this setting allows."""
+        whose = "sequence" if setting == "max_tokens" else "sample"
+        cure = f"let it return before, or raise {setting} (flow.steps.{self.plan.name}.with)"
+        did = f"asks for more after {had} tokens behind the prompt"
+        return ContextFull(did, f", and its longest {whose} has {most}: {cure}")
+
+    @property
+    def nothing(self) -> Mapping[str, float]:
+        """What counts as returned where the step has come to no end of its own."""
+        return {name: nan if name.startswith(REWARD_PARTS) else 0.0 for name in self.further}
+
+    def returned(self, value: object) -> Mapping[str, float]:
+        """Take what the step returned, if it is what it declares; raises EpisodeFailed."""
+        expected = self.further
+        if value is None and not expected:
+            return {}
+        given = {} if value is None else value
+        if not isinstance(given, Mapping) or set(given) != set(expected):
+            shown = sorted(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+            wanted = f"a mapping with a number for each of {sorted(expected)}" if expected else "nothing"
+            declared = "what its @step(writes=…) lists is what it returns for each sample"
+            raise self.failure(f"returned {shown}", f"; expected {wanted}: {declared}")
+        wrong = {name: value for name, value in given.items() if not _is_number(name, value)}
+        if wrong:
+            raise self.failure(f"returned {wrong}", f"; expected a number for each of {sorted(expected)}")
+        return given
 
 
-def _place(call: Call) -> str:
-    """The line at which a call waits, in the innermost coroutine of the same file; "" if it has ended."""
-    places = list[tuple[str, int]]()
-    waiting: object = call
-    while isinstance(waiting, CoroutineType) and waiting.cr_frame is not None:
-        places.append((waiting.cr_frame.f_code.co_filename, waiting.cr_frame.f_lineno))
-        waiting = waiting.cr_await
-    own = [f"{file}:{line}" for file, line in places if file == places[0][0]]
-    return own[-1] if own else ""
+class SampleLimits(NamedTuple):
+    """What there may be of a prompt's samples."""
+
+    samples: int
+    """Of one prompt."""
+    tokens: int
+    """That a sequence may have behind as many as the data's prompt has: a slot of the engine holds so many."""
+    sample_tokens: int
+    """That a sample may have behind the data's prompt, an environment's and the prompts of later sequences included: so
+    much was reserved for it."""
+
+    @classmethod
+    def of(cls, samples: int, settings: Mapping[str, Any]) -> SampleLimits:
+        """By the settings of the step that makes them."""
+        return cls(samples, int(response_tokens(settings)), sample_tokens(settings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +195,8 @@ class TokenSequence:
 
     prompt_ids: tuple[int, ...]
     segments: list[Segment] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
+    """Of what the model wrote last."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + sum(len(segment.token_ids) for segment in self.segments)
@@ -208,6 +208,16 @@ class TokenSequence:
             return self.segments[0].token_ids
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
+    def add(self, answered: AnsweredCall) -> None:
+        """Add what the model has written."""
+        self.segments.append(answered.segment)
+        self.finish_reason = answered.finish_reason
+
+    def cut(self) -> None:
+        """Take away the environment's tokens behind those of the model: what was asked for after them is not there."""
+        while self.segments and not self.segments[-1].spans:
+            self.segments.pop()
+
     def leads_to(self, prefix: tuple[int, ...]) -> bool:
         """Whether the prefix begins with all tokens that are here."""
         at = 0
@@ -218,6 +228,45 @@ class TokenSequence:
         return True
 
 
+@dataclass(slots=True, eq=False)
+class RandomStream:
+    """The random numbers of calls that one task makes, each behind the tokens of the one before: whatever other tasks
+    ask for, and whenever they do, it draws the same. `name` and `start`: of its first token (`SampleRequest`)."""
+
+    name: CallNumber
+    start: int
+    """So many tokens come before its first number."""
+    had: tuple[int, ...] | None
+    """The tokens that a call goes on with; None: another does already."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """A request that is not answered yet."""
+
+    request: SampleRequest
+    sequence: TokenSequence | None
+    """What it goes on with; None: it is asked for aside."""
+    train: bool
+    stream: RandomStream
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredCall:
+    """A request, and what the model has written."""
+
+    prompt_ids: tuple[int, ...]
+    segment: Segment
+    finish_reason: FinishReason
+    aside: bool
+    digest: int
+
+    def record(self, key: SampleKey, call: CallNumber) -> SampleOutput:
+        """The form in which it is replayed."""
+        part, reason = self.segment, self.finish_reason
+        return SampleOutput(*key, part.token_ids, part.logprobs, part.spans, reason, part.filtered, call, self.digest)
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One sample, as far as it is. It begins with an empty sequence, which has the data's prompt."""
@@ -225,21 +274,20 @@ class Trajectory:
     key: SampleKey
     origin: SampleOrigin
     episode: Episode
-    call: Call
-    begun: BegunSample | None
-    """What another worker had of it."""
+    attempt: Attempt
+    begun: dict[CallNumber, BegunSample]
+    """What another worker had of it, as far as it has not been replayed."""
     sequences: list[TokenSequence]
-    """In the order in which the model has last been asked for more of each, which in the end is that of their ends."""
-    replayed: int = 0
-    """Of the tokens that another worker had, how many have answered requests of the step."""
-    written: list[Segment] = field(default_factory=list)
-    """What the model has written, in the order of the requests, aside too."""
-    asked: list[tuple[int, ...]] = field(default_factory=list)
-    """The prefixes of all requests."""
-    train: bool = True
-    """Whether the tokens of its newest request are trained on."""
-    aside: bool = False
-    """Whether they are no part of the sample."""
+    """In the order in which the model has last been asked for more of each."""
+    open: dict[CallNumber, OpenCall] = field(default_factory=dict)
+    streams: dict[CallNumber, list[RandomStream]] = field(default_factory=dict)
+    """Of each task, by its number, the newest last."""
+    branched: bool = False
+    """There have been several requests at a time, or requests in another order than that of their numbers."""
+    answered: dict[CallNumber, AnsweredCall] = field(default_factory=dict)
+    """In the order of the answers."""
+    tools: dict[CallNumber, SampleOutput] = field(default_factory=dict)
+    """What tools have answered, in the form in which it is replayed."""
     finish_reason: FinishReason = "stop"
     fields: Mapping[str, float] = field(default_factory=dict)
     """What the step returned."""
@@ -247,44 +295,108 @@ class Trajectory:
     """Why it is left out of training."""
     dropped: str = ""
     """Why its group is dropped."""
-    attempt: int = 1
-    """How often the step has been begun for it here."""
-    drawn: int = 0
-    """Requests of earlier attempts: those of this one draw other random numbers."""
+    since: float = 0.0
+    """The clock when it was begun."""
+    waits_since: float = 0.0
+    """The clock when it has last got tokens, or was begun."""
 
     @property
     def tokens(self) -> int:
         """Tokens of all sequences behind the data's prompt."""
         return sum(map(len, self.sequences)) - len(self.origin.prompt_ids)
 
-    def go_on_behind(self, prefix: tuple[int, ...]) -> None:
-        """Continue the newest sequence whose tokens this prefix begins with, by what it has behind them; if there is
-        none, begin a sequence with this prompt."""
-        found = next((sequence for sequence in reversed(self.sequences) if sequence.leads_to(prefix)), None)
+    @property
+    def written(self) -> list[Segment]:
+        """What the model has written, in the order of the answers, aside too."""
+        return [call.segment for call in self.answered.values()]
+
+    @property
+    def free(self) -> list[TokenSequence]:
+        """The sequences that no request is open for, the newest last."""
+        taken = [call.sequence for call in self.open.values()]
+        return [sequence for sequence in self.sequences if sequence not in taken]
+
+    def go_on_behind(self, prefix: tuple[int, ...]) -> TokenSequence:
+        """Continue the newest free sequence whose tokens this prefix begins with, by what it has behind them; if there
+        is none, begin a sequence with this prompt."""
+        found = next((sequence for sequence in reversed(self.free) if sequence.leads_to(prefix)), None)
         if found is None:
             self.sequences.append(TokenSequence(prefix))
-            return
+            return self.sequences[-1]
         self.sequences.remove(found)
         self.sequences.append(found)
         had = len(found)
         if len(prefix) > had:
             found.segments.append(Segment(prefix[had:]))
+        return found
 
-    def recorded(self, more: SampleOutput | None, reason: FinishReason) -> SampleOutput:
-        """What the model has written, without gaps: the form in which it is replayed. `more`: of an open request."""
-        parts = self.written
-        if more is not None:
-            if not parts:
-                return more
-            parts = [*parts, Segment(more.token_ids, more.logprobs, more.spans, filtered=more.filtered_logprobs)]
-        if len(parts) == 1:
-            (only,) = parts
-            return SampleOutput(*self.key, only.token_ids, only.logprobs, only.spans, reason, only.filtered)
-        tokens = tuple(token for part in parts for token in part.token_ids)
-        logprobs = tuple(logprob for part in parts for logprob in part.logprobs)
-        spans = joined((part.spans, len(part.token_ids)) for part in parts)
-        filtered = joined_filtered((part.logprobs, part.filtered) for part in parts)
-        return SampleOutput(*self.key, tokens, logprobs, spans, reason, filtered)
+    def stream_of(self, call: CallNumber, prefix: tuple[int, ...], *, aside: bool) -> RandomStream:
+        """Draw the tokens of a call from the stream of the call whose tokens it goes on with, if that is of the same
+        task; else from a stream of its own. No other call gets these numbers, whatever becomes of this one."""
+        mine = self.streams.setdefault(call[:-1], [])
+        for stream in reversed([] if aside else mine):
+            if stream.had is not None and prefix[: len(stream.had)] == stream.had:
+                stream.had = None
+                return stream
+        stream = RandomStream(call, len(prefix), None)
+        if not aside:
+            mine.append(stream)
+        return stream
+
+    def withdraw(self, call: CallNumber) -> None:
+        """Forget a request, and the tokens that the environment has put before what it asked for."""
+        sequence = self.open.pop(call).sequence
+        if sequence is not None:
+            self.leave(sequence)
+
+    def leave(self, sequence: TokenSequence) -> None:
+        """Take away what the environment has put before a request that is not answered."""
+        sequence.cut()
+        if not sequence.segments and sequence is not self.sequences[0]:
+            self.sequences.remove(sequence)
+
+    def end(self) -> None:
+        """Forget what nobody has waited for. Where several requests were open at a time, the clock may have decided
+        which of them has gone on with what: put the sequences together anew, in the order of the calls."""
+        for call in list(self.open):
+            self.withdraw(call)
+        if self.branched:
+            self.sequences = [TokenSequence(self.origin.prompt_ids)]
+            for _, answered in sorted(self.answered.items()):
+                if not answered.aside:
+                    self.go_on_behind(answered.prompt_ids).add(answered)
+        if any(sequence.segments for sequence in self.sequences):
+            self.sequences = [sequence for sequence in self.sequences if sequence.segments]
+        self.finish_reason = self.sequences[-1].finish_reason
+
+    def recorded(self, more: Iterable[SampleOutput] = ()) -> tuple[SampleOutput, ...]:
+        """What the model has written, and tools answered, call by call: the form in which it is replayed. `more`: of
+        open requests."""
+        calls = {number: answered.record(self.key, number) for number, answered in self.answered.items()}
+        calls |= self.tools
+        calls |= {output.call: replace(output, digest=digest_of(self.open[output.call].request)) for output in more}
+        return tuple(output for _, output in sorted(calls.items()))
+
+    def versions(self, more: Iterable[SampleOutput] = ()) -> tuple[SampleOutput, ...]:
+        """The same without its tokens: from which versions they came."""
+        spans = joined((call.spans, len(call.token_ids)) for call in self.recorded(more))
+        return (SampleOutput(*self.key, (), (), spans, "abort"),)
+
+
+def _is_number(name: str, value: object) -> bool:
+    """Whether a step may return this for a field. A part of the reward may be missing: NaN."""
+    if not isinstance(value, Real):
+        return False
+    try:
+        return isfinite(value) or name != REWARD
+    except OverflowError:
+        return False
+
+
+def digest_of(request: SampleRequest) -> int:
+    """Tell requests apart by what they ask for, tokens and parameters: 62 bits."""
+    asked = array("q", request.prompt_ids).tobytes() + repr(request.params).encode()
+    return xxh3_64_intdigest(asked) >> 2
 
 
 def joined(parts: Iterable[tuple[Sequence[Span], int]]) -> tuple[Span, ...]:

@@ -228,6 +228,8 @@ TRAINER_WAITS = "timing_s/wait_samples"
 WAITS = "timing_s/wait_"
 WHILE_TRAINING = (TRAINER_WAITS, f"{WAITS}replicas", f"{WAITS}homes")
 REQUESTS, ROWS = "timing_s/wait_requests", "timing_s/wait_rows"
+ENVIRONMENT = "timing_s/environment"
+"""Seconds in which an engine had nothing to decode, since all episodes waited for something else than tokens."""
 SERVICE_IDLE = "perf/idle_share/"
 """And the name of a pool: the share of time in which its workers, which work for others, have nothing to do."""
 Share = tuple[float, float]
@@ -239,7 +241,8 @@ def time_shares(timings: Mapping[str, float], roles: Mapping[str, float], interv
 
     A training worker: `perf/trainer_idle_share`, of the time in which it could train. A generating worker:
     `perf/rollout_idle_share`, `perf/generate_share` and `perf/score_share`, of the time in which it could generate,
-    which is `interval_s` (since the previous line) unless the worker is colocated. A colocated one also gives
+    which is `interval_s` (since the previous line) unless the worker is colocated, and `perf/environment_share` if its
+    engine had nothing to decode for a while, since all episodes waited for something else. A colocated one also gives
     `perf/generation_share`, the part of a training step that its generating phase takes.
     """
     shares: dict[str, Share] = {}
@@ -255,6 +258,8 @@ def time_shares(timings: Mapping[str, float], roles: Mapping[str, float], interv
         shares |= _share("perf/rollout_idle_share", sum(timings[name] for name in waits), generating_s)
         shares |= _share("perf/generate_share", timings.get(GENERATE, 0.0), generating_s)
         shares |= _share("perf/score_share", roles.get("score", 0.0), generating_s)
+        if ENVIRONMENT in timings:
+            shares |= _share("perf/environment_share", timings[ENVIRONMENT], generating_s)
     return shares
 
 

@@ -5,7 +5,7 @@ Shapes: B samples, T response tokens of the longest sample of a micro-batch, N o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +15,7 @@ from torch import Tensor
 from distflow.data.batch import Batch, Ragged
 from distflow.data.tokenizer import Tokenizer as Tokenizer
 from distflow.runtime.checkpoint.format import Shard
-from distflow.types import SampleOutput, SampleRequest, Version
+from distflow.types import RequestKey, SampleOutput, SampleRequest, Version
 
 
 def _go_on() -> None:
@@ -107,6 +107,9 @@ class Engine(Protocol):
 
         No later `poll` returns any of them, unless they are submitted again. Unknown positions are ignored.
         """
+
+    def withdraw(self, requests: Collection[RequestKey]) -> None:
+        """Drop these requests, which nobody waits for any more; unknown ones, and finished ones, are ignored."""
 
     def partials(self) -> list[SampleOutput]:
         """What every running sample has produced so far, with finish_reason abort; they keep running."""

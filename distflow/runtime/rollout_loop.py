@@ -17,7 +17,7 @@ from distflow.exchange.rollout_core import FinishedGroup, Messages, RolloutCore,
 from distflow.exchange.sample_channel import OutboundSamples
 from distflow.log import logger
 from distflow.metrics.batch_cost import BatchMeter
-from distflow.runtime.metrics import MetricStore
+from distflow.runtime.metrics import ENVIRONMENT, MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.trajectories import Trajectories
@@ -40,8 +40,8 @@ class Meanwhile(Protocol):
         """Whether a further engine has something to do."""
 
     @property
-    def chunks(self) -> int:
-        """Chunks of weights that further engines have received so far."""
+    def signs_of_life(self) -> float:
+        """A number that changes while further engines get weights, or their episodes wait for something else."""
 
     def advance(self) -> None:
         """Decode a token with the further engines."""
@@ -84,6 +84,7 @@ class RolloutLoop:
         # With validation only, weights are taken for a round, and none within it.
         refresh = "at_bound" if channel.core.settings.kind == "val" else recipe.layout.refresh
         self._core = RolloutCore(channel.core, refresh, core)
+        samples.on_news = self._board.wake
         self._on_version: Callable[[Version], None] = lambda version: None
         self._meanwhile: Meanwhile | None = None
         self.others_sample = False
@@ -180,18 +181,18 @@ class RolloutLoop:
         self._metrics.mean("perf/slots_share", used, seconds)
         self._metrics.mean("perf/batch_share", self._batch.share, seconds)
         further, done = self._samples.take(self._judged(outputs))
-        if further:
-            # Before anything new starts: a slot that a turn has left is for the next turn.
-            self._samples.submit(self._engine, further)
+        # Before anything new starts: a slot that a turn has left is for the next turn.
+        self._samples.submit(self._engine, further)
         core, now = self._core, time.monotonic()
         finished = core.collect(done)
-        partials = self._samples.partials(self._engine.partials()) if core.wants_partials(now) else None
+        due = core.wants_partials(now) or self._samples.untold
+        partials = self._samples.partials(self._engine.partials()) if due else None
         progress = self._samples.progress(self._engine.progress())
         with self._board.condition:
             core.report(progress, partials, self._inbox.loaded)
             if finished:
-                self._send(core.ask(self._engine.free_slots, now))
-        if core.running:
+                self._send(core.ask(self._samples.room(self._engine.free_slots)[0], now))
+        if outputs or progress:
             self._node.work_done()
         return finished
 
@@ -212,14 +213,16 @@ class RolloutLoop:
         return [output for output in judged if output.position not in declined]
 
     def wait_if_idle(self) -> None:
-        """Wait until there is something to do; return at once if the engine has samples to decode."""
-        if self._core.running and self._inbox.loaded is not None:
+        """Wait until there is something to do; return at once if the engine has something to decode."""
+        if self._samples.asks and self._inbox.loaded is not None:
             return
         with self._board.condition:
             if self._meanwhile is not None and self._meanwhile.something:
                 return
             kind, _, _ = self._reason()
-        with self._metrics.timed(f"timing_s/wait_{kind}"):
+        waits = f"timing_s/wait_{kind}"
+        timed = (ENVIRONMENT, "environment") if kind == "environments" else (waits, "runtime")
+        with self._metrics.timed(*timed):
             self._board.until(
                 self._something,
                 name=lambda: self._reason()[1],
@@ -253,8 +256,10 @@ class RolloutLoop:
 
     def _turn(self) -> Turn:
         engine, inbox = self._engine, self._inbox
+        room, spare = self._samples.room(engine.free_slots)
         with self._board.condition:
-            turn = self._core.turn(engine.free_slots, engine.version, inbox.loaded, inbox.waiting, time.monotonic())
+            about = (engine.version, inbox.loaded, inbox.waiting, time.monotonic())
+            turn = self._core.turn(room, *about, spare)
             self._send(turn.messages)
             if self._meanwhile is not None:
                 self._meanwhile.cancel(self._core.take_given_up())
@@ -274,18 +279,19 @@ class RolloutLoop:
         lost = self._samples.partials(self._engine.abort(positions), positions)
         self._samples.forget(positions)
         if lost:
-            self._metrics.add("rollout/aborted_samples", len(lost))
+            self._metrics.add("rollout/aborted_samples", len({out.key[:2] for out in lost}))
             self._metrics.add("rollout/lost_tokens", sum(len(out.token_ids) for out in lost))
 
     def _count(self, lease: Lease) -> None:
         if lease.copy:
             self._metrics.add("rollout/hedged_groups", 1)
         if lease.begun:
-            self._metrics.add("rollout/continued_samples", len(lease.begun))
+            self._metrics.add("rollout/continued_samples", len({sample.sample for sample in lease.begun}))
             self._metrics.add("rollout/continued_tokens", sum(len(sample.token_ids) for sample in lease.begun))
 
     def _something(self) -> bool | None:
-        if self._core.something(self._inbox.loaded, self._inbox.waiting) or self._stops():
+        room = self._samples.room(self._engine.free_slots)
+        if self._core.something(self._inbox.loaded, self._inbox.waiting, *room) or self._stops() or self._samples.news:
             return True
         return self._news() or (self._meanwhile is not None and self._meanwhile.something) or None
 
@@ -294,6 +300,8 @@ class RolloutLoop:
 
     def _reason(self) -> tuple[str, str, tuple[str, ...]]:
         """What an idle worker waits for: its kind, its name, and from whom."""
+        if self._core.running and not self._samples.asks:
+            return "environments", "environments", ()
         answers = None if self._meanwhile is None else self._meanwhile.waiting()
         if answers is not None:
             return "answers", *answers
@@ -305,9 +313,12 @@ class RolloutLoop:
         return not self.endless and self._board.stopping is not None
 
     def _signs_of_life(self) -> object:
-        """A value that changes as long as peers, or ledgers here, make progress or weights arrive."""
-        chunks = self._inbox.chunks + (0 if self._meanwhile is None else self._meanwhile.chunks)
-        return chunks, self._node.progress, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
+        """A value that changes as long as peers, or ledgers here, make progress or weights arrive, or episodes are
+        within their own time-outs, which end them."""
+        if self._core.running and not self._samples.asks:
+            return time.monotonic()
+        signs = self._inbox.chunks + (0.0 if self._meanwhile is None else self._meanwhile.signs_of_life)
+        return signs, self._node.progress, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
 
 
 def load_weights(

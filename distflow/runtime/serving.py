@@ -191,7 +191,7 @@ class Answering:
                 peers=lambda: (further.waiting() or ("", ()))[1],
                 limit_s=self._plan.recipe.limits.no_progress_s,
                 progress=lambda: (
-                    further.chunks,
+                    further.signs_of_life,
                     [(p.progress, p.facts) for p in self._node.membership.peers.values()],
                 ),
             )

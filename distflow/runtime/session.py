@@ -32,6 +32,7 @@ from distflow.runtime.assembly import (
 from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.checkpoint.policy import CheckpointReports
 from distflow.runtime.disk import Disk
+from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
 from distflow.runtime.further_generating import FurtherGenerating, build_further
 from distflow.runtime.further_training import FurtherTraining
 from distflow.runtime.generating import Generating, OffloadedModels, Turns
@@ -99,6 +100,7 @@ class Session:
         self._validation: Validation | None = None
         self._generating: Generating | None = None
         self._serving: Answering | None = None
+        self._episodes = EpisodeLoop(SETTLE_S)
         self._trackers = start_trackers(setting, self._metrics.add)
         self._settled = self._terminated = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -227,7 +229,7 @@ class Session:
         self._contexts = contexts = build_contexts(setting, self._metrics, self._models, engines, tokenizer)
         for name, context in contexts.items():
             context.tally = self._tallies.of(name)
-        steps = StepRunner(self._name, setting.me.steps, contexts)
+        steps = StepRunner(self._name, setting.me.steps, contexts, loop=self._episodes)
         for step in (step for step in setting.me.steps if step.generates_further):
             model, generate = str(step.model), steps.generate_step(step.name)
             about = (engines[model], self._inboxes[model], tokenizer, self._node, self._metrics)
@@ -384,6 +386,7 @@ class Session:
         self._node.facts |= {"state": "finished"}
         if self._generating is not None:
             self._generating.leave()
+        self._episodes.close()
         if self._training is None:
             self._write_metrics()
         for close in (*(one.close for one in self._further.values()), *(one.close for one in self._inboxes.values())):

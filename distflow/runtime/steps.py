@@ -6,11 +6,13 @@ and a standard field of the wrong shape is reported by the step that wrote it, n
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import iscoroutinefunction
 from types import TracebackType
 from typing import Any
 
@@ -36,11 +38,15 @@ from distflow.flow.file_import import without_import
 from distflow.flow.imported_step import check_step
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import resolve
+from distflow.flow.step import ATTRIBUTE
 from distflow.log import logger
+from distflow.runtime.attempt import ATTEMPT, RequestRefused
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy, own_settings
-from distflow.runtime.generate_step import Call, GenerateStep, Wanted
+from distflow.runtime.episode_loop import ALONE, EpisodeLoop
+from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
+from distflow.runtime.step_setup import SetupFailed, StepSetup
 from distflow.runtime.trace_writer import spanned
 from distflow.types import (
     A_TOKEN,
@@ -91,6 +97,8 @@ class StepContext:
     metrics: MetricStore = field(default_factory=MetricStore)
     state: dict[str, Any] = field(default_factory=dict)
     """Plain values kept here are saved in checkpoints."""
+    shared: Any = None
+    """What the `setup` of a generate step has given to all its episodes of this worker."""
     tally: Tally = field(default_factory=Tally)
     """Samples that this step has judged, and on how many it failed, here and on all workers that run it."""
     models: Mapping[str, Backend] = field(default_factory=dict)
@@ -143,6 +151,22 @@ class StepContext:
     def rng(self, uid: Uid, sample: int = 0) -> np.random.Generator:
         """A generator that depends only on the run's seed, this step and the sample, never on the worker."""
         return generator(self.seed, f"step:{self.step_name}", uid.position, sample)
+
+    def once(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Ask a tool, in a generate step: `await ctx.once("order", shop.order, 3)`; without `await` in a plain `def`.
+
+        What `function(*args, **kwargs)` returns, or what comes of awaiting that, is recorded with the sample, and a
+        sample that is played again elsewhere gets it from there. Returns it as it comes from the record: tuples are
+        lists. A plain function that an `async def` step gives runs in a thread. Raises TypeError for what is no plain
+        value, ValueError for more than 16 KiB, or 64 KiB in a sample, UserError where no episode is under way.
+        """
+        attempt = ATTEMPT.get(None)
+        if attempt is None:
+            raise UserError(
+                f"ctx.once({name!r}): step {self.step_name!r} makes no episode, of whose record the answer would be a "
+                "part: it is for generate steps, as a run or `distflow test-plugin` calls them"
+            )
+        return attempt.once(name, function, args, kwargs)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all training replicas, in their order: for small tensors, in steps of batch scope.
@@ -203,12 +227,15 @@ class StepRunner:
         steps: Sequence[StepPlan],
         contexts: Mapping[str, StepContext],
         of_validation: MetricStore | None = None,
+        loop: EpisodeLoop | None = None,
     ) -> None:
         self._worker = worker
         self._plans = {step.name: step.as_it_sees() for step in steps}
         """With their fields by the names that they know them by."""
         self._contexts = contexts
         self._functions: dict[str, Callable[..., Any]] = {}
+        self._loop = ALONE if loop is None else loop
+        """Where generate steps run."""
         self._of_validation = MetricStore() if of_validation is None else of_validation
         """Gets what steps measure on samples of validation; those that are generated have metrics of their owner's."""
         self._told: set[tuple[str, str]] = set()
@@ -264,6 +291,10 @@ class StepRunner:
         errors = EpisodeErrors(plan.name, policies, lambda: context.tally, context.metrics)
 
         def failed(error: BaseException, episode: Episode) -> Exception:
+            if isinstance(error, SetupFailed):
+                return error
+            if isinstance(error, RequestRefused):
+                return EpisodeFailed(f"{self._where(plan)} {error}", error.did, error.did.split()[0], _place(error))
             found = self._raised(plan, error, f", with {_shown([tuple(episode.uid)], 1)} in hand")
             # Mistakes of settings and declarations, and what is wrong with the worker or its GPU, are no accidents.
             if not isinstance(found, StepError) or device_fault(error):
@@ -271,7 +302,31 @@ class StepRunner:
             name = type(error).__name__
             return EpisodeFailed(str(found), f"{name}: {error}", name, _place(error))
 
-        return GenerateStep(plan, partial(_begin, function, context, own), self._where(plan), failed, errors)
+        begin = self._behind_setup(plan, partial(_begin, function, context, own))
+        blocking = not iscoroutinefunction(function)
+        about = (self._where(plan), failed, errors, context.metrics, self._loop)
+        return GenerateStep(plan, begin, *about, blocking=blocking)
+
+    def _behind_setup(self, plan: StepPlan, begin: Callable[[Episode, Any], Any]) -> Callable[[Episode, Any], Any]:
+        """The call of a generate step for an episode, once what its episodes share is there."""
+        function, context, loop = self._functions[plan.name], self._contexts[plan.name], self._loop
+        make = getattr(function, ATTRIBUTE).setup
+        if make is None:
+            return begin
+        what = f"the setup of {self._where(plan)}"
+        failed = lambda error: str(step_error(error, f"{what} raised {type(error).__name__}"))  # noqa: E731
+        setup = StepSetup(make, context, partial(setattr, context, "shared"), failed)
+        loop.at_end(setup.leave)
+
+        async def begun(episode: Episode, generate: Any) -> Any:
+            await setup.ready()
+            return await begin(episode, generate)
+
+        def begun_in_thread(episode: Episode, generate: Any) -> Any:
+            asyncio.run_coroutine_threadsafe(setup.ready(), loop.asyncio_loop).result()
+            return begin(episode, generate)
+
+        return begun if iscoroutinefunction(function) else begun_in_thread
 
     def check_keeps(self, name: str, before: Batch, after: Batch) -> None:
         """Raises StepError if the step gave a row a `drop_reason`, or a reason to be left out."""
@@ -356,12 +411,13 @@ class StepRunner:
 
 
 def _begin(
-    function: Callable[..., Call],
+    function: Callable[..., Any],
     context: StepContext,
     settings: Mapping[LeaseKind, Mapping[str, Any]],
     episode: Episode,
-) -> Call:
-    return function(episode, Wanted, context, **settings[lease_kind(episode.uid.position)])
+    generate: Any,
+) -> Any:
+    return function(episode, generate, context, **settings[lease_kind(episode.uid.position)])
 
 
 def by_kind(batch: Batch) -> dict[LeaseKind, list[int]]:

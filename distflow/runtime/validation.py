@@ -66,7 +66,7 @@ def val_settings(setting: Setting, prompts: int = 1) -> LeaseSettings | None:
     val = plan.val
     if val is None:
         return None
-    longest = group_bytes(val.samples_per_prompt, val.data.max_prompt_tokens, val.response_tokens)
+    longest = group_bytes(val.samples_per_prompt, val.data.max_prompt_tokens, val.sample_tokens)
     return replace(
         train,
         ledgers=1,

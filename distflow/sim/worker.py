@@ -346,7 +346,7 @@ class SimulatedWorker:
 
     def _versions(self, whole: FinishedGroup) -> set[Version]:
         _, started = self.leases.pop(whole.lease.position)
-        spans = (span for sample in whole.samples for span in sample.spans)
+        spans = (span for sample in whole.samples for call in sample.calls for span in call.spans)
         return {started, *(Version(span.term, span.version) for span in spans)}
 
     def _judged(self, incarnation: int) -> None:

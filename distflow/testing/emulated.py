@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged, row_lengths
+from distflow.data.randomness import length_seed
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores, TokenValues
 from distflow.sim.emulation import DrawnLengths, EmulatedBackendOptions, EmulatedEngineOptions
 from distflow.testing.fakes import candidates_of
-from distflow.types import SampleOutput, SampleRequest, Span, Version
+from distflow.types import CallNumber, RequestKey, SampleOutput, SampleRequest, Span, Version
 
 TOKEN, LOGPROB = 1, -1.0
 WEIGHT = "weight"
@@ -57,7 +58,13 @@ class _Sample:
     longest: int
     prompt: int
     spans: list[Span]
+    call: CallNumber
     done: int = 0
+
+    @property
+    def key(self) -> RequestKey:
+        """Of its request."""
+        return self.position, self.number, self.call
 
     @property
     def context(self) -> int:
@@ -82,6 +89,7 @@ class _Sample:
             logprobs=(LOGPROB,) * self.done,
             spans=tuple(self.spans),
             finish_reason="abort" if aborted else "length" if self.length == self.longest else "stop",
+            call=self.call,
         )
 
 
@@ -112,16 +120,18 @@ class EmulatedEngine:
         """Queue samples."""
         limits = [request.params.max_new_tokens for request in requests]
         lengths: list[int] = [0] * len(requests)
-        for seed in {request.seed for request in requests}:
-            rows = [row for row, request in enumerate(requests) if request.seed == seed]
+        for seed, stream in {(request.seed, request.stream) for request in requests}:
+            rows = [row for row, request in enumerate(requests) if (request.seed, request.stream) == (seed, stream)]
             names = [(requests[row].position, requests[row].sample, limits[row], requests[row].offset) for row in rows]
-            for row, length in zip(rows, self._lengths.draw(seed, *zip(*names, strict=True)), strict=True):
+            drawn = self._lengths.draw(length_seed(seed, stream), *zip(*names, strict=True))
+            for row, length in zip(rows, drawn, strict=True):
                 lengths[row] = length
         for request, length, longest in zip(requests, lengths, limits, strict=True):
             begun = request.begun
             spans, done = ([], 0) if begun is None else (list(begun.spans), len(begun.token_ids))
             prompt = len(request.prompt_ids)
-            self._queued.append(_Sample(request.position, request.sample, length, longest, prompt, spans, done))
+            about = (request.position, request.sample, length, longest, prompt, spans, request.call, done)
+            self._queued.append(_Sample(*about))
 
     def poll(self) -> list[SampleOutput]:
         """Decode until a sample is finished, for at most `poll_s`, with the time that it takes."""
@@ -178,6 +188,12 @@ class EmulatedEngine:
         self._running = [sample for sample in self._running if sample.position not in wanted]
         self._queued = deque(sample for sample in self._queued if sample.position not in wanted)
         return [sample.output(aborted=True) for sample in partial]
+
+    def withdraw(self, requests: Collection[RequestKey]) -> None:
+        """Drop these requests."""
+        gone = set(requests)
+        self._running = [sample for sample in self._running if sample.key not in gone]
+        self._queued = deque(sample for sample in self._queued if sample.key not in gone)
 
     def partials(self) -> list[SampleOutput]:
         """Running samples as they stand."""

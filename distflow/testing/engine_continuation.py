@@ -15,15 +15,9 @@ NEWER = Version(0, 1)
 Outputs = Mapping[tuple[int, int], SampleOutput]
 
 
-def begun(output: SampleOutput) -> BegunSample:
-    """A sample in the form in which one engine hands it to another."""
-    reason = "" if output.finish_reason == "abort" else output.finish_reason
-    return BegunSample(output.sample, output.token_ids, output.logprobs, output.spans, reason, output.filtered_logprobs)
-
-
 def with_begun(request: WholeGroup, outputs: Iterable[SampleOutput]) -> WholeGroup:
     """The request for the rest of its group."""
-    return replace(request, begun=tuple(begun(output) for output in outputs if output.position == request.position))
+    return replace(request, begun=tuple(output.begun for output in outputs if output.position == request.position))
 
 
 class ContinuationContract(EngineHarness):

@@ -327,24 +327,58 @@ class EngineContract(OffloadContract):
             assert len(outputs[4, number].token_ids) == 6
 
     def test_a_later_request_of_a_sample_reads_what_it_had(self) -> None:
-        """As a turn behind an environment's tokens: random numbers are counted from the prompt's end, and a request
-        that is repeated draws others.
-        """
+        """As a turn behind an environment's tokens: random numbers are those of its stream, from its offset on."""
         engine = self.ready()
         first = self.request(5, samples=2, max_new_tokens=4)
         submit(engine, [first])
         had = by_sample(run_until_done(engine))[5, 1]
         prefix = (*first.prompt_ids, *had.token_ids, 3, 4, 5)
-        later = SampleRequest(5, 1, prefix, first.seed, SamplingParams(max_new_tokens=24), offset=4 + 3)
+        later = SampleRequest(5, 1, prefix, first.seed, SamplingParams(max_new_tokens=24), call=(1,), offset=4 + 3)
         drawn = []
-        for ordinal in (0, 0, 1):
-            engine.submit([replace(later, ordinal=ordinal)])
+        for request in (later, replace(later, call=(2,)), replace(later, stream=(1,)), replace(later, offset=0)):
+            engine.submit([request])
             (output,) = run_until_done(engine)
-            self.check_request(replace(later, ordinal=ordinal), output)
+            self.check_request(request, output)
             drawn.append(output.token_ids)
         if self.exact:
             assert drawn[0] == drawn[1]
-            assert drawn[0] != drawn[2]
+            assert len(set(drawn)) == 3
+
+    def test_a_sample_may_have_several_calls_at_a_time(self) -> None:
+        """As branches of an episode: each has an output of its own, and the group is aborted as one."""
+        engine = self.ready()
+        (first,) = self.request(7, samples=1, max_new_tokens=6).requests()
+        later = replace(first, call=(1, 0), stream=(1, 0))
+        engine.submit([first, later])
+        outputs = {output.call: output for output in run_until_done(engine)}
+        assert {call: output.key for call, output in outputs.items()} == {(0,): first.key, (1, 0): later.key}
+        for request in (first, later):
+            self.check_request(request, outputs[request.call])
+        if self.exact:
+            assert outputs[first.call].token_ids != outputs[later.call].token_ids
+        engine.submit([first, later])
+        engine.poll()
+        assert {partial.key for partial in engine.partials()} <= {first.key, later.key}
+        engine.abort([7])
+        assert engine.progress() == {}
+
+    def test_a_withdrawn_request_makes_room_and_the_others_go_on(self) -> None:
+        """Whether it runs or waits; what is not here is ignored."""
+        engine = self.ready(slots=2)
+        requests = self.request(7, samples=4, max_new_tokens=6).requests()
+        calls = [replace(request, call=(1, 0), stream=(1, 0)) for request in requests[:1]]
+        engine.submit([*requests, *calls])
+        engine.poll()
+        engine.withdraw([requests[0].key, requests[3].key, (8, 0, (0,))])
+        outputs = {output.key: output for output in run_until_done(engine)}
+        left = [*requests[1:3], *calls]
+        assert sorted(outputs) == sorted(request.key for request in left)
+        for request in left:
+            self.check_request(request, outputs[request.key])
+        engine.withdraw([request.key for request in requests])
+        assert engine.progress() == {}
+        engine.submit(requests[:1])
+        assert [output.key for output in run_until_done(engine)] == [requests[0].key]
 
     @pytest.mark.parametrize(
         "change, message",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from distflow.runtime.protocols import Engine
-from distflow.testing.engine_continuation import begun, with_begun
+from distflow.testing.engine_continuation import with_begun
 from distflow.testing.engine_contract import SECOND, EngineContract
 from distflow.testing.engine_harness import WholeGroup, by_sample, run_until_done, submit
 from distflow.types import SampleOutput, Span, Version
@@ -220,7 +220,7 @@ class FreeRunningContract(EngineContract):
         submit(engine, [request])
         parts = self.run_a_while(engine, 5)
         engine.abort([4])
-        part = begun(parts[4, 0])
+        part = parts[4, 0].begun
         submit(engine, [replace(request, begun=(part,))])
         assert engine.progress() == {4: len(parts[4, 0].token_ids)}
         assert engine.abort([4]) == []

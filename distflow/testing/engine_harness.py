@@ -220,7 +220,7 @@ class EngineHarness(ABC):
         elif not request.params.filters:
             assert output.filtered_logprobs == (), "nothing was cut off"
         if self.exact and request.params.temperature > 0:
-            stream = sample_stream(request.seed, request.position, request.ordinal)
+            stream = sample_stream(request.seed, request.position, request.stream)
             (u,) = uniform_rows([stream], [request.sample], request.offset + len(expected))
             u = u[request.offset :]
             drawn = [int(np.searchsorted(p.cumsum(), u[t], "right")) for t, p in enumerate(expected)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.data.randomness import sample_stream, uniform_rows
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import TokenScores, TokenValues
-from distflow.types import SampleKey, SampleOutput, SampleRequest, Version
+from distflow.types import RequestKey, SampleOutput, SampleRequest, Version
 from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"weight": (2, 3), "bias": (2,)}
@@ -33,7 +33,7 @@ class FakeEngine:
         self._pace = pace
         self._limits = RequestLimits(max_tokens, vocabulary)
         self._samples = NamedSamples(slots)
-        self._scripts: dict[SampleKey, list[int]] = {}
+        self._scripts: dict[RequestKey, list[int]] = {}
         """All tokens of each sample, from the first that it may sample here."""
         self._coming: Version | None = None
         self._missing: set[str] = set()
@@ -47,9 +47,9 @@ class FakeEngine:
         """Queue samples; raises ValueError for one that does not fit or is here already."""
         self._limits.check_all(requests, self._samples.here)
         for request in requests:
-            stream = sample_stream(request.seed, request.position, request.ordinal)
+            stream = sample_stream(request.seed, request.position, request.stream)
             drawn = uniform_rows([stream], [request.sample], request.params.max_new_tokens, [request.offset])
-            self._scripts[request.position, request.sample] = (drawn[0] * self._limits.vocabulary).astype(int).tolist()
+            self._scripts[request.key] = (drawn[0] * self._limits.vocabulary).astype(int).tolist()
         # Greedy or not, every token is equally likely, and reported as such.
         self._samples.add([replace(r, params=replace(r.params, temperature=1.0, top_k=0, top_p=1.0)) for r in requests])
 
@@ -89,8 +89,12 @@ class FakeEngine:
         """Drop these groups; returns what their running samples had."""
         dropped = set(positions)
         partials = self._samples.outputs(dropped)
-        self._samples.forget(dropped)
+        self._samples.forget(self._samples.of(dropped))
         return partials
+
+    def withdraw(self, requests: Collection[RequestKey]) -> None:
+        """Drop these requests."""
+        self._samples.forget(set(requests))
 
     def partials(self) -> list[SampleOutput]:
         """What the running samples have."""

@@ -62,9 +62,10 @@ CLEAR = 0.1
 """Shares that differ by less than this are called equal."""
 DOMINATES = 0.6
 """A phase of a colocated worker that takes more than this share of a step is its bottleneck."""
+ENVIRONMENT = "perf/environment_share"
 SERVICE_IDLE = "perf/idle_share/"
 """And the name of a pool that only answers calls."""
-READ = (TRAINER, ROLLOUT, GENERATE, SCORE, PHASE, STALENESS, SERVICE_IDLE)
+READ = (TRAINER, ROLLOUT, GENERATE, SCORE, PHASE, STALENESS, SERVICE_IDLE, ENVIRONMENT)
 
 
 class Alerts:
@@ -353,6 +354,8 @@ def verdict(metrics: Mapping[str, float]) -> str:
         return f"{busiest}-bound: {waited}, {busiest} {services[busiest]:.0%} (give it more workers)"
     if min(trainer, rollout) >= MUCH and metrics.get(STALENESS) == 0:
         return f"they take turns: {waited} (try layout.max_staleness=1)"
+    if trainer >= MUCH and _environments_dominate(metrics):
+        return f"environments: {waited}; engines had nothing to decode {metrics[ENVIRONMENT]:.0%} of the time"
     if trainer >= MUCH and trainer - rollout >= CLEAR:
         if _scoring_dominates(metrics):
             return f"reward-bound: {waited}; rewards took {metrics[SCORE]:.0%}, generation {metrics[GENERATE]:.0%}"
@@ -368,9 +371,15 @@ def _colocated(metrics: Mapping[str, float]) -> str:
     idle = metrics.get(ROLLOUT, 0.0) * generation + metrics.get(TRAINER, 0.0) * (1 - generation)
     shares = f"generation took {generation:.0%} of a training step, training {1 - generation:.0%}"
     shares += f", {idle:.0%} of it waiting for others" if idle >= MUCH else ""
+    if generation >= DOMINATES and _environments_dominate(metrics):
+        return f"environments: {shares}; engines had nothing to decode {metrics[ENVIRONMENT]:.0%} of that time"
     if generation >= DOMINATES:
         return f"{'reward' if _scoring_dominates(metrics) else 'generation'}-bound: {shares}"
     return f"{'training-bound' if 1 - generation >= DOMINATES else 'balanced'}: {shares}"
+
+
+def _environments_dominate(metrics: Mapping[str, float]) -> bool:
+    return metrics.get(ENVIRONMENT, 0.0) >= max(MUCH, metrics.get(GENERATE, 0.0))
 
 
 def _scoring_dominates(metrics: Mapping[str, float]) -> bool:

@@ -10,7 +10,7 @@ from tests.e2e.runs import SMALL, Launch, check_trained_once
 STEPS = Path(__file__).with_name("failing_episodes.py")
 WHY = {
     1: "OSError: no sandbox",
-    2: "asks for more after",
+    2: "asks for what the engine cannot do",
     3: "TimeoutError: the tool is away",
     4: "returned []",
 }

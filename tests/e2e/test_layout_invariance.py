@@ -1,10 +1,12 @@
 """The same recipe on any layout: the same prompts, the same tokens, the same gradients."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.branching_turns import BRANCHES
 from tests.e2e.runs import PROMPTS, SAMPLES, SMALL, Launch, Run
 
 LAYOUTS = {
@@ -96,3 +98,15 @@ def test_who_computes_a_micro_batch_does_not_matter(launch: Launch) -> None:
     assert kept.wait() == 0, kept.output
     assert not any("stealing/groups/count" in line for line in kept.metrics())
     assert tokens(kept) == tokens(runs[0])
+
+
+def test_branches_of_an_episode_draw_the_same_everywhere_and_not_the_same_as_each_other(launch: Launch) -> None:
+    """They wait for other times than they were made in; what they draw depends on neither."""
+    call = f"flow.steps.sample.call={Path(__file__).with_name('branching_turns.py')}:branches"
+    settings = ["flow.steps.sample.with.max_new_tokens=3", "models.policy.dtype=float64"]
+    run, _ = compare(launch, ["colocated", "2+2"], 2, 1e-6, *SMALL, call, *settings)
+    found: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+    for line in run.dumps():
+        found.setdefault((*line["uid"], line["sample"]), []).append(tuple(line["response_ids"][:3]))
+    assert {len(firsts) for firsts in found.values()} == {BRANCHES}
+    assert sum(len(set(firsts)) == BRANCHES for firsts in found.values()) > 0.9 * len(found)

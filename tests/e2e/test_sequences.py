@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow.data.randomness import uniforms
-from tests.e2e.breaking_turns import FIRST, KEPT, NAMED
+from tests.e2e.breaking_turns import FIRST, NAMED
 from tests.e2e.runs import PROMPTS, SAMPLES, SMALL, Launch, Run
 from tests.e2e.slow_engine import VOCABULARY
 from tests.e2e.test_layout_invariance import compare, norms, tokens
@@ -131,15 +131,17 @@ def test_the_sequences_of_a_killed_rollout_are_replayed_on_another(launch: Launc
 
 
 def _check_drawn(run: Run, steps: int) -> None:
-    """Every token has the random number of its place among all tokens of the sample."""
+    """Every token has the random number of its place among all tokens of its sequence."""
     lines = run.dumps()
     found = {(line["uid"][2], line["sample"], line["sequence"]): line["response_ids"] for line in lines}
     assert len(found) == len(lines) == steps * SLOW_PROMPTS * SLOW_SAMPLES * 3 // 2
     for position in range(steps * SLOW_PROMPTS):
-        drawn = (uniforms(0, "sample", position, SLOW_SAMPLES, TOKENS + 5) * VOCABULARY).astype(int).tolist()
-        for sample, numbers in enumerate(drawn):
-            later = FIRST + len(NAMED) + (KEPT if sample % 2 else 0)
-            second = numbers[later : later + TOKENS - FIRST]
+        about = (position, SLOW_SAMPLES, TOKENS + 5)
+        streams = [uniforms(0, kind, *about) * VOCABULARY for kind in ("sample", "sample/1")]
+        drawn = zip(*(stream.astype(int).tolist() for stream in streams), strict=True)
+        for sample, (numbers, further) in enumerate(drawn):
+            later = FIRST + len(NAMED)
+            second = further[: TOKENS - FIRST] if sample % 2 else numbers[later : later + TOKENS - FIRST]
             if sample % 2:
                 assert found[position, sample, 0] == numbers[:FIRST]
                 assert found[position, sample, 1] == second

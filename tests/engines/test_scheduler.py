@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.testing.engine_harness import WholeGroup
-from distflow.types import BegunSample, SamplingParams, Span, Version
+from distflow.types import FIRST_CALL, BegunSample, SamplingParams, Span, Version
 from distflow.workers.engines.scheduler import Scheduler
 
 VERSION = Version(0, 0)
@@ -27,7 +27,7 @@ def test_every_sample_runs_once_in_a_dense_row_of_slots(slots, groups, random):
     for position, (samples, new) in enumerate(groups):
         schedule.add(request(position, samples, new).requests())
     where = {}
-    done, aborted = [], set()
+    done, aborted, withdrawn = [], set(), set()
     while schedule.here:
         before = len(schedule.running)
         started = schedule.start(schedule.admit(), VERSION)
@@ -42,14 +42,18 @@ def test_every_sample_runs_once_in_a_dense_row_of_slots(slots, groups, random):
         if schedule.here and random.random() < 0.2:
             position = random.choice(sorted(schedule.here))[0]
             aborted.add(position)
-            apply(schedule, where, schedule.forget({position}))
+            apply(schedule, where, schedule.forget(schedule.of({position})))
+        if schedule.here and random.random() < 0.2:
+            key = random.choice(sorted(schedule.here))
+            withdrawn.add(key[:2])
+            apply(schedule, where, schedule.forget({key}))
         assert [where[slot] for slot in range(len(schedule.running))] == schedule.running
         assert sum(schedule.progress().values()) >= sum(len(s.tokens) for s in schedule.running)
     keys = [(output.position, output.sample) for output in done]
     assert len(set(keys)) == len(keys)
     expected = {(p, n) for p, (samples, _) in enumerate(groups) for n in range(samples)}
     assert set(keys) <= expected
-    assert {p for p, _ in expected - set(keys)} <= aborted
+    assert {p for p, _ in expected - set(keys) - withdrawn} <= aborted
 
 
 def apply(schedule: Scheduler, where: dict, slots: list[int]) -> None:
@@ -95,11 +99,12 @@ def test_begun_samples_start_by_themselves_and_the_others_together():
     assert schedule.record([9] * 6, [0.0] * 6) == {5: "length"}
     assert started[5].output("length").spans == (Span(0, 0, 0, 2), Span(0, 1, 2, 3))
     schedule.release([5])
-    assert schedule.here == {(3, sample) for sample in (0, 2, 3, 4, 5)}
+    assert schedule.here == {(3, sample, FIRST_CALL) for sample in (0, 2, 3, 4, 5)}
 
 
 def test_samples_of_a_group_with_other_tokens_to_read_start_by_themselves():
     schedule = Scheduler(8, prefill_tokens=100)
     first, second = request(3, 3).requests(), request(3, 3, prompt=4).requests()
     schedule.add([*first[:2], second[2], *request(4, 1).requests()])
-    assert [[sample.key for sample in part] for part in schedule.waiting] == [[(3, 0), (3, 1)], [(3, 2)], [(4, 0)]]
+    waiting = [[sample.key[:2] for sample in part] for part in schedule.waiting]
+    assert waiting == [[(3, 0), (3, 1)], [(3, 2)], [(4, 0)]]

@@ -280,6 +280,22 @@ def test_reports_carry_what_is_new_once() -> None:
     assert pieces(holder.tick(4.0)) == []
 
 
+def test_what_tools_have_answered_is_reported_once_and_handed_back() -> None:
+    holder = holding_hedged(0, 5)
+    told = [SampleOutput(0, n, (), (), (), "stop", call=(2,), digest=7, answer=bytes(100)) for n in range(2)]
+    holder.produced([sample(0, 0, 3), told[0]])
+    (report,) = [item.message for item in holder.tick(1.0) if isinstance(item.message, Progress)]
+    assert [(p.sample, p.call, p.finish_reason, len(p.answer)) for p in report.pieces] == [
+        (0, (0,), "", 0),
+        (0, (2,), "stop", 100),
+    ]
+    holder.produced([sample(0, 0, 3), *told])
+    (back,) = holder.hand_back(1.5)
+    assert pieces([back]) == [(0, 1, 0, 0, "stop")]
+    holder.handle(Again(HOME, 0, 2, (0,)), 2.0)
+    assert pieces(holder.tick(2.0)) == [(0, 0, 0, 3, ""), (0, 0, 0, 0, "stop"), (0, 1, 0, 0, "stop")]
+
+
 def test_pieces_are_sent_again_from_the_start_when_the_owner_asks() -> None:
     holder = holding_hedged(0, 5)
     holder.produced([sample(0, 0, 3), sample(5, 0, 1)])

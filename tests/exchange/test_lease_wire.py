@@ -44,11 +44,14 @@ BEGUN = (
     BegunSample(2, OUTPUT.token_ids, OUTPUT.logprobs, OUTPUT.spans, "stop"),
     BegunSample(3, OUTPUT.token_ids[:1], OUTPUT.logprobs[:1], OUTPUT.spans[:1]),
     BegunSample(4, OUTPUT.token_ids, OUTPUT.logprobs, OUTPUT.spans, "", (-0.25, -1.0, -2.0)),
+    BegunSample(4, OUTPUT.token_ids, OUTPUT.logprobs, OUTPUT.spans, "length", call=(2, 0, 1), digest=(1 << 62) - 1),
+    BegunSample(4, (), (), (), "stop", call=(2, 1), digest=3, answer=bytes(range(99))),
 )
-FILTERED = cut(replace(OUTPUT, filtered_logprobs=(-0.25, -1.0, -2.0)), 0, 2)
+FILTERED = cut(replace(OUTPUT, filtered_logprobs=(-0.25, -1.0, -2.0), call=(1, 0), digest=1 << 61), 0, 2)
+ANSWER = cut(SampleOutput(9, 2, (), (), (), "stop", call=(3,), digest=5, answer=b"told"), 0, 2)
 MESSAGES: list[Message] = [
     Ask(REPORT, 4, 9, True, True),
-    Progress(REPORT, (Running(9, 12, 3), Running(13, 0, -1)), (PIECE, FILTERED)),
+    Progress(REPORT, (Running(9, 12, 3), Running(13, 0, -1)), (PIECE, ANSWER, FILTERED)),
     Result("rollout/0", 1, 0, 9, 1, 1024, Version(0, 3), "", 2, (), 57),
     Result("rollout/0", 1, 0, 9, 1, 0, None, "equal rewards", 0, (1.0, 0.5), 12),
     Bye("rollout/0", 1),

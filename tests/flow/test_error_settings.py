@@ -35,6 +35,7 @@ def test_they_are_there_for_shipped_steps_and_for_those_of_users(folder: Folder)
         ),
         (f"{WITH}.max_attempts=0", r"sample\.with\.max_attempts — 0 is not allowed — expected a number >= 1"),
         (f"{WITH}.max_error_rate=2", r"sample\.with\.max_error_rate — 2 is not allowed"),
+        (f"{WITH}.max_sample_tokens=0", r"sample\.with\.max_sample_tokens — 0 is not allowed — expected a number >= 1"),
         (f"{WITH}.max_attempts=often", r"sample\.with\.max_attempts — expected a whole number, got"),
     ],
 )
@@ -49,6 +50,7 @@ def test_other_values_are_refused(override: str, message: str) -> None:
         ([f"{WITH}.on_error=drop", f"{WITH}.max_attempts=5"], "max_attempts"),
         ([f"{WITH}.on_error=stop", f"{WITH}.max_error_rate=0.5"], "max_error_rate"),
         ([f"{WITH}.max_attempts=5", f"{WITH}.max_error_rate=0.5"], None),
+        ([f"{WITH}.max_sample_tokens=99"], "max_sample_tokens"),
     ],
 )
 def test_what_has_no_effect_is_told(given: list[str], idle: str | None) -> None:

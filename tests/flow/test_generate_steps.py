@@ -18,6 +18,28 @@ def test_the_shipped_steps_may_be_continued_and_copied() -> None:
         assert (step.allows("replay"), step.allows("repeatable")) == (True, True), recipe
 
 
+@pytest.mark.parametrize(
+    "body, named",
+    [
+        ("import time\n    time.sleep(1)", "time.sleep(…) at "),
+        ("import requests\n    if ctx:\n        requests.get('http://tools')", "requests.get(…) at "),
+        ("import subprocess\n    subprocess.run(['ls'], check=True)", "subprocess.run(…) at "),
+        ("import time, asyncio\n    await asyncio.to_thread(lambda: time.sleep(1))", ""),
+        ("import time\n    def tool():\n        time.sleep(1)", ""),
+        ("import asyncio\n    await asyncio.sleep(1)", ""),
+    ],
+)
+@pytest.mark.parametrize("kind", ["async def", "def"])
+def test_what_blocks_in_a_coroutine_is_told_before_the_run(folder: Folder, body: str, named: str, kind: str) -> None:
+    if kind == "def" and "await" in body:
+        return
+    folder.change("async def sample", f"{kind} sample")
+    folder.change("max_new_tokens: int = 4): ...", f"max_new_tokens: int = 4):\n    {body}")
+    found = [line for line in plan_recipe(folder.recipe)[1].warnings if "asyncio.to_thread" in line]
+    assert len(found) == (1 if named and kind == "async def" else 0)
+    assert all(named in line for line in found)
+
+
 @pytest.mark.parametrize("allowed", [[], ["replay"], ["repeatable"]])
 def test_an_environment_allows_what_it_lists(folder: Folder, allowed: list[str]) -> None:
     folder.change(SAMPLE, f'@step(role="generate", reads=[], writes=[], environment={allowed!r})')
@@ -28,7 +50,9 @@ def test_an_environment_allows_what_it_lists(folder: Folder, allowed: list[str])
 
 def test_memory_and_slots_have_room_for_an_environments_tokens() -> None:
     plan = plan_recipe("two_turns", ["flow.steps.sample.with.max_tokens=20"])[1]
-    assert (plan.response_tokens, plan.longest_sample("policy")) == (20, plan.recipe.data.max_prompt_tokens + 20)
+    assert (plan.response_tokens, plan.longest_sample("policy")) == (80, plan.recipe.data.max_prompt_tokens + 20)
+    more = [f"flow.steps.sample.with.{name}" for name in ("max_tokens=20", "max_sample_tokens=30")]
+    assert plan_recipe("two_turns", more)[1].response_tokens == 30
     one, two = (plan_recipe("two_turns", [f"flow.steps.sample.with.max_tokens={most}"])[1] for most in (12, 60_000))
     assert two.owner_plan.sample_memory_mb > one.owner_plan.sample_memory_mb
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import SampleOutput, SampleRequest, Span, Version
+from distflow.types import RequestKey, SampleOutput, SampleRequest, Span, Version
 
 
 class Clock:
@@ -84,6 +84,10 @@ class ClockedEngine:
         self._running = [one for one in self._running if one.request.position not in gone]
         self._queued = deque(request for request in self._queued if request.position not in gone)
         return partial
+
+    def withdraw(self, requests: Collection[RequestKey]) -> None:
+        self._running = [one for one in self._running if one.request.key not in requests]
+        self._queued = deque(request for request in self._queued if request.key not in requests)
 
     def partials(self) -> list[SampleOutput]:
         return [self._output(one) for one in self._running]

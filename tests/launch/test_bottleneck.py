@@ -12,9 +12,16 @@ from distflow.metrics.merge import MetricsReader
 
 
 def split(
-    trainer: float, rollout: float, generate: float = 0.5, score: float = 0.1, staleness: float = 1, **services: float
+    trainer: float,
+    rollout: float,
+    generate: float = 0.5,
+    score: float = 0.1,
+    staleness: float = 1,
+    environment: float = 0.0,
+    **services: float,
 ) -> str:
     shares = {"trainer_idle": trainer, "rollout_idle": rollout, "generate": generate, "score": score}
+    shares["environment"] = environment
     metrics = {f"perf/{name}_share": value for name, value in shares.items()}
     metrics |= {f"perf/idle_share/{name}": value for name, value in services.items()}
     return verdict({**metrics, "staleness/max": staleness})
@@ -41,6 +48,12 @@ def split(
         (split(0.45, 0.4, staleness=1), "balanced: trainers waited 45%, rollouts 40%"),
         (verdict({"perf/trainer_idle_share": 0.5}), ""),
         (
+            split(0.6, 0.05, generate=0.3, environment=0.5),
+            "environments: trainers waited 60%, rollouts 5%; engines had nothing to decode 50% of the time",
+        ),
+        (split(0.6, 0.05, generate=0.5, environment=0.3), "rollout-bound: trainers waited 60%, rollouts 5%"),
+        (split(0.1, 0.05, generate=0.3, environment=0.5), "balanced: trainers waited 10%, rollouts 5%"),
+        (
             split(0.6, 0.55, judge=0.03, reference=0.7),
             "judge-bound: trainers waited 60%, rollouts 55%, judge 3% (give it more workers)",
         ),
@@ -52,14 +65,16 @@ def test_two_sides_that_wait_for_each_other(found: str, expected: str):
 
 
 def test_one_worker_that_does_both():
-    def colocated(generation: float, idle: float = 0.0, score: float = 0.1) -> str:
+    def colocated(generation: float, idle: float = 0.0, score: float = 0.1, environment: float = 0.0) -> str:
         shares = {"generation": generation, "rollout_idle": idle, "generate": 0.5, "score": score, "trainer_idle": 0.0}
+        shares["environment"] = environment
         return verdict({f"perf/{name}_share": value for name, value in shares.items()})
 
     assert colocated(0.71) == "generation-bound: generation took 71% of a training step, training 29%"
     assert colocated(0.5) == "balanced: generation took 50% of a training step, training 50%"
     assert colocated(0.2) == "training-bound: generation took 20% of a training step, training 80%"
     assert colocated(0.8, score=0.6).startswith("reward-bound: ")
+    assert colocated(0.8, environment=0.6).endswith("; engines had nothing to decode 60% of that time")
     assert colocated(0.8, idle=0.5).endswith("training 20%, 40% of it waiting for others")
 
 

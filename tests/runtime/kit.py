@@ -34,7 +34,7 @@ from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
-from distflow.runtime.generate_step import GenerateStep
+from distflow.runtime.generate_step import GenerateStep, SampleLimits
 from distflow.runtime.generating import Turns
 from distflow.runtime.intake import Intake
 from distflow.runtime.metrics import MetricStore, MetricWriter
@@ -44,11 +44,11 @@ from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training, TrainingParts
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import Canaries, Publishing
 from distflow.testing.fakes import FakeBackend, FakeEngine
-from distflow.types import Uid, Version, WorkerName
+from distflow.types import LeaseKind, Uid, Version, WorkerName
 from distflow.weights.in_place import InPlace
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
@@ -210,7 +210,8 @@ class World:
         limits = recipe.limits.model_copy(update={"no_progress_s": 0.2})
         recipe = recipe.model_copy(update={"limits": limits})
         self.holder_node = make_node(HOLDER, [OWNER], self.folder)
-        self.samples = Trajectories(generate_step(), {"train": SampleLimits(GROUP, TOKENS)}, TOKENIZER, torch.float32)
+        limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(GROUP, TOKENS, TOKENS)}
+        self.samples = Trajectories(generate_step(), limits, TOKENIZER, torch.float32)
         node, metrics = self.holder_node, MetricStore()
         return RolloutLoop(self.engine, self.samples, self.outbound, self.inbox, node, metrics, recipe)
 

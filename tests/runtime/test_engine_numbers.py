@@ -11,10 +11,11 @@ import torch
 from distflow.errors import WorkerFailed
 from distflow.exchange.messages import Lease
 from distflow.runtime.engine_numbers import EngineNumbers, complaint, sound
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.testing.fakes import FakeEngine
-from distflow.types import VALIDATION, LeaseKind, SampleOutput, Span, Uid, Version
+from distflow.types import VALIDATION, FinishedSample, LeaseKind, SampleOutput, Span, Uid, Version
 from tests.runtime.kit import generate_step
 from tests.runtime.test_trajectories import TOKENIZER
 
@@ -95,7 +96,7 @@ def test_a_few_do_not(good: int, bad: int) -> None:
 @pytest.mark.parametrize("position", [12, VALIDATION + 12])
 def test_a_sample_that_is_left_out_is_not_trained_on(position: int) -> None:
     """Its siblings are; and what a running sample has of it goes to no other worker. Validation uses no log-probs."""
-    limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(2, 8), "val": SampleLimits(2, 8)}
+    limits: dict[LeaseKind, SampleLimits] = {"train": SampleLimits(2, 8, 8), "val": SampleLimits(2, 8, 8)}
     engine, samples = FakeEngine(), Trajectories(generate_step(), limits, TOKENIZER, torch.float32)
     engine.begin_update(Version(0, 1))
     engine.update([("weight", torch.zeros(2, 3)), ("bias", torch.zeros(2))])
@@ -106,8 +107,8 @@ def test_a_sample_that_is_left_out_is_not_trained_on(position: int) -> None:
     engine.poll()
     running = engine.partials()
     spoilt = [SampleOutput(position, 0, running[0].token_ids, (NAN,), running[0].spans, "abort"), running[1]]
-    assert samples.partials(spoilt) == [running[1]]
-    done: list[SampleOutput] = []
+    assert [(out.key, out.token_ids) for out in samples.partials(spoilt)] == [(running[1].key, running[1].token_ids)]
+    done: list[FinishedSample] = []
     while len(done) < 2:
         found = [
             SampleOutput(position, 0, one.token_ids, (None,) * len(one.token_ids), one.spans, one.finish_reason)  # type: ignore[arg-type]

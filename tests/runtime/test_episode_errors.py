@@ -18,16 +18,17 @@ from distflow.exchange.tally import Tally
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import GENERATED, SEQUENCES
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.testing.engine_harness import run_until_done
 from distflow.testing.fakes import FakeEngine
 from distflow.types import (
     FINISH_REASONS,
     VALIDATION,
-    BegunSample,
     Episode,
+    FinishedSample,
     LeaseKind,
     SampleOutput,
     SampleRequest,
@@ -80,8 +81,6 @@ async def act(episode, generate, ctx, *, kind="away", fails=1, max_new_tokens=4,
     assert episode.sample != 1 or "seen" not in episode.task
     first = await generate(prefix, params)
     prefix = (*prefix, *first.response_ids, 10)
-    while fails and kind == "endless":
-        prefix = (*prefix, *(await generate(prefix, params)).response_ids, 10, 11)
     if fails and kind == "foreign":
         await generate((*prefix, 999), params)
     if fails and kind == "awaits":
@@ -116,9 +115,8 @@ KINDS = {
     "odd": "Odd: odd",
     "early": "OSError: no sandbox",
     "silent": "returned before it awaited tokens of the sample",
-    "endless": "asks for more after 41 tokens behind the prompt",
     "foreign": "asks for what the engine cannot do",
-    "awaits": "awaited a str",
+    "awaits": "RuntimeError: Task got bad yield",
     "nan": "returned {'reward': nan}",
     "missing": "returned ['reward']",
     "text": "returned {'reward': 'one'}",
@@ -138,12 +136,12 @@ def made(folder: Path, call: str = "act", **settings: Any) -> tuple[Trajectories
     )
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    limits: Mapping[LeaseKind, SampleLimits] = dict.fromkeys(("train", "val"), SampleLimits(3, 40))
+    limits: Mapping[LeaseKind, SampleLimits] = dict.fromkeys(("train", "val"), SampleLimits(3, 40, 40))
     return Trajectories(step, limits, TOKENIZER, torch.float32), context
 
 
-def finish(samples: Trajectories, server: FakeEngine, requests: Sequence[SampleRequest]) -> list[SampleOutput]:
-    finished: list[SampleOutput] = []
+def finish(samples: Trajectories, server: FakeEngine, requests: Sequence[SampleRequest]) -> list[FinishedSample]:
+    finished: list[FinishedSample] = []
     outputs: list[SampleOutput] = []
     for _ in range(99):
         samples.submit(server, requests)
@@ -288,27 +286,34 @@ def test_other_workers_are_told_no_tokens_of_a_sample_that_was_begun_anew(tmp_pa
     server = engine(3)
     server.submit(samples.begin([lease()]))
     requests, _ = samples.take(run_until_done(server))
-    assert [(request.sample, request.ordinal, request.offset) for request in requests] == [
-        (0, 0, 5),
-        (1, 1, 0),
-        (2, 0, 5),
-    ]
+    assert [(request.sample, request.call) for request in requests] == [(0, (1,)), (1, (1,)), (2, (1,))]
+    assert [len(request.prompt_ids) for request in requests] == [2 + 5, 2, 2 + 5]
     server.submit(requests)
     server.poll()
-    told = {output.sample: output for output in samples.partials(server.partials())}
-    assert {number: len(output.token_ids) for number, output in told.items()} == {0: 5, 1: 0, 2: 5}
-    assert told[1].spans == (Span(0, 3, 0, 1),), "a group counts as old as its oldest token"
-    done = finish(samples, server, [])
-    assert {output.sample: output.finish_reason for output in done} == {0: "length", 1: "abort", 2: "length"}
-    assert {output.sample: len(output.token_ids) for output in done} == {0: 8, 1: 0, 2: 8}
+    told = [(output.sample, output.call, len(output.token_ids)) for output in samples.partials(server.partials())]
+    assert told == [(0, (0,), 4), (0, (1,), 1), (1, (0,), 0), (2, (0,), 4), (2, (1,), 1)]
+    (anew,) = [output for output in samples.partials(server.partials()) if output.sample == 1]
+    assert anew.spans == (Span(0, 3, 0, 1),), "a group counts as old as its oldest token"
+    done = {sample.sample: sample.calls for sample in finish(samples, server, [])}
+    assert {number: [len(call.token_ids) for call in calls] for number, calls in done.items()} == {
+        0: [4, 4],
+        1: [0],
+        2: [4, 4],
+    }
+    assert {call.finish_reason for call in (*done[0], *done[2])} == {"length"}
 
 
 def test_a_replay_that_fails_is_begun_anew_without_the_record(tmp_path: Path) -> None:
-    samples, context = made(tmp_path)
-    begun = BegunSample(1, (1, 2, 3, 4, 5), (-1.0,) * 5, (Span(0, 2, 0, 5),), "")
-    requests = {request.sample: request for request in samples.begin([lease(begun=(begun,))])}
+    # The module counts the attempts of both.
+    samples, context = made(tmp_path, fails=2)
+    undisturbed, _ = made(tmp_path, fails=0)
+    server = engine(2)
+    server.submit(undisturbed.begin([lease()]))
+    undisturbed.take(run_until_done(server))
+    begun = tuple(output.begun for output in undisturbed.partials([]) if output.sample == 1)
+    requests = {request.sample: request for request in samples.begin([lease(begun=begun)])}
     assert context.metrics.counts()["rollout/errors"] == 1
-    assert (requests[1].begun, requests[1].ordinal, requests[1].offset) == (None, 1, 0)
+    assert (requests[1].begun, requests[1].call) == (None, (1,))
 
 
 EPISODE = Episode(Uid(0, 1, 5), 1, (4,), "2=", {})

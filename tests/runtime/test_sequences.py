@@ -17,10 +17,11 @@ from distflow.errors import StepError
 from distflow.flow.memory import group_bytes
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import GENERATED, SEQUENCES
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.testing.engine_harness import run_until_done
-from distflow.types import BegunSample, SampleOutput, SampleRequest
+from distflow.types import FINISH_REASONS, FinishedSample, SampleOutput, SampleRequest
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer
 from tests.runtime.test_trajectories import PROMPT, drive, engine, lease
 
@@ -103,20 +104,20 @@ def trajectories(file: Path, name: str = "wander", samples: int = 2, most: int =
     plan = StepPlan("sample", f"{file}:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    return Trajectories(step, {"train": SampleLimits(samples, most)}, TOKENIZER, torch.float32)
+    return Trajectories(step, {"train": SampleLimits(samples, most, most)}, TOKENIZER, torch.float32)
 
 
 def wandering(file: Path, moves: Sequence[Any]) -> Trajectories:
     return trajectories(file, moves=json.dumps([FIRST, *moves]), on_error="stop")
 
 
-def whole(file: Path, name: str, samples: int = 2) -> tuple[Batch, list[SampleOutput]]:
+def whole(file: Path, name: str, samples: int = 2) -> tuple[Batch, list[FinishedSample]]:
     made = trajectories(file, name, samples)
     finished = drive(made, engine(), made.begin([lease()]))
     return made.batch([5]), sorted(finished, key=lambda out: out.sample)
 
 
-def until_the_end(samples: Trajectories, requests: Sequence[SampleRequest]) -> list[SampleOutput] | None:
+def until_the_end(samples: Trajectories, requests: Sequence[SampleRequest]) -> list[FinishedSample] | None:
     """None: the step asked for more than a sample may have."""
     try:
         return sorted(drive(samples, engine(slots=4), requests), key=lambda out: out.sample)
@@ -157,7 +158,7 @@ def test_another_prefix_begins_a_new_sequence_of_the_sample(file: Path) -> None:
     (decoded,) = TOKENIZER.decode_batch([prompts.row(1).tolist()], skip_special=False)
     assert batch.texts("sequence_prompt")[:2] == ["", decoded]
     assert batch.texts("prompt_text") == ["01", "", "01", ""], "the data's prompt is there once a sample"
-    assert len(record.token_ids) == 9
+    assert [len(call.token_ids) for call in record.calls] == [3, 3, 3]
 
 
 def test_a_sequence_goes_on_after_another_had_its_say(file: Path) -> None:
@@ -187,15 +188,15 @@ def test_the_first_sequence_may_have_another_prompt_than_the_data_gives(file: Pa
     assert [row.tolist() for row in batch.ragged("prompt_ids").rows()] == [[7, 7, 7]]
 
 
-def test_random_numbers_and_room_count_the_tokens_of_all_sequences(file: Path) -> None:
+def test_the_room_counts_the_tokens_of_all_sequences_and_each_request_is_a_call(file: Path) -> None:
     samples = trajectories(file, "stripped", samples=1)
-    made, requests, offsets, rooms = engine(), samples.begin([lease()]), [], []
+    made, requests, calls, rooms = engine(), samples.begin([lease()]), [], []
     while requests:
-        offsets += [request.offset for request in requests]
+        calls += [request.call for request in requests]
         rooms += [request.params.max_new_tokens for request in requests]
         made.submit(requests)
         requests, _ = samples.take(run_until_done(made))
-    assert offsets == [0, 3 + 4, 3 + 4 + 3 + 2]
+    assert calls == [(0,), (1,), (2,)]
     assert rooms == [3, 3, 3]
     small, made = trajectories(file, "stripped", samples=1, most=3 + 4 + 2), engine()
     made.submit(small.begin([lease()]))
@@ -209,8 +210,11 @@ def test_one_turn_without_an_environment_has_no_further_fields(file: Path) -> No
 
 def test_no_sequence_begins_for_which_there_is_no_room(file: Path) -> None:
     samples = trajectories(file, "forgetting", samples=1, most=40, on_error="stop")
-    with pytest.raises(StepError, match=r"asks for more after 44 tokens behind the prompt, .* longest sample has 40: "):
-        drive(samples, engine(slots=4), samples.begin([lease()]))
+    drive(samples, engine(slots=4), samples.begin([lease()]))
+    batch = samples.batch([5])
+    assert batch.ragged("prompt_ids").lengths.tolist() == [5] * 3
+    assert batch.ragged("response_ids").lengths.tolist() == [8] * 3
+    assert batch.dense("finish_reason").tolist() == [FINISH_REASONS.index("length")] * 3
 
 
 @pytest.mark.parametrize("polls", range(13))
@@ -260,12 +264,9 @@ def check_replay(undisturbed: Trajectories, first: Trajectories, second: Traject
     for _ in range(polls):
         requests, finished = first.take(made.poll())
         made.submit(requests)
-        done += finished
+        done += [call for sample in finished for call in sample.calls]
     left = [*first.partials(made.partials()), *done]
-    begun = tuple(
-        BegunSample(o.sample, o.token_ids, o.logprobs, o.spans, "" if o.finish_reason == "abort" else o.finish_reason)
-        for o in left
-    )
+    begun = tuple(output.begun for output in left)
     assert until_the_end(second, second.begin([lease(begun=begun)])) == expected
     one, two = undisturbed.batch([5]), second.batch([5])
     for name in one.columns:

@@ -20,6 +20,8 @@ def test_a_rollouts_time_goes_to_waits_generation_and_scores() -> None:
         "perf/score_share": (0.1, 10.0),
     }
     assert time_shares({"timing_s/wait_leases": 10.0}, {}, 10.0)["perf/rollout_idle_share"] == (1.0, 10.0)
+    waiting = time_shares({"timing_s/gen": 2.0, "timing_s/environment": 7.0}, {}, 10.0)
+    assert (waiting["perf/environment_share"], waiting["perf/rollout_idle_share"]) == ((0.7, 10.0), (0.0, 10.0))
 
 
 def test_a_colocated_workers_phases_are_measured_each_by_itself() -> None:

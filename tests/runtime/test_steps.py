@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, StepError, UserError
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import GENERATED
-from distflow.runtime.generate_step import Returned, Wanted
+from distflow.runtime.attempt import AskedTokens, Attempt, Event, Raised, Returned
+from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext, StepRunner, split
-from distflow.types import Episode, SamplingParams, Uid
+from distflow.types import Completion, Episode, SamplingParams, Uid
 
 SOURCE = """\
 import torch
@@ -104,7 +107,7 @@ def shorter(batch, ctx):
 @step(role="generate", reads=[], writes=[])
 async def drawn(episode, generate, ctx, *, temperature=1.0):
     completion = await generate(episode.prompt_ids, SamplingParams(temperature))
-    if completion == "bad":
+    if completion.response == "bad":
         helper()
     return {"turns": 1}
 
@@ -241,35 +244,49 @@ def test_samples_that_are_dropped_need_no_reward(file: Path) -> None:
 EPISODE = Episode(Uid(0, 12, 7), 1, (4, 5), "23=", {})
 
 
+def begun(step: GenerateStep) -> tuple[Attempt, list[Event]]:
+    """An attempt that has come to its first request, and what it has done."""
+    heard: list[Event] = []
+    hear: Callable[[Attempt, Event], None] = lambda _, event: heard.append(event)  # noqa: E731
+    attempt = Attempt(EPISODE, partial(step.begin, EPISODE), blocking=step.blocking, loop=step.loop, hear=hear)
+    step.loop.post([attempt.begin])
+    step.loop.settle()
+    return attempt, heard
+
+
+def answered(step: GenerateStep, attempt: Attempt, heard: list[Event], response: str) -> Event:
+    """What it does when its first request is answered so."""
+    answer = Completion(EPISODE.prompt, response, {}, "stop")
+    step.loop.post([partial(attempt.answer, (0,), answer)])
+    step.loop.settle()
+    return heard[-1]
+
+
 def test_a_generate_step_makes_one_sample_turn_by_turn(file: Path) -> None:
     steps, _ = runner(file, "drawn", role="generate", temperature=0.5)
     step = steps.generate_step("judge")
-    call = step.begin(EPISODE)
-    wanted = step.go_on(call, EPISODE, None)
-    assert isinstance(wanted, Wanted)
-    assert (wanted.prompt_ids, wanted.params) == ((4, 5), SamplingParams(0.5))
-    assert step.go_on(call, EPISODE, "good") == Returned({"turns": 1})  # type: ignore[arg-type]
+    attempt, heard = begun(step)
+    (asked,) = heard
+    assert asked == AskedTokens((0,), (4, 5), SamplingParams(0.5), train=True, aside=False)
+    assert answered(step, attempt, heard, "good") == Returned({"turns": 1})
 
 
 def test_what_a_generate_step_raises_is_told_with_its_prompt(file: Path) -> None:
     steps, _ = runner(file, "drawn", role="generate")
     step = steps.generate_step("judge")
-    call = step.begin(EPISODE)
-    step.go_on(call, EPISODE, None)
+    raised = answered(step, *begun(step), "bad")
+    assert isinstance(raised, Raised)
     message = (
         r"(?s)in drawn\n.*ValueError: not today\nstep 'judge' .* raised ValueError on rollout/1, training step 6, "
         r"with uids \(epoch, prompt, position\) \(0, 12, 7\) in hand"
     )
     with pytest.raises(StepError, match=message):
-        step.go_on(call, EPISODE, "bad")  # type: ignore[arg-type]
+        raise step.failed(raised.error, EPISODE)
 
 
-def test_a_generate_step_awaits_tokens_and_nothing_else(file: Path) -> None:
-    step = runner(file, "astray", role="generate")[0].generate_step("judge")
-    with pytest.raises(
-        StepError, match=r"step 'judge' .*:astray\) on rollout/1 awaited a NoneType; .* awaits generate"
-    ):
-        step.go_on(step.begin(EPISODE), EPISODE, None)
+def test_a_generate_step_may_await_what_it_likes(file: Path) -> None:
+    _, heard = begun(runner(file, "astray", role="generate")[0].generate_step("judge"))
+    assert heard == [Returned(None)]
 
 
 def test_a_generate_step_of_the_old_form_is_refused_with_the_form_expected(file: Path) -> None:

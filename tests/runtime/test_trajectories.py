@@ -14,14 +14,16 @@ from distflow.errors import StepError, UserError
 from distflow.exchange.messages import Lease
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.testing.engine_harness import run_until_done
 from distflow.testing.fakes import SHAPES, FakeEngine
 from distflow.types import (
     FINISH_REASONS,
     VALIDATION,
     BegunSample,
+    FinishedSample,
     LeaseKind,
     SampleOutput,
     SampleRequest,
@@ -52,11 +54,8 @@ async def undeclared(episode, generate, ctx):
 
 
 @step(role="generate", reads=[], writes=[], environment=[])
-async def endless(episode, generate, ctx):
-    prefix = episode.prompt_ids
-    while True:
-        completion = await generate(prefix, SamplingParams(max_new_tokens=15))
-        prefix = (*prefix, *completion.response_ids, 3)
+async def long(episode, generate, ctx):
+    await generate((*episode.prompt_ids, *[3] * 41), SamplingParams(max_new_tokens=15))
 
 
 @step(role="generate", reads=[], writes=[], environment=[])
@@ -147,7 +146,7 @@ def trajectories(
     plan = StepPlan("sample", f"{folder}/mine.py:{name}", "generate", "sample", None, settings, (), writes, (), allowed)
     context = StepContext("sample", tokenizer=EndlessTokenizer())
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    limits: Mapping[LeaseKind, SampleLimits] = dict.fromkeys(("train", "val"), SampleLimits(samples, MOST))
+    limits: Mapping[LeaseKind, SampleLimits] = dict.fromkeys(("train", "val"), SampleLimits(samples, MOST, MOST))
     made = (step, limits, TOKENIZER, torch.float32)
     return Trajectories(*made, leaves_out_truncated=leaves_out_truncated)
 
@@ -168,9 +167,9 @@ def load(made: FakeEngine, number: int) -> None:
     made.end_update()
 
 
-def drive(samples: Trajectories, made: FakeEngine, requests: Sequence[SampleRequest]) -> list[SampleOutput]:
+def drive(samples: Trajectories, made: FakeEngine, requests: Sequence[SampleRequest]) -> list[FinishedSample]:
     """Until every sample is finished."""
-    finished: list[SampleOutput] = []
+    finished: list[FinishedSample] = []
     outputs: list[SampleOutput] = []
     for _ in range(200):
         made.submit(requests)
@@ -184,7 +183,7 @@ def drive(samples: Trajectories, made: FakeEngine, requests: Sequence[SampleRequ
     pytest.fail("not done after 200 polls")
 
 
-def whole(folder: Path, name: str = "talk", **settings: Any) -> tuple[Batch, list[SampleOutput]]:
+def whole(folder: Path, name: str = "talk", **settings: Any) -> tuple[Batch, list[FinishedSample]]:
     samples = trajectories(folder, name, **settings)
     finished = drive(samples, engine(), samples.begin([lease()]))
     return samples.batch([5]), sorted(finished, key=lambda out: out.sample)
@@ -219,14 +218,14 @@ def test_an_environments_tokens_are_a_part_of_the_response_that_is_not_trained_o
     assert batch.dense("sample").tolist() == [0, 1]
 
 
-def test_random_numbers_are_counted_over_all_tokens_behind_the_prompt(tmp_path: Path) -> None:
+def test_random_numbers_of_a_sequence_are_counted_over_all_tokens_behind_the_prompt(tmp_path: Path) -> None:
     samples = trajectories(tmp_path, "talk", samples=1)
     (first,) = samples.begin([lease()])
-    assert (first.prompt_ids, first.offset, first.ordinal) == (PROMPT, 0, 0)
+    assert (first.prompt_ids, first.call, first.stream, first.offset) == (PROMPT, (0,), (), 0)
     made = engine()
     made.submit([first])
     (second,), _ = samples.take(run_until_done(made))
-    assert (second.offset, len(second.prompt_ids)) == (6, len(PROMPT) + 6)
+    assert (second.call, second.stream, second.offset, len(second.prompt_ids)) == ((1,), (), 6, len(PROMPT) + 6)
     assert (second.position, second.sample, second.seed) == (5, 0, 7)
 
 
@@ -240,7 +239,7 @@ def test_new_weights_between_turns_show_in_the_spans_and_the_oldest_counts(tmp_p
     made.poll()
     load(made, 6)
     _, (finished,) = samples.take(run_until_done(made))
-    assert finished.spans == (Span(0, 3, 0, 4), Span(0, 4, 4, 5), Span(0, 6, 5, 8))
+    assert [call.spans for call in finished.calls] == [(Span(0, 3, 0, 4),), (Span(0, 4, 0, 1), Span(0, 6, 1, 4))]
     spans = samples.batch([5]).ragged("policy_versions").row(0).tolist()
     assert spans == [[0, 3, 0, 4], [0, 4, 6, 7], [0, 6, 7, 10]]
 
@@ -257,8 +256,8 @@ def test_what_is_asked_aside_is_no_part_of_the_sample(tmp_path: Path) -> None:
     masks = [row.tolist() for row in batch.ragged("response_mask").rows()]
     assert masks == [[True] * 3 + [False] * 3 + [True] * 3] * 2
     assert batch.dense("rewards/turns").tolist() == [0.0, 0.0], "asked again, the model answered something else"
-    assert record.token_ids[9:12] == tuple(batch.ragged("response_ids").row(0)[3:6].tolist())
-    assert len(record.token_ids) == 5 * 3
+    assert record.calls[3].token_ids == tuple(batch.ragged("response_ids").row(0)[3:6].tolist())
+    assert [(call.call, len(call.token_ids)) for call in record.calls] == [((number,), 3) for number in range(5)]
 
 
 @pytest.mark.parametrize("name, turn", [("talk", 4), ("thoughtful", 3)])
@@ -272,13 +271,10 @@ def test_a_sample_is_replayed_wherever_it_was_left(tmp_path: Path, polls: int, n
     for _ in range(polls):
         requests, finished = first.take(made.poll())
         made.submit(requests)
-        done += finished
+        done += [call for sample in finished for call in sample.calls]
     left = [*first.partials(made.partials()), *done]
     assert sum(len(out.token_ids) for out in left) == 2 * polls
-    begun = tuple(
-        BegunSample(o.sample, o.token_ids, o.logprobs, o.spans, "" if o.finish_reason == "abort" else o.finish_reason)
-        for o in left
-    )
+    begun = tuple(output.begun for output in left)
     second, other = trajectories(tmp_path, name), engine()
     requests = second.begin([lease(begun=begun)])
     asked = sum(len(request.begun.token_ids) for request in requests if request.begun is not None)
@@ -298,8 +294,8 @@ def test_progress_counts_earlier_turns_until_the_group_is_forgotten(tmp_path: Pa
         made.submit(requests)
     assert made.progress() == {5: 2}
     assert samples.progress(made.progress()) == {5: 10}
-    assert [len(out.token_ids) for out in samples.partials(made.partials())] == [5, 5]
-    assert [len(out.token_ids) for out in samples.partials(made.abort([5]), [5])] == [5, 5]
+    assert [len(out.token_ids) for out in samples.partials(made.partials())] == [4, 1, 4, 1]
+    assert [len(out.token_ids) for out in samples.partials(made.abort([5]), [5])] == [4, 1, 4, 1]
     samples.forget([5])
     assert samples.progress({}) == {}
     assert samples.partials([]) == []
@@ -312,7 +308,7 @@ def test_a_turn_that_waits_for_a_slot_loses_nothing_when_it_is_handed_back(tmp_p
     requests, _ = samples.take(outputs)
     made.submit(requests)
     (left,) = samples.partials(made.abort([5]))
-    assert (left.token_ids, left.finish_reason) == (outputs[0].token_ids, "abort")
+    assert (left.token_ids, left.finish_reason) == (outputs[0].token_ids, "length")
 
 
 def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> None:
@@ -325,7 +321,11 @@ def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> N
     "name, environment, message",
     [
         ("undeclared", None, r"mine\.py:undeclared\) on rollout/0 asks for more after its first turn.* no environment"),
-        ("endless", (), r"asks for more after 41 tokens behind the prompt, .* longest sample has 40: .*max_tokens"),
+        (
+            "long",
+            (),
+            r"asks for more after 41 tokens behind the prompt, .* longest sequence has 40: .*raise max_tokens",
+        ),
         ("silent", None, r"returned before it awaited tokens of the sample; expected completion = await generate"),
         ("forgetful", None, r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]"),
         ("wordy", None, r"returned {'rewards/turns': 'two'}; expected a number for each of \['rewards/turns'\]"),
@@ -361,6 +361,6 @@ def test_a_baseline_needs_others_to_be_the_baseline_of(tmp_path: Path) -> None:
     plan = StepPlan("sample", call, "generate", "sample", None, {}, (), GENERATED)
     context = StepContext("sample", tokenizer=EndlessTokenizer(), samples_per_prompt=1)
     step = StepRunner("rollout/0", [plan], {"sample": context}).generate_step("sample")
-    samples = Trajectories(step, {"train": SampleLimits(1, MOST)}, TOKENIZER, torch.float32)
+    samples = Trajectories(step, {"train": SampleLimits(1, MOST, MOST)}, TOKENIZER, torch.float32)
     with pytest.raises(UserError, match=r"rollout/0: batch.samples_per_prompt is 1: .* none is trained on — 2 or more"):
         samples.begin([lease()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ from torch import Tensor
 from distflow.config.plugins import PluginUse
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import SampleOutput, SampleRequest, Version
+from distflow.types import RequestKey, SampleOutput, SampleRequest, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.adapter_options import AdapterOptions
 from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
@@ -79,7 +79,7 @@ def sample_seed(sample: Sample) -> int:
     """A 63-bit seed (what a torch generator takes) for this sample, from where it starts here."""
     request, first = sample.request, sample.request.offset + len(sample.before.token_ids)
     drawn = f"{request.seed} sample {request.position} {request.sample} {first}"
-    drawn += f" {request.ordinal}" if request.ordinal else ""
+    drawn += f" {'.'.join(map(str, request.stream))}" if request.stream else ""
     return xxhash.xxh3_64_intdigest(drawn.encode()) >> 1
 
 
@@ -253,8 +253,13 @@ class EngineAdapter(ABC, Generic[OptionsT, InnerT]):
         dropped = set(positions)
         partials = self.samples.outputs(dropped)
         with self._surviving():
-            self._drop(self.samples.forget(dropped))
+            self._drop(self.samples.forget(self.samples.of(dropped)))
         return partials
+
+    def withdraw(self, requests: Collection[RequestKey]) -> None:
+        """Drop these requests; unknown ones are ignored."""
+        with self._surviving():
+            self._drop(self.samples.forget(set(requests)))
 
     def partials(self) -> list[SampleOutput]:
         """What every running sample has produced so far, with finish_reason abort; they run on."""

@@ -57,9 +57,9 @@ class SlotSampler:
         stop = start + len(samples)
         tokens = max(request.params.max_new_tokens - begun for request, begun in samples)
         self._widen(tokens)
-        named = {(r.seed, r.position, r.ordinal) for r, _ in samples}
+        named = {(r.seed, r.position, r.stream) for r, _ in samples}
         streams = {name: sample_stream(*name) for name in named}
-        keys = [streams[r.seed, r.position, r.ordinal] for r, _ in samples]
+        keys = [streams[r.seed, r.position, r.stream] for r, _ in samples]
         firsts = [request.offset + begun for request, begun in samples]
         device = self.settings_S3.device
         uniforms = uniform_rows(keys, [request.sample for request, _ in samples], tokens, firsts)

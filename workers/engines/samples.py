@@ -14,9 +14,10 @@ from typing import Any
 
 from distflow.errors import UserError
 from distflow.types import (
+    FIRST_CALL,
     BegunSample,
     FinishReason,
-    SampleKey,
+    RequestKey,
     SampleOutput,
     SampleRequest,
     Span,
@@ -48,15 +49,14 @@ class RequestLimits:
             )
         return cls(max_tokens or own, int(text.vocab_size))
 
-    def check_all(self, requests: Iterable[SampleRequest], taken: Iterable[SampleKey]) -> None:
-        """`check` each; raise ValueError for a sample that is there twice, `taken` being those that are here."""
+    def check_all(self, requests: Iterable[SampleRequest], taken: Iterable[RequestKey]) -> None:
+        """`check` each; raise ValueError for a request that is there twice, `taken` being those that are here."""
         keys = set(taken)
         for request in requests:
             self.check(request)
-            key = (request.position, request.sample)
-            if key in keys:
+            if request.key in keys:
                 raise ValueError(f"{_named(request)} is already here; abort its group before resubmitting")
-            keys.add(key)
+            keys.add(request.key)
 
     def check(self, request: SampleRequest) -> None:
         """Raise ValueError, naming sample, position and limit, if this request can never be served."""
@@ -103,7 +103,8 @@ class RequestLimits:
 
 
 def _named(request: SampleRequest) -> str:
-    return f"sample {request.sample} of position {request.position}"
+    call = "" if request.call == FIRST_CALL else f", call {'.'.join(map(str, request.call))}"
+    return f"sample {request.sample} of position {request.position}{call}"
 
 
 @dataclass(slots=True)
@@ -128,9 +129,9 @@ class Sample:
         self.remaining = self.request.params.max_new_tokens - begun
 
     @property
-    def key(self) -> SampleKey:
-        """Prompt position and number in the group."""
-        return self.request.position, self.request.sample
+    def key(self) -> RequestKey:
+        """Of its request."""
+        return self.request.key
 
     @property
     def length(self) -> int:
@@ -165,7 +166,7 @@ class Sample:
 
     def output(self, reason: FinishReason) -> SampleOutput:
         """The sample as it stands."""
-        return as_output(self.request.position, self.so_far(), reason)
+        return as_output(self.request, self.so_far(), reason)
 
 
 class EngineSamples(ABC):
@@ -178,7 +179,7 @@ class EngineSamples(ABC):
     def __init__(self, slots: int, *, continues: bool = True) -> None:
         self.slots = slots
         self.continues = continues
-        self.here: set[SampleKey] = set()
+        self.here: set[RequestKey] = set()
 
     @abstractmethod
     def _queue(self, samples: list[Sample]) -> None:
@@ -190,7 +191,7 @@ class EngineSamples(ABC):
 
     def add(self, requests: Sequence[SampleRequest]) -> None:
         """Queue samples, in this order."""
-        self.here.update((request.position, request.sample) for request in requests)
+        self.here.update(request.key for request in requests)
         self._queue([Sample(request, self._start(request.sample, request.begun)) for request in requests])
 
     def progress(self) -> Mapping[int, int]:
@@ -205,8 +206,9 @@ class EngineSamples(ABC):
         """What a sample goes on after."""
         return had if had is not None and self.continues else BegunSample(number, (), (), ())
 
-    def _forget(self, positions: Collection[int]) -> None:
-        self.here = {key for key in self.here if key[0] not in positions}
+    def of(self, positions: Collection[int]) -> set[RequestKey]:
+        """The requests of these groups."""
+        return {key for key in self.here if key[0] in positions}
 
 
 class NamedSamples(EngineSamples):
@@ -276,13 +278,13 @@ class NamedSamples(EngineSamples):
             if (positions is None or sample.request.position in positions) and sample.length
         ]
 
-    def forget(self, positions: Collection[int]) -> list[str]:
-        """Drop these groups; returns the names of their running samples."""
-        self._forget(positions)
-        dropped = [name for name, sample in self.running.items() if sample.request.position in positions]
+    def forget(self, requests: Collection[RequestKey]) -> list[str]:
+        """Drop these requests; returns the names of those that run."""
+        self.here.difference_update(requests)
+        dropped = [name for name, sample in self.running.items() if sample.key in requests]
         for name in dropped:
             del self.running[name]
-        self.waiting = deque(sample for sample in self.waiting if sample.request.position not in positions)
+        self.waiting = deque(sample for sample in self.waiting if sample.key not in requests)
         return dropped
 
     def put_back(self, *, begun: bool) -> list[str]:
@@ -319,7 +321,7 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(merged)
 
 
-def as_output(position: int, sample: BegunSample, reason: FinishReason) -> SampleOutput:
+def as_output(request: SampleRequest, sample: BegunSample, reason: FinishReason) -> SampleOutput:
     """A sample as an engine returns it."""
     about = (sample.token_ids, sample.logprobs, sample.spans, reason, sample.filtered_logprobs)
-    return SampleOutput(position, sample.sample, *about)
+    return SampleOutput(request.position, request.sample, *about, request.call)

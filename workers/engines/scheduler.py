@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from distflow.types import FinishReason, Version
+from distflow.types import FinishReason, RequestKey, Version
 from distflow.workers.engines.samples import EngineSamples, Sample
 
 Part = list[Sample]
@@ -83,11 +83,12 @@ class Scheduler(EngineSamples):
         del self.running[left:]
         return targets, sources
 
-    def forget(self, positions: Collection[int]) -> list[int]:
-        """Drop these groups from the queue; returns the slots of their running samples, ascending."""
-        self._forget(positions)
-        self.waiting = deque(part for part in self.waiting if part[0].request.position not in positions)
-        return [slot for slot, sample in enumerate(self.running) if sample.request.position in positions]
+    def forget(self, requests: Collection[RequestKey]) -> list[int]:
+        """Drop these requests from the queue; returns the slots of those that run, ascending."""
+        self.here.difference_update(requests)
+        left = ([sample for sample in part if sample.key not in requests] for part in self.waiting)
+        self.waiting = deque(part for part in left if part)
+        return [slot for slot, sample in enumerate(self.running) if sample.key in requests]
 
     def use_version(self, version: Version) -> None:
         """Tokens of all running samples come from this version from now on."""
@@ -99,7 +100,7 @@ class Scheduler(EngineSamples):
         return (sample.input_length + len(sample.tokens) for sample in self.running)
 
     def _queue(self, samples: list[Sample]) -> None:
-        alike: dict[tuple[int, int, tuple[int, ...]], Part] = {}
+        alike: dict[tuple[int, RequestKey | None, tuple[int, ...]], Part] = {}
         for sample in samples:
             alike.setdefault(_read_together(sample), []).append(sample)
         for part in alike.values():
@@ -109,7 +110,7 @@ class Scheduler(EngineSamples):
         return (*self.running, *(sample for part in self.waiting for sample in part))
 
 
-def _read_together(sample: Sample) -> tuple[int, int, tuple[int, ...]]:
+def _read_together(sample: Sample) -> tuple[int, RequestKey | None, tuple[int, ...]]:
     """Equal for samples whose tokens are read once for all of them."""
-    alone = sample.request.sample if sample.before.token_ids else -1
+    alone = sample.key if sample.before.token_ids else None
     return sample.request.position, alone, sample.request.prompt_ids

@@ -18,7 +18,7 @@ from distflow.config.plugins import ENGINES, PluginUse
 from distflow.errors import UserError
 from distflow.flow.families import refuse_family
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import SampleOutput, SampleRequest, Version
+from distflow.types import RequestKey, SampleOutput, SampleRequest, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.decoder import CacheShape, Decoder, PromptBatch, SlotCache, TokenBatch
 from distflow.workers.engines.kernels import FastKernels, InvariantKernels
@@ -143,11 +143,15 @@ class TorchEngine:
     @torch.inference_mode()
     def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
         """Drop these groups (unknown ones are ignored); returns what their running samples had produced."""
-        wanted = set(positions)
-        slots = self.schedule.forget(wanted) if wanted else []
+        slots = self.schedule.forget(self.schedule.of(set(positions)))
         partials = [self.schedule.running[slot].output("abort") for slot in slots]
         self._release(slots)
         return partials
+
+    @torch.inference_mode()
+    def withdraw(self, requests: Collection[RequestKey]) -> None:
+        """Drop these requests; unknown ones are ignored."""
+        self._release(self.schedule.forget(set(requests)))
 
     def partials(self) -> list[SampleOutput]:
         """What every running sample has produced so far, with finish_reason abort; they run on."""

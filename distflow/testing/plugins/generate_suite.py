@@ -10,17 +10,20 @@ import torch
 from distflow.data.batch import Batch
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.exchange.messages import Lease
-from distflow.flow.step import reserved_tokens
+from distflow.flow.step import sample_tokens
+from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
-from distflow.runtime.trajectories import SampleLimits, Trajectories
+from distflow.runtime.trajectories import Trajectories
 from distflow.testing.fakes import SHAPES, FakeEngine
 from distflow.testing.plugins.batches import TOKENIZER, VOCABULARY, differing
 from distflow.testing.plugins.findings import IMPORTING, SuiteReport
 from distflow.testing.plugins.trial import NAME, WORKER, Trial, told
-from distflow.types import BegunSample, SampleKey, SampleOutput, SampleRequest, Uid, Version
+from distflow.types import BegunSample, SampleOutput, SampleRequest, Uid, Version
 
 SAMPLES, GROUPS = 4, 5
 POLLS = 10_000
+TOOL_S = 60.0
+"""So long a step may await something else than tokens, where it awaits nothing else."""
 CUT_AFTER = (1, 2, 3, 5, 8)
 """Decode steps after which the samples of a lost worker go on elsewhere."""
 
@@ -34,8 +37,8 @@ def run_generate_suite(trial: Trial, report: SuiteReport, tasks: Sequence[tuple[
             raise UserError(
                 f"lacks the setting max_new_tokens: async def {name}(episode, generate, ctx, *, max_new_tokens=16)"
             )
-        room = reserved_tokens([trial.plan.settings], 0)
-        desk = _Desk(trial, room, tasks)
+        room = sample_tokens(trial.plan.settings)
+        desk = _Desk(trial, tasks)
         report.begin("making samples")
         first = desk.batch(desk.made(range(GROUPS)))
     except DistflowError as error:
@@ -60,9 +63,8 @@ class _Endless(Exception):
 class _Desk:
     """Makes samples of a step under test, as a worker would."""
 
-    def __init__(self, trial: Trial, room: int, tasks: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, trial: Trial, tasks: Sequence[tuple[str, str]]) -> None:
         self.trial = trial
-        self._room = room
         self._tasks = tasks
         self._make(range(1))
 
@@ -71,7 +73,7 @@ class _Desk:
         # A step under test may fail on nothing.
         plan = replace(self.trial.plan, settings={**self.trial.plan.settings, "on_error": "stop"})
         step = StepRunner(WORKER, [plan], {NAME: context}).generate_step(NAME)
-        return Trajectories(step, {"train": SampleLimits(SAMPLES, self._room)}, TOKENIZER, torch.float32)
+        return Trajectories(step, {"train": SampleLimits.of(SAMPLES, plan.settings)}, TOKENIZER, torch.float32)
 
     def _lease(self, position: int, begun: Sequence[BegunSample] = ()) -> Lease:
         text, task = self._tasks[position % len(self._tasks)]
@@ -94,10 +96,8 @@ class _Desk:
         lost, engine = self._make(range(GROUPS)), _engine()
         had = _drive(lost, engine, lost.begin([self._lease(position) for position in range(GROUPS)]), steps)
         begun: dict[int, list[BegunSample]] = {position: [] for position in range(GROUPS)}
-        for (position, number), output in had.items():
-            reason = "" if output.finish_reason == "abort" else output.finish_reason
-            about = (output.token_ids, output.logprobs, output.spans, reason, output.filtered_logprobs)
-            begun[position].append(BegunSample(number, *about))
+        for output in had:
+            begun[output.position].append(output.begun)
         samples = self._make(range(GROUPS))
         _drive(samples, _engine(), samples.begin([self._lease(position, of) for position, of in begun.items()]))
         return samples
@@ -113,22 +113,23 @@ def _engine() -> FakeEngine:
 
 def _drive(
     samples: Trajectories, engine: FakeEngine, requests: Sequence[SampleRequest], steps: int = POLLS
-) -> dict[SampleKey, SampleOutput]:
-    """Decode until every sample is finished, or for some steps; returns what all samples have then."""
+) -> list[SampleOutput]:
+    """Decode until every sample is finished, or for some steps; returns what all samples have then, by calls."""
     samples.submit(engine, requests)
     wanted, finished = samples.take([])
     samples.submit(engine, wanted)
-    done = {(output.position, output.sample): output for output in finished}
+    done = [call for sample in finished for call in sample.calls]
     for _ in range(steps):
-        if not engine.progress():
+        if not samples.left:
             return done
+        if not samples.asks and not samples.wait(TOOL_S):
+            raise _Endless
         wanted, finished = samples.take(engine.poll())
-        done |= {(output.position, output.sample): output for output in finished}
+        done += [call for sample in finished for call in sample.calls]
         samples.submit(engine, wanted)
-    if steps == POLLS and engine.progress():
+    if steps == POLLS and samples.left:
         raise _Endless
-    running = {(output.position, output.sample): output for output in samples.partials(engine.partials())}
-    return {**done, **running}
+    return [*done, *samples.partials(engine.partials())]
 
 
 def _test_again(desk: _Desk, report: SuiteReport, first: Batch) -> None:

@@ -1,0 +1,340 @@
+"""One attempt of a generate step at one sample: a task on the worker's event loop, or a thread where the step is a
+plain function.
+
+What the step does is told to the worker's main thread as it happens: that it asks for tokens, gives a request up,
+returns or raises. What comes back is the answer to a request, or why there is none, which is raised in the step.
+
+The life of an attempt: begun → (asks → is answered) … → returned or raised; or closed, where its sample is not wanted
+any more, or is begun anew. Whatever a closed attempt still does is no part of any sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from contextvars import ContextVar, copy_context
+from inspect import isawaitable, iscoroutinefunction
+from operator import index
+from pathlib import Path
+from types import CoroutineType
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from distflow.runtime.episode_loop import NUMBERS, EpisodeLoop, Numbers
+from distflow.runtime.tool_answers import packed, question, unpacked
+from distflow.types import CallNumber, Completion, Episode, SampleKey, SamplingParams
+
+
+class AskedTokens(NamedTuple):
+    """The step asks for what follows these tokens."""
+
+    call: CallNumber
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    train: bool
+    aside: bool
+
+
+class Withdrawn(NamedTuple):
+    """It does not wait for the answer any more."""
+
+    call: CallNumber
+
+
+class AskedTool(NamedTuple):
+    """The step is to ask a tool, unless that has answered before."""
+
+    call: CallNumber
+    digest: int
+
+
+class ToolAnswered(NamedTuple):
+    """A tool has answered."""
+
+    call: CallNumber
+    digest: int
+    answer: bytes
+
+
+class Returned(NamedTuple):
+    """It has come to its end."""
+
+    value: object
+
+
+class Raised(NamedTuple):
+    """It has failed, or was closed."""
+
+    error: BaseException
+
+
+Event = AskedTokens | Withdrawn | AskedTool | ToolAnswered | Returned | Raised
+Future = asyncio.Future[Any] | futures.Future[Any]
+ATTEMPT: ContextVar[Attempt] = ContextVar("attempt")
+"""Whose code runs."""
+
+
+class RequestRefused(ValueError):
+    """There cannot be what the step asks for: `did` says what it did, `more` why that is wrong."""
+
+    def __init__(self, did: str, more: str) -> None:
+        super().__init__(f"{did}{more}")
+        self.did = did
+
+
+class ContextFull(RequestRefused):
+    """There is no room for what the step asks for: its sequence has all tokens that it may have (`max_tokens`), or the
+    sample has (`max_sample_tokens`). A step that lets it pass ends the sample there, with finish_reason `length`."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Tell whether a step has come to its end since there is no more room, in whatever branches."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(ContextFull)[1] is None
+    return isinstance(error, ContextFull)
+
+
+class Attempt:
+    """An attempt, numbered from 1. `function` is the step for its episode, given what to ask by; `hear` is called with
+    what it does, by any thread. `first`: the number of its first call, as many as earlier attempts have had.
+
+    `begin`, `answer`, `refuse` and `close` are called on the loop.
+    """
+
+    def __init__(
+        self,
+        episode: Episode,
+        function: Callable[[Any], Any],
+        *,
+        blocking: bool,
+        loop: EpisodeLoop,
+        hear: Callable[[Attempt, Event], None],
+        number: int = 1,
+        first: int = 0,
+    ) -> None:
+        self.episode = episode
+        self.key: SampleKey = (episode.uid.position, episode.sample)
+        self.blocking = blocking
+        self.number = number
+        self._function = function
+        self._loop = loop
+        self._hear = hear
+        self._numbers = Numbers(next=first, tasks=WeakSet())
+        self._open: dict[CallNumber, Future] = {}
+        self._answer_bytes = 0
+        """Of its tools' answers."""
+        self._task: asyncio.Task[None] | None = None
+        self._thread = 0
+        self._over = False
+
+    @property
+    def calls(self) -> int:
+        """How many numbers it and earlier attempts have used."""
+        return self._numbers.next
+
+    @property
+    def place(self) -> str:
+        """The line at which a task waits, in the innermost coroutine of the step's file; "" for what is in a thread."""
+        places = list[tuple[str, int]]()
+        waiting: object = None if self._task is None else self._task.get_coro()
+        while isinstance(waiting, CoroutineType) and waiting.cr_frame is not None:
+            places.append((waiting.cr_frame.f_code.co_filename, waiting.cr_frame.f_lineno))
+            waiting = waiting.cr_await
+        places = [(file, line) for file, line in places if not file.startswith(_HERE)]
+        own = [f"{file}:{line}" for file, line in places if file == places[0][0]]
+        return own[-1] if own else ""
+
+    def begin(self) -> None:
+        """Begin the step."""
+        if self._over:
+            return
+        context = copy_context()
+        context.run(NUMBERS.set, self._numbers)
+        context.run(ATTEMPT.set, self)
+        if self.blocking:
+            self._loop.threads.submit(context.run, self._in_thread)
+        else:
+            self._task = asyncio.Task(self._on_loop(), loop=self._loop.asyncio_loop, context=context)
+            self._loop.keep(self._task)
+
+    def answer(self, call: CallNumber, found: Completion | bytes) -> None:
+        """Go on with what the model has written, or with what a tool has answered before, b"" if it has not."""
+        future = self._open.pop(call, None)
+        if future is not None and not future.done():
+            future.set_result(found)
+
+    def refuse(self, call: CallNumber, error: BaseException) -> None:
+        """Raise this where the step waits for the call."""
+        future = self._open.pop(call, None)
+        if future is not None and not future.done():
+            future.set_exception(error)
+            # A step that does not wait for it does not care: nobody has to be told.
+            future.exception()
+
+    def close(self) -> None:
+        """End it: `CancelledError` is raised where it waits, and where it asks again."""
+        self._over = True
+        if self._task is not None:
+            self._task.cancel()
+        self._drop()
+
+    def once(self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Ask a tool, unless it has answered before; called by the step. Returns what is to be awaited, or in a plain
+        function the answer."""
+        if self.blocking:
+            return self._once_in_thread(name, function, args, kwargs)
+        return self._once(name, function, args, kwargs)
+
+    # -- details
+
+    async def _once(
+        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._loop.thread:
+            raise RuntimeError(_NOT_HERE.format("ctx.once"))
+        numbers = self._own_numbers(name)
+        asked = AskedTool(numbers.take(), question(name, args, kwargs))
+        recorded: asyncio.Future[bytes] = self._loop.asyncio_loop.create_future()
+        self._put(asked, recorded)
+        answer = await recorded
+        if not answer:
+            inside = NUMBERS.set(Numbers(asked.call, tasks=self._numbers.tasks, tool=name))
+            try:
+                # A tool that blocks holds up nobody.
+                direct = iscoroutinefunction(function)
+                value = function(*args, **kwargs) if direct else await asyncio.to_thread(function, *args, **kwargs)
+                value = await value if isawaitable(value) else value
+            finally:
+                NUMBERS.reset(inside)
+            answer = self._note(asked, packed(name, value, self._answer_bytes))
+        self._answer_bytes += len(answer)
+        return unpacked(answer)
+
+    def _once_in_thread(
+        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(_NOT_HERE.format("ctx.once"))
+        numbers = self._own_numbers(name)
+        asked = AskedTool(numbers.take(), question(name, args, kwargs))
+        recorded: futures.Future[bytes] = futures.Future()
+        self._put(asked, recorded)
+        self._loop.arrived(self)
+        answer = recorded.result()
+        if not answer:
+            numbers.tool = name
+            try:
+                value = function(*args, **kwargs)
+            finally:
+                numbers.tool = ""
+            answer = self._note(asked, packed(name, value, self._answer_bytes))
+        self._answer_bytes += len(answer)
+        return unpacked(answer)
+
+    def _own_numbers(self, what: str) -> Numbers:
+        """The numbers of what runs; raises RuntimeError within a tool."""
+        numbers = NUMBERS.get(self._numbers)
+        if numbers.tool:
+            raise RuntimeError(
+                f"{what} was asked within the tool {numbers.tool!r} of ctx.once, which is not called again where the "
+                "sample is played again: let the step ask, before or after it"
+            )
+        return numbers
+
+    def _put(self, asked: AskedTokens | AskedTool, future: Future) -> None:
+        self._open[asked.call] = future
+        if self._over:
+            raise asyncio.CancelledError("the sample is not wanted any more")
+        self._hear(self, asked)
+
+    def _note(self, asked: AskedTool, answer: bytes) -> bytes:
+        self._hear(self, ToolAnswered(*asked, answer))
+        return answer
+
+    async def _on_loop(self) -> None:
+        try:
+            value = await self._function(self._ask)
+        except BaseException as error:  # an exit would end the loop as if it was done
+            self._end(Raised(error))
+        else:
+            self._end(Returned(value))
+        self._drop()
+
+    def _in_thread(self) -> None:
+        self._thread = threading.get_ident()
+        try:
+            value = self._function(self._ask_in_thread)
+        except BaseException as error:
+            self._end(Raised(error))
+        else:
+            self._end(Returned(value))
+
+    def _end(self, event: Event) -> None:
+        self._over = True
+        self._hear(self, event)
+        if self.blocking:
+            self._loop.arrived(self)
+
+    def _drop(self) -> None:
+        """End the tasks that are left, and what waits for tokens."""
+        for task in list(self._numbers.tasks):
+            task.cancel()
+        for future in [self._open.pop(call) for call in list(self._open)]:
+            if isinstance(future, asyncio.Future):
+                future.cancel()
+            elif not future.done():
+                future.set_exception(asyncio.CancelledError())
+
+    def _ask(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True, aside: bool = False
+    ) -> asyncio.Future[Completion]:
+        """Make a request; raises TypeError for what are no token ids, or no SamplingParams."""
+        loop = self._loop.asyncio_loop
+        if threading.get_ident() != self._loop.thread:
+            raise RuntimeError(_NOT_HERE.format("generate"))
+        ids = _checked(prompt_ids, params)
+        asked = AskedTokens(self._own_numbers("generate(…)").take(), ids, params, train, aside)
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._put(asked, future)
+        future.add_done_callback(lambda done: self._given_up(asked.call, done))
+        return future
+
+    def _given_up(self, call: CallNumber, future: asyncio.Future[Completion]) -> None:
+        if future.cancelled() and self._open.pop(call, None) is not None:
+            self._hear(self, Withdrawn(call))
+
+    def _ask_in_thread(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True, aside: bool = False
+    ) -> Completion:
+        """Make a request, and wait for the answer; raises TypeError as `_ask`."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(_NOT_HERE.format("generate"))
+        ids = _checked(prompt_ids, params)
+        asked = AskedTokens(self._own_numbers("generate(…)").take(), ids, params, train, aside)
+        future: futures.Future[Completion] = futures.Future()
+        self._put(asked, future)
+        self._loop.arrived(self)
+        # Its deadline is that of the episode, which is closed by it.
+        return future.result()
+
+
+_HERE = str(Path(__file__).parent)
+_NOT_HERE = (
+    "{}(…) was called in another thread than the step's own: in which order threads ask depends on the clock — "
+    "let an async def step await it, several at a time by asyncio.gather"
+)
+
+
+def _checked(prompt_ids: Sequence[int], params: object) -> tuple[int, ...]:
+    """The same tuple, if it is one of integers."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"generate(prompt_ids, params): params is a {type(params).__name__}; expected SamplingParams")
+    found = tuple(prompt_ids)
+    if set(map(type, found)) <= {int}:
+        return found
+    try:
+        return tuple(map(index, found))
+    except TypeError as error:
+        raise TypeError(f"generate(prompt_ids, params): {error}; expected token ids, which are integers") from error

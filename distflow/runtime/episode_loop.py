@@ -1,0 +1,354 @@
+"""The asyncio event loop of one worker, on a thread of its own: its episodes live there, and nothing else does.
+
+The engine and what belongs to it stay on the worker's main thread. That thread posts what is to happen on the loop
+(`post`: episodes begin, get answers, are ended), and then waits for a moment until all of them have come to their next
+`await` (`settle`): what they ask for next enters the engine together, and does not depend on how threads take turns.
+An episode that takes longer, because it waits for a tool, is not waited for: what it does is heard later.
+
+A step that is a plain function runs in a thread of its own; so does what `asyncio.to_thread` is given. These threads
+are as many as are needed, and none of them keeps a process from ending.
+
+Example: post([begin 8 episodes]) → settle() → 8 requests → … → post([8 answers]) → settle() → …
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import selectors
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Coroutine, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
+
+from distflow.log import logger
+from distflow.types import CallNumber
+
+SETTLE_S = 0.005
+"""So long the thread of an engine waits for episodes at most: a decode step of a small model takes as long."""
+ALONE_S = 10.0
+"""So long it waits where no engine has anything better to do."""
+THREADS = 32
+"""So many threads there may be in any case."""
+BLOCKED_S = 0.5
+"""A loop that has run nothing for so long is held up."""
+CLEANUP_S = 5.0
+"""So long what was cancelled may take to end."""
+CLOSE_S = 2.0
+LONGEST_S = 1.0
+"""What lies between two looks is something else if it takes longer."""
+IDLE_S = 10.0
+"""So long a thread waits for something to run before it ends."""
+P = ParamSpec("P")
+T = TypeVar("T")
+log = logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Numbers:
+    """The numbers of what a task of an episode begins: calls of `generate`, and tasks, in the order of its code."""
+
+    path: CallNumber = ()
+    """The number of the task itself; that of the episode has none."""
+    next: int = 0
+    tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
+    """All that the episode has made."""
+    tool: str = ""
+    """Of the tool that runs: what is begun there happens once, and is no part of what is played again."""
+
+    def take(self) -> CallNumber:
+        """Number something."""
+        self.next += 1
+        return (*self.path, self.next - 1)
+
+
+_OURS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent), str(Path(threading.__file__).parent))
+"""Folders of code that is no user's."""
+NUMBERS: ContextVar[Numbers] = ContextVar("numbers")
+"""Of the task that runs."""
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """An executor whose threads end with the process, however long what they run still takes. `most` says how many
+    there may be, which may change.
+
+    That of the standard library waits for its threads when the process ends, and has as many as there are processors.
+    """
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        super().__init__(1)
+        self._most = most
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._mutex = threading.Lock()
+        self._idle = self._running = 0
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a function in a thread of its own, if there may be one more, or as soon as one is free."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._mutex:
+            starts = not self._idle and self._running < self._most()
+            if starts:
+                self._running += 1
+            else:
+                self._idle -= 1
+        self._work.put(work)
+        if starts:
+            threading.Thread(target=self._serve, name="episode", daemon=True).start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads that have nothing to do; nothing is waited for."""
+        with self._mutex:
+            running = self._running
+        for _ in range(running):
+            self._work.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._next()) is not None:
+            work()
+            del work
+            with self._mutex:
+                self._idle += 1
+
+    def _next(self) -> Callable[[], None] | None:
+        """What a thread is to run; None: it is to end."""
+        while True:
+            with suppress(queue.Empty):
+                return self._work.get(timeout=IDLE_S)
+            with self._mutex:
+                # What has been submitted meanwhile counts on it.
+                if self._idle > 0:
+                    self._idle -= 1
+                    self._running -= 1
+                    return None
+
+
+class _WatchedSelector(selectors.DefaultSelector):
+    """Tells when the loop has nothing left to run: then it waits, for a socket, for a time, or for the other thread."""
+
+    def __init__(self, idle: Callable[[], None]) -> None:
+        super().__init__()
+        self._is_idle = idle
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """As any selector's."""
+        if timeout is None or timeout > 0:
+            self._is_idle()
+        return super().select(timeout)
+
+
+class ServingClock:
+    """A clock that runs while it is looked at: not while a worker trains, loads weights or offloads its engine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._last = time.monotonic()
+
+    def tick(self, every_s: float) -> bool:
+        """Let it go on; returns whether that was not done for so long."""
+        now = time.monotonic()
+        if now < self._last + every_s:
+            return False
+        self.now += min(now - self._last, LONGEST_S)
+        self._last = now
+        return True
+
+
+class EpisodeLoop:
+    """The loop of one worker. Its thread starts with the first post. `settle_s`: how long `settle` waits at most."""
+
+    def __init__(self, settle_s: float = ALONE_S) -> None:
+        self._settle_s = settle_s
+        self._quiet = threading.Condition()
+        self._posted = self._run = self._settled = 0
+        """Numbers of posts: the newest one, the newest that has been run, and the newest that has had its effect."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._leaves: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._ending: asyncio.Task[None] | None = None
+        self._waits_since = 0.0
+        """Since when something waits to be run."""
+        self._moving: set[object] = set()
+        """Episodes in threads of their own that have been posted to, and have not come to their next request."""
+        self._episodes = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._ident = 0
+        self.threads = DaemonThreads(lambda: max(THREADS, self._episodes))
+
+    # -- called by the worker's main thread
+
+    def post(self, calls: Collection[Callable[[], None]], moving: Collection[object] = ()) -> None:
+        """Have the loop run these, in this order. `moving`: episodes in threads that go on by that."""
+        loop = self._started()
+        with self._quiet:
+            if self._run >= self._posted:
+                self._waits_since = time.monotonic()
+            self._posted += 1
+            self._moving.update(moving)
+            number = self._posted
+
+        def run() -> None:
+            for call in calls:
+                call()
+            self._run = number
+
+        loop.call_soon_threadsafe(run)
+
+    def settle(self) -> None:
+        """Wait until all that was posted has had its effect: no task can go on, and no thread that was posted to has
+        failed to ask for something. Gives up after a moment: some tool may compute."""
+        until = time.monotonic() + self._settle_s
+        with self._quiet:
+            while self._settled < self._posted or self._moving:
+                left = until - time.monotonic()
+                if left <= 0:
+                    self._moving.clear()
+                    return
+                self._quiet.wait(left)
+
+    def blocked(self) -> str:
+        """Where a coroutine holds up all others now, `file:line`; "" where none does. To be called again and again."""
+        if self._loop is None:
+            return ""
+        if self._run >= self._posted:
+            self.post(())
+            return ""
+        frame = sys._current_frames().get(self._ident)
+        if time.monotonic() - self._waits_since < BLOCKED_S or frame is None:
+            return ""
+        frames = traceback.extract_stack(frame)
+        theirs = [one for one in frames if not one.filename.startswith(_OURS)]
+        own = [one for one in theirs if one.filename == theirs[0].filename]
+        return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+    def at_end(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run this on the loop before it ends."""
+        self._leaves.append(leave)
+
+    def count(self, more: int) -> None:
+        """So many more episodes are open: each may have a thread."""
+        self._episodes += more
+
+    def close(self) -> None:
+        """End the loop and all that waits in it; a thread that is busy is left alone."""
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(self._end)
+        thread.join(CLEANUP_S + CLOSE_S)
+        self.threads.shutdown(wait=False)
+        self._loop = None
+
+    # -- called on the loop, or by threads of episodes
+
+    @property
+    def asyncio_loop(self) -> asyncio.AbstractEventLoop:
+        """Where tasks are made; it runs."""
+        assert self._loop is not None, "what runs on the loop was posted to it"
+        return self._loop
+
+    @property
+    def thread(self) -> int:
+        """The number of its thread."""
+        return self._ident
+
+    def keep(self, task: asyncio.Task[None]) -> None:
+        """Keep a task until it has ended: asyncio does not, and the sample may be forgotten before."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def arrived(self, episode: object) -> None:
+        """An episode in a thread of its own has come to its next request, or to its end."""
+        with self._quiet:
+            self._moving.discard(episode)
+            self._quiet.notify_all()
+
+    # -- details
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.SelectorEventLoop(_WatchedSelector(self._is_idle))
+            self._loop.set_task_factory(_make_task)
+            self._loop.set_default_executor(self.threads)
+            self._thread = threading.Thread(target=self._serve, args=[self._loop], name="episodes", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ident = threading.get_ident()
+        asyncio.set_event_loop(loop)
+        running = True
+        while running:
+            try:
+                loop.run_forever()
+                running = False
+            except (SystemExit, KeyboardInterrupt) as error:
+                # Of a task of a user's: it has ended by it, and whoever awaits it gets it.
+                log.warning("a task of an episode raised %s", type(error).__name__)
+        loop.close()
+
+    def _is_idle(self) -> None:
+        if self._settled < self._run:
+            with self._quiet:
+                self._settled = self._run
+                self._quiet.notify_all()
+
+    def _end(self) -> None:
+        for task in asyncio.all_tasks(self.asyncio_loop):
+            task.cancel()
+        self._ending = asyncio.Task(self._last(), loop=self.asyncio_loop)
+
+    async def _last(self) -> None:
+        """Wait for what was cancelled, and leave what was entered, for a moment."""
+        try:
+            async with asyncio.timeout(CLEANUP_S):
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                for leave in self._leaves:
+                    await leave()
+        except Exception as error:
+            log.warning("the episodes of this worker did not end in order: %r", error)
+        self.asyncio_loop.stop()
+
+
+ALONE = EpisodeLoop()
+"""The loop of a process that is no worker, such as one that tests a step."""
+
+
+def _make_task(
+    loop: asyncio.AbstractEventLoop, coro: Generator[Any, None, T] | Any, context: Context | None = None
+) -> asyncio.Task[Any]:
+    """A task of an episode gets the next number of the task that makes it, and numbers of its own."""
+    if isinstance(coro, asyncio.Future):
+        # As `asyncio.create_task(generate(…))`, which is as good as `await` of the same later.
+        coro = _result(coro)
+    numbers = NUMBERS.get(None)
+    if numbers is None:
+        return asyncio.Task(coro, loop=loop, context=context)
+    own = copy_context() if context is None else context.copy()
+    own.run(NUMBERS.set, Numbers(numbers.take(), tasks=numbers.tasks, tool=numbers.tool))
+    task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=own)
+    numbers.tasks.add(task)
+    return task
+
+
+async def _result(future: asyncio.Future[T]) -> T:
+    return await future
