@@ -76,6 +76,7 @@ BESIDE = {
     "validate": ("config", "validate"),
     "test-plugin": ("config", "test_plugin"),
     "init": ("config", "init"),
+    "convert": ("config", "convert"),
     "evaluate": ("export", "evaluate"),
     "logs": ("worker", "logs"),
 }

@@ -42,11 +42,10 @@ from distflow.flow.step import ATTRIBUTE
 from distflow.log import logger
 from distflow.runtime.attempt import ATTEMPT, RequestRefused
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy, own_settings
-from distflow.runtime.episode_loop import ALONE, EpisodeLoop
+from distflow.runtime.episode_loop import ALONE, EpisodeLoop, SetupFailed, StepSetup
 from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
-from distflow.runtime.step_setup import SetupFailed, StepSetup
 from distflow.runtime.trace_writer import spanned
 from distflow.types import (
     A_TOKEN,

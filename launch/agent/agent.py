@@ -37,8 +37,7 @@ from distflow.comm.message import Message
 from distflow.comm.processes import name_process
 from distflow.data.decoding import Form, read
 from distflow.errors import DistflowError, UserError
-from distflow.launch.agent.orphaned_workers import OrphanedWorkers
-from distflow.launch.agent.peer_agents import ExitBarrier, PeerAgents, reach
+from distflow.launch.agent.peer_agents import ExitBarrier, OrphanedWorkers, PeerAgents, reach
 from distflow.launch.agent.pool_recovery import PoolRecovery
 from distflow.launch.agent.record_writer import Journal, RecordWriter, Succession, make_endpoint, read_journal
 from distflow.launch.agent.restart_policy import RestartPolicy

@@ -1,6 +1,7 @@
 """How an agent works with the agents of other hosts: reports, and the end of the run.
 
-`PeerAgents` exchanges reports with them, and derives from these what the own workers must be told.
+`PeerAgents` exchanges reports with them, and derives from these what the own workers must be told; `OrphanedWorkers`
+tells workers whose agent is silent.
 
 `ExitBarrier` is how agents part at the end of a run on many hosts: none exits before the others know how the run ended,
 and none waits for ever.
@@ -18,7 +19,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import structs
 
-from distflow.cluster.cluster_view import awaited, head_of, unseen
+from distflow.cluster.cluster_view import addresses_on, awaited, head_of, orphaned, unseen
 from distflow.cluster.gossip import Gossip
 from distflow.cluster.host_report import HostedWorker, HostReport
 from distflow.cluster.processes import HostEntry, agent_name
@@ -28,10 +29,9 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
 from distflow.data.decoding import Form, Whole, read, shown
 from distflow.errors import ProtocolError
-from distflow.launch.agent.address_book import AddressBook
 from distflow.launch.agent.record_writer import Journal
 from distflow.launch.agent.remote_helper import try_all
-from distflow.launch.agent.restart_policy import Life, Tell
+from distflow.launch.agent.restart_policy import Life, RestartPolicy, Tell
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.observe.file_sync import COLLECTED, FileSync
 from distflow.launch.run.exit_status import read_exits
@@ -64,6 +64,67 @@ class _Here(Form, frozen=True):
     address: Address
     has: Whole = 0
     """The number of the roster that it has."""
+
+
+class AddressBook:
+    """Where all workers and agents of a run listen, as one agent knows it, and what of it somebody lacks.
+
+    Every change gets a number. Who was told everything up to a number is told only what came later: what an agent sends
+    its workers at one host's news does not grow with the number of hosts. Example: a worker has number 40. rollout/7 of
+    another host comes back at a new address, number 41, so the worker is sent this one address, with 40 and 41; had it
+    missed number 40, it would say so by the number that it has.
+
+    `own(name)`: the address of a process on this agent's host, if it is not that for other hosts. `first`: the number
+    before the first one.
+    """
+
+    def __init__(self, mesh: Gossip, own: Callable[[str], str] | None = None, first: int = 0) -> None:
+        self.number = self.first = first
+        self._mesh = mesh
+        self._own = own
+        self._places: dict[str, tuple[int, str, int]] = {}
+        """By name, the last one that changed at the end: host, address, and number of the change."""
+        self._revision = mesh.revision
+        for host in mesh.reports:
+            self._look_at(host)
+
+    def note(self, host: int, name: str, address: str) -> None:
+        """A process of a host listens there; "": nobody knows where."""
+        known = self._places.get(name)
+        if known is None or known[:2] != (host, address):
+            self.number += 1
+            self._places.pop(name, None)
+            self._places[name] = host, address, self.number
+
+    def look(self) -> None:
+        """Take up what has changed."""
+        for host in self._mesh.changed_since(self._revision):
+            self._look_at(host)
+        self._revision = self._mesh.revision
+
+    def since(self, number: int, *, besides: int | None = None) -> dict[str, str]:
+        """Addresses that have changed after this number, perhaps without those of one host."""
+        found: dict[str, str] = {}
+        for name, (host, address, changed) in reversed(self._places.items()):
+            if changed <= number:
+                break
+            if host != besides:
+                found[name] = address
+        return found
+
+    def _look_at(self, host: int) -> None:
+        report, own = self._mesh.report(host), self._own if host == self._mesh.host else None
+        if report is None:
+            return
+        for name in [name for name, hosted in report.workers.items() if hosted.state == "left"]:
+            # Who knows its address is not told to forget it, but nobody else needs it.
+            self._places.pop(name, None)
+        for name, address in addresses_on(report).items():
+            if own is None:
+                self.note(host, name, address)
+            elif name not in self._places:
+                # Never another one, and to make it asks the file system.
+                self.note(host, name, own(name))
 
 
 class PeerAgents:
@@ -349,3 +410,74 @@ def reach(message: Message, reply: Callable[[Message, Mapping[str, Any]], None])
         reply(message, {"faults": try_all(request.targets, request.nonce)})
 
     threading.Thread(target=answer, name="reach", daemon=True).start()
+
+
+class OrphanedWorkers:
+    """Workers whose host agent is silent: they go on, and the first of the other agents tells them what theirs cannot.
+
+    That is deaths, new addresses of workers on other hosts, and the end of the run. Nothing else is concluded about
+    such workers; if their agent was only slow, they are told some things twice, which is harmless.
+    """
+
+    def __init__(self) -> None:
+        self._deaths: set[tuple[str, str, int]] = set()
+        self._looked: dict[str, int] = {}
+        """By orphan: the revision of the reports whose deaths it was told."""
+        self._book: AddressBook | None = None
+        """Made when there is an orphan."""
+        self._rosters: dict[str, int] = {}
+        """By orphan: the number of the roster that it was sent last."""
+        self._stopped: set[tuple[str, str]] = set()
+
+    def tell(self, mesh: Gossip, core: RestartPolicy, endpoint: Endpoint) -> None:
+        """Send them what is new."""
+        for name, address in orphan_addresses(mesh).items():
+            if endpoint.roster.get(name) != address:
+                endpoint.learn(name, address)
+        for tell in self.tells(mesh, core):
+            assert tell.to is not None, "an orphan is told by name"
+            if tell.to not in endpoint.roster:
+                continue
+            log.info("telling %s, whose agent is silent: %s", tell.to, tell.kind)
+            endpoint.send(tell.to, tell.kind, tell.body)
+
+    def tells(self, mesh: Gossip, core: RestartPolicy) -> Iterator[Tell]:
+        """What they must be told now; each thing once."""
+        for name, host in orphaned(mesh, mesh.silent()):
+            yield from self._deaths_for(name, mesh)
+            yield from self._roster_for(name, host, mesh)
+        if core.winding_up:
+            for name, _ in orphaned(mesh, _quiet(mesh)):
+                if (name, core.course) not in self._stopped:
+                    self._stopped.add((name, core.course))
+                    yield Tell("stop", {"reason": core.reason or f"the run is {core.course}"}, name)
+
+    def _deaths_for(self, name: str, mesh: Gossip) -> Iterator[Tell]:
+        changed = mesh.changed_since(self._looked[name]) if name in self._looked else list(mesh.reports)
+        self._looked[name] = mesh.revision
+        for report in (mesh.reports[host] for host in changed if host in mesh.reports):
+            for worker, hosted in report.workers.items():
+                for death in hosted.deaths:
+                    if worker != name and (name, worker, death.incarnation) not in self._deaths:
+                        self._deaths.add((name, worker, death.incarnation))
+                        body = {"worker": worker, "incarnation": death.incarnation, "reason": death.reason}
+                        yield Tell("lost", body, name)
+
+    def _roster_for(self, name: str, host: int, mesh: Gossip) -> Iterator[Tell]:
+        """Addresses on other hosts only: it knows those on its own."""
+        if self._book is None:
+            self._book = AddressBook(mesh)
+        self._book.look()
+        if self._rosters.get(name) != self._book.number:
+            self._rosters[name] = self._book.number
+            # All of them: it has nobody whom it could tell that it missed some.
+            yield Tell("roster", {"addresses": self._book.since(0, besides=host)}, name)
+
+
+def orphan_addresses(mesh: Gossip) -> dict[str, str]:
+    """The addresses of workers on silent hosts."""
+    return {name: mesh.reports[host].workers[name].address for name, host in orphaned(mesh, _quiet(mesh))}
+
+
+def _quiet(mesh: Gossip) -> frozenset[int]:
+    return mesh.silent(SILENT_S) | mesh.silent()

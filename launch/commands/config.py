@@ -1,6 +1,6 @@
 """`distflow config`: the resolved recipe, its JSON Schema, and single keys explained. `distflow validate`: all problems
 of a recipe at once. `distflow test-plugin`: what is wrong with a plug-in. `distflow init`: files to start
-from.
+from. `distflow convert`: a recipe made of the configuration of another tool.
 """
 
 from __future__ import annotations
@@ -197,3 +197,17 @@ def _first_prompt(plan: Plan, where: str) -> str:
         raise RecipeError(problems)
     text, task = (repr(part) if len(part) <= SHOWN else f"{part[:SHOWN]!r}…" for part in (prompt.text, prompt.task))
     return f"prompt 0 (number {prompt.index} of the source, {len(prompt.token_ids)} tokens): {text}, task {task}"
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def convert(file: Path) -> int:
+    """Print a recipe made of FILE: a TRL script (.py, read and never run), or verl's overrides, listed or in a script.
+
+    Comments say what became of each key: what it is here, or why it does not map.
+    """
+    from distflow.config import conversion
+
+    foreign = conversion.read_foreign(file.expanduser())
+    click.echo(conversion.written(foreign, conversion.convert(foreign)), nl=False)
+    return 0

@@ -22,9 +22,8 @@ from distflow.comm.beats import BEAT_S
 from distflow.comm.message import decode, encode
 from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent import record_writer
-from distflow.launch.agent.address_book import AddressBook
 from distflow.launch.agent.agent import Agent
-from distflow.launch.agent.peer_agents import NEWS_S
+from distflow.launch.agent.peer_agents import NEWS_S, AddressBook
 from distflow.sim.agent_mesh import Mesh
 
 

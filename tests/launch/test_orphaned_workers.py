@@ -11,7 +11,7 @@ from distflow.cluster.host_report import Death, HostedWorker, HostReport, to_wir
 from distflow.cluster.processes import Exit, Failure, HostEntry
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkListener, make_keys
-from distflow.launch.agent.orphaned_workers import OrphanedWorkers, addresses
+from distflow.launch.agent.peer_agents import OrphanedWorkers, orphan_addresses
 from distflow.launch.agent.restart_policy import RestartPolicy, Tell
 from distflow.launch.agent.start import RestartLimit
 from distflow.launch.run.record import WorkerEntry
@@ -60,7 +60,7 @@ def test_the_first_of_the_others_tells_each_thing_once():
     moved = structs.replace(found.reports[2], serial=1, workers={"rollout/2": hosted("tcp://10.0.0.2:10")})
     found.hear({"from": 2, "seen": [[2, 1, 100]], "reports": [to_wire(moved)]})
     assert [tell.kind for tell in orphans.tells(found, core)] == ["roster"]
-    assert addresses(found) == {"trainer/0": "tcp://10.0.0.0:9"}
+    assert orphan_addresses(found) == {"trainer/0": "tcp://10.0.0.0:9"}
 
 
 def test_one_address_that_cannot_be_used_costs_nobody_else_anything(tmp_path: Path, caplog):

@@ -16,7 +16,7 @@ from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
-from distflow.runtime import step_setup
+from distflow.runtime import episode_loop
 from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
 from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
@@ -482,7 +482,7 @@ def test_a_coroutine_that_blocks_is_named_and_the_engine_goes_on(
 def test_a_setup_is_entered_once_for_all_episodes_and_left_in_the_end(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_setup, "BACK_OFF_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(episode_loop, "BACK_OFF_S", (0.01, 0.01, 0.01))
     loop = EpisodeLoop(SETTLE_S)
     samples, made = trajectories(tmp_path, name, 3, loop=loop), engine(slots=8)
     until_done(samples, made, [5])
@@ -493,7 +493,7 @@ def test_a_setup_is_entered_once_for_all_episodes_and_left_in_the_end(
 
 
 def test_a_setup_that_fails_again_and_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_setup, "BACK_OFF_S", (0.01,))
+    monkeypatch.setattr(episode_loop, "BACK_OFF_S", (0.01,))
     message = r"(?s)in nobody\n.*ConnectionError: nobody there\nthe setup of step 'sample' .* raised ConnectionError"
     with pytest.raises(StepError, match=message):
         whole(tmp_path, "lonely", 2)
