@@ -9,6 +9,7 @@ import random
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,11 @@ def test_the_corpus_has_every_kind_and_every_example_is_taken(name: str, tmp_pat
     assert bench.receiver.kinds <= {path.stem for path in FOLDER.glob("*/*.json")}
     for example in bench.examples:
         if example.kind in bench.receiver.kinds and example.kind not in ("refused", "welcome"):
+            with suppress(ReplicaLost):
+                bench.receiver.take(packed(example), example.payload)
+                if not bench.receiver.refused:
+                    continue
+            # After what came before it, it may be rightly refused: a new one takes it.
             bench.renew()
             bench.receiver.take(packed(example), example.payload)
             assert bench.receiver.refused == 0, f"{example.kind} of {example.sender} is refused"
