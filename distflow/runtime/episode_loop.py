@@ -34,7 +34,10 @@ from distflow.log import logger
 from distflow.types import CallNumber
 
 SETTLE_S = 0.005
-"""So long the thread of an engine waits for episodes at most: a decode step of a small model takes as long."""
+"""So long the thread of an engine waits for episodes: a decode step of a small model takes as long."""
+PATIENCE_S, REGAINED = 0.5, 0.02
+"""So much longer it waits in all, and this share of the time that passes: where a machine has too much to do, steps
+that compute nothing take longer, too, and their requests must enter the engine together all the same."""
 ALONE_S = 10.0
 """So long it waits where no engine has anything better to do."""
 THREADS = 32
@@ -178,10 +181,13 @@ class ServingClock:
 
 
 class EpisodeLoop:
-    """The loop of one worker. Its thread starts with the first post. `settle_s`: how long `settle` waits at most."""
+    """The loop of one worker. Its thread starts with the first post. `settle_s`: how long `settle` waits, but for some
+    patience."""
 
     def __init__(self, settle_s: float = ALONE_S) -> None:
         self._settle_s = settle_s
+        self._patience_s = PATIENCE_S
+        self._settled_at = time.monotonic()
         self._quiet = threading.Condition()
         self._posted = self._run = self._settled = 0
         """Numbers of posts: the newest one, the newest that has been run, and the newest that has had its effect."""
@@ -220,14 +226,18 @@ class EpisodeLoop:
     def settle(self) -> None:
         """Wait until all that was posted has had its effect: no task can go on, and no thread that was posted to has
         failed to ask for something. Gives up after a moment: some tool may compute."""
-        until = time.monotonic() + self._settle_s
+        began = time.monotonic()
+        self._patience_s = min(PATIENCE_S, self._patience_s + (began - self._settled_at) * REGAINED)
+        until = began + self._settle_s + self._patience_s
         with self._quiet:
             while self._settled < self._posted or self._moving:
                 left = until - time.monotonic()
                 if left <= 0:
                     self._moving.clear()
-                    return
+                    break
                 self._quiet.wait(left)
+        self._settled_at = time.monotonic()
+        self._patience_s -= max(0.0, self._settled_at - began - self._settle_s)
 
     def blocked(self) -> str:
         """Where a coroutine holds up all others now, `file:line`; "" where none does. To be called again and again."""
