@@ -20,9 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
-
 from distflow.config.paths import recipes_folder
+from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError
 
 FLOW, LAYOUT, STEPS = "grpo", "colocated", 100
@@ -60,9 +59,7 @@ def write_recipe(
     if not isinstance(data, str):
         (folder / ROWS).write_text("".join(_lines(data)), encoding="utf-8")
     functions.write()
-    text = yaml.safe_dump(
-        {"defaults": [*defaults, "_self_"], **_merged(sections, settings)}, sort_keys=False, allow_unicode=True
-    )
+    text = yaml_text({"defaults": [*defaults, "_self_"], **_merged(sections, settings)})
     (folder / RECIPE).write_text(text, encoding="utf-8")
     return folder / RECIPE
 

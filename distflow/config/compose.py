@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra import version
-from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -87,6 +89,24 @@ class _Sorted:
     values: list[Override]
 
 
+class _Lists(FileConfigSource):  # type: ignore[misc]
+    """Hydra's files, of which it gets what says how they are composed: the header, and the defaults list."""
+
+    def __init__(self, provider: str, path: str, read: Callable[[Path], YamlFile]) -> None:
+        super().__init__(provider, path)
+        self._read = read
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path, self._normalize_file_name(config_path))
+        value = self._read(path).value
+        return ConfigResult(
+            config=OmegaConf.create({key: value[key] for key in ("defaults",) if key in value}),
+            path=f"file://{self.path}",
+            provider=self.provider,
+            header=self._get_header_dict(path.read_text(encoding="utf-8")[:512]),
+        )
+
+
 class _Composer:
     def __init__(self, source: Path, problems: list[Problem], *, resolved: bool) -> None:
         self.source = source
@@ -99,10 +119,10 @@ class _Composer:
         version.setbase("1.3")
         Plugins.instance()  # registers the sources that files can be read from
         search_path = ConfigSearchPathImpl()
-        for root in dict.fromkeys(self.roots):
-            search_path.append(provider="distflow", path=f"file://{root}")
         search_path.append(provider="schema", path="structured://")
         self.repository = ConfigRepository(config_search_path=search_path)
+        roots = [_Lists("distflow", f"file://{root}", self._file) for root in dict.fromkeys(self.roots)]
+        self.repository.sources[:0] = roots
 
     def compose(self, overrides: Sequence[str]) -> Layers:
         self._check_primary(self._file(self.source))
@@ -237,7 +257,7 @@ class _Composer:
                 # Without `_self_` the file itself goes on top: Hydra's warning about that is of no use here.
                 warnings.simplefilter("ignore", UserWarning)
                 return create_defaults_list(
-                    repo=CachingConfigRepository(self.repository),  # a fresh one: Hydra changes what it has cached
+                    repo=self.repository,
                     config_name=self.source.stem,
                     overrides_list=groups,
                     prepend_hydra=False,

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
 from pydantic import ValidationError
 
 from distflow.config.data_schema import DataConfig
@@ -17,7 +16,7 @@ from distflow.config.paths import HUB_PREFIX, is_data_file
 from distflow.config.plugins import MODEL_CONFIG, VOCABULARY
 from distflow.config.schema import BatchConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
 from distflow.config.section import Section
-from distflow.config.yamlfile import shown
+from distflow.config.yamlfile import shown, yaml_value
 from distflow.errors import Problem, Problems, RecipeError, UserError, did_you_mean
 from distflow.flow.chosen_function import chosen_function
 from distflow.flow.data_check import check_data, keyed_sources
@@ -247,5 +246,5 @@ def plan_resized(run_dir: Path, counts: Mapping[str, int], *, spanning: bool = F
     def where(key: str) -> str:
         return str(source)
 
-    recipe = recipe_from_mapping(resized(yaml.safe_load(source.read_text()), counts), where)
+    recipe = recipe_from_mapping(resized(yaml_value(source.read_text()), counts), where)
     return make_plan(recipe, where, spanning=spanning)

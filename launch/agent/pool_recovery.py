@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import yaml
-
 from distflow.cluster.cluster_view import Rules, View, members_of, takes_up
 from distflow.cluster.gossip import Gossip, least_silence_s
 from distflow.cluster.host_report import HostReport, Successor, Term
@@ -23,7 +21,7 @@ from distflow.cluster.term_vote import BEFORE_ALL, Begin, Break, Found, Pool, St
 from distflow.comm.addresses import worker_address
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
-from distflow.config.yamlfile import yaml_text
+from distflow.config.yamlfile import yaml_text, yaml_value
 from distflow.errors import DistflowError, UserError, WorkerFailed
 from distflow.flow.rescaling import renewed
 from distflow.launch.agent.restart_policy import Action, RestartPolicy, Tell
@@ -279,7 +277,7 @@ class PoolRecovery:
     def _rewrite(self, name: str, term: Successor, memory: Mapping[str, int]) -> None:
         """Update the document that a worker reads at its next start; running ones are told by training workers."""
         path = self._run_dir / "workers" / f"{WorkerName.parse(name).file_stem}.yaml"
-        document = yaml.safe_load(path.read_text())
+        document = yaml_value(path.read_text())
         if takes_up(term, self._pool.term):
             document = renewed(document, members_of(term, self._hosts), memory)
         checkpoint = checkpoint_of(self._run_dir, term.step)

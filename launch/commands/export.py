@@ -18,6 +18,7 @@ import yaml
 from distflow.config.load import load_recipe, recipe_from_mapping
 from distflow.config.plugins import EXPORTER
 from distflow.config.schema import ModelConfig, Recipe
+from distflow.config.yamlfile import yaml_value
 from distflow.data.files import whole_lines
 from distflow.errors import UserError
 from distflow.flow.plan import Plan
@@ -267,7 +268,7 @@ def _plan_of(run_dir: Path) -> Plan:
     """The plan, from the recipe that the run was launched with."""
     source = run_dir / "recipe.yaml"
     try:
-        resolved = yaml.safe_load(source.read_text(encoding="utf-8"))
+        resolved = yaml_value(source.read_text(encoding="utf-8"))
         if not isinstance(resolved, dict):
             raise ValueError(f"expected a mapping, found {type(resolved).__name__}")
     except (OSError, ValueError, yaml.YAMLError) as error:

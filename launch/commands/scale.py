@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 from msgspec import structs
 
 from distflow.cluster.processes import STOPPED, HostEntry, agent_name
 from distflow.comm.addresses import place_of
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
+from distflow.config.yamlfile import yaml_value
 from distflow.errors import DistflowError, Problem, UserError, did_you_mean
 from distflow.flow.recipe_check import plan_resized
 from distflow.launch.deploy.fan_out import Fleet, SshWays
@@ -379,7 +379,7 @@ def _ask(record: RunRecord, kind: str, body: Mapping[str, Any]) -> dict[str, Any
 
 def _loaded(run_dir: Path) -> LoadedRecipe:
     source = run_dir / "recipe.yaml"
-    resolved = yaml.safe_load(source.read_text())
+    resolved = yaml_value(source.read_text())
     recipe = recipe_from_mapping(resolved, lambda key: str(source))
     return LoadedRecipe(recipe, source, resolved, (), lambda key: str(source))
 

@@ -21,7 +21,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
 from msgspec import structs
 
 import distflow
@@ -209,9 +208,8 @@ class RunContents:
 
     def description(self) -> dict[str, bytes]:
         """Recipe, overrides and environment of the launch, by path in the run folder."""
-        recipe = yaml.safe_dump(self.loaded.resolved, sort_keys=False, allow_unicode=True, encoding="utf-8")
         return {
-            "recipe.yaml": recipe,
+            "recipe.yaml": yaml_text(self.loaded.resolved).encode(),
             "overrides.txt": "".join(f"{override}\n" for override in self.loaded.overrides).encode(),
             "env.json": (json.dumps(environment(self.loaded.source), indent=1) + "\n").encode(),
         }

@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from distflow.config.load import LoadedRecipe, load_recipe, recipe_to_mapping
 from distflow.config.paths import find_recipe
 from distflow.config.schema import Recipe
-from distflow.config.yamlfile import shown
+from distflow.config.yamlfile import shown, yaml_value
 from distflow.errors import RecipeError, UserError
 from distflow.flow.lineage import ARITHMETIC, OF_MACHINE, arithmetic, changes, departures, leaves, lineage
 from distflow.flow.plan import Plan
@@ -84,7 +82,7 @@ def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan
     if options.recipe_as_written:
         return plan_recipe(options.recipe or str(source), options.overrides, need_files=need_files)
     _check_same(options, run_dir, source)
-    kept = yaml.safe_load((run_dir / RECIPE).read_text())
+    kept = yaml_value((run_dir / RECIPE).read_text())
     last = {_key(text): text for text in before}
     # Repeating an earlier override changes nothing, even if it names a group.
     overrides = [text for text in options.overrides if last.get(_key(text)) != text]
@@ -100,7 +98,7 @@ def overridden(run_dir: Path, recipe: Recipe, plan: Plan, step: int) -> Iterator
     Call it before `recipe.yaml` is replaced.
     """
     if (run_dir / RECIPE).is_file():
-        kept = yaml.safe_load((run_dir / RECIPE).read_text())
+        kept = yaml_value((run_dir / RECIPE).read_text())
         for change in changes(leaves(kept), leaves(recipe_to_mapping(recipe))):
             yield f"override: {change}"
         yield from leaps(kept, plan, step)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import yaml
 
 from distflow.cluster.processes import STOPPED, Failure
 from distflow.config.schema import StopConfig
+from distflow.config.yamlfile import yaml_value
 from distflow.launch.observe.alerts import where_time_went
 from distflow.launch.run.record import RunRecord
 from distflow.launch.run.resume import best_checkpoint
@@ -151,7 +151,7 @@ def reached(goal: StopConfig | None, steps: Sequence[Mapping[str, float]]) -> It
 
 
 def _goal_of(run_dir: Path) -> StopConfig | None:
-    kept = yaml.safe_load((run_dir / "recipe.yaml").read_text())["run"].get("stop_when")
+    kept = yaml_value((run_dir / "recipe.yaml").read_text())["run"].get("stop_when")
     return None if kept is None else StopConfig.model_validate(kept)
 
 

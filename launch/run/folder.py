@@ -19,9 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from distflow.config.yamlfile import yaml_text
+from distflow.config.yamlfile import yaml_text, yaml_value
 from distflow.errors import UserError
 from distflow.flow.neighbours import neighbours
 from distflow.flow.rescaling import resized, sizes
@@ -255,14 +253,14 @@ def recipe_in(run_dir: Path) -> Recipe:
     from distflow.config.load import recipe_from_mapping
 
     source = run_dir / "recipe.yaml"
-    return recipe_from_mapping(yaml.safe_load(source.read_text()), lambda key: str(source))
+    return recipe_from_mapping(yaml_value(source.read_text()), lambda key: str(source))
 
 
 def note_sizes(run_dir: Path, names: Iterable[str]) -> None:
     """Record how many workers the pools of these ones have: for `--resume`, and for workers planned from now on."""
     counts = sizes(names)
     recipe, overrides = run_dir / "recipe.yaml", run_dir / "overrides.txt"
-    before = yaml.safe_load(recipe.read_text())
+    before = yaml_value(recipe.read_text())
     after = resized(before, counts)
     if after != before:
         told = [f"layout.pools.{pool}.count={count}\n" for pool, count in counts.items()]

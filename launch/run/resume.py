@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
+from distflow.config.yamlfile import yaml_value
 from distflow.errors import UserError
 from distflow.launch.run.record import HOSTS, RunRecord
 from distflow.runtime.checkpoint.commit import (
@@ -68,7 +67,7 @@ def best_checkpoint(run_dir: Path, steps: Iterable[Mapping[str, float]]) -> tupl
     `steps`: the merged metrics, with values of validation that no COMMIT holds yet.
     """
     recipe = run_dir / "recipe.yaml"
-    run = yaml.safe_load(recipe.read_text(encoding="utf-8"))["run"] if recipe.is_file() else {}
+    run = yaml_value(recipe.read_text(encoding="utf-8"))["run"] if recipe.is_file() else {}
     metric = run.get("keep_best")
     if metric is None:
         return None
