@@ -78,6 +78,7 @@ def test_log_probs_are_computed_while_samples_still_arrive(launch: Launch, tmp_p
         assert all(len(groups) <= 2 for groups in computed), f"16 to 24 rows of 8 tokens fill a micro-batch: {computed}"
 
 
+@pytest.mark.long
 def test_a_resumed_run_equals_an_undisturbed_one(launch: Launch) -> None:
     """Both models, their optimizers and their schedules, to the last bit, with several updates a step."""
     settings = ["flow=ppo", "batch.prompts=16", "batch.epochs=2", "batch.minibatches=2", "run.deterministic=true"]

@@ -85,9 +85,8 @@ def test_one_trainer_two_trainers_one_trainer(launch: Launch) -> None:
 @pytest.mark.parametrize(
     "victim",
     [
-        "trainer/1",
         "nursery/0",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("agent/0", "trainer/0", "rollout/0")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("agent/0", "trainer/0", "trainer/1", "rollout/0")),
     ],
 )
 def test_a_pool_that_trains_changes_its_size_whoever_is_killed_meanwhile(launch: Launch, victim: str) -> None:
@@ -118,7 +117,7 @@ def test_a_pool_that_trains_changes_its_size_whoever_is_killed_meanwhile(launch:
             "trainer=1",
         ),
         pytest.param(["flow=ppo", "layout=critic"], "critic=3", "critic=1", marks=pytest.mark.long),
-        (["flow=ppo", "layout=critic"], "trainer=2", "trainer=1"),
+        pytest.param(["flow=ppo", "layout=critic"], "trainer=2", "trainer=1", marks=pytest.mark.long),
         pytest.param(["layout=async", "layout.max_staleness=2"], "trainer=2", "trainer=1", marks=pytest.mark.long),
     ],
     ids=["colocated", "of a divided model", "of a critic", "beside a critic", "asynchronous"],

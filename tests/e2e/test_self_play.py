@@ -63,7 +63,11 @@ def norms(run: Run) -> list[float]:
     ("layouts", "updates"),
     [
         (["colocated", "split", "own pools", "both colocated"], []),
-        (["colocated", "own pools, two of each"], ["batch.minibatches=2", "batch.epochs=2", "batch.ledgers=4"]),
+        pytest.param(
+            ["colocated", "own pools, two of each"],
+            ["batch.minibatches=2", "batch.epochs=2", "batch.ledgers=4"],
+            marks=pytest.mark.long,
+        ),
         pytest.param([*LAYOUTS], [], marks=pytest.mark.long),
         pytest.param([*LAYOUTS], ["batch.minibatches=2", "batch.epochs=2", "batch.ledgers=4"], marks=pytest.mark.long),
     ],

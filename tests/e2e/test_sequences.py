@@ -44,7 +44,7 @@ def check_sequences(run: Run, steps: int) -> None:
         assert line["critic/rewards/mean"] == pytest.approx(sum(found["reward"] for found in step) / len(step))
 
 
-@pytest.mark.parametrize("aggregate", ["seq-mean-token-mean", "token-mean"])
+@pytest.mark.parametrize("aggregate", ["seq-mean-token-mean", pytest.param("token-mean", marks=pytest.mark.long)])
 def test_one_worker_or_several_give_the_same_run(launch: Launch, aggregate: str) -> None:
     settings = (*BREAKING, f"flow.steps.update.with.aggregate={aggregate}", "batch.tokens_per_microbatch=128", EXACT)
     colocated, split = compare(launch, ["colocated", "2+2"], 4, 1e-6, *settings)

@@ -55,8 +55,8 @@ LATER = ["layout.pools.reference.count=2", "batch.minibatches=2", "batch.ledgers
     [
         ["batch.prompts=16"],
         pytest.param(["run.deterministic=true", *SMALL, *KL], marks=pytest.mark.long),
-        [*KL, *STOLEN],
-        [*KL, *LATER],
+        pytest.param([*KL, *STOLEN], marks=pytest.mark.long),
+        pytest.param([*KL, *LATER], marks=pytest.mark.long),
         ["flow=ppo", *SMALL],
         ["flow=distill", "flow.steps.teacher.with.top_k=4", TEACHER, *STOLEN],
         pytest.param(["models.policy.lora.rank=4", "models.policy.quantize=nf4", *SMALL, *KL], marks=pytest.mark.long),
@@ -304,7 +304,9 @@ def one_fails(folder: Path, rate: float) -> list[str]:
     return [*PACED, function, f"flow.steps.reward.with.max_error_rate={rate}", "flow.steps.reward.with.on_error=zero"]
 
 
-@pytest.mark.parametrize("layout", [TWO, ("layout=split",)], ids=["services", "split"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(TWO, marks=pytest.mark.long), ("layout=split",)], ids=["services", "split"]
+)
 def test_failures_are_counted_over_all_workers_that_judge(launch: Launch, tmp_path: Path, layout: list[str]) -> None:
     """Alone, the one that fails is beyond the bound; with the other it is not. Nor does it hide beside it."""
     run = launch("quickstart", *layout, *one_fails(tmp_path, 0.09), f"run.training_steps={STEPS}")

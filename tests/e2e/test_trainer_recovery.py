@@ -29,7 +29,7 @@ def steps_of_term(run: Run, term: int) -> set[int]:
     ("layout", "victims", "stays"),
     [
         (TWO, ["trainer/1"], "rollout/0"),
-        ([*TWO, "layout.max_staleness=1"], ["trainer/0", "trainer/1"], "rollout/1"),
+        pytest.param([*TWO, "layout.max_staleness=1"], ["trainer/0", "trainer/1"], "rollout/1", marks=pytest.mark.long),
         pytest.param(["layout=async", "run.save_every=5"], ["trainer/0"], "rollout/0", marks=pytest.mark.long),
         ([*TWO, "layout.pools.trainer.backend=fsdp"], ["trainer/0"], "rollout/1"),
         pytest.param([*TWO, *ZERO_2], ["trainer/0"], "rollout/1", marks=pytest.mark.long),

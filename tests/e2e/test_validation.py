@@ -47,10 +47,10 @@ def check_validated(run: Run, due: Sequence[int] = DUE) -> dict[int, dict[str, f
 @pytest.mark.parametrize(
     "layout",
     [
-        ["layout=split"],
+        pytest.param(["layout=split"], marks=pytest.mark.long),
         ["layout=split", TRAINERS, "layout.stealing=false"],
         ["layout=colocated", "layout.pools.worker.count=2"],
-        ["layout=services", "layout.pools.reward={count: 1, steps: [reward]}"],
+        pytest.param(["layout=services", "layout.pools.reward={count: 1, steps: [reward]}"], marks=pytest.mark.long),
         ["layout=services", "layout.pools.reward={count: 1, steps: [reward]}", ALONE],
         pytest.param(["layout=async"], marks=pytest.mark.long),
         pytest.param(["layout=async", ALONE], marks=pytest.mark.long),
