@@ -15,6 +15,7 @@ from distflow.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
     from distflow.flow.plan import Plan
+    from distflow.launch.deploy.placement import WorkerPlacement
 
 SHOWN = 500
 """Characters shown of a prompt and of its task."""
@@ -82,8 +83,11 @@ def explain(key: str) -> int:
 )
 def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool, hosts: Path | None) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and fix (exit code 2)."""
+    from distflow.flow.lanes import ONE_HOST
+    from distflow.flow.plan_text import notes_of
     from distflow.flow.recipe_check import check_imports, plan_recipe
     from distflow.launch.deploy.host_checks import problems_here
+    from distflow.launch.deploy.placement import placement_lines
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=hosts is None)
     problems, first = [], ""
@@ -92,7 +96,7 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
         problems = [
             replace(one, hint=f"{one.hint}; for other machines there are --elsewhere and --hosts FILE") for one in here
         ]
-    placed = _placed(plan, hosts) if hosts is not None else []
+    placement = None if hosts is None else _placed(plan, hosts)
     if deep:
         problems += check_imports(plan, loaded.origin)
     if problems:
@@ -106,19 +110,20 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
     )
     if first:
         click.echo(first)
-    for line in placed:
+    for line in [] if placement is None else placement_lines(plan, placement):
         click.echo(line)
-    for note in plan.notes:
+    # Where the recipe is for other machines, their number is not known.
+    for note in plan.notes if elsewhere else notes_of(plan, ONE_HOST if placement is None else placement.where):
         click.echo(note if note in plan.warnings else f"note: {note}")
     return 0
 
 
-def _placed(plan: Plan, file: Path) -> list[str]:
-    """Say which worker runs on which host of this file; raises HostsError where they find no places."""
+def _placed(plan: Plan, file: Path) -> WorkerPlacement:
+    """Place the workers on the hosts of this file; raises HostsError where they find no places."""
     from distflow.launch.deploy.hostfile import read_hosts
-    from distflow.launch.deploy.placement import place_workers, placement_lines
+    from distflow.launch.deploy.placement import place_workers
 
-    return placement_lines(plan, place_workers(plan, read_hosts(file, None, None)))
+    return place_workers(plan, read_hosts(file, None, None))
 
 
 @click.command("test-plugin")
