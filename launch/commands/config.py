@@ -183,6 +183,8 @@ def init(folder: Path, task: str, model: str | None) -> int:
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror or error} — give a folder that can be written") from error
     click.echo(f"next: cd {folder}; distflow launch recipe.yaml")
+    if task == "chat":
+        click.echo("a real task, with validation and a goal: recipe gsm8k; without GPU and network its twin, reasoning")
     if task == "chat" and (model is None or not Path(model).expanduser().is_dir()):
         click.echo(
             "the model comes from the hub; without a network give one of this machine: "

@@ -54,9 +54,9 @@ def test_validate_refuses_a_missing_model_and_plan_only_notes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["validate", "smollm2"]) == 2
+    assert run(["validate", "reasoning"]) == 2
     assert "for SmolLM2 run `make smollm2`" in capsys.readouterr().err
-    assert run(["plan", "smollm2"]) == 0
+    assert run(["plan", "reasoning"]) == 0
     assert "there is no folder models/smollm2-135m" in capsys.readouterr().out
 
 
