@@ -84,16 +84,17 @@ def explain(key: str) -> int:
 def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool, hosts: Path | None) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and fix (exit code 2)."""
     from distflow.flow.lanes import ONE_HOST
+    from distflow.flow.model_fit import position_problems
     from distflow.flow.plan_text import notes_of
     from distflow.flow.recipe_check import check_imports, plan_recipe
     from distflow.launch.deploy.host_checks import problems_here
     from distflow.launch.deploy.placement import placement_lines
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=hosts is None)
-    problems, first = [], ""
+    problems, first = [*position_problems(plan, loaded.origin)], ""
     if hosts is None and not elsewhere:
         here = problems_here(plan, loaded.origin, ask_pythons=deep)
-        problems = [
+        problems += [
             replace(one, hint=f"{one.hint}; for other machines there are --elsewhere and --hosts FILE") for one in here
         ]
     placement = None if hosts is None else _placed(plan, hosts)
