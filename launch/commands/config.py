@@ -57,10 +57,15 @@ def schema(kind: str) -> int:
 @command.command()
 @click.argument("key")
 def explain(key: str) -> int:
-    """Print what KEY means, its type, unit and default; for example batch.ledgers."""
+    """Print what KEY means, its type, unit and default; for example batch.ledgers, flow.steps.sample.with.top_p."""
     from distflow.config.explain import explain as explained
+    from distflow.flow.step_settings import explain_setting
 
-    click.echo(explained(key))
+    match key.split("."):
+        case ["flow", "steps", step, "with", name]:
+            click.echo(explain_setting(step, name))
+        case _:
+            click.echo(explained(key))
     return 0
 
 
